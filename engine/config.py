@@ -1,0 +1,133 @@
+"""What the user asked for (`EngineOptions`) and what it came to (`EngineConfig`). No torch here.
+
+`EngineOptions` is the one list of engine flags: the command line, `--config FILE.yaml` and `LLM(...)` are all
+built from its fields. `quire.engine.resolve.resolve` turns it into an `EngineConfig`, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.engine.architecture import Architecture
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DEMO_MODEL = Path(__file__).parent / "models" / "demo"
+
+
+def flag(default: Any, help: str, *, short: str | None = None, metavar: str | None = None) -> Any:
+    """A dataclass field that is also a command-line flag; its type and `Literal` choices come from the annotation."""
+    return dataclasses.field(default=default, metadata={"help": help, "short": short, "metavar": metavar})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Every engine option, unresolved: `None` and "auto" mean that Quire decides. The model itself is positional."""
+
+    model: str = str(DEMO_MODEL)
+
+    tensor_parallel_size: int = flag(1, "ranks that share each layer", short="-tp", metavar="T")
+    pipeline_parallel_size: int = flag(1, "stages that the layers are cut into", short="-pp", metavar="P")
+    pipeline_layer_partition: str | None = flag(
+        None, "layers of each stage, e.g. 3,2,1 (default: as even as possible)", metavar="N,N,…"
+    )
+    distributed_executor_backend: Literal["auto", "uni", "mp", "ray"] = flag(
+        "auto", "who runs the workers: uni (in the engine process), mp (processes on this host), ray"
+    )
+    device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs (auto: CUDA when there is a GPU)")
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "precision of weights and KV cache (auto: the checkpoint's on CUDA, float32 on CPU)"
+    )
+    max_model_len: int | None = flag(None, "longest prompt + output, in tokens (default: the model's own)")
+    load_format: Literal["auto", "safetensors", "dummy"] = flag(
+        "auto", "dummy: random weights, nothing but config.json and the tokenizer is read"
+    )
+    revision: str | None = flag(None, "branch, tag or commit of a Hugging Face repository")
+    tokenizer: str | None = flag(None, "folder or repository of the tokenizer (default: the model's)")
+    trust_remote_code: bool = flag(False, "run Python code that comes with the tokenizer")
+    seed: int = flag(0, "seed of dummy weights, and of requests that bring none of their own")
+
+    max_num_seqs: int = flag(256, "requests that may run at once")
+    max_num_batched_tokens: int | None = flag(
+        None, "tokens that one step may compute (default: 2048; the model's length without chunked prefill)"
+    )
+    enable_chunked_prefill: bool = flag(True, "split long prompts over steps, beside running decodes")
+    scheduling_policy: Literal["fcfs", "priority"] = flag(
+        "fcfs", "who goes first: in order of arrival, or by the request's `priority` (lower is earlier)"
+    )
+
+    gpu_memory_utilization: float = flag(
+        0.9, "share of the device's memory for weights, activations and KV cache together"
+    )
+    kv_cache_memory_bytes: int | None = flag(None, "KV cache per rank, in bytes (overrides the share)")
+    block_size: int = flag(16, "tokens in a block of KV cache")
+    enable_prefix_caching: bool = flag(True, "reuse the KV blocks of prompts that start alike")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model as it will be served."""
+
+    path: Path
+    tokenizer: Path
+    architecture: Architecture
+    dtype: str
+    max_model_len: int
+    load_format: Literal["safetensors", "dummy"]
+    eos_token_ids: tuple[int, ...]
+    trust_remote_code: bool
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The rank grid. Rank = stage * tensor_parallel_size + position in the stage."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    stages: tuple[range, ...]
+    executor: Literal["uni", "mp"]
+    device: Literal["cpu", "cuda"]
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def stage_of(self, rank: int) -> int:
+        return rank // self.tensor_parallel_size
+
+    def tp_rank_of(self, rank: int) -> int:
+        return rank % self.tensor_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache. Every rank has the same number of blocks; block 0 is as good as any other."""
+
+    block_size: int
+    num_blocks: int
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step, and `depth`: how many plans are in flight, one for each pipeline stage."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    policy: Literal["fcfs", "priority"]
+    depth: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything resolved. It is pickled once to each process and never changes."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig

@@ -1,0 +1,246 @@
+"""The structs that cross a process: server ⇄ engine core ⇄ workers. Token ids and numbers only; no torch here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from quire.engine.errors import InvalidParameter
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_N = 128
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """How to continue a prompt; names and meanings are those of the OpenAI API and of vLLM.
+
+    `stop` and `skip_special_tokens` concern text and stay in the server: `for_engine` clears them.
+    Raises `InvalidParameter`, which names the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 and -1 keep all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    """Output tokens at most; None: up to the model's length."""
+    min_tokens: int = 0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    """None: none; k: the sampled token's log-probability and the k likeliest tokens'."""
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name, good, expected in (
+            ("n", 1 <= self.n <= MAX_N, f"from 1 to {MAX_N}"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "from 0 to 100"),
+            ("top_k", self.top_k >= -1, "-1, 0 (both: all) or a positive number"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            (
+                "min_tokens",
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                f"at most max_tokens ({self.max_tokens})",
+            ),
+            ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"),
+            ("stop", all(self.stop), "strings that are not empty"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "from -2 to 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            ("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "biases from -100 to 100"),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"from 0 to {MAX_LOGPROBS}",
+            ),
+        ):
+            if not good:
+                raise InvalidParameter(f"{name} must be {expected}, got {getattr(self, name)!r}", name)
+
+    def for_engine(self, seed: int) -> SamplingParams:
+        """What one of the `n` sequences takes to the engine: no text, and a seed of its own."""
+        return msgspec.structs.replace(
+            self, n=1, seed=seed, stop=[], include_stop_str_in_output=False, skip_special_tokens=True
+        )
+
+
+# --- server → engine core -------------------------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, tag=True, array_like=True):
+    """A request. The answer is any number of `RequestOutput`s, the last one with a finish reason."""
+
+    client: int
+    """Which API process gets the answer."""
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, tag=True, array_like=True):
+    """The client went away, or its stop string was found: free everything. Unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Probe(msgspec.Struct, tag=True, array_like=True):
+    """Are the loop and every rank alive? Answered with `Alive` once every rank has done a step."""
+
+    client: int
+    probe_id: int
+
+
+class Shutdown(msgspec.Struct, tag=True, array_like=True):
+    """Stop the engine core; what still runs is aborted."""
+
+
+ToCore = Submit | Abort | Probe | Shutdown
+
+
+# --- engine core → server -------------------------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Natural log-probabilities at one position, of the model's own distribution (before temperature)."""
+
+    logprob: float
+    """Of the sampled token."""
+    rank: int
+    """1 for the likeliest token."""
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RequestOutput(msgspec.Struct, array_like=True):
+    """New tokens of a request. Exactly one output of each request has a `finish_reason`: the last."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`, when asked for."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The token of `stop_token_ids` (or end of sequence) that ended it; it is the last of `token_ids`."""
+    error: str | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared, known from the first output on."""
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """Gauges now, and counters since the start."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks: int = 0
+    kv_blocks_used: int = 0
+    steps: int = 0
+    idle_stage_steps: int = 0
+    """Stage-steps left empty although some request could have filled them."""
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The model is loaded and the workers answer."""
+
+    seconds: dict[str, float]
+    """Where the start-up time went."""
+
+
+class Outputs(msgspec.Struct, tag=True, array_like=True):
+    """What a step brought to this API process; one message, however many requests."""
+
+    outputs: list[RequestOutput]
+    stats: EngineStats
+
+
+class Alive(msgspec.Struct, tag=True, array_like=True):
+    """The answer to a `Probe`."""
+
+    probe_id: int
+
+
+class Dead(msgspec.Struct, tag=True, array_like=True):
+    """The engine cannot go on; the reason names the rank. Nothing follows."""
+
+    reason: str
+
+
+ToServer = Ready | Outputs | Alive | Dead
+
+
+# --- engine core ⇄ workers ------------------------------------------------------------------------------------
+
+
+class NewRequest(msgspec.Struct, array_like=True):
+    """A request travels whole, once: when it is first scheduled, and again after a preemption."""
+
+    slot: int
+    """Row of the workers' request state, < max_num_seqs; free again once it stands in `StepPlan.released`."""
+    token_ids: list[int]
+    """Prompt, and what was generated before a preemption."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is already in `block_ids`, by prefix hits."""
+    block_ids: list[int]
+    params: SamplingParams
+
+
+class Scheduled(msgspec.Struct, array_like=True):
+    """One row of a step: `num_tokens` more tokens of a request, and what changed since it was last planned."""
+
+    slot: int
+    num_tokens: int
+    new_token_ids: list[int]
+    """Sampled tokens that the workers do not know yet; they extend the request's tokens."""
+    new_block_ids: list[int]
+
+
+class StepPlan(msgspec.Struct, array_like=True):
+    """What every rank does next. Apply `released`, then `new`, then run `scheduled` in this order.
+
+    A row samples when its computed tokens reach its known tokens. A plan without rows is a sign of life:
+    every rank passes it on.
+    """
+
+    step: int
+    released: list[int]
+    new: list[NewRequest]
+    scheduled: list[Scheduled]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.scheduled)
+
+
+class StepResult(msgspec.Struct, array_like=True):
+    """From the first TP rank of the last stage, row for row of `StepPlan.scheduled`."""
+
+    step: int
+    token_ids: list[int]
+    """The sampled token; -1 for a row that did not sample."""
+    logprobs: list[TokenLogprobs | None] = []
+    """Empty when no row asked for them."""

@@ -1,0 +1,131 @@
+"""Finding a model's files and reading their headers, before any weight is read. No torch here."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.engine.errors import ConfigError
+
+_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+
+
+def locate(model: str, revision: str | None, *, weights: bool = True) -> Path:
+    """The folder of a model: `model` itself, or the snapshot of a Hugging Face repository (downloaded with a bar).
+
+    Raises `ConfigError` for what is not there, offline and gated repositories included.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
+        raise ConfigError(
+            f"{model}: no such model folder (a Hugging Face repository would be named as owner/name)"
+        )
+    return _download(model, revision, _PATTERNS if weights else [p for p in _PATTERNS if p != "*.safetensors"])
+
+
+def _download(repository: str, revision: str | None, patterns: list[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except GatedRepoError:
+        raise ConfigError(
+            f"{repository} is gated: ask for access on its page at huggingface.co, then set HF_TOKEN or run `hf auth login`"
+        ) from None
+    except RevisionNotFoundError:
+        raise ConfigError(f"{repository} has no revision {revision!r}; see --revision") from None
+    except RepositoryNotFoundError:
+        raise ConfigError(
+            f"{repository}: neither a local folder nor a repository that you can see on Hugging Face "
+            "(a private one needs HF_TOKEN)"
+        ) from None
+    except HFValidationError as error:
+        raise ConfigError(f"{repository}: {error}") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{repository}: cannot be downloaded and is not in the local cache ({reason}); "
+            "check the network and HF_HUB_OFFLINE, or name a local folder"
+        ) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or `ConfigError` with the file's name."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent}: no {path.name} there; is it a Hugging Face model folder?") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a JSON object is expected")
+    return content
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint, from the header of its file."""
+
+    file: Path
+    dtype: str
+    """As safetensors spells it: F32, BF16, F16, …"""
+    shape: tuple[int, ...]
+
+
+def read_headers(folder: Path) -> dict[str, TensorInfo]:
+    """Every tensor of the folder's *.safetensors by name; truncated or missing files raise `ConfigError`.
+
+    Format: 8 bytes of header length, the header (JSON), then the data
+    (https://github.com/huggingface/safetensors#format).
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = [folder / name for name in names]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder}: no *.safetensors there (--load-format dummy serves random weights)")
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        for name, entry in _read_header(file).items():
+            if name != "__metadata__":
+                tensors[name] = TensorInfo(file, entry["dtype"], tuple(entry["shape"]))
+    return tensors
+
+
+def _read_header(file: Path) -> dict[str, Any]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+            if 8 + length > size:
+                raise ConfigError(f"{file}: truncated ({size:,} bytes, less than its header); fetch it again")
+            header: dict[str, Any] = json.loads(stream.read(length))
+            end = max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file}: not a safetensors file; fetch it again") from None
+    if size != 8 + length + end:
+        raise ConfigError(f"{file}: truncated: {size:,} bytes of {8 + length + end:,}; fetch it again")
+    return header

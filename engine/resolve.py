@@ -1,0 +1,292 @@
+"""`EngineOptions` → `EngineConfig`: every size is known, and every misfit refused, before a weight is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.engine import devices, model_files
+from quire.engine.architecture import Architecture, from_hf_config
+from quire.engine.config import (
+    DTYPE_BYTES,
+    CacheConfig,
+    EngineConfig,
+    EngineOptions,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from quire.engine.devices import Devices
+from quire.engine.errors import ConfigError
+
+_CHECKPOINT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_STEP_TOKENS = 2048
+_CPU_KV_CACHE_BYTES = 4 << 30
+"""On CPU the KV cache of all ranks together stops here unless --kv-cache-memory-bytes asks for more."""
+
+
+def resolve(options: EngineOptions) -> EngineConfig:
+    """Fix every open choice; raises `ConfigError` with numbers and a remedy for what cannot be served."""
+    _check_ranges(options)
+    found = devices.find(options.device)
+    parallel_size = options.tensor_parallel_size * options.pipeline_parallel_size
+    if found.kind == "cuda" and parallel_size > found.count:
+        raise ConfigError(
+            f"--tensor-parallel-size {options.tensor_parallel_size} × --pipeline-parallel-size "
+            f"{options.pipeline_parallel_size} needs {parallel_size} GPUs; this host shows {found.count}"
+        )
+    model = _resolve_model(options, found)
+    model.architecture.check_divides(options.tensor_parallel_size)
+    parallel = ParallelConfig(
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        stages=_cut_layers(model.architecture.num_layers, options),
+        executor=_choose_executor(options, parallel_size),
+        device=found.kind,
+    )
+    scheduler = _resolve_scheduler(options, model)
+    sizes = Sizes.of(model, parallel, scheduler, options.block_size)
+    cache = CacheConfig(
+        block_size=options.block_size,
+        num_blocks=_count_blocks(options, model, parallel, scheduler, sizes, found),
+        enable_prefix_caching=options.enable_prefix_caching,
+    )
+    return EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes on one rank of each stage."""
+
+    weights: tuple[int, ...]
+    kv_block: tuple[int, ...]
+    workspace: int
+    """Activations and logits of the largest step, estimated."""
+
+    @staticmethod
+    def of(model: ModelConfig, parallel: ParallelConfig, scheduler: SchedulerConfig, block_size: int) -> Sizes:
+        arch, tp, stages = model.architecture, parallel.tensor_parallel_size, parallel.stages
+        width = DTYPE_BYTES[model.dtype]
+        hidden = 6 * arch.hidden_size + 3 * arch.intermediate_size // tp
+        logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
+        return Sizes(
+            weights=tuple(arch.stage_parameters(stages, s, tp) * width for s in range(len(stages))),
+            kv_block=tuple(arch.kv_block_bytes(len(layers), tp, block_size, width) for layers in stages),
+            workspace=scheduler.max_num_batched_tokens * hidden * width + logits,
+        )
+
+
+def plan_text(config: EngineConfig) -> str:
+    """The resolved plan as `serve` prints it."""
+    model, parallel, cache = config.model, config.parallel, config.cache
+    arch, sizes = model.architecture, Sizes.of(model, parallel, config.scheduler, cache.block_size)
+    tokens = cache.num_blocks * cache.block_size
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    lines = [
+        f"{arch.name} from {model.path}",
+        f"{model.dtype} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
+        f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
+    ]
+    for stage, layers in enumerate(parallel.stages):
+        first = stage * tp
+        ranks = f"rank {first}" if tp == 1 else f"ranks {first}-{first + tp - 1}"
+        lines.append(
+            f"  stage {stage} ({ranks}): layers {layers.start}-{layers.stop - 1}, per rank weights "
+            f"{human(sizes.weights[stage])}, KV cache {human(sizes.kv_block[stage] * cache.num_blocks)} "
+            f"in {cache.num_blocks:,} blocks of {cache.block_size} tokens"
+        )
+    lines.append(
+        f"KV cache holds {tokens:,} tokens: {tokens / model.max_model_len:.1f} requests at the full length of "
+        f"{model.max_model_len:,}; at most {config.scheduler.max_num_seqs} run at once, "
+        f"{config.scheduler.max_num_batched_tokens:,} tokens a step"
+    )
+    return "\n".join(lines)
+
+
+def human(count: int) -> str:
+    """Bytes for people: 1.5 GiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"
+
+
+def _check_ranges(options: EngineOptions) -> None:
+    for name, low in (
+        ("tensor_parallel_size", 1),
+        ("pipeline_parallel_size", 1),
+        ("max_num_seqs", 1),
+        ("max_num_batched_tokens", 1),
+        ("block_size", 1),
+        ("max_model_len", 1),
+        ("kv_cache_memory_bytes", 1),
+    ):
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
+    if not 0.0 < options.gpu_memory_utilization <= 1.0:
+        raise ConfigError(
+            f"--gpu-memory-utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}"
+        )
+
+
+def _resolve_model(options: EngineOptions, found: Devices) -> ModelConfig:
+    dummy = options.load_format == "dummy"
+    path = model_files.locate(options.model, options.revision, weights=not dummy)
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise ConfigError(f"{path}: the folder cannot be read; check its permissions")
+    hf_config = model_files.read_json(path / "config.json")
+    arch = from_hf_config(hf_config)
+    stored = None
+    if not dummy:
+        kinds = {info.dtype for info in model_files.read_headers(path).values()}
+        unknown = kinds - _CHECKPOINT_DTYPES.keys()
+        if unknown:
+            raise ConfigError(f"{path}: tensors of type {', '.join(sorted(unknown))} are not served yet")
+        stored = _CHECKPOINT_DTYPES[max(kinds, key="F16 BF16 F32".split().index)]
+    tokenizer = path
+    if options.tokenizer is not None:
+        tokenizer = model_files.locate(options.tokenizer, None, weights=False)
+    return ModelConfig(
+        path=path,
+        tokenizer=tokenizer,
+        architecture=arch,
+        dtype=_choose_dtype(options, found, stored, hf_config),
+        max_model_len=_choose_length(options, arch),
+        load_format="dummy" if dummy else "safetensors",
+        eos_token_ids=_eos_token_ids(path, hf_config),
+        trust_remote_code=options.trust_remote_code,
+        seed=options.seed,
+    )
+
+
+def _choose_dtype(options: EngineOptions, found: Devices, stored: str | None, hf_config: dict[str, Any]) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    if found.kind == "cpu":
+        return "float32"
+    named = hf_config.get("dtype") or hf_config.get("torch_dtype") or stored
+    return named if named in DTYPE_BYTES else "bfloat16"
+
+
+def _choose_length(options: EngineOptions, arch: Architecture) -> int:
+    """The model's own length, or the sliding window where one begins before it."""
+    window = arch.sliding_window
+    limit = arch.max_position if window is None else min(arch.max_position, window)
+    asked = options.max_model_len
+    if asked is not None and asked > limit:
+        if window is not None and limit == window:
+            raise ConfigError(
+                f"--max-model-len {asked} is beyond this model's sliding window of {window} tokens, "
+                f"and windowed attention is not served yet; at most {window} is exact"
+            )
+        raise ConfigError(f"--max-model-len {asked} is more than the model's {limit} positions")
+    return asked or limit
+
+
+def _eos_token_ids(path: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids, from generation_config.json before config.json."""
+    generation = path / "generation_config.json"
+    eos = model_files.read_json(generation).get("eos_token_id") if generation.exists() else None
+    eos = hf_config.get("eos_token_id") if eos is None else eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def _cut_layers(num_layers: int, options: EngineOptions) -> tuple[range, ...]:
+    """Layer ranges of the stages; without a partition the first stages take the remainder."""
+    stages, text = options.pipeline_parallel_size, options.pipeline_layer_partition
+    if text is None:
+        if stages > num_layers:
+            raise ConfigError(f"--pipeline-parallel-size {stages} is more than the model's {num_layers} layers")
+        counts = [num_layers // stages + (s < num_layers % stages) for s in range(stages)]
+    else:
+        try:
+            counts = [int(part) for part in text.split(",")]
+        except ValueError:
+            raise ConfigError(f"--pipeline-layer-partition {text}: numbers are expected, as in 3,2,1") from None
+        if len(counts) != stages or sum(counts) != num_layers or min(counts) < 1:
+            raise ConfigError(
+                f"--pipeline-layer-partition {text}: {stages} positive numbers with the sum {num_layers} are "
+                f"expected (--pipeline-parallel-size {stages}, the model has {num_layers} layers)"
+            )
+    starts = [sum(counts[:s]) for s in range(stages)]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def _choose_executor(options: EngineOptions, world_size: int) -> Literal["uni", "mp"]:
+    match options.distributed_executor_backend:
+        case "ray":
+            raise ConfigError("--distributed-executor-backend ray is not served yet; mp runs the ranks on this host")
+        case "uni" if world_size > 1:
+            raise ConfigError(f"--distributed-executor-backend uni runs one rank, not {world_size}; use mp")
+        case "auto":
+            return "uni" if world_size == 1 else "mp"
+        case backend:
+            return backend
+
+
+def _resolve_scheduler(options: EngineOptions, model: ModelConfig) -> SchedulerConfig:
+    least = 1 if options.enable_chunked_prefill else model.max_model_len
+    budget = options.max_num_batched_tokens or max(_STEP_TOKENS, least)
+    if budget < least:
+        raise ConfigError(
+            f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least the model length ({least}), "
+            f"got {budget}; or lower --max-model-len"
+        )
+    return SchedulerConfig(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=budget,
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        policy=options.scheduling_policy,
+        depth=options.pipeline_parallel_size,
+    )
+
+
+def _count_blocks(
+    options: EngineOptions,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    scheduler: SchedulerConfig,
+    sizes: Sizes,
+    found: Devices,
+) -> int:
+    """KV blocks of each rank: what memory leaves, but no more than all requests at full length can use."""
+    per_block = max(sizes.kv_block)
+    blocks_per_request = -(-model.max_model_len // options.block_size)
+    sharing = parallel.world_size if found.kind == "cpu" else 1
+    share = int(found.memory * options.gpu_memory_utilization) // sharing
+    fixed = max(sizes.weights) + sizes.workspace
+    if fixed > share:
+        raise ConfigError(
+            f"the model does not fit: weights {human(max(sizes.weights))} + workspace {human(sizes.workspace)} per "
+            f"rank, and {human(share)} there ({options.gpu_memory_utilization:g} of {human(found.memory)} free"
+            f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller --dtype, or a lower "
+            "--max-num-batched-tokens"
+        )
+    if options.kv_cache_memory_bytes is not None:
+        budget = options.kv_cache_memory_bytes
+        if budget > share - fixed:
+            raise ConfigError(
+                f"--kv-cache-memory-bytes {budget} ({human(budget)}) does not fit: {human(share - fixed)} is left "
+                f"per rank beside weights and workspace"
+            )
+    else:
+        budget = share - fixed
+        if found.kind == "cpu":
+            budget = min(budget, _CPU_KV_CACHE_BYTES // sharing)
+    blocks = budget // per_block
+    if blocks < blocks_per_request:
+        raise ConfigError(
+            f"a KV cache of {human(budget)} per rank holds {blocks * options.block_size:,} tokens, less than one "
+            f"request of {model.max_model_len:,} ({human(blocks_per_request * per_block)}); use --max-model-len "
+            f"{max(1, blocks * options.block_size)} or less, more memory (--kv-cache-memory-bytes, "
+            "--gpu-memory-utilization), or more ranks (-tp, -pp)"
+        )
+    if options.kv_cache_memory_bytes is None:
+        blocks = min(blocks, scheduler.max_num_seqs * blocks_per_request)
+    return blocks

@@ -1,0 +1,24 @@
+"""Quire: an OpenAI-compatible serving daemon for language models that are bigger than one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire.engine.messages import SamplingParams
+    from quire.server.llm import LLM, AsyncLLM, RequestResult
+
+__all__ = ["LLM", "AsyncLLM", "RequestResult", "SamplingParams"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SamplingParams":
+        from quire.engine import messages
+
+        return messages.SamplingParams
+    if name in __all__:
+        from quire.server import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")
