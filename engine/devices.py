@@ -46,9 +46,7 @@ def _free_gpu_memory() -> list[int]:
             if by_index and int(name) < 0:
                 break
             handle = (
-                pynvml.nvmlDeviceGetHandleByIndex(int(name))
-                if by_index
-                else pynvml.nvmlDeviceGetHandleByUUID(name)
+                pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
             )
             free.append(int(pynvml.nvmlDeviceGetMemoryInfo(handle).free))
         return free

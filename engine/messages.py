@@ -66,7 +66,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "from -2 to 2"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2"),
             ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
-            ("logit_bias", all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()), "biases from -100 to 100"),
+            (
+                "logit_bias",
+                all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()),
+                "biases from -100 to 100",
+            ),
             (
                 "logprobs",
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
@@ -236,7 +240,7 @@ class StepPlan(msgspec.Struct, array_like=True):
         return sum(row.num_tokens for row in self.scheduled)
 
 
-class StepResult(msgspec.Struct, array_like=True):
+class StepResult(msgspec.Struct, tag=True, array_like=True):
     """From the first TP rank of the last stage, row for row of `StepPlan.scheduled`."""
 
     step: int
@@ -244,3 +248,16 @@ class StepResult(msgspec.Struct, array_like=True):
     """The sampled token; -1 for a row that did not sample."""
     logprobs: list[TokenLogprobs | None] = []
     """Empty when no row asked for them."""
+
+
+class WorkerReady(msgspec.Struct, tag=True, array_like=True):
+    """A rank is loaded."""
+
+    seconds: dict[str, float]
+
+
+class WorkerFailed(msgspec.Struct, tag=True, array_like=True):
+    """A rank cannot go on. `user_error`: the reason is for the user alone, such as a missing tensor."""
+
+    reason: str
+    user_error: bool

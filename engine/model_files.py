@@ -22,9 +22,7 @@ def locate(model: str, revision: str | None, *, weights: bool = True) -> Path:
     if path.is_dir():
         return path.resolve()
     if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
-        raise ConfigError(
-            f"{model}: no such model folder (a Hugging Face repository would be named as owner/name)"
-        )
+        raise ConfigError(f"{model}: no such model folder (a Hugging Face repository would be named as owner/name)")
     return _download(model, revision, _PATTERNS if weights else [p for p in _PATTERNS if p != "*.safetensors"])
 
 
@@ -44,7 +42,8 @@ def _download(repository: str, revision: str | None, patterns: list[str]) -> Pat
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except GatedRepoError:
         raise ConfigError(
-            f"{repository} is gated: ask for access on its page at huggingface.co, then set HF_TOKEN or run `hf auth login`"
+            f"{repository} is gated: ask for access on its page at huggingface.co, "
+            "then set HF_TOKEN or run `hf auth login`"
         ) from None
     except RevisionNotFoundError:
         raise ConfigError(f"{repository} has no revision {revision!r}; see --revision") from None

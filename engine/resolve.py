@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine import devices, model_files
@@ -146,7 +147,7 @@ def _resolve_model(options: EngineOptions, found: Devices) -> ModelConfig:
         unknown = kinds - _CHECKPOINT_DTYPES.keys()
         if unknown:
             raise ConfigError(f"{path}: tensors of type {', '.join(sorted(unknown))} are not served yet")
-        stored = _CHECKPOINT_DTYPES[max(kinds, key="F16 BF16 F32".split().index)]
+        stored = _CHECKPOINT_DTYPES[max(kinds, key=["F16", "BF16", "F32"].index)]
     tokenizer = path
     if options.tokenizer is not None:
         tokenizer = model_files.locate(options.tokenizer, None, weights=False)
@@ -239,7 +240,7 @@ def _resolve_scheduler(options: EngineOptions, model: ModelConfig) -> SchedulerC
             f"got {budget}; or lower --max-model-len"
         )
     return SchedulerConfig(
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=min(options.max_num_seqs, budget),  # so that every decode finds room in every step
         max_num_batched_tokens=budget,
         enable_chunked_prefill=options.enable_chunked_prefill,
         policy=options.scheduling_policy,

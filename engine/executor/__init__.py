@@ -1,0 +1,48 @@
+"""Who runs the ranks. One narrow verb: `submit(plan)` now, `result()` later, in order."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from quire.engine.config import EngineConfig
+from quire.engine.messages import StepPlan, StepResult
+
+STEP_TIMEOUT = 600.0
+"""Seconds after which a step that does not come back counts as hung."""
+
+
+class WorkerError(RuntimeError):
+    """A rank died, hung or failed; the text names it."""
+
+
+class Pending(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepResult:
+        """Wait for it; raises `WorkerError`."""
+
+
+class Executor(Protocol):
+    """The ranks of one replica, loaded and ready."""
+
+    seconds: dict[str, float]
+    """Where their start-up time went."""
+
+    def submit(self, plan: StepPlan) -> Pending:
+        """Hand a plan to every rank. Results are to be taken in the same order."""
+
+    def close(self) -> None:
+        """End every rank."""
+
+
+def start(config: EngineConfig, log_level: str) -> Executor:
+    """Start the ranks and load the model; raises `WorkerError` or `ConfigError`."""
+    match config.parallel.executor:
+        case "uni":
+            from quire.engine.executor.uni import UniExecutor
+
+            return UniExecutor(config)
+        case "mp":
+            from quire.engine.executor.mp import MpExecutor
+
+            return MpExecutor(config, log_level)

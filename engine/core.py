@@ -1,0 +1,229 @@
+"""The engine-core process: two I/O threads around one loop.
+
+Started by `launch.start_core` as `python -m quire.engine.core`, it reads its configuration from standard input and
+ends when standard input closes, so it never outlives the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from queue import Empty, SimpleQueue
+
+import msgspec
+import zmq
+
+from quire.engine import executor as executors
+from quire.engine import log
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.executor import Executor, Pending, WorkerError
+from quire.engine.launch import Endpoints
+from quire.engine.messages import (
+    Abort,
+    Alive,
+    Dead,
+    Outputs,
+    Probe,
+    Ready,
+    RequestOutput,
+    Shutdown,
+    StepPlan,
+    Submit,
+    ToCore,
+    ToServer,
+)
+from quire.engine.request import Request
+from quire.engine.scheduler import Scheduler
+
+logger = logging.getLogger("quire.engine.core")
+
+_SHUTDOWN_GRACE = 10.0
+"""Seconds that an orphaned core may take to end by itself, a model half loaded included."""
+
+
+class Wire:
+    """The sockets of the core, each owned by one thread; the loop sees two queues."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.inbox: SimpleQueue[ToCore] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[int, ToServer] | None] = SimpleQueue()
+        self._context = zmq.Context()
+        self._clients = len(endpoints.responses)
+        threading.Thread(target=self._receive, args=(endpoints.requests,), daemon=True, name="wire-in").start()
+        self._sender = threading.Thread(target=self._send, args=(endpoints.responses,), name="wire-out")
+        self._sender.start()
+
+    def send(self, client: int, message: ToServer) -> None:
+        self._outbox.put((client, message))
+
+    def broadcast(self, message: ToServer) -> None:
+        for client in range(self._clients):
+            self.send(client, message)
+
+    def close(self) -> None:
+        """Send what is queued, then stop."""
+        self._outbox.put(None)
+        self._sender.join()
+
+    def _receive(self, address: str) -> None:
+        socket = self._context.socket(zmq.PULL)
+        socket.set_hwm(0)
+        socket.bind(address)
+        decode = msgspec.msgpack.Decoder(ToCore).decode
+        while True:
+            self.inbox.put(decode(socket.recv()))
+
+    def _send(self, addresses: tuple[str, ...]) -> None:
+        sockets = []
+        for address in addresses:
+            socket = self._context.socket(zmq.PUSH)
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 2000)
+            socket.connect(address)
+            sockets.append(socket)
+        encode = msgspec.msgpack.Encoder().encode
+        while (entry := self._outbox.get()) is not None:
+            client, message = entry
+            sockets[client].send(encode(message))
+        for socket in sockets:
+            socket.close()
+
+
+class Core:
+    """The loop of one replica: requests in, plans to the workers, outputs out."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, wire: Wire) -> None:
+        self.scheduler = Scheduler(config)
+        self.executor = executor
+        self.wire = wire
+        self.depth = config.scheduler.depth
+        self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        self.outputs: dict[int, list[RequestOutput]] = {}
+        """Outputs of this turn, by API process."""
+        self.probes: list[Probe] = []
+        self.stopping = False
+
+    def run(self) -> None:
+        """Serve until `Shutdown`; raises `WorkerError` when a rank fails."""
+        while not self.stopping:
+            self.receive()
+            plan = self.schedule()
+            if plan is not None:
+                self.in_flight.append((plan, self.executor.submit(plan)))
+            if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
+                plan, pending = self.in_flight.popleft()
+                self.deliver(self.scheduler.update(plan, pending.result()))
+                self.answer_probes()
+            self.send()
+
+    def schedule(self) -> StepPlan | None:
+        """The next plan; with nothing to run, a sign of life if somebody asks for one."""
+        plan = self.scheduler.schedule()
+        if plan is None and self.probes and not self.in_flight:
+            plan = self.scheduler.sign_of_life()
+        return plan
+
+    def receive(self) -> None:
+        """Take in all that has arrived; with nothing to do, wait for something."""
+        idle = not (self.in_flight or self.scheduler.has_requests or self.probes)
+        with contextlib.suppress(Empty):
+            while not self.stopping:
+                self.handle(self.wire.inbox.get(block=idle))
+                idle = False
+
+    def handle(self, message: ToCore) -> None:
+        match message:
+            case Submit():
+                refusal = self.scheduler.add(message)
+                if refusal is not None:
+                    self.outputs.setdefault(message.client, []).append(refusal)
+            case Abort():
+                ended = (self.scheduler.abort(request_id) for request_id in message.request_ids)
+                self.deliver([pair for pair in ended if pair is not None])
+            case Probe():
+                self.probes.append(message)
+            case Shutdown():
+                self.stopping = True
+
+    def deliver(self, outputs: list[tuple[Request, RequestOutput]]) -> None:
+        for request, output in outputs:
+            self.outputs.setdefault(request.submit.client, []).append(output)
+
+    def answer_probes(self) -> None:
+        for probe in self.probes:
+            self.wire.send(probe.client, Alive(probe.probe_id))
+        self.probes.clear()
+
+    def send(self) -> None:
+        """One message for each API process that has outputs, however many requests they are of."""
+        for client, outputs in self.outputs.items():
+            self.wire.send(client, Outputs(outputs, msgspec.structs.replace(self.scheduler.snapshot())))
+        self.outputs.clear()
+
+    def end(self, reason: str) -> None:
+        """Give every request its terminal message."""
+        for request in list(self.scheduler.requests.values()):
+            output = RequestOutput(request.submit.request_id, [], finish_reason="error", error=reason)
+            self.outputs.setdefault(request.submit.client, []).append(output)
+        self.send()
+
+
+def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
+    """Run the core; returns the exit code. Whatever goes wrong reaches every API process as `Dead`."""
+    started = time.perf_counter()
+    wire = Wire(endpoints)
+    threading.Thread(target=_watch_stdin, args=(wire,), daemon=True, name="stdin-watch").start()
+    executor: Executor | None = None
+    core: Core | None = None
+    trouble: str | None = None
+    try:
+        executor = executors.start(config, log_level)
+        core = Core(config, executor, wire)
+        gc.collect()
+        gc.freeze()
+        wire.broadcast(Ready({**executor.seconds, "engine in all": time.perf_counter() - started}))
+        core.run()
+    except (ConfigError, WorkerError) as error:
+        trouble = str(error)
+    except Exception as error:
+        logger.error("engine core failed:\n%s", traceback.format_exc())
+        trouble = f"engine core failed: {type(error).__name__}: {error}"
+    if core is not None:
+        core.end(trouble or "the engine was shut down")
+    if trouble is not None:
+        wire.broadcast(Dead(trouble))
+    wire.close()
+    if executor is not None:
+        executor.close()
+    return 0 if trouble is None else 1
+
+
+def _watch_stdin(wire: Wire) -> None:
+    """Standard input closes when the starting process ends, however it ends."""
+    while os.read(0, 4096):
+        pass
+    wire.inbox.put(Shutdown())
+    time.sleep(_SHUTDOWN_GRACE)
+    os._exit(1)
+
+
+def main() -> None:
+    # The terminal's Ctrl-C is for the API process, which then sends Shutdown.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    config, endpoints, log_level = pickle.load(sys.stdin.buffer)
+    log.setup(log_level, "core")
+    sys.exit(serve(config, endpoints, log_level))
+
+
+if __name__ == "__main__":
+    main()

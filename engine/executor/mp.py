@@ -1,0 +1,161 @@
+"""Ranks as spawned processes on this host: plans go out through a shared-memory ring, results come back by pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import selectors
+import signal
+import tempfile
+import time
+from collections import deque
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import msgspec
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.executor import STEP_TIMEOUT, WorkerError
+from quire.engine.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
+from quire.engine.ring import Ring
+
+_GRACE = 1.0
+"""Seconds to look for the rank that died first, once the first trouble shows: its neighbours complain too."""
+
+
+class MpExecutor:
+    """`tp × pp` worker processes of this host."""
+
+    def __init__(self, config: EngineConfig, log_level: str) -> None:
+        from quire.engine.worker.worker import main
+
+        context = multiprocessing.get_context("spawn")
+        size = config.parallel.world_size
+        self._ring = Ring(context, readers=size)
+        self._completed = context.RawArray("q", [-1] * size)
+        """Last step that each rank has run, written by the rank."""
+        self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | StepResult] = msgspec.msgpack.Decoder(
+            WorkerReady | WorkerFailed | StepResult
+        )
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._pending: deque[MpPending] = deque()
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._selector = selectors.DefaultSelector()
+        with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+            init_method = (Path(folder) / "rendezvous").as_uri()
+            try:
+                for rank in range(size):
+                    receiver, sender = context.Pipe(duplex=False)
+                    process = context.Process(
+                        target=main,
+                        args=(config, rank, init_method, self._ring, self._completed, sender, log_level),
+                        name=f"quire-rank-{rank}",
+                        daemon=True,
+                    )
+                    process.start()
+                    sender.close()
+                    self._processes.append(process)
+                    self._pipes.append(receiver)
+                    self._selector.register(receiver, selectors.EVENT_READ, rank)
+                    self._selector.register(process.sentinel, selectors.EVENT_READ, rank)
+                self.seconds = self._wait_until_ready()
+            except BaseException:
+                self._kill()
+                raise
+
+    def submit(self, plan: StepPlan) -> MpPending:
+        self._ring.write(self._encode(plan), while_waiting=self._check_alive)
+        pending = MpPending(self, plan.step)
+        self._pending.append(pending)
+        return pending
+
+    def close(self) -> None:
+        """Ask every rank to end, and kill those that do not."""
+        try:
+            self._ring.write(b"", while_waiting=self._check_alive)
+        except WorkerError:
+            return self._kill()
+        deadline = time.monotonic() + 5.0
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._kill()
+
+    def receive(self) -> StepResult:
+        """The next result; raises `WorkerError` when a rank dies, fails or hangs instead."""
+        message = self._receive(STEP_TIMEOUT)
+        assert isinstance(message, StepResult), f"unexpected {type(message).__name__}"
+        return message
+
+    def _receive(self, timeout: float | None) -> WorkerReady | StepResult:
+        events = self._selector.select(timeout)
+        if not events:
+            step = max(self._completed) + 1
+            behind = [rank for rank, done in enumerate(self._completed) if done < step]
+            raise WorkerError(f"step hangs since {STEP_TIMEOUT:.0f} s: {_ranks(behind)} did not finish it")
+        for key, _ in events:
+            if isinstance(key.fileobj, Connection):
+                try:
+                    message = self._decoder.decode(key.fileobj.recv_bytes())
+                except EOFError:
+                    continue
+                if not isinstance(message, WorkerFailed):
+                    return message
+                if message.user_error:
+                    raise ConfigError(message.reason)
+                raise WorkerError(self._blame(key.data, message.reason))
+        raise WorkerError(self._blame(events[0][0].data, None))
+
+    def _wait_until_ready(self) -> dict[str, float]:
+        slowest: dict[str, float] = {}
+        for _ in self._processes:
+            message = self._receive(None)
+            assert isinstance(message, WorkerReady), f"unexpected {type(message).__name__}"
+            slowest = max(slowest, message.seconds, key=lambda seconds: sum(seconds.values()))
+        return slowest
+
+    def _check_alive(self) -> None:
+        dead = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+        if dead:
+            raise WorkerError(self._blame(dead[0], None))
+
+    def _blame(self, rank: int, reason: str | None) -> str:
+        """The text for a rank in trouble, naming the one that was killed rather than those that noticed."""
+        deadline = time.monotonic() + _GRACE
+        while time.monotonic() < deadline:
+            for other, process in enumerate(self._processes):
+                process.join(_GRACE / 20 / len(self._processes))
+                if process.exitcode is not None and process.exitcode < 0:
+                    return f"rank {other} was killed by {signal.Signals(-process.exitcode).name}"
+        if reason is not None:
+            return f"rank {rank} failed: {reason}"
+        return f"rank {rank} ended with exit code {self._processes[rank].exitcode}"
+
+    def _kill(self) -> None:
+        self._selector.close()
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+class MpPending:
+    """A step under way; taking a later result first would be our own mistake."""
+
+    def __init__(self, executor: MpExecutor, step: int) -> None:
+        self._executor = executor
+        self._step = step
+
+    def result(self) -> StepResult:
+        assert self._executor._pending.popleft() is self
+        result = self._executor.receive()
+        assert result.step == self._step
+        return result
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

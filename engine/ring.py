@@ -1,0 +1,61 @@
+"""A shared-memory ring: one writer, several readers, every reader gets every message."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from multiprocessing.context import SpawnContext
+
+_HEADER = struct.Struct("<I?")
+"""Bytes in this slot, and whether the message goes on in the next."""
+
+
+class Ring:
+    """`slots` pieces of shared memory, for messages of any size: a long one takes several slots.
+
+    Invariant: a slot is written only after every reader has copied its last content out. Each reader has two
+    semaphores, `filled` slots to read and `space` for the writer, so nobody spins. The object is handed to the readers'
+    processes when they are spawned.
+    """
+
+    def __init__(self, context: SpawnContext, readers: int, slots: int = 16, slot_bytes: int = 1 << 16) -> None:
+        self._slots = slots
+        self._slot_bytes = slot_bytes
+        self._memory = context.RawArray("B", slots * slot_bytes)
+        self._filled = [context.Semaphore(0) for _ in range(readers)]
+        self._space = [context.Semaphore(slots) for _ in range(readers)]
+        self._next = 0
+        """Slots passed so far, in this process."""
+
+    def write(self, message: bytes, while_waiting: Callable[[], None], poll: float = 1.0) -> None:
+        """Hand `message` to every reader. While the ring is full, `while_waiting` is called every `poll` seconds.
+
+        It may raise, to give up on readers that are gone.
+        """
+        room = self._slot_bytes - _HEADER.size
+        for start in range(0, max(1, len(message)), room):
+            piece = message[start : start + room]
+            for space in self._space:
+                while not space.acquire(timeout=poll):
+                    while_waiting()
+            offset = self._next % self._slots * self._slot_bytes
+            end = offset + _HEADER.size + len(piece)
+            memory = memoryview(self._memory).cast("B")
+            memory[offset:end] = _HEADER.pack(len(piece), start + room < len(message)) + piece
+            self._next += 1
+            for filled in self._filled:
+                filled.release()
+
+    def read(self, reader: int) -> bytes:
+        """The next message for this reader; waits for it."""
+        message = b""
+        more = True
+        while more:
+            self._filled[reader].acquire()
+            offset = self._next % self._slots * self._slot_bytes
+            memory = memoryview(self._memory).cast("B")
+            size, more = _HEADER.unpack_from(memory, offset)
+            message += bytes(memory[offset + _HEADER.size : offset + _HEADER.size + size])
+            self._next += 1
+            self._space[reader].release()
+        return message

@@ -1,0 +1,347 @@
+"""Which tokens run next.
+
+Every turn makes one plan of at most `max_num_batched_tokens`: first the requests that wait for one token (decodes),
+then longer rests (prefill chunks), then new requests. Nothing here knows a phase: a row moves a request forward by some
+tokens, and the worker samples when it reaches the end of what is known.
+
+With pipeline stages, `depth` plans are in flight. Each gets its share of the rows and of the pending tokens, so that
+no stage stands idle while another is overfull.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+
+from quire.engine.config import EngineConfig
+from quire.engine.kv_cache import KVCache, extend_hashes
+from quire.engine.messages import (
+    EngineStats,
+    FinishReason,
+    NewRequest,
+    RequestOutput,
+    Scheduled,
+    StepPlan,
+    StepResult,
+    Submit,
+)
+from quire.engine.request import Request
+
+
+class Scheduler:
+    """Owns the requests from `add` to their last output, and the KV blocks they hold."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        cache = config.cache
+        self.config = config.scheduler
+        self.max_model_len = config.model.max_model_len
+        self.eos_token_ids = frozenset(config.model.eos_token_ids)
+        self.kv = KVCache(cache.num_blocks, cache.block_size, cache.enable_prefix_caching)
+        self.requests: dict[str, Request] = {}
+        self.running: list[Request] = []
+        """Admitted, in the order of `Request.order`."""
+        self.waiting: list[tuple[tuple[int, int], Request]] = []
+        """A heap; requests that ended while waiting stay in it until they are met."""
+        self.num_waiting = 0
+        self.stats = EngineStats(kv_blocks=cache.num_blocks)
+        self._arrivals = 0
+        self._step = 0
+        self._rows: dict[int, list[Request]] = {}
+        """Requests of each plan in flight, row for row."""
+        self._free_slots = list(reversed(range(self.config.max_num_seqs)))
+        self._released: list[int] = []
+        """Slots that the workers are to forget with the next plan."""
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.requests)
+
+    # --- requests come and go ---------------------------------------------------------------------------------
+
+    def add(self, submit: Submit) -> RequestOutput | None:
+        """Queue a request; returns its terminal output at once if it can never run."""
+        prompt = submit.prompt_token_ids
+        error = None
+        if submit.request_id in self.requests:
+            error = f"request id {submit.request_id!r} is in use"
+        elif not prompt:
+            error = "the prompt is empty"
+        elif len(prompt) >= self.max_model_len:
+            error = f"the prompt has {len(prompt)} tokens; the model's length is {self.max_model_len}"
+        if error:
+            return RequestOutput(submit.request_id, [], finish_reason="error", error=error)
+        limit = submit.params.max_tokens
+        request = Request(
+            submit=submit,
+            order=(submit.priority if self.config.policy == "priority" else 0, self._arrivals),
+            token_ids=list(prompt),
+            max_tokens=self.max_model_len if limit is None else min(self.max_model_len, len(prompt) + limit),
+        )
+        self._arrivals += 1
+        self.requests[submit.request_id] = request
+        self._enqueue(request)
+        return None
+
+    def abort(self, request_id: str) -> tuple[Request, RequestOutput] | None:
+        """End a request now; its blocks are free before the next plan is made. None if it has ended already."""
+        request = self.requests.get(request_id)
+        if request is None:
+            return None
+        self._finish(request, "abort")
+        return request, RequestOutput(request_id, [], finish_reason="abort", num_cached_tokens=request.num_cached or 0)
+
+    def _enqueue(self, request: Request) -> None:
+        heapq.heappush(self.waiting, (request.order, request))
+        self.num_waiting += 1
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.finish_reason = reason
+        del self.requests[request.submit.request_id]
+        if request.slot is None:
+            self.num_waiting -= 1
+        else:
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        """Take a running request off the workers: nothing of it stays but its tokens."""
+        assert request.slot is not None
+        self.running.remove(request)
+        self.kv.release(request.block_ids)
+        self._released.append(request.slot)
+        self._free_slots.append(request.slot)
+        request.slot = None
+        request.block_ids = []
+        request.num_computed = request.num_sent = request.num_published = 0
+
+    # --- a plan goes out --------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """The next plan, or None when nothing can run before a plan in flight comes back."""
+        plan = StepPlan(step=self._step, released=[], new=[], scheduled=[])
+        rows: list[Request] = []
+        max_rows, tokens_left = self._share()
+        preemptions = self.stats.preemptions
+
+        for request in sorted((r for r in self.running if r.num_pending), key=_is_prefill):
+            if len(rows) == max_rows or not tokens_left:
+                break
+            count = self._chunk(request, tokens_left)
+            # A request without a slot was preempted by a row before it.
+            if count and request.slot is not None and self._make_room(request, count):
+                plan.scheduled.append(self._advance(request, count))
+                rows.append(request)
+                tokens_left -= count
+
+        # Whoever was thrown out in this turn would only come back to be thrown out again.
+        while len(rows) < max_rows and tokens_left and self.stats.preemptions == preemptions:
+            admitted = self._admit(tokens_left)
+            if admitted is None:
+                break
+            request, count = admitted
+            plan.new.append(self._introduce(request))
+            plan.scheduled.append(self._advance(request, count))
+            rows.append(request)
+            tokens_left -= count
+
+        if rows:
+            return self._depart(plan, rows)
+        if self._rows and len(self.requests) >= self.config.depth:
+            self.stats.idle_stage_steps += self.config.depth - len(self._rows)
+        return None
+
+    def sign_of_life(self) -> StepPlan:
+        """A plan without rows, which every rank answers."""
+        return self._depart(StepPlan(step=self._step, released=[], new=[], scheduled=[]), [])
+
+    def _depart(self, plan: StepPlan, rows: list[Request]) -> StepPlan:
+        plan.released, self._released = self._released, []
+        self._rows[plan.step] = rows
+        self._step += 1
+        self.stats.steps += 1
+        return plan
+
+    def _share(self) -> tuple[int, int]:
+        """Rows and tokens that this plan may take of the work at hand: one part in `depth`, rounded up."""
+        limits = self.config
+        if limits.depth == 1:
+            return limits.max_num_seqs, limits.max_num_batched_tokens
+        room = limits.max_num_seqs - len(self.running)
+        rows = len(self.running) + min(room, self.num_waiting)
+        tokens = sum(max(1, request.num_pending) for request in self.running)
+        tokens += sum(request.num_pending for _, request in self.waiting[:room] if request.finish_reason is None)
+        shares = -(-rows // limits.depth), max(-(-tokens // limits.depth), self.kv.block_size)
+        return shares[0], min(limits.max_num_batched_tokens, shares[1])
+
+    def _chunk(self, request: Request, tokens_left: int) -> int:
+        """How many of its pending tokens fit; without chunked prefill all or none."""
+        pending = request.num_pending
+        if pending <= tokens_left or self.config.enable_chunked_prefill:
+            return min(pending, tokens_left)
+        return 0
+
+    def _needed(self, request: Request, count: int) -> int:
+        """Blocks that `count` more tokens need beyond those it holds."""
+        return self.kv.blocks_for(request.num_computed + count) - len(request.block_ids)
+
+    def _make_room(self, request: Request, count: int) -> bool:
+        """Preempt until `count` more tokens fit; False if those that go after this request do not suffice."""
+        needed = self._needed(request, count)
+        while needed > self.kv.num_free:
+            if not self._preempt_below(request):
+                return False
+        return True
+
+    def _advance(self, request: Request, count: int) -> Scheduled:
+        """Move a request forward by `count` tokens: its row, with what the workers do not know yet."""
+        assert request.slot is not None
+        new_blocks = self.kv.take(self._needed(request, count))
+        request.block_ids += new_blocks
+        request.num_computed += count
+        request.in_flight += 1
+        self._publish(request)
+        row = Scheduled(request.slot, count, request.token_ids[request.num_sent :], new_blocks)
+        request.num_sent = len(request.token_ids)
+        return row
+
+    def _publish(self, request: Request) -> None:
+        if not self.kv.enable_prefix_caching:
+            return
+        extend_hashes(request.hashes, request.token_ids, self.kv.block_size)
+        full = request.num_computed // self.kv.block_size
+        for index in range(request.num_published, full):
+            self.kv.publish(request.block_ids[index], request.hashes[index])
+        request.num_published = full
+
+    def _first_waiting(self) -> Request | None:
+        while self.waiting and self.waiting[0][1].finish_reason is not None:
+            heapq.heappop(self.waiting)
+        return self.waiting[0][1] if self.waiting else None
+
+    def _admit(self, tokens_left: int) -> tuple[Request, int] | None:
+        """Give the first waiting request a slot and its cached prefix; returns it and the size of its first chunk.
+
+        It is let in only if all its known tokens fit beside those that run, so that it is not thrown out at once.
+        """
+        request = self._first_waiting()
+        if request is None or not self._free_slots:
+            return None
+        kv, size = self.kv, self.kv.block_size
+        if kv.enable_prefix_caching:
+            extend_hashes(request.hashes, request.token_ids, size)
+        # At least one token is computed: the logits of the last one are not in the cache.
+        cached = kv.match(request.hashes[: (len(request.token_ids) - 1) // size])
+        if not kv.can_take(kv.blocks_for(len(request.token_ids)) - len(cached), beside=cached):
+            return None
+        request.num_computed = len(cached) * size
+        count = self._chunk(request, tokens_left)
+        if not count:
+            request.num_computed = 0
+            return None
+        heapq.heappop(self.waiting)
+        self.num_waiting -= 1
+        kv.hold(cached)
+        request.block_ids = cached
+        request.num_published = len(cached)
+        request.slot = self._free_slots.pop()
+        insort(self.running, request, key=_order)
+        if request.num_cached is None:
+            request.num_cached = min(request.num_computed, request.num_prompt)
+            self.stats.prefix_queried_tokens += request.num_prompt
+            self.stats.prefix_hit_tokens += request.num_cached
+            self.stats.prompt_tokens += request.num_prompt
+        return request, count
+
+    def _introduce(self, request: Request) -> NewRequest:
+        assert request.slot is not None
+        request.num_sent = len(request.token_ids)
+        return NewRequest(
+            slot=request.slot,
+            token_ids=list(request.token_ids),
+            num_prompt_tokens=request.num_prompt,
+            num_computed_tokens=request.num_computed,
+            block_ids=list(request.block_ids),
+            params=request.submit.params,
+        )
+
+    def _preempt_below(self, request: Request) -> bool:
+        """Send the last request that goes after this one, and is not under way, back to the queue.
+
+        It will compute its tokens again, mostly from the prefix cache; its answer does not change.
+        """
+        for victim in reversed(self.running):
+            if victim is request:
+                return False
+            if not victim.in_flight:
+                self._leave(victim)
+                self._enqueue(victim)
+                self.stats.preemptions += 1
+                return True
+        return False
+
+    # --- a result comes back ----------------------------------------------------------------------------------
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[tuple[Request, RequestOutput]]:
+        """Take in the sampled tokens of a plan; returns the new outputs."""
+        assert plan.step == result.step, f"result of step {result.step} for plan {plan.step}"
+        outputs: list[tuple[Request, RequestOutput]] = []
+        rows = self._rows.pop(plan.step)
+        for row, request in enumerate(rows):
+            request.in_flight -= 1
+            token_id = result.token_ids[row]
+            if token_id < 0 or request.finish_reason is not None:
+                continue
+            request.token_ids.append(token_id)
+            self.stats.generated_tokens += 1
+            reason = self._finish_reason(request, token_id)
+            logprobs = result.logprobs[row] if result.logprobs else None
+            if reason is not None:
+                self._finish(request, reason)
+            outputs.append(
+                (
+                    request,
+                    RequestOutput(
+                        request_id=request.submit.request_id,
+                        token_ids=[token_id],
+                        logprobs=None if logprobs is None else [logprobs],
+                        finish_reason=reason,
+                        stop_token_id=token_id if reason == "stop" else None,
+                        num_cached_tokens=request.num_cached or 0,
+                    ),
+                )
+            )
+        return outputs
+
+    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
+        params = request.submit.params
+        if token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
+            return "stop"
+        return "length" if len(request.token_ids) >= request.max_tokens else None
+
+    def snapshot(self) -> EngineStats:
+        """The gauges brought up to date, with the counters."""
+        self.stats.running = len(self.running)
+        self.stats.waiting = self.num_waiting
+        self.stats.kv_blocks_used = self.kv.num_blocks - self.kv.num_free
+        return self.stats
+
+    def check_integrity(self) -> None:
+        """Assert that requests, slots, blocks and queues agree. Called by tests after every step."""
+        self.kv.check_integrity(request.block_ids for request in self.running)
+        waiting = [request for _, request in self.waiting if request.finish_reason is None]
+        assert self.num_waiting == len(waiting)
+        assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
+        slots = [request.slot for request in self.running] + self._free_slots
+        assert sorted(slots, key=lambda s: -1 if s is None else s) == list(range(self.config.max_num_seqs))
+        assert [r.order for r in self.running] == sorted(r.order for r in self.running)
+        for request in self.running:
+            assert len(request.block_ids) >= self.kv.blocks_for(request.num_computed)
+            assert request.num_computed <= len(request.token_ids) <= request.max_tokens
+        assert all(r.slot is None and not r.block_ids and not r.num_computed for r in waiting)
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+def _is_prefill(request: Request) -> bool:
+    return request.num_pending > 1

@@ -1,0 +1,146 @@
+"""The core's loop with an executor and a wire that live in the test."""
+
+from __future__ import annotations
+
+from collections import deque
+from queue import SimpleQueue
+
+import pytest
+
+from quire.engine.core import Core
+from quire.engine.executor import WorkerError
+from quire.engine.messages import (
+    Abort,
+    Alive,
+    Outputs,
+    Probe,
+    RequestOutput,
+    SamplingParams,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    Submit,
+    ToCore,
+    ToServer,
+)
+from tests.engine.test_scheduler import continuation
+from tests.fakes.configs import engine_config
+from tests.fakes.model import FakeModel
+
+
+class Step:
+    def __init__(self, step_result: StepResult | WorkerError) -> None:
+        self.step_result = step_result
+
+    def result(self) -> StepResult:
+        if isinstance(self.step_result, WorkerError):
+            raise self.step_result
+        return self.step_result
+
+
+class FakeExecutor:
+    """Feeds a script of messages to the core as the steps go by; ends it after the last."""
+
+    def __init__(self, core_wire: FakeWire, model: FakeModel, script: dict[int, list[ToCore]], dies_at: int = -1):
+        self.seconds: dict[str, float] = {}
+        self.wire, self.model, self.script, self.dies_at = core_wire, model, script, dies_at
+
+    def submit(self, plan: StepPlan) -> Step:
+        for message in self.script.get(plan.step, []):
+            self.wire.inbox.put(message)
+        if plan.step == self.dies_at:
+            return Step(WorkerError("rank 1 was killed by SIGKILL"))
+        return Step(self.model.execute(plan))
+
+    def close(self) -> None:
+        pass
+
+
+class FakeWire:
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[ToCore] = SimpleQueue()
+        self.sent: deque[tuple[int, ToServer]] = deque()
+
+    def send(self, client: int, message: ToServer) -> None:
+        self.sent.append((client, message))
+
+    def outputs(self, client: int, request_id: str) -> list[RequestOutput]:
+        messages = [m for c, m in self.sent if c == client and isinstance(m, Outputs)]
+        return [o for m in messages for o in m.outputs if o.request_id == request_id]
+
+
+def core_with(script: dict[int, list[ToCore]], first: list[ToCore], depth: int = 1, dies_at: int = -1) -> Core:
+    config = engine_config(depth=depth)
+    wire = FakeWire()
+    for message in first:
+        wire.inbox.put(message)
+    model = FakeModel(config.cache.block_size, config.cache.num_blocks, config.scheduler.max_num_batched_tokens)
+    return Core(config, FakeExecutor(wire, model, script, dies_at), wire)  # type: ignore[arg-type]
+
+
+def wire_of(core: Core) -> FakeWire:
+    assert isinstance(core.wire, FakeWire)
+    return core.wire
+
+
+def submit(client: int, request_id: str, prompt: list[int], max_tokens: int = 4) -> Submit:
+    return Submit(client, request_id, prompt, SamplingParams(max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_each_api_process_gets_its_own_outputs_once_a_step(depth: int) -> None:
+    first: list[ToCore] = [submit(0, "a", [1]), submit(1, "b", [2]), submit(0, "c", [3])]
+    core = core_with({20: [Shutdown()]}, [*first, submit(0, "long", [4], max_tokens=100)], depth)
+    core.run()
+    wire = wire_of(core)
+    for client, request_id, prompt in ((0, "a", [1]), (1, "b", [2]), (0, "c", [3])):
+        outputs = wire.outputs(client, request_id)
+        assert [t for o in outputs for t in o.token_ids] == continuation(prompt, 4)
+        assert [o.finish_reason for o in outputs] == [None, None, None, "length"]
+        assert not wire.outputs(1 - client, request_id)
+    core.end("the engine was shut down")
+    assert wire.outputs(0, "long")[-1].finish_reason == "error"
+    assert wire.outputs(0, "long")[-1].error == "the engine was shut down"
+
+
+def test_an_abort_is_answered_and_frees_the_blocks() -> None:
+    core = core_with(
+        {3: [Abort(["a", "unknown"])], 6: [Shutdown()]}, [submit(0, "a", [1], 50), submit(0, "b", [2], 50)]
+    )
+    core.run()
+    assert [o.finish_reason for o in wire_of(core).outputs(0, "a")][-1] == "abort"
+    assert len(core.scheduler.requests) == 1
+    core.scheduler.check_integrity()
+
+
+def test_an_idle_engine_proves_that_it_lives_by_a_step() -> None:
+    core = core_with({0: [Shutdown()]}, [Probe(0, 7), Probe(1, 8)])
+    core.run()
+    assert [(client, m.probe_id) for client, m in wire_of(core).sent if isinstance(m, Alive)] == [
+        (0, 7),
+        (1, 8),
+    ]
+    assert core.scheduler.stats.steps == 1
+
+
+def test_a_busy_engine_answers_a_probe_after_its_next_step() -> None:
+    core = core_with({2: [Probe(0, 7)], 5: [Shutdown()]}, [submit(0, "a", [1], 50)], depth=2)
+    core.run()
+    assert [m.probe_id for _, m in wire_of(core).sent if isinstance(m, Alive)] == [7]
+
+
+def test_a_refused_request_gets_its_terminal_message() -> None:
+    core = core_with({0: [Shutdown()]}, [submit(0, "empty", []), Probe(0, 1)])
+    core.run()
+    (output,) = wire_of(core).outputs(0, "empty")
+    assert (output.finish_reason, output.error) == ("error", "the prompt is empty")
+
+
+def test_when_a_rank_dies_every_request_is_told() -> None:
+    core = core_with({}, [submit(0, "a", [1], 50), submit(1, "b", [2], 50)], dies_at=3)
+    with pytest.raises(WorkerError, match="rank 1 was killed"):
+        core.run()
+    core.end("rank 1 was killed by SIGKILL")
+    for client, request_id in ((0, "a"), (1, "b")):
+        ends = [o for o in wire_of(core).outputs(client, request_id) if o.finish_reason]
+        assert [(o.finish_reason, o.error) for o in ends] == [("error", "rank 1 was killed by SIGKILL")]

@@ -1,0 +1,211 @@
+"""What is refused before a weight is read, and the plan that is printed."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine import devices
+from quire.engine.architecture import from_hf_config
+from quire.engine.config import EngineOptions
+from quire.engine.errors import ConfigError
+from quire.engine.resolve import plan_text, resolve
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 2,
+}
+LLAMA_70B = LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture(autouse=True)
+def _eight_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_free_host_memory", lambda: 8 << 30)
+
+
+def folder(tmp_path: Path, **changes: Any) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
+    return str(tmp_path)
+
+
+def options(model: str, **changes: Any) -> EngineOptions:
+    return EngineOptions(**{"model": model, "load_format": "dummy", "device": "cpu", **changes})
+
+
+def write_safetensors(path: Path, *, cut: int = 0) -> None:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    data = struct.pack("<Q", len(header)) + header + bytes(16)
+    path.write_bytes(data[: len(data) - cut])
+
+
+def test_the_plan_says_what_each_rank_holds(tmp_path: Path) -> None:
+    model = folder(tmp_path)
+    config = resolve(options(model, tensor_parallel_size=2, pipeline_parallel_size=3, max_num_seqs=4))
+    assert [list(stage) for stage in config.parallel.stages] == [[0, 1], [2, 3], [4, 5]]
+    assert config.parallel.executor == "mp"
+    assert config.scheduler.depth == 3
+    assert config.cache.num_blocks == 4 * 2048 // 16
+    text = plan_text(config)
+    assert "stage 2 (ranks 4-5): layers 4-5" in text
+    assert "4.0 requests at the full length of 2,048" in text
+
+
+def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
+    model = folder(tmp_path)
+    config = resolve(options(model, pipeline_parallel_size=3, pipeline_layer_partition="3,2,1"))
+    assert [len(stage) for stage in config.parallel.stages] == [3, 2, 1]
+    assert [len(s) for s in resolve(options(model, pipeline_parallel_size=4)).parallel.stages] == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 3}, r"3 does not divide.*8 attention heads.*sizes that do: 1, 2, 4, 8"),
+        ({"tensor_parallel_size": 0}, r"--tensor-parallel-size must be at least 1, got 0"),
+        ({"pipeline_parallel_size": 7}, r"7 is more than the model's 6 layers"),
+        ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "3,2"}, r"the sum 6"),
+        ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "3;3"}, r"as in 3,2,1"),
+        ({"max_model_len": 4096}, r"more than the model's 2048 positions"),
+        ({"kv_cache_memory_bytes": 100_000}, r"use --max-model-len \d+ or less"),
+        ({"kv_cache_memory_bytes": 1 << 40}, r"1.0 TiB\) does not fit: \S+ GiB is left"),
+        ({"gpu_memory_utilization": 1.5}, r"at most 1, got 1.5"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+            r"at least the model length \(2048\)",
+        ),
+        ({"distributed_executor_backend": "ray"}, r"ray is not served yet"),
+        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"runs one rank, not 2"),
+        ({"device": "cuda"}, r"no NVIDIA GPU is visible"),
+        ({"load_format": "auto"}, r"no \*\.safetensors there"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(options(folder(tmp_path), **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not served; served are: Llama"),
+        ({"architectures": None}, r"none named in config.json"),
+        ({"hidden_act": "gelu"}, "'gelu' is not served"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not served yet"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+    ],
+)
+def test_what_the_model_has_and_we_lack_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(options(folder(tmp_path, **changes)))
+
+
+def test_a_config_that_lacks_a_number_names_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ConfigError, match="lacks 'num_attention_heads'"):
+        resolve(options(str(tmp_path)))
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    with pytest.raises(ConfigError, match=r"does not fit: weights 263 GiB .* 7\.2 GiB there \(0.9 of 8 GiB free\)"):
+        resolve(options(str(tmp_path)))
+
+
+def test_parameters_add_up_to_the_published_count() -> None:
+    arch = from_hf_config(LLAMA_70B)
+    whole = arch.stage_parameters((range(80),), 0, 1)
+    assert whole == 70_553_706_496  # huggingface.co/meta-llama/Meta-Llama-3-70B
+    stages = (range(40), range(40, 80))
+    ranks = [arch.stage_parameters(stages, stage, 8) for stage in (0, 1) for _ in range(8)]
+    norms = (2 * 80 + 1) * 8192
+    assert sum(ranks) == whole + 7 * norms
+
+
+def test_a_sliding_window_bounds_the_length(tmp_path: Path) -> None:
+    model = folder(tmp_path, architectures=["MistralForCausalLM"], sliding_window=512)
+    assert resolve(options(model)).model.max_model_len == 512
+    with pytest.raises(ConfigError, match="beyond this model's sliding window of 512"):
+        resolve(options(model, max_model_len=1024))
+    assert resolve(options(folder(tmp_path, sliding_window=512))).model.max_model_len == 2048
+
+
+def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path: Path) -> None:
+    model = folder(tmp_path)
+    assert resolve(options(model)).model.eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert resolve(options(model)).model.eos_token_ids == (5, 6)
+
+
+@pytest.mark.parametrize("cut", [1, 16, 70])
+def test_truncated_weights_are_noticed_by_their_size(tmp_path: Path, cut: int) -> None:
+    model = folder(tmp_path)
+    write_safetensors(tmp_path / "model.safetensors", cut=cut)
+    with pytest.raises(ConfigError, match=r"model\.safetensors: truncated"):
+        resolve(options(model, load_format="auto"))
+
+
+def test_whole_weights_are_accepted_and_garbage_is_not(tmp_path: Path) -> None:
+    model = folder(tmp_path)
+    write_safetensors(tmp_path / "model.safetensors")
+    assert resolve(options(model, load_format="auto")).model.load_format == "safetensors"
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops")
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        resolve(options(model, load_format="auto"))
+
+
+def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
+    model = folder(tmp_path)
+    write_safetensors(tmp_path / "model-00001.safetensors")
+    index = {"weight_map": {"w": "model-00001.safetensors", "v": "model-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"model-00002\.safetensors: cannot be read: No such file"):
+        resolve(options(model, load_format="auto"))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\xff"])
+def test_a_broken_config_is_one_clear_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        resolve(options(str(tmp_path)))
+
+
+def test_a_folder_without_config_and_no_folder_at_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json there"):
+        resolve(options(str(tmp_path)))
+    with pytest.raises(ConfigError, match="no such model folder"):
+        resolve(options(str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match="no such model folder"):
+        resolve(options("nowhere"))
+
+
+def test_an_unreachable_repository_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="Qwen/Qwen3-8B: cannot be downloaded and is not in the local cache"):
+        resolve(options("Qwen/Qwen3-8B"))
+
+
+def test_every_decode_finds_room_in_a_step(tmp_path: Path) -> None:
+    config = resolve(options(folder(tmp_path), max_num_batched_tokens=8))
+    assert config.scheduler.max_num_seqs == 8

@@ -1,0 +1,50 @@
+"""The shared-memory ring between real processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+
+import pytest
+
+from quire.engine.ring import Ring
+
+CONTEXT = multiprocessing.get_context("spawn")
+
+
+def echo(ring: Ring, reader: int, pipe: Connection) -> None:
+    while message := ring.read(reader):
+        pipe.send_bytes(message)
+
+
+def test_every_reader_gets_every_message_of_any_size() -> None:
+    ring = Ring(CONTEXT, readers=2, slots=4, slot_bytes=64)
+    messages = [bytes([size % 251]) * size for size in (1, 58, 59, 60, 118, 2, 5000, 64, 3)]
+    pipes, processes = [], []
+    for reader in range(2):
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=echo, args=(ring, reader, sender), daemon=True)
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    for message in [*messages, b""]:
+        ring.write(message, while_waiting=lambda: None)
+    for pipe in pipes:
+        assert [pipe.recv_bytes() for _ in messages] == messages
+    for process in processes:
+        process.join(30)
+        assert process.exitcode == 0
+
+
+def test_a_full_ring_asks_whether_the_readers_live() -> None:
+    ring = Ring(CONTEXT, readers=1, slots=2, slot_bytes=64)
+
+    def nobody_reads() -> None:
+        raise ConnectionError("reader is gone")
+
+    ring.write(b"1", nobody_reads, poll=0.01)
+    ring.write(b"2", nobody_reads, poll=0.01)
+    with pytest.raises(ConnectionError, match="reader is gone"):
+        ring.write(b"3", nobody_reads, poll=0.01)
+    assert ring.read(0) == b"1"

@@ -1,0 +1,259 @@
+"""The scheduler against a model that checks every plan it is given."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.messages import RequestOutput, SamplingParams, StepPlan, StepResult, Submit
+from quire.engine.scheduler import Scheduler
+from tests.fakes.configs import engine_config
+from tests.fakes.model import FakeModel, next_token
+
+
+class Engine:
+    """The core's loop with a fake model in a pipeline: a plan's result is taken when `depth` are in flight."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.scheduler = Scheduler(config)
+        self.model = FakeModel(
+            config.cache.block_size, config.cache.num_blocks, config.scheduler.max_num_batched_tokens
+        )
+        self.depth = config.scheduler.depth
+        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    def add(self, request_id: str, prompt: list[int], priority: int = 0, **params: Any) -> None:
+        submit = Submit(0, request_id, prompt, SamplingParams(**params), priority)
+        self.outputs[request_id] = []
+        refusal = self.scheduler.add(submit)
+        if refusal is not None:
+            self.outputs[request_id].append(refusal)
+
+    def abort(self, request_id: str) -> None:
+        ended = self.scheduler.abort(request_id)
+        if ended is not None:
+            self.outputs[request_id].append(ended[1])
+
+    def turn(self) -> bool:
+        """One turn of the loop; False when there is nothing left to do."""
+        plan = self.scheduler.schedule()
+        self.scheduler.check_integrity()
+        if plan is not None:
+            self.in_flight.append((plan, self.model.execute(plan)))
+        if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
+            for _, output in self.scheduler.update(*self.in_flight.popleft()):
+                self.outputs[output.request_id].append(output)
+            self.scheduler.check_integrity()
+            return True
+        return plan is not None
+
+    def run(self, each_turn: Callable[[int], None] = lambda turn: None, at_least: int = 0) -> None:
+        for turn in range(100_000):
+            each_turn(turn)
+            if not self.turn() and turn >= at_least:
+                break
+        assert not self.scheduler.has_requests
+        assert self.scheduler.kv.num_free == self.scheduler.kv.num_blocks
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.token_ids]
+
+    def ends(self, request_id: str) -> list[str]:
+        return [output.finish_reason for output in self.outputs[request_id] if output.finish_reason]
+
+
+def continuation(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("budget", [16, 64])
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("num_blocks", [40, 400])
+def test_the_answer_does_not_depend_on_the_company(depth: int, budget: int, prefix: bool, num_blocks: int) -> None:
+    engine = Engine(engine_config(depth=depth, max_num_batched_tokens=budget, prefix=prefix, num_blocks=num_blocks))
+    rng = random.Random(depth * budget + num_blocks)
+    shared = [rng.randrange(97) for _ in range(30)]
+    prompts = [
+        shared[: rng.randrange(31)] + [rng.randrange(97) for _ in range(rng.randrange(1, 50))] for _ in range(60)
+    ]
+
+    def arrive(turn: int) -> None:
+        if turn < len(prompts):
+            engine.add(str(turn), prompts[turn], max_tokens=1 + turn % 40)
+
+    engine.run(arrive, at_least=60)
+    for index, prompt in enumerate(prompts):
+        assert engine.tokens(str(index)) == continuation(prompt, 1 + index % 40)
+        assert engine.ends(str(index)) == ["length"]
+    stats = engine.scheduler.snapshot()
+    assert (stats.preemptions > 0) == (num_blocks == 40)
+    assert (stats.prefix_hit_tokens > 0) == prefix
+    assert stats.generated_tokens == sum(1 + index % 40 for index in range(60))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_random_aborts_lose_nothing(depth: int) -> None:
+    engine = Engine(engine_config(depth=depth, num_blocks=48, max_num_batched_tokens=32))
+    rng = random.Random(depth)
+
+    def disturb(turn: int) -> None:
+        if turn < 200:
+            engine.add(str(turn), [rng.randrange(5) for _ in range(rng.randrange(1, 60))], max_tokens=20)
+            if rng.random() < 0.5:
+                engine.abort(str(rng.randrange(turn + 1)))
+
+    engine.run(disturb, at_least=200)
+    for request_id in engine.outputs:
+        assert len(engine.ends(request_id)) == 1
+    assert {end for request_id in engine.outputs for end in engine.ends(request_id)} == {"length", "abort"}
+
+
+def test_same_prompts_in_one_step_share_their_blocks() -> None:
+    engine = Engine(engine_config())
+    prompt = list(range(40))
+    for index in range(4):
+        engine.add(str(index), prompt, max_tokens=3)
+    engine.turn()
+    assert engine.model.plans[0].num_tokens == 40 + 3 * 4  # the last block is computed by each
+    engine.run()
+    assert all(engine.tokens(str(index)) == continuation(prompt, 3) for index in range(4))
+
+
+def test_decodes_go_before_prefill_chunks() -> None:
+    engine = Engine(engine_config(max_num_batched_tokens=16))
+    engine.add("short", [1, 2], max_tokens=30)
+    engine.turn()
+    engine.add("long", list(range(90)), max_tokens=1)
+    for _ in range(6):
+        engine.turn()
+    assert all(plan.scheduled[0].num_tokens == 1 for plan in engine.model.plans[1:])
+    assert [plan.num_tokens for plan in engine.model.plans[1:6]] == [16] * 5
+
+
+def test_without_chunked_prefill_a_prompt_is_one_row() -> None:
+    engine = Engine(engine_config(chunked=False, max_num_batched_tokens=128, num_blocks=60))
+    for index in range(10):
+        engine.add(str(index), list(range(index, index + 50)), max_tokens=5)
+    engine.run()
+    for plan in engine.model.plans:
+        assert all(row.num_tokens == 1 or row.num_tokens > 40 for row in plan.scheduled if not plan.new) or plan.new
+        assert [row.num_tokens for row in plan.scheduled if row.num_tokens > 1] == [
+            len(new.token_ids) - new.num_computed_tokens for new in plan.new
+        ]
+
+
+def test_priority_goes_first_and_is_preempted_last() -> None:
+    engine = Engine(engine_config(policy="priority", max_num_seqs=2))
+    for index, priority in enumerate([5, 5, 1, -1]):
+        engine.add(str(index), [index] * 8, priority, max_tokens=4)
+    engine.turn()
+    assert {request.submit.request_id for request in engine.scheduler.running} == {"2", "3"}
+    engine.run()
+
+
+def test_preemption_takes_the_last_arrival() -> None:
+    engine = Engine(engine_config(num_blocks=32, block_size=4, prefix=False))
+    for index in range(3):
+        engine.add(str(index), [index] * 40, max_tokens=60)
+    victims = []
+
+    def watch(turn: int) -> None:
+        running = {request.submit.request_id for request in engine.scheduler.running}
+        if turn and "0" in engine.scheduler.requests:
+            victims.append("0" not in running)
+
+    engine.run(watch)
+    assert engine.scheduler.stats.preemptions > 0
+    assert not any(victims)
+
+
+def test_stop_tokens_and_end_of_sequence() -> None:
+    expected = continuation([1, 2, 3], 20)
+    eos, stop = expected[7], expected[4]
+    assert eos not in expected[:7]
+    assert stop not in expected[:4]
+    engine = Engine(engine_config(eos=(eos,)))
+    engine.add("eos", [1, 2, 3], max_tokens=20)
+    engine.add("ignore", [1, 2, 3], max_tokens=20, ignore_eos=True)
+    engine.add("stop", [1, 2, 3], max_tokens=20, stop_token_ids=[stop])
+    engine.run()
+    assert engine.tokens("eos") == expected[:8]
+    assert engine.tokens("ignore") == expected
+    assert engine.tokens("stop") == expected[:5]
+    assert engine.outputs["stop"][-1].stop_token_id == stop
+    assert [engine.ends(name) for name in ("eos", "ignore", "stop")] == [["stop"], ["length"], ["stop"]]
+
+
+def test_what_can_never_run_is_refused_at_once() -> None:
+    engine = Engine(engine_config(max_model_len=32))
+    engine.add("empty", [])
+    engine.add("long", [1] * 32)
+    engine.add("fits", [1] * 31, max_tokens=None)
+    engine.run()
+    assert engine.outputs["empty"][0].error == "the prompt is empty"
+    assert engine.outputs["long"][0].error == "the prompt has 32 tokens; the model's length is 32"
+    assert len(engine.tokens("fits")) == 1
+    assert engine.ends("fits") == ["length"]
+
+
+def test_a_request_id_in_use_is_refused_and_leaves_the_first_alone() -> None:
+    engine = Engine(engine_config())
+    engine.add("a", [1], max_tokens=2)
+    refusal = engine.scheduler.add(Submit(0, "a", [2], SamplingParams()))
+    assert refusal is not None
+    assert refusal.finish_reason == "error"
+    engine.run()
+    assert engine.tokens("a") == continuation([1], 2)
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_no_stage_idles_under_steady_load(depth: int) -> None:
+    """Steady load: a new request whenever one ends, prompts from 4 to 60 tokens."""
+    engine = Engine(engine_config(depth=depth, num_blocks=1000, max_num_batched_tokens=256))
+    rng = random.Random(depth)
+    started = 0
+
+    def keep_busy(turn: int) -> None:
+        nonlocal started
+        while turn < 2000 and len(engine.scheduler.requests) < 12:
+            prompt = [rng.randrange(97) for _ in range(rng.randrange(4, 60))]
+            engine.add(str(started), prompt, max_tokens=rng.randrange(5, 60))
+            started += 1
+
+    engine.run(keep_busy)
+    stats = engine.scheduler.stats
+    assert stats.idle_stage_steps / (stats.steps + stats.idle_stage_steps) < 0.05
+    rows = [len(plan.scheduled) for plan in engine.model.plans[depth * 20 : 1500]]
+    assert max(rows) <= -(-12 // depth)
+    assert sum(rows) / len(rows) > 0.9 * 12 / depth
+    tokens = [plan.num_tokens for plan in engine.model.plans]
+    assert max(tokens) <= 12 * 60 / depth
+
+
+def test_a_long_prompt_is_spread_over_the_stages() -> None:
+    engine = Engine(engine_config(depth=4, max_num_batched_tokens=512, num_blocks=1000, max_model_len=500))
+    engine.add("long", [1] * 400, max_tokens=2)
+    engine.run()
+    assert [plan.num_tokens for plan in engine.model.plans[:3]] == [100, 75, 57]
+    assert engine.tokens("long") == continuation([1] * 400, 2)
+
+
+def test_a_sign_of_life_tells_the_workers_what_was_released() -> None:
+    engine = Engine(engine_config())
+    engine.add("a", [1, 2, 3], max_tokens=5)
+    engine.turn()
+    engine.abort("a")
+    plan = engine.scheduler.sign_of_life()
+    assert plan.released == [0]
+    assert engine.scheduler.update(plan, engine.model.execute(plan)) == []
+    assert not engine.model.rows

@@ -1,0 +1,73 @@
+"""Engine configurations for tests that need no model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.engine.architecture import Architecture, Rope
+from quire.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+
+TINY = Architecture(
+    name="LlamaForCausalLM",
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=4,
+    vocab_size=97,
+    max_position=512,
+    norm_eps=1e-6,
+    rope=Rope(theta=10000.0),
+    tie_embeddings=False,
+)
+
+
+def engine_config(
+    *,
+    depth: int = 1,
+    block_size: int = 4,
+    num_blocks: int = 256,
+    max_num_seqs: int = 16,
+    max_num_batched_tokens: int = 64,
+    chunked: bool = True,
+    prefix: bool = True,
+    policy: Literal["fcfs", "priority"] = "fcfs",
+    max_model_len: int = 128,
+    eos: tuple[int, ...] = (),
+    **model: Any,
+) -> EngineConfig:
+    """A small configuration; `depth` stages of one rank each."""
+    layers = TINY.num_layers // depth
+    return EngineConfig(
+        model=ModelConfig(
+            **{
+                "path": Path("/nonexistent"),
+                "tokenizer": Path("/nonexistent"),
+                "architecture": TINY,
+                "dtype": "float32",
+                "max_model_len": max_model_len,
+                "load_format": "dummy",
+                "eos_token_ids": eos,
+                "trust_remote_code": False,
+                "seed": 0,
+                **model,
+            }
+        ),
+        parallel=ParallelConfig(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=depth,
+            stages=tuple(range(s * layers, (s + 1) * layers) for s in range(depth)),
+            executor="uni" if depth == 1 else "mp",
+            device="cpu",
+        ),
+        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=prefix),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_chunked_prefill=chunked,
+            policy=policy,
+            depth=depth,
+        ),
+    )

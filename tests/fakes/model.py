@@ -1,0 +1,74 @@
+"""A stand-in for the workers that checks every plan and costs nothing.
+
+It keeps the tokens of each slot and, for each KV block, which token of which history was written where. So a wrong
+block table, a stale prefix hit or a diff that was lost shows as an assertion, not as a wrong answer later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.engine.messages import Scheduled, StepPlan, StepResult
+
+VOCAB = 97
+
+
+def next_token(tokens: list[int]) -> int:
+    """The model: a fixed function of everything before."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % VOCAB
+
+
+@dataclass
+class Row:
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+
+
+@dataclass
+class FakeModel:
+    """Executes plans in order; `block_size` and `num_blocks` as the scheduler believes them to be."""
+
+    block_size: int
+    num_blocks: int
+    max_tokens: int
+    rows: dict[int, Row] = field(default_factory=dict)
+    kv: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """(block, offset) → the tokens up to and including the one whose KV lies there."""
+    plans: list[StepPlan] = field(default_factory=list)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        assert plan.num_tokens <= self.max_tokens
+        for slot in plan.released:
+            del self.rows[slot]
+        for new in plan.new:
+            assert new.slot not in self.rows
+            self.rows[new.slot] = Row(list(new.token_ids), list(new.block_ids), new.num_computed_tokens)
+        for scheduled in plan.scheduled:  # all KV of a step is written before any row attends
+            self._write(scheduled)
+        return StepResult(plan.step, [self._sample(self.rows[s.slot]) for s in plan.scheduled])
+
+    def _write(self, scheduled: Scheduled) -> None:
+        row = self.rows[scheduled.slot]
+        row.tokens += scheduled.new_token_ids
+        row.blocks += scheduled.new_block_ids
+        assert scheduled.num_tokens > 0
+        end = row.computed + scheduled.num_tokens
+        assert end <= len(row.tokens)
+        for position in range(row.computed, end):
+            self.kv[self._place(row, position)] = tuple(row.tokens[: position + 1])
+        row.computed = end
+
+    def _sample(self, row: Row) -> int:
+        for position in range(row.computed):
+            assert self.kv.get(self._place(row, position)) == tuple(row.tokens[: position + 1])
+        return next_token(row.tokens) if row.computed == len(row.tokens) else -1
+
+    def _place(self, row: Row, position: int) -> tuple[int, int]:
+        block = row.blocks[position // self.block_size]
+        assert 0 <= block < self.num_blocks
+        return block, position % self.block_size
