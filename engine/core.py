@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from quire.engine import executor as executors
-from quire.engine import log
+from quire.engine import log, process
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.executor import Executor, Pending, WorkerError
@@ -51,11 +51,15 @@ _SHUTDOWN_GRACE = 10.0
 """Seconds that an orphaned core may take to end by itself, a model half loaded included."""
 
 
+class RankEnded:
+    """To the loop, from the executor's watch."""
+
+
 class Wire:
     """The sockets of the core, each owned by one thread; the loop sees two queues."""
 
     def __init__(self, endpoints: Endpoints) -> None:
-        self.inbox: SimpleQueue[ToCore] = SimpleQueue()
+        self.inbox: SimpleQueue[ToCore | RankEnded] = SimpleQueue()
         self._outbox: SimpleQueue[tuple[int, ToServer] | None] = SimpleQueue()
         self._context = zmq.Context()
         self._clients = len(endpoints.responses)
@@ -141,7 +145,7 @@ class Core:
                 self.handle(self.wire.inbox.get(block=idle))
                 idle = False
 
-    def handle(self, message: ToCore) -> None:
+    def handle(self, message: ToCore | RankEnded) -> None:
         match message:
             case Submit():
                 refusal = self.scheduler.add(message)
@@ -154,6 +158,8 @@ class Core:
                 self.probes.append(message)
             case Shutdown():
                 self.stopping = True
+            case RankEnded():
+                self.executor.check()
 
     def deliver(self, outputs: list[tuple[Request, RequestOutput]]) -> None:
         for request, output in outputs:
@@ -187,7 +193,7 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     core: Core | None = None
     trouble: str | None = None
     try:
-        executor = executors.start(config, log_level)
+        executor = executors.start(config, log_level, on_end=lambda: wire.inbox.put(RankEnded()))
         core = Core(config, executor, wire)
         gc.collect()
         gc.freeze()
@@ -220,6 +226,7 @@ def _watch_stdin(wire: Wire) -> None:
 def main() -> None:
     # The terminal's Ctrl-C is for the API process, which then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process.set_name("quire-core")
     config, endpoints, log_level = pickle.load(sys.stdin.buffer)
     log.setup(log_level, "core")
     sys.exit(serve(config, endpoints, log_level))

@@ -110,7 +110,7 @@ def human(count: int) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
-            return f"{size:.3g} {unit}"
+            return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:,.1f} TiB"
 

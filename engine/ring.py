@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import BaseContext
 
 _HEADER = struct.Struct("<I?")
 """Bytes in this slot, and whether the message goes on in the next."""
@@ -15,10 +15,10 @@ class Ring:
 
     Invariant: a slot is written only after every reader has copied its last content out. Each reader has two
     semaphores, `filled` slots to read and `space` for the writer, so nobody spins. The object is handed to the readers'
-    processes when they are spawned.
+    processes when they are started.
     """
 
-    def __init__(self, context: SpawnContext, readers: int, slots: int = 16, slot_bytes: int = 1 << 16) -> None:
+    def __init__(self, context: BaseContext, readers: int, slots: int = 16, slot_bytes: int = 1 << 16) -> None:
         self._slots = slots
         self._slot_bytes = slot_bytes
         self._memory = context.RawArray("B", slots * slot_bytes)

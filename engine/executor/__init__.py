@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from quire.engine.config import EngineConfig
@@ -31,12 +32,18 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> Pending:
         """Hand a plan to every rank. Results are to be taken in the same order."""
 
+    def check(self) -> None:
+        """Raise `WorkerError` if a rank has ended."""
+
     def close(self) -> None:
         """End every rank."""
 
 
-def start(config: EngineConfig, log_level: str) -> Executor:
-    """Start the ranks and load the model; raises `WorkerError` or `ConfigError`."""
+def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> Executor:
+    """Start the ranks and load the model; raises `WorkerError` or `ConfigError`.
+
+    `on_end` is called, in some thread, as soon as a rank's process ends, in idle times too.
+    """
     match config.parallel.executor:
         case "uni":
             from quire.engine.executor.uni import UniExecutor
@@ -45,4 +52,4 @@ def start(config: EngineConfig, log_level: str) -> Executor:
         case "mp":
             from quire.engine.executor.mp import MpExecutor
 
-            return MpExecutor(config, log_level)
+            return MpExecutor(config, log_level, on_end)

@@ -1,4 +1,8 @@
-"""Ranks as spawned processes on this host: plans go out through a shared-memory ring, results come back by pipe."""
+"""Ranks as processes on this host: plans go out through a shared-memory ring, results come back by pipe.
+
+The processes come from a fork server that has imported torch once, so that many start as quickly as one. Nothing of
+the engine core is inherited by them, and no device is touched before they are apart.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ import os
 import selectors
 import signal
 import tempfile
+import threading
 import time
 from collections import deque
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -28,10 +34,13 @@ _GRACE = 1.0
 class MpExecutor:
     """`tp × pp` worker processes of this host."""
 
-    def __init__(self, config: EngineConfig, log_level: str) -> None:
+    def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
         from quire.engine.worker.worker import main
 
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["quire.engine.worker.worker"])
+        # All ranks are on this host, whatever its name resolves to and whichever networks it has.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         size = config.parallel.world_size
         self._ring = Ring(context, readers=size)
         self._completed = context.RawArray("q", [-1] * size)
@@ -65,9 +74,14 @@ class MpExecutor:
             except BaseException:
                 self._kill()
                 raise
+        threading.Thread(target=self._watch, args=(on_end,), daemon=True, name="rank-watch").start()
+
+    def _watch(self, on_end: Callable[[], None]) -> None:
+        wait([process.sentinel for process in self._processes])
+        on_end()
 
     def submit(self, plan: StepPlan) -> MpPending:
-        self._ring.write(self._encode(plan), while_waiting=self._check_alive)
+        self._ring.write(self._encode(plan), while_waiting=self.check)
         pending = MpPending(self, plan.step)
         self._pending.append(pending)
         return pending
@@ -75,7 +89,7 @@ class MpExecutor:
     def close(self) -> None:
         """Ask every rank to end, and kill those that do not."""
         try:
-            self._ring.write(b"", while_waiting=self._check_alive)
+            self._ring.write(b"", while_waiting=self.check)
         except WorkerError:
             return self._kill()
         deadline = time.monotonic() + 5.0
@@ -116,18 +130,23 @@ class MpExecutor:
             slowest = max(slowest, message.seconds, key=lambda seconds: sum(seconds.values()))
         return slowest
 
-    def _check_alive(self) -> None:
-        dead = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
-        if dead:
-            raise WorkerError(self._blame(dead[0], None))
+    def check(self) -> None:
+        """Raise `WorkerError` if a rank has ended."""
+        ended = wait([process.sentinel for process in self._processes], timeout=0)
+        for rank, process in enumerate(self._processes):
+            if process.sentinel in ended:
+                raise WorkerError(self._blame(rank, None))
 
     def _blame(self, rank: int, reason: str | None) -> str:
-        """The text for a rank in trouble, naming the one that was killed rather than those that noticed."""
+        """The text for a rank in trouble, naming the one that was killed rather than those that noticed.
+
+        A rank whose neighbour vanishes fails too, or aborts inside the communication library.
+        """
         deadline = time.monotonic() + _GRACE
         while time.monotonic() < deadline:
             for other, process in enumerate(self._processes):
                 process.join(_GRACE / 20 / len(self._processes))
-                if process.exitcode is not None and process.exitcode < 0:
+                if process.exitcode is not None and process.exitcode < 0 and -process.exitcode != signal.SIGABRT:
                     return f"rank {other} was killed by {signal.Signals(-process.exitcode).name}"
         if reason is not None:
             return f"rank {rank} failed: {reason}"

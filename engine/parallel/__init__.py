@@ -1,0 +1,7 @@
+"""The PP × TP rank grid, its groups, and the communicators behind them."""
+
+from quire.engine.parallel.links import Links, connect
+from quire.engine.parallel.pipeline import Pipeline
+from quire.engine.parallel.tensor import Parallel
+
+__all__ = ["Links", "Parallel", "Pipeline", "connect"]

@@ -6,7 +6,6 @@ import ctypes
 import logging
 import multiprocessing
 import os
-import sys
 import threading
 import time
 import traceback
@@ -15,7 +14,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
-from quire.engine import log
+from quire.engine import log, process
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
@@ -59,13 +58,14 @@ def main(
     log_level: str,
 ) -> None:
     """A worker process: `plans` in, `results` out, `completed[rank]` is the last step run."""
-    imported = time.time()
+    begun = process.age()
+    process.set_name(f"quire-rank-{rank}")
     _end_with_parent()
     log.setup(log_level, f"rank {rank}")
     encode = msgspec.msgpack.Encoder().encode
     try:
         worker = Worker(config, rank, init_method)
-        results.send_bytes(encode(WorkerReady({"start processes": imported - _process_start(), **worker.seconds})))
+        results.send_bytes(encode(WorkerReady({"start processes": begun, **worker.seconds})))
         decode = msgspec.msgpack.Decoder(StepPlan).decode
         while message := plans.read(rank):
             plan = decode(message)
@@ -75,12 +75,14 @@ def main(
                 results.send_bytes(encode(result))
         worker.close()
     except ConfigError as error:
-        results.send_bytes(encode(WorkerFailed(str(error), user_error=True)))
-        sys.exit(1)
+        failure = WorkerFailed(str(error), user_error=True)
     except Exception as error:
         logger.error("rank %d failed:\n%s", rank, traceback.format_exc())
-        results.send_bytes(encode(WorkerFailed(f"{type(error).__name__}: {error}", user_error=False)))
-        sys.exit(1)
+        failure = WorkerFailed(f"{type(error).__name__}: {error}", user_error=False)
+    else:
+        return
+    results.send_bytes(encode(failure))
+    os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
 
 
 def _end_with_parent() -> None:
@@ -93,11 +95,3 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
-
-
-def _process_start() -> float:
-    """When this process was started, in seconds since the epoch."""
-    with open("/proc/self/stat") as stat, open("/proc/stat") as system:
-        ticks = int(stat.read().rsplit(")", 1)[1].split()[19])
-        boot = next(int(line.split()[1]) for line in system if line.startswith("btime"))
-    return boot + ticks / os.sysconf("SC_CLK_TCK")

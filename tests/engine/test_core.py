@@ -7,7 +7,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from quire.engine.core import Core
+from quire.engine.core import Core, RankEnded
 from quire.engine.executor import WorkerError
 from quire.engine.messages import (
     Abort,
@@ -52,13 +52,16 @@ class FakeExecutor:
             return Step(WorkerError("rank 1 was killed by SIGKILL"))
         return Step(self.model.execute(plan))
 
+    def check(self) -> None:
+        raise WorkerError("rank 1 was killed by SIGKILL")
+
     def close(self) -> None:
         pass
 
 
 class FakeWire:
     def __init__(self) -> None:
-        self.inbox: SimpleQueue[ToCore] = SimpleQueue()
+        self.inbox: SimpleQueue[ToCore | RankEnded] = SimpleQueue()
         self.sent: deque[tuple[int, ToServer]] = deque()
 
     def send(self, client: int, message: ToServer) -> None:
@@ -144,3 +147,10 @@ def test_when_a_rank_dies_every_request_is_told() -> None:
     for client, request_id in ((0, "a"), (1, "b")):
         ends = [o for o in wire_of(core).outputs(client, request_id) if o.finish_reason]
         assert [(o.finish_reason, o.error) for o in ends] == [("error", "rank 1 was killed by SIGKILL")]
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
+    core = core_with({}, [])
+    wire_of(core).inbox.put(RankEnded())
+    with pytest.raises(WorkerError, match="rank 1 was killed"):
+        core.run()

@@ -1,0 +1,50 @@
+"""Embedding and head, their vocabulary cut over the ranks of a stage."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.engine.layers.weight import Shard, Weight
+from quire.engine.parallel import Parallel
+
+
+def vocab_weight(vocab_size: int, hidden_size: int, parallel: Parallel) -> Weight:
+    """This rank's rows `[ceil(vocab_size / ranks), hidden_size]`; the last ranks' are padded."""
+    rows = -(-vocab_size // parallel.size)
+    start = min(parallel.rank * rows, vocab_size)
+    shard = Shard((vocab_size, hidden_size), start, min(rows, vocab_size - start))
+    return Weight((rows, hidden_size), shard)
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids to vectors; each rank looks up the ids that it holds, and the ranks' results are summed."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._parallel = parallel
+        self.weight = vocab_weight(vocab_size, hidden_size, parallel)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """`[tokens]` → `[tokens, hidden_size]`, the same on every rank."""
+        if self._parallel.size == 1:
+            return F.embedding(token_ids, self.weight)
+        rows = len(self.weight)
+        local = token_ids - self._parallel.rank * rows
+        foreign = (local < 0) | (local >= rows)
+        vectors = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self._parallel.all_reduce(vectors.masked_fill_(foreign[:, None], 0.0))
+
+
+class VocabParallelHead(nn.Module):
+    """Vectors to logits. A tied head is given the embedding's weight."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, tied: Weight | None = None) -> None:
+        super().__init__()
+        self._parallel, self._vocab_size = parallel, vocab_size
+        self.weight = vocab_weight(vocab_size, hidden_size, parallel) if tied is None else tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[rows, hidden_size]` → float32 logits `[rows, vocab_size]`, the same on every rank."""
+        logits = self._parallel.all_gather(F.linear(x, self.weight))
+        return logits[:, : self._vocab_size].float()

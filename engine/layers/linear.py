@@ -1,0 +1,76 @@
+"""Linear layers cut over the ranks of a stage (Shoeybi et al. 2019, "Megatron-LM")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire.engine.layers.weight import Shard, Weight, whole
+from quire.engine.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's output features of one checkpoint tensor: `length` of `total`, from `start` on."""
+
+    name: str
+    total: int
+    start: int
+    length: int
+
+
+def divided(name: str, total: int, parallel: Parallel) -> Part:
+    """An even share of the output features."""
+    length = total // parallel.size
+    assert length * parallel.size == total
+    return Part(name, total, parallel.rank * length, length)
+
+
+def kv_heads(name: str, heads: int, head_dim: int, parallel: Parallel) -> Part:
+    """An even share of the KV heads; with fewer heads than ranks, one head that neighbours hold as well."""
+    length = max(1, heads // parallel.size)
+    first = parallel.rank * heads // parallel.size
+    return Part(name, heads * head_dim, first * head_dim, length * head_dim)
+
+
+class ColumnParallelLinear(nn.Module):
+    """`x @ weight.T + bias` for this rank's output features; the parts' outputs stand one after the other."""
+
+    def __init__(self, in_features: int, parts: Sequence[Part], *, bias: bool) -> None:
+        super().__init__()
+        rows = sum(part.length for part in parts)
+        self.weight = Weight((rows, in_features), *_stacked(parts, (in_features,)))
+        self.bias = Weight((rows,), *_stacked(parts, ())) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, in_features]` → `[tokens, rows of this rank]`."""
+        return F.linear(x, self.weight, self.bias)
+
+
+def _stacked(parts: Sequence[Part], columns: tuple[int, ...]) -> list[Shard]:
+    shards, offset = [], 0
+    for part in parts:
+        shards.append(Shard((part.total, *columns), part.start, part.length, offset=offset, part=part.name))
+        offset += part.length
+    return shards
+
+
+class RowParallelLinear(nn.Module):
+    """`x @ weight.T + bias` where each rank has a share of the input features: the ranks' results are summed."""
+
+    def __init__(self, in_features: int, out_features: int, parallel: Parallel, *, bias: bool) -> None:
+        super().__init__()
+        self._parallel = parallel
+        columns = in_features // parallel.size
+        assert columns * parallel.size == in_features
+        shard = Shard((out_features, in_features), parallel.rank * columns, columns, dim=1)
+        self.weight = Weight((out_features, columns), shard)
+        self.bias = Weight((out_features,), whole(out_features)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, in_features / ranks]` → `[tokens, out_features]`, the same on every rank."""
+        bias = self.bias if self._parallel.rank == 0 else None  # in the sum once
+        return self._parallel.all_reduce(F.linear(x, self.weight, bias))

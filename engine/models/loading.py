@@ -1,0 +1,157 @@
+"""Building a stage's model and filling its parameters, each rank with its own slices only."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from quire import kernels
+from quire.engine import model_files
+from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.errors import ConfigError
+from quire.engine.layers.weight import Shard, Weight
+from quire.engine.model_files import TensorInfo
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.registry import FAMILIES
+from quire.engine.parallel import Parallel
+
+logger = logging.getLogger(__name__)
+
+_NAMED_PROBLEMS = 8
+_DUMMY_DEVIATION = 0.02
+_DUMMY_ELEMENTS = 1 << 20
+
+Needed = dict[str, list[tuple[Weight, Shard]]]
+"""Checkpoint tensor → where its slices go."""
+
+
+def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.device) -> Decoder:
+    """The model of this rank's stage on `device`, with its weights.
+
+    Only the rank's own slices are read, straight into the parameters. Rank 0 shows a progress bar and warns of
+    tensors that no rank needs. Raises `ConfigError` that names the tensors missing or of another shape.
+    """
+    model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
+    family = FAMILIES[model.architecture.name]
+    with _defaults(device, getattr(torch, model.dtype)):
+        decoder = family.decoder(model.architecture, stage, parallel)
+    needed = needed_tensors(decoder, model)
+    if model.load_format == "dummy":
+        _fill_randomly(needed, model.seed)
+    else:
+        headers = model_files.read_headers(model.path)
+        _check(needed, headers, model)
+        if rank == 0:
+            _warn_of_surplus(headers, model)
+        _read(needed, headers, bar=rank == 0)
+    return decoder
+
+
+def needed_tensors(decoder: Decoder, model: ModelConfig) -> Needed:
+    """The checkpoint tensors that this stage is made of."""
+    family, needed = FAMILIES[model.architecture.name], defaultdict(list)
+    for path, weight in decoder.named_parameters():
+        assert isinstance(weight, Weight)
+        for shard in weight.shards:
+            needed[family.tensor(path, shard, model.architecture)].append((weight, shard))
+    return needed
+
+
+@contextmanager
+def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _check(needed: Needed, headers: dict[str, TensorInfo], model: ModelConfig) -> None:
+    problems = []
+    for name, slices in needed.items():
+        expected = slices[0][1].shape
+        if name not in headers:
+            problems.append(f"{name} is missing")
+        elif headers[name].shape != expected:
+            problems.append(f"{name} has the shape {list(headers[name].shape)}, expected {list(expected)}")
+    if problems:
+        more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
+        raise ConfigError(
+            f"{model.path}: the weights do not fit config.json: {'; '.join(problems[:_NAMED_PROBLEMS])}{more}"
+        )
+
+
+def _warn_of_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
+    """Name the tensors that no stage needs, such as biases that config.json does not announce."""
+    arch = model.architecture
+    with torch.device("meta"):
+        everything = FAMILIES[arch.name].decoder(arch, range(arch.num_layers), Parallel())
+    known = set(needed_tensors(everything, model))
+    known.update({"lm_head.weight"} if arch.tie_embeddings else ())
+    surplus = sorted(name for name in headers.keys() - known if not name.endswith("rotary_emb.inv_freq"))
+    if surplus:
+        logger.warning(
+            "%s: tensors that %s does not use (%d): %s%s",
+            model.path,
+            arch.name,
+            len(surplus),
+            ", ".join(surplus[:_NAMED_PROBLEMS]),
+            ", …" * (len(surplus) > _NAMED_PROBLEMS),
+        )
+
+
+def _read(needed: Needed, headers: dict[str, TensorInfo], *, bar: bool) -> None:
+    by_file = defaultdict(list)
+    total = 0
+    for name, slices in needed.items():
+        by_file[headers[name].file].append(name)
+        total += sum(shard.elements * weight.element_size() for weight, shard in slices)
+    with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not bar) as progress:
+        for file, names in by_file.items():
+            with safe_open(file, framework="pt") as tensors:
+                for name in names:
+                    source = tensors.get_slice(name)
+                    for weight, shard in needed[name]:
+                        _put(weight, shard, source[shard.source])
+                        progress.update(shard.elements * weight.element_size())
+
+
+def _put(weight: Weight, shard: Shard, values: Tensor) -> None:
+    """Fill the shard's place; the padding after the last shard becomes zero."""
+    weight.data[shard.target].copy_(values)
+    if shard is weight.shards[-1]:
+        end = shard.offset + shard.length
+        weight.data.narrow(shard.dim, end, weight.shape[shard.dim] - end).zero_()
+
+
+def _fill_randomly(needed: Needed, seed: int) -> None:
+    """Dummy weights: an element depends on seed, tensor name and place alone, so that the ranks' slices agree."""
+    for name, slices in needed.items():
+        key = seed << 32 ^ zlib.crc32(name.encode())
+        for weight, shard in slices:
+            _put(weight, shard, torch.ones(()) if len(shard.shape) == 1 else _random(key, shard, weight))
+
+
+def _random(key: int, shard: Shard, like: Tensor) -> Tensor:
+    """The shard's slice of a random matrix, of the type of `like`, some rows at a time."""
+    rows, columns = (
+        torch.arange(size, device=like.device)[index]
+        for size, index in zip(shard.shape, (*shard.source, slice(None)), strict=False)
+    )
+    values = like.new_empty(len(rows), len(columns))
+    step = max(1, _DUMMY_ELEMENTS // len(columns))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        noise = kernels.uniform_noise(torch.full_like(part, key), part, columns.int())
+        values[start : start + step] = ((noise - 0.5) * (_DUMMY_DEVIATION * 12**0.5)).to(values.dtype)
+    return values

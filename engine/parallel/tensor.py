@@ -1,0 +1,38 @@
+"""The ranks that share each layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Parallel:
+    """One rank among `size` that hold a part of each layer. This one is alone: its collectives do nothing."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of every rank's `x`, which may be overwritten."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's `x`, all of one shape, joined along the last dimension in the order of ranks."""
+        return x
+
+
+class GroupParallel(Parallel):
+    """The ranks of a torch process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.size, self._group = group.rank(), group.size(), group
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self._group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous(), group=self._group)
+        return torch.cat(parts, dim=-1)

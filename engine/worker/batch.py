@@ -1,0 +1,128 @@
+"""The workers' request state, kept up to date by plans, and the batch that a plan makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from quire.engine.layers.attention import Batch
+from quire.engine.messages import NewRequest, SamplingParams, StepPlan
+
+Ints = npt.NDArray[np.int64]
+
+_CONTROLS = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seed", np.int64),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("repetition_penalty", np.float32),
+        ("min_tokens", np.int64),
+        ("num_biases", np.int64),
+        ("logprobs", np.int64),  # -1: none
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a plan, in its order."""
+
+    slots: Ints
+    counts: Ints
+    """Tokens that each runs in this step."""
+    sampling: Ints
+    """The rows that sample, by number: those whose computed tokens reach their known tokens."""
+
+
+class RequestStates:
+    """What is known of each running request, by slot. Every rank holds the same."""
+
+    def __init__(self, slots: int, max_length: int, block_size: int) -> None:
+        self._block_size = block_size
+        self.tokens = np.zeros((slots, max_length), np.int32)
+        self.block_tables = np.zeros((slots, -(-max_length // block_size)), np.int32)
+        self.num_prompt = np.zeros(slots, np.int64)
+        self.num_known = np.zeros(slots, np.int64)
+        self.num_computed = np.zeros(slots, np.int64)
+        self.num_blocks = np.zeros(slots, np.int64)
+        self.controls = np.zeros(slots, _CONTROLS)
+        """The numbers of `params`, for whole batches at once."""
+        self.params: list[SamplingParams | None] = [None] * slots
+
+    def apply(self, plan: StepPlan) -> Rows:
+        """Bring the state to where `plan` starts, and say which rows it runs."""
+        for slot in plan.released:
+            self.params[slot] = None
+        for request in plan.new:
+            self._add(request)
+        for row in plan.scheduled:
+            if row.new_token_ids:
+                _extend(self.tokens, self.num_known, row.slot, row.new_token_ids)
+            if row.new_block_ids:
+                _extend(self.block_tables, self.num_blocks, row.slot, row.new_block_ids)
+        slots = np.array([row.slot for row in plan.scheduled], np.int64)
+        counts = np.array([row.num_tokens for row in plan.scheduled], np.int64)
+        sampling = np.flatnonzero(self.num_computed[slots] + counts == self.num_known[slots])
+        return Rows(slots, counts, sampling)
+
+    def _add(self, request: NewRequest) -> None:
+        slot, params = request.slot, request.params
+        assert self.params[slot] is None, f"slot {slot} is taken"
+        self.params[slot] = params
+        self.num_prompt[slot] = request.num_prompt_tokens
+        self.num_computed[slot] = request.num_computed_tokens
+        self.num_known[slot] = self.num_blocks[slot] = 0
+        _extend(self.tokens, self.num_known, slot, request.token_ids)
+        _extend(self.block_tables, self.num_blocks, slot, request.block_ids)
+        self.controls[slot] = (
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.seed or 0,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+            params.min_tokens,
+            len(params.logit_bias),
+            -1 if params.logprobs is None else params.logprobs,
+        )
+
+    def batch(self, rows: Rows, device: torch.device) -> Batch:
+        """The rows' next tokens, in one transfer to the device."""
+        first = self.num_computed[rows.slots]
+        starts = np.concatenate(([0], rows.counts.cumsum()))
+        owners = np.repeat(rows.slots, rows.counts)  # [tokens]
+        positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], rows.counts)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        lengths = first + rows.counts
+        width = -(-int(lengths.max()) // self._block_size)
+        host = (
+            self.tokens[owners, positions],
+            positions,
+            self.block_tables[owners, blocks] * self._block_size + offsets,
+            self.block_tables[rows.slots, :width].ravel(),
+            lengths,
+            starts,
+            starts[1:][rows.sampling] - 1,
+        )
+        sent = torch.from_numpy(np.concatenate(host)).to(device)
+        tokens, places, slots, tables, *rest = sent.split_with_sizes([len(part) for part in host])
+        return Batch(tokens, places, slots, tables.view(-1, width), *rest)
+
+    def advance(self, rows: Rows) -> None:
+        """The rows' tokens are computed."""
+        self.num_computed[rows.slots] += rows.counts
+
+
+def _extend(table: npt.NDArray[np.int32], ends: Ints, slot: int, values: list[int]) -> None:
+    end = int(ends[slot])
+    table[slot, end : end + len(values)] = values
+    ends[slot] = end + len(values)

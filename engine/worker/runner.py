@@ -1,0 +1,78 @@
+"""A plan becomes a batch, the batch hidden states, and the last stage's hidden states tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.engine.config import EngineConfig
+from quire.engine.messages import StepPlan, StepResult, TokenLogprobs
+from quire.engine.models.loading import load
+from quire.engine.parallel import Links
+from quire.engine.worker.batch import RequestStates, Rows
+from quire.engine.worker.sampler import Sampler
+
+
+class Runner:
+    """One rank's share of the model and of the KV cache, driven by plans, one at a time and in order.
+
+    Raises `ConfigError` where the checkpoint's tensors are not those that config.json announces.
+    """
+
+    def __init__(self, config: EngineConfig, rank: int, links: Links, device: torch.device) -> None:
+        model, cache = config.model, config.cache
+        arch = model.architecture
+        self._tp, self._pipeline, self._device = links.tp, links.pipeline, device
+        self._hidden_size, self._dtype = arch.hidden_size, getattr(torch, model.dtype)
+        self._decoder = load(config, rank, links.tp, device)
+        self._caches = kernels.allocate_kv_cache(
+            layers=len(config.parallel.stages[links.pipeline.stage]),
+            num_blocks=cache.num_blocks,
+            kv_heads=arch.kv_heads_per_rank(links.tp.size),
+            block_size=cache.block_size,
+            head_dim=arch.head_dim,
+            dtype=self._dtype,
+            device=device,
+        ).unbind()
+        self._states = RequestStates(config.scheduler.max_num_seqs, model.max_model_len, cache.block_size)
+        self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        """Run a step of this stage. The first rank of the last stage returns the tokens, the others None."""
+        rows = self._states.apply(plan)
+        if not plan.scheduled:
+            return self._pass_on(plan)
+        batch = self._states.batch(rows, self._device)
+        hidden = self._decoder(self._receive(plan.num_tokens), batch, self._caches)
+        self._states.advance(rows)
+        if not self._pipeline.is_last:
+            self._pipeline.send(hidden)
+            return None
+        logits = self._decoder.logits(hidden[batch.sampled])
+        return self._sample(plan, rows, logits) if self._tp.rank == 0 else None
+
+    def _receive(self, tokens: int) -> Tensor | None:
+        if self._pipeline.is_first:
+            return None
+        return self._pipeline.receive((tokens, self._hidden_size), self._dtype)
+
+    def _sample(self, plan: StepPlan, rows: Rows, logits: Tensor) -> StepResult:
+        sampled, logprobs = self._sampler.sample(logits, self._states, rows.slots[rows.sampling])
+        if len(sampled) == len(plan.scheduled):
+            return StepResult(plan.step, sampled, logprobs)
+        token_ids = [-1] * len(plan.scheduled)
+        places: list[TokenLogprobs | None] = [None] * len(plan.scheduled) if logprobs else []
+        for number, row in enumerate(rows.sampling.tolist()):
+            token_ids[row] = sampled[number]
+            if logprobs:
+                places[row] = logprobs[number]
+        return StepResult(plan.step, token_ids, places)
+
+    def _pass_on(self, plan: StepPlan) -> StepResult | None:
+        """A plan without rows: each stage waits for the one before and wakes the next."""
+        self._receive(1)
+        if not self._pipeline.is_last:
+            self._pipeline.send(torch.zeros(1, self._hidden_size, dtype=self._dtype, device=self._device))
+        return StepResult(plan.step, []) if self._pipeline.is_last and self._tp.rank == 0 else None

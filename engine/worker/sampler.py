@@ -1,0 +1,153 @@
+"""Logits become tokens. Nothing is kept from step to step: all follows from the requests' tokens and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.engine.messages import SamplingParams, TokenLogprobs
+from quire.engine.worker.batch import Ints, RequestStates
+
+_GREEDY_BELOW = 1e-5
+"""Lower temperatures are 0."""
+
+
+class Sampler:
+    """Samples the next token of each row: bias, minimum length and penalties, then the arg max or a draw.
+
+    A draw is `argmax(logits / temperature + noise)` over what min_p, top_k and top_p leave, where the noise depends
+    on the request's seed, the token's position and its id alone. Ties go to the lowest id. Rows that do without a
+    feature do not pay for it.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], device: torch.device) -> None:
+        self._vocab_size, self._eos, self._device = vocab_size, tuple(eos_token_ids), device
+
+    def sample(
+        self, logits: Tensor, states: RequestStates, slots: Ints
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """One token for each row of `logits` (float32 `[rows, vocab]`, overwritten), which belong to `slots`.
+
+        The log-probabilities are those of `logits` as given; the list is empty when no row asked for any.
+        """
+        controls = states.controls[slots]
+        asked = np.flatnonzero(controls["logprobs"] >= 0)
+        raw = logits[self._send(asked)].log_softmax(dim=-1) if len(asked) else None
+        self._bias(logits, states, slots)
+        self._forbid_early_stop(logits, states, slots)
+        self._penalize(logits, states, slots)
+        tokens = logits.argmax(dim=-1)
+        drawn = np.flatnonzero(controls["temperature"] >= _GREEDY_BELOW)
+        if len(drawn):
+            rows = self._send(drawn)
+            positions = self._send(states.num_known[slots[drawn]])
+            tokens[rows] = self._draw(logits[rows], controls[drawn], positions)
+        if raw is None:
+            return tokens.tolist(), []
+        return tokens.tolist(), self._logprobs(raw, tokens, controls["logprobs"], asked)
+
+    def _bias(self, logits: Tensor, states: RequestStates, slots: Ints) -> None:
+        rows = np.flatnonzero(states.controls["num_biases"][slots])
+        if not len(rows):
+            return
+        biases = [_params(states, slot).logit_bias for slot in slots[rows]]
+        at = np.repeat(rows, [len(bias) for bias in biases]), np.array([*chain.from_iterable(biases)])
+        values = np.fromiter(chain.from_iterable(bias.values() for bias in biases), np.float32)
+        logits[self._send(at[0]), self._send(at[1])] += self._send(values)
+
+    def _forbid_early_stop(self, logits: Tensor, states: RequestStates, slots: Ints) -> None:
+        generated = states.num_known[slots] - states.num_prompt[slots]
+        for row in np.flatnonzero(generated < states.controls["min_tokens"][slots]).tolist():
+            stops = (*self._eos, *_params(states, slots[row]).stop_token_ids)
+            logits[row, [token for token in stops if token < self._vocab_size]] = -torch.inf
+
+    def _penalize(self, logits: Tensor, states: RequestStates, slots: Ints) -> None:
+        """Repetition (Keskar et al. 2019) for prompt and output, frequency and presence (OpenAI) for output only."""
+        controls = states.controls[slots]
+        penalized = np.flatnonzero(
+            (controls["repetition_penalty"] != 1.0)
+            | (controls["frequency_penalty"] != 0.0)
+            | (controls["presence_penalty"] != 0.0)
+        )
+        if not len(penalized):
+            return
+        slots, controls, rows = slots[penalized], controls[penalized], self._send(penalized)
+        known, prompt = states.num_known[slots, None], states.num_prompt[slots, None]
+        place = np.arange(known.max())
+        tokens = states.tokens[slots, : len(place)].astype(np.int64)
+        seen = self._counts(np.where(place < known, tokens, self._vocab_size)) > 0
+        counts = self._counts(np.where((place >= prompt) & (place < known), tokens, self._vocab_size))
+        repetition = self._column(controls["repetition_penalty"])
+        x = logits[rows]
+        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+        x -= self._column(controls["frequency_penalty"]) * counts
+        x -= self._column(controls["presence_penalty"]) * (counts > 0)
+        logits[rows] = x
+
+    def _counts(self, tokens: Ints) -> Tensor:
+        """How often each id stands in each row of `tokens`, `[rows, vocab]`; the id `vocab` is padding."""
+        counts = torch.zeros(len(tokens), self._vocab_size + 1, device=self._device)
+        ids = self._send(tokens)
+        return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))[:, :-1]
+
+    def _draw(self, logits: Tensor, controls: npt.NDArray[np.void], positions: Tensor) -> Tensor:
+        logits /= self._column(controls["temperature"])
+        rows = np.flatnonzero(controls["min_p"] > 0.0)
+        if len(rows):
+            self._keep_probable(logits, rows, controls["min_p"][rows])
+        rows = np.flatnonzero((controls["top_k"] > 0) | (controls["top_p"] < 1.0))
+        if len(rows):
+            self._keep_top(logits, rows, controls["top_k"][rows], controls["top_p"][rows])
+        seeds = self._send(controls["seed"])
+        logits += kernels.gumbel_noise(seeds, positions, self._vocab_size)
+        return logits.argmax(dim=-1)
+
+    def _keep_probable(self, logits: Tensor, rows: Ints, min_p: npt.NDArray[np.float32]) -> None:
+        """Min-p (Nguyen et al. 2024): drop what is less than `min_p` times as probable as the likeliest token."""
+        index = self._send(rows)
+        x = logits[index]
+        logits[index] = x.masked_fill_(x < x.amax(dim=-1, keepdim=True) + self._column(min_p).log(), -torch.inf)
+
+    def _keep_top(self, logits: Tensor, rows: Ints, top_k: Ints, top_p: npt.NDArray[np.float32]) -> None:
+        """Keep the k likeliest tokens, then of these the fewest that reach `top_p`; ties with the last one stay."""
+        index = self._send(rows)
+        x = logits[index]
+        top_k = np.where(top_k > 0, np.minimum(top_k, self._vocab_size), self._vocab_size)
+        likeliest = x.topk(int(top_k.max()), dim=-1).values  # [rows, k], falling
+        place = torch.arange(likeliest.shape[1], device=self._device)
+        likeliest.masked_fill_(place >= self._column(top_k), -torch.inf)
+        probable = likeliest.softmax(dim=-1)
+        before = probable.cumsum(dim=-1) - probable
+        kept = (likeliest > -torch.inf) & (before < self._column(np.where(top_p < 1.0, top_p, np.float32(2.0))))
+        last = likeliest.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+        logits[index] = x.masked_fill_(x < last, -torch.inf)
+
+    def _logprobs(self, raw: Tensor, tokens: Tensor, counts: Ints, asked: Ints) -> list[TokenLogprobs | None]:
+        """`raw` holds the log-probabilities of the rows `asked`, `counts` how many each row wants."""
+        sampled = raw.gather(1, tokens[self._send(asked), None])
+        ranks = (raw > sampled).sum(dim=-1) + 1
+        top = raw.topk(min(int(counts.max()), self._vocab_size), dim=-1)
+        result: list[TokenLogprobs | None] = [None] * len(tokens)
+        columns = (sampled[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist())
+        for row, logprob, rank, ids, values in zip(asked.tolist(), *columns, strict=True):
+            result[row] = TokenLogprobs(logprob, rank, ids[: counts[row]], values[: counts[row]])
+        return result
+
+    def _send(self, values: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+
+    def _column(self, values: npt.NDArray[Any]) -> Tensor:
+        return self._send(values)[:, None]
+
+
+def _params(states: RequestStates, slot: int) -> SamplingParams:
+    params = states.params[slot]
+    assert params is not None, f"slot {slot} is free"
+    return params

@@ -1,0 +1,144 @@
+"""Every operation in plain torch: right on any device, and the oracle of the faster ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels.noise import gumbel_noise, uniform_noise
+
+__all__ = [
+    "add_rms_norm",
+    "gumbel_noise",
+    "paged_attention",
+    "rms_norm",
+    "rotary",
+    "silu_mul",
+    "uniform_noise",
+    "write_kv",
+]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (Zhang & Sennrich 2019) over the last dimension of `x`; sums are float32."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`residual + x`, normalized and as it is: `(rms_norm(residual + x), residual + x)`."""
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
+def rotary(query: Tensor, key: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding (Su et al. 2021), first half of each head against its second half.
+
+    `query` and `key` are `[tokens, heads, head_dim]`, `rotations` is `[tokens, head_dim]` in float32: the cosines of
+    each token's head_dim / 2 angles, then their sines.
+    """
+    cos, sin = rotations.unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, head_dim / 2]
+    return _rotate(query, cos, sin), _rotate(key, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """SwiGLU's gate (Shazeer 2020): `silu(gate) * up` for `x = [..., gate ‖ up]`."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def write_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Store keys and values `[tokens, kv_heads, head_dim]` into one layer's `cache`, in place.
+
+    `cache` is `[2, blocks, kv_heads, block_size, head_dim]`; `slots` `[tokens]` is block * block_size + offset.
+    """
+    block_size = cache.shape[3]
+    blocks, offsets = slots // block_size, slots % block_size
+    cache[0, blocks, :, offsets] = key
+    cache[1, blocks, :, offsets] = value
+
+
+_GATHER_ELEMENTS = 1 << 19
+_SCORE_ELEMENTS = 1 << 22
+"""Keys gathered, and scores computed, at once: few enough to stay in a CPU's cache, and to bound memory."""
+
+
+def paged_attention(
+    query: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention over a paged KV cache (Kwon et al. 2023), prefill chunks and decodes in one batch.
+
+    `query` is `[tokens, heads, head_dim]`: the requests' tokens one after the other, request `r` in rows
+    `query_starts[r]:query_starts[r + 1]`, never none. They are the last tokens of its `sequence_lengths[r]`, all of
+    whose keys and values stand in `cache` `[2, blocks, kv_heads, block_size, head_dim]`, in the blocks
+    `block_tables[r]` (`[requests, max_blocks]`; entries beyond the sequence are any valid block). Query head `h`
+    reads KV head `h // (heads // kv_heads)`. Scores are scaled by `scale` and summed in float32. Returns the shape
+    of `query`.
+    """
+    kv_heads, block_size = cache.shape[2:4]
+    output = torch.empty_like(query)
+    counts = query_starts.diff()  # [requests]
+    blocks = (sequence_lengths + block_size - 1) // block_size
+    for requests, count, width in _alike(counts, blocks, kv_heads * block_size * query.shape[2]):
+        rows = query_starts[requests, None] + torch.arange(count, device=query.device)  # [requests, count]
+        keys, values = _gather(cache, block_tables[requests, :width])
+        first = sequence_lengths[requests] - count  # [requests]
+        piece = max(1, _SCORE_ELEMENTS // (query.shape[1] * keys.shape[2] * len(rows)))
+        for start in range(0, count, piece):
+            part = rows[:, start : start + piece]
+            output[part] = _attend(query[part].float(), keys, values, first + start, scale).to(query.dtype)
+    return output
+
+
+def _alike(counts: Tensor, blocks: Tensor, block_elements: int) -> Iterator[tuple[Tensor, int, int]]:
+    """Requests that fit one dense computation: `(requests, their query count, blocks of the longest)`.
+
+    They have the same number of queries, and contexts within a factor of two, so that padding stays small.
+    """
+    host = torch.stack((counts, blocks)).cpu().numpy()
+    order = np.lexsort((host[1], host[0]))
+    host = host[:, order]
+    bucket = np.frexp(host[1])[1]
+    edges = np.flatnonzero(np.diff(host[0], prepend=-1) | np.diff(bucket, prepend=-1))
+    for start, stop in zip(edges, [*edges[1:], len(order)], strict=True):
+        size = max(1, _GATHER_ELEMENTS // (int(host[1, stop - 1]) * block_elements))
+        for low in range(start, stop, size):
+            high = min(low + size, stop)
+            requests = torch.from_numpy(order[low:high]).to(counts.device)
+            yield requests, int(host[0, low]), int(host[1, high - 1])
+
+
+def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of `tables` `[requests, blocks]`, float32 `[requests, kv_heads, tokens, head_dim]` each."""
+    kv_heads, head_dim = cache.shape[2], cache.shape[4]
+    heads = torch.arange(kv_heads, device=cache.device)
+    runs = (tables[:, None] * kv_heads + heads[:, None]).flatten()  # one head's part of one block each
+    keys, values = (side.flatten(2).flatten(0, 1).index_select(0, runs) for side in cache)
+    shape = (len(tables), kv_heads, -1, head_dim)
+    return keys.view(shape).float(), values.view(shape).float()
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, first: Tensor, scale: float) -> Tensor:
+    """Dense causal attention; `query` is `[requests, count, heads, head_dim]`, its first position `first`."""
+    requests, count, _, head_dim = query.shape
+    kv_heads, tokens = keys.shape[1:3]
+    grouped = query.view(requests, count, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+    scores = grouped.reshape(requests, kv_heads, -1, head_dim) @ keys.transpose(2, 3) * scale
+    last = first[:, None] + torch.arange(count, device=query.device)  # [requests, count]: the last key each sees
+    hidden = torch.arange(tokens, device=query.device) > last[..., None]  # [requests, count, tokens]
+    scores = scores.view(requests, kv_heads, -1, count, tokens).masked_fill_(hidden[:, None, None], -torch.inf)
+    mixed = scores.softmax(dim=-1).view(requests, kv_heads, -1, tokens) @ values
+    return mixed.view(requests, kv_heads, -1, count, head_dim).permute(0, 3, 1, 2, 4).reshape(query.shape)

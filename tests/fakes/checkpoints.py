@@ -1,0 +1,68 @@
+"""Random-weight checkpoints of every family, written as transformers writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 131,  # no multiple of 2 or 4: the last rank's rows are padded
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,  # far enough from uniform that rounding cannot change the likeliest token
+    "bos_token_id": 0,
+    "eos_token_id": 130,
+    "pad_token_id": None,
+}
+_FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": False}),
+}
+FAMILIES = tuple(_FAMILIES)
+
+
+def write_checkpoint(family: str, folder: Path) -> Path:
+    """A tiny float32 checkpoint of `family` in `folder`; returns the folder."""
+    config_class, model_class, changes = _FAMILIES[family]
+    torch.manual_seed(0)
+    model = model_class(config_class(**(_SIZES | changes)))
+    for name, parameter in model.named_parameters():  # transformers starts biases at zero, which would hide them
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def generate(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy continuations by transformers in float32, one prompt at a time, not stopping at end of sequence."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    settings: Any = GenerationConfig
+    model.generation_config = settings(max_new_tokens=count, do_sample=False, pad_token_id=0)
+    results = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        output = model.generate(tokens, attention_mask=torch.ones_like(tokens))
+        results.append(output[0, len(prompt) :].tolist())
+    return results

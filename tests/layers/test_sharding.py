@@ -1,0 +1,139 @@
+"""Sharded layers against the whole layer, the ranks being threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from zlib import crc32
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine.architecture import Architecture, Rope
+from quire.engine.layers.attention import Attention, Batch
+from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from quire.engine.layers.feed_forward import FeedForward
+from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, divided, kv_heads
+from quire.engine.layers.rotary import inverse_frequencies, rotations
+from quire.engine.layers.weight import Weight
+from quire.engine.parallel import Parallel
+from tests.fakes.configs import TINY
+from tests.fakes.ranks import on_ranks
+
+SIZES = (1, 2, 4)
+
+
+def fill(module: nn.Module) -> nn.Module:
+    """Each parameter from slices of whole tensors that depend on its name and the tensor's shape alone."""
+    for path, weight in module.named_parameters():
+        assert isinstance(weight, Weight)
+        weight.data.zero_()
+        for shard in weight.shards:
+            generator = torch.Generator().manual_seed(crc32(f"{path} {shard.part} {shard.shape}".encode()))
+            tensor = torch.randn(shard.shape, generator=generator)
+            weight.data[shard.target] = tensor[shard.source]
+    return module
+
+
+def check(build: Callable[[Parallel], nn.Module], x: Tensor, sizes: tuple[int, ...] = SIZES) -> None:
+    """The layer gives the same on every rank, however many there are."""
+    expected = on_ranks(1, lambda parallel: fill(build(parallel))(x))[0]
+    for size in sizes:
+        for result in on_ranks(size, lambda parallel: fill(build(parallel))(x)):
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_column_parallel_ranks_hold_the_parts_one_after_the_other(size: int, bias: bool) -> None:
+    x = torch.randn(5, 12)
+
+    def run(parallel: Parallel) -> Tensor:
+        parts = [divided("a", 8, parallel), divided("b", 16, parallel)]
+        out: Tensor = fill(ColumnParallelLinear(12, parts, bias=bias))(x)
+        return out
+
+    whole_a, whole_b = on_ranks(1, run)[0].split_with_sizes([8, 16], dim=-1)
+    shares = [result.split_with_sizes([8 // size, 16 // size], dim=-1) for result in on_ranks(size, run)]
+    torch.testing.assert_close(torch.cat([a for a, _ in shares], -1), whole_a)
+    torch.testing.assert_close(torch.cat([b for _, b in shares], -1), whole_b)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_row_parallel_sums_and_adds_its_bias_once(bias: bool) -> None:
+    x = torch.randn(5, 16)
+
+    class Row(nn.Module):
+        def __init__(self, parallel: Parallel) -> None:
+            super().__init__()
+            self.linear = RowParallelLinear(16, 9, parallel, bias=bias)
+            self.rank, self.width = parallel.rank, 16 // parallel.size
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.linear(x[:, self.rank * self.width :][:, : self.width])
+            return out
+
+    check(Row, x)
+
+
+@pytest.mark.parametrize("vocab", [5, 97, 128])
+def test_embedding_and_head_with_uneven_vocabulary(vocab: int) -> None:
+    check(lambda parallel: VocabParallelEmbedding(vocab, 12, parallel), torch.arange(vocab))
+    check(lambda parallel: VocabParallelHead(vocab, 12, parallel), torch.randn(3, 12))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_feed_forward(bias: bool) -> None:
+    arch = replace(TINY, mlp_bias=bias)
+    check(lambda parallel: FeedForward(arch, parallel), torch.randn(7, arch.hidden_size))
+
+
+@pytest.mark.parametrize("heads", [8, 4, 2, 1])
+def test_attention_replicates_kv_heads_where_there_are_fewer_than_ranks(heads: int) -> None:
+    arch = replace(TINY, num_kv_heads=heads, qkv_bias=True, output_bias=True, qk_norm=True)
+    check(lambda parallel: CachedAttention(arch, parallel), torch.randn(6, arch.hidden_size), (1, 2, 4, 8))
+
+
+class CachedAttention(nn.Module):
+    """One request's prefill, as a function of its hidden states alone."""
+
+    def __init__(self, arch: Architecture, parallel: Parallel) -> None:
+        super().__init__()
+        self.attention = Attention(arch, parallel)
+        self.arch, self.size = arch, parallel.size
+
+    def forward(self, x: Tensor) -> Tensor:
+        arch, count = self.arch, len(x)
+        shape = (1, 3, arch.kv_heads_per_rank(self.size), 4, arch.head_dim)
+        cache = kernels.allocate_kv_cache(*shape, torch.float32, torch.device("cpu"))[0]
+        positions = torch.arange(count)
+        batch = Batch(
+            token_ids=positions,
+            positions=positions,
+            slots=positions,
+            block_tables=torch.arange(3)[None, : -(-count // 4)],
+            sequence_lengths=torch.tensor([count]),
+            query_starts=torch.tensor([0, count]),
+            sampled=torch.tensor([count - 1]),
+        )
+        turns = rotations(positions, inverse_frequencies(arch.rope, arch.head_dim))
+        out: Tensor = self.attention(x, batch, turns, cache)
+        return out
+
+
+def test_kv_head_of_each_rank() -> None:
+    class Rank(Parallel):
+        def __init__(self, rank: int, size: int) -> None:
+            self.rank, self.size = rank, size
+
+    assert [kv_heads("k", 2, 10, Rank(rank, 8)).start for rank in range(8)] == [0, 0, 0, 0, 10, 10, 10, 10]
+    assert kv_heads("k", 6, 10, Rank(1, 2)) == Part("k", 60, 30, 30)
+
+
+def test_rope_scaling_is_named_or_a_mistake() -> None:
+    plain = inverse_frequencies(Rope(theta=10000.0), 8)
+    torch.testing.assert_close(inverse_frequencies(Rope(theta=10000.0, kind="linear", factor=4.0), 8), plain / 4)
+    with pytest.raises(AssertionError, match="yarn"):
+        inverse_frequencies(Rope(theta=10000.0, kind="yarn"), 8)

@@ -1,0 +1,46 @@
+"""Checkpoints as configurations, and a model's logits without an engine. No transformers here: it imports slowly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.layers.attention import Batch
+from quire.engine.models.loading import load
+from quire.engine.parallel import Parallel
+from quire.engine.resolve import resolve
+
+CPU = torch.device("cpu")
+
+
+def configure(folder: Path, **options: Any) -> EngineConfig:
+    return resolve(EngineOptions(model=str(folder), device="cpu", kv_cache_memory_bytes=1 << 22, **options))
+
+
+def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
+    """One request's logits at every position, all stages one after the other in this process."""
+    arch, count, hidden = config.model.architecture, len(tokens), None
+    positions = torch.arange(count)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    blocks = -(-count // 4)
+    batch = Batch(
+        token_ids=tokens,
+        positions=positions,
+        slots=positions,
+        block_tables=torch.arange(blocks)[None],
+        sequence_lengths=torch.tensor([count]),
+        query_starts=torch.tensor([0, count]),
+        sampled=positions,
+    )
+    for stage, layers in enumerate(config.parallel.stages):
+        decoder = load(config, stage * parallel.size + parallel.rank, parallel, CPU)
+        kv_heads = arch.kv_heads_per_rank(parallel.size)
+        caches = kernels.allocate_kv_cache(len(layers), blocks, kv_heads, 4, arch.head_dim, dtype, CPU)
+        hidden = decoder(hidden, batch, caches.unbind())
+    assert hidden is not None
+    return decoder.logits(hidden)

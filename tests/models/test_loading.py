@@ -1,0 +1,155 @@
+"""What a rank reads, and what it says of checkpoints that do not fit."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quire.engine.architecture import Architecture
+from quire.engine.errors import ConfigError
+from quire.engine.layers.weight import Shard, Weight
+from quire.engine.models import loading
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.loading import load, needed_tensors
+from quire.engine.parallel import Parallel
+from tests.fakes.checkpoints import write_checkpoint
+from tests.fakes.configs import TINY, engine_config
+from tests.fakes.ranks import on_ranks
+from tests.models.common import CPU, configure, logits
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_checkpoint("llama", tmp_path)
+
+
+def change(folder: Path, **tensors: Tensor | None) -> None:
+    """Replace tensors of the checkpoint (None: remove); dots are written as __."""
+    file = folder / "model.safetensors"
+    found = load_file(file) | {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    save_file({name: tensor for name, tensor in found.items() if tensor is not None}, file, {"format": "pt"})
+
+
+def read(folder: Path) -> Decoder:
+    return load(configure(folder), 0, Parallel(), CPU)
+
+
+def test_missing_and_misshapen_tensors_are_named(folder: Path) -> None:
+    change(folder, model__norm__weight=None, model__layers__1__mlp__up_proj__weight=torch.zeros(7, 64))
+    with pytest.raises(ConfigError) as error:
+        read(folder)
+    assert "model.norm.weight is missing" in str(error.value)
+    assert "model.layers.1.mlp.up_proj.weight has the shape [7, 64], expected [96, 64]" in str(error.value)
+
+
+def test_surplus_tensors_are_named_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change(
+        folder,
+        model__layers__0__extra__weight=torch.zeros(3),
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4),
+    )
+    config = configure(folder, tensor_parallel_size=2, pipeline_parallel_size=2)
+    for rank in range(4):
+        parallel = Parallel()
+        parallel.rank, parallel.size = rank % 2, 2
+        load(config, rank, parallel, CPU)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder}: tensors that LlamaForCausalLM does not use (1): model.layers.0.extra.weight"
+    ]
+
+
+def test_tied_checkpoint_may_carry_its_head(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_checkpoint("qwen2", tmp_path)
+    change(folder, lm_head__weight=torch.zeros(131, 64))
+    decoder = read(folder)
+    assert decoder.embedding is not None
+    assert decoder.head.weight is decoder.embedding.weight
+    assert not caplog.records
+
+
+def test_sharded_checkpoint_in_another_type(folder: Path) -> None:
+    tokens = torch.arange(20)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    change(folder, **{name: tensor.float() for name, tensor in tensors.items()})
+    expected = logits(configure(folder), tokens, Parallel())
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in files.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in files.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert torch.equal(logits(configure(folder, dtype="float32"), tokens, Parallel()), expected)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_each_rank_reads_its_share_only(folder: Path, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    put = loading._put
+
+    def counted(weight: Weight, shard: Shard, values: Tensor) -> None:
+        copied.append(values.numel())
+        put(weight, shard, values)
+
+    monkeypatch.setattr(loading, "_put", counted)
+    parallel = Parallel()
+    parallel.rank, parallel.size = tp - 1, tp
+    decoder = load(configure(folder, tensor_parallel_size=tp), tp - 1, parallel, CPU)
+    padding = sum(131 % tp > 0 for _ in ("embedding", "head")) * (-131 % tp) * 64
+    assert sum(copied) == sum(weight.numel() for weight in decoder.parameters()) - padding
+    assert decoder.embedding is not None
+    assert not decoder.embedding.weight[131 - (tp - 1) * -(-131 // tp) :].any()
+
+
+def test_dummy_weights_do_not_depend_on_the_ranks() -> None:
+    config = engine_config()
+    tokens = torch.arange(20)
+    expected = logits(config, tokens, Parallel())
+    assert expected.std() > 0
+    halved = replace(config, parallel=replace(config.parallel, tensor_parallel_size=2))
+    for result in on_ranks(2, lambda parallel: logits(halved, tokens, parallel)):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+    other = engine_config(seed=1)
+    assert not torch.allclose(logits(other, tokens, Parallel()), expected)
+
+
+VARIANTS = [
+    TINY,
+    replace(TINY, tie_embeddings=True, vocab_size=101),
+    replace(TINY, num_kv_heads=1, qkv_bias=True, qk_norm=True),
+    replace(TINY, num_kv_heads=2, output_bias=True, mlp_bias=True, head_dim=6),
+]
+
+
+@pytest.mark.parametrize("arch", VARIANTS)
+def test_parameters_are_as_many_as_the_plan_says(arch: Architecture) -> None:
+    cuts = ((range(6),), (range(1), range(1, 4), range(4, 6)))
+    for tp, stages in itertools.product((1, 2, 4, 8), cuts):
+        parallel = Parallel()
+        parallel.size = tp
+        for number, layers in enumerate(stages):
+            with torch.device("meta"):
+                decoder = Decoder(arch, layers, parallel)
+            held = sum(weight.numel() for weight in decoder.parameters())
+            assert held == arch.stage_parameters(stages, number, tp)
+
+
+def test_ranks_together_hold_every_element(folder: Path) -> None:
+    config = configure(folder, tensor_parallel_size=2, pipeline_parallel_size=3)
+    held: dict[str, int] = {}
+    for rank in range(6):
+        parallel = Parallel()
+        parallel.rank, parallel.size = config.parallel.tp_rank_of(rank), 2
+        decoder = load(config, rank, parallel, CPU)
+        for name, slices in needed_tensors(decoder, config.model).items():
+            held[name] = held.get(name, 0) + sum(shard.elements for _, shard in slices)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        copies = 2 if held[name] == 2 * tensor.numel() and tensor.ndim == 1 else 1
+        assert held[name] == copies * tensor.numel(), name

@@ -1,0 +1,86 @@
+"""A scheduler of a few lines: requests by hand, chunks by choice, blocks from a shuffled pool."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult, TokenLogprobs
+
+Execute = Callable[[StepPlan], StepResult | None]
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    params: SamplingParams
+    output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    slot: int = -1
+    computed: int = 0
+    known: int = 0
+    """Tokens that the workers know."""
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+
+class Driver:
+    """Turns calls into plans. One plan is in flight at a time."""
+
+    def __init__(self, execute: Execute, slots: int, num_blocks: int, block_size: int) -> None:
+        self._execute, self._block_size = execute, block_size
+        self._slots, self._blocks = list(range(slots)), list(range(num_blocks))
+        random.Random(0).shuffle(self._blocks)
+        self._released: list[int] = []
+        self._step = 0
+
+    def step(self, *rows: tuple[Request, int]) -> None:
+        """Run `count` more tokens of each request and take in what was sampled."""
+        plan = StepPlan(self._step, self._released, [], [])
+        self._step, self._released = self._step + 1, []
+        for request, count in rows:
+            needed = -(-(request.computed + count) // self._block_size) - len(request.blocks)
+            fresh = [self._blocks.pop() for _ in range(needed)]
+            request.blocks += fresh
+            if request.slot < 0:
+                request.slot = self._slots.pop()
+                new = (request.slot, request.tokens, len(request.prompt), 0, list(request.blocks), request.params)
+                plan.new.append(NewRequest(*new))
+                plan.scheduled.append(Scheduled(request.slot, count, [], []))
+            else:
+                plan.scheduled.append(Scheduled(request.slot, count, request.tokens[request.known :], fresh))
+            request.known = len(request.tokens)
+            request.computed += count
+        result = self._execute(plan)
+        assert result is not None
+        assert result.step == plan.step
+        assert len(result.token_ids) == len(rows)
+        assert len(result.logprobs) in (0, len(rows))
+        for number, (request, _) in enumerate(rows):
+            sampled = result.token_ids[number]
+            assert (sampled >= 0) == (request.computed == request.known)
+            if sampled >= 0:
+                request.output.append(sampled)
+                request.logprobs += result.logprobs[number : number + 1]
+
+    def release(self, request: Request) -> None:
+        """Preempt the request, or end it: its slot and blocks are free, its tokens stay."""
+        self._released.append(request.slot)
+        self._slots.insert(0, request.slot)
+        self._blocks = request.blocks + self._blocks
+        request.slot, request.computed, request.known, request.blocks = -1, 0, 0, []
+
+    def decode(self, requests: list[Request], until: int, budget: int) -> None:
+        """Step until each has `until` output tokens, with at most `budget` tokens a step, decodes first."""
+        while open := [request for request in requests if len(request.output) < until]:
+            left, rows = budget, []
+            for request in sorted(open, key=lambda request: len(request.tokens) - request.computed):
+                count = min(left, len(request.tokens) - request.computed)
+                if count:
+                    rows.append((request, count))
+                    left -= count
+            self.step(*rows)

@@ -1,0 +1,58 @@
+"""Ranks as processes that take plans from pipes. No transformers here: it imports slowly, and in every rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.messages import StepPlan, StepResult
+from quire.engine.parallel import connect
+from quire.engine.worker.runner import Runner
+
+
+def serve(config: EngineConfig, rank: int, init_method: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    links = connect(config.parallel, rank, init_method, cpu)
+    runner = Runner(config, rank, links, cpu)
+    while (plan := pipe.recv()) is not None:
+        pipe.send(runner.execute(plan))
+    links.close()
+
+
+class Ranks:
+    def __init__(self, config: EngineConfig, folder: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        init_method = f"file://{folder}/rendezvous-{config.parallel.world_size}-{id(self)}"
+        pipes = [spawn.Pipe() for _ in range(config.parallel.world_size)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [
+            spawn.Process(target=serve, args=(config, rank, init_method, theirs))
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def send(self, plan: StepPlan) -> None:
+        for pipe in self._pipes:
+            pipe.send(plan)
+
+    def receive(self) -> StepResult:
+        results: list[StepResult] = [result for pipe in self._pipes if (result := pipe.recv()) is not None]
+        assert len(results) == 1
+        return results[0]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.send(plan)
+        return self.receive()
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join(30)
+            assert process.exitcode == 0

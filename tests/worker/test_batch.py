@@ -1,0 +1,58 @@
+"""Plans applied to the request state, and the batch they make."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.worker.batch import RequestStates
+
+CPU = torch.device("cpu")
+PARAMS = SamplingParams()
+
+
+def new(slot: int, tokens: list[int], computed: int, blocks: list[int]) -> NewRequest:
+    return NewRequest(slot, tokens, len(tokens), computed, blocks, PARAMS)
+
+
+def test_mixed_batch() -> None:
+    states = RequestStates(4, 32, 4)
+    first = StepPlan(
+        0,
+        [],
+        [new(2, list(range(10, 20)), 4, [7, 3]), new(0, [5], 0, [9])],
+        [Scheduled(2, 3, [], []), Scheduled(0, 1, [], [])],
+    )
+    rows = states.apply(first)
+    assert rows.sampling.tolist() == [1]
+    batch = states.batch(rows, CPU)
+    assert batch.token_ids.tolist() == [14, 15, 16, 5]
+    assert batch.positions.tolist() == [4, 5, 6, 0]
+    assert batch.slots.tolist() == [12, 13, 14, 36]
+    assert batch.block_tables[0].tolist() == [7, 3]
+    assert batch.block_tables[1, 0].item() == 9
+    assert batch.sequence_lengths.tolist() == [7, 1]
+    assert batch.query_starts.tolist() == [0, 3, 4]
+    assert batch.sampled.tolist() == [3]
+    states.advance(rows)
+
+    rows = states.apply(StepPlan(1, [], [], [Scheduled(0, 1, [77], []), Scheduled(2, 3, [], [6])]))
+    assert rows.sampling.tolist() == [0, 1]
+    batch = states.batch(rows, CPU)
+    assert batch.token_ids.tolist() == [77, 17, 18, 19]
+    assert batch.positions.tolist() == [1, 7, 8, 9]
+    assert batch.slots.tolist() == [37, 15, 24, 25]
+    assert batch.block_tables[1].tolist() == [7, 3, 6]
+    assert batch.sampled.tolist() == [0, 3]
+
+
+def test_a_slot_is_taken_until_it_is_released() -> None:
+    states = RequestStates(2, 8, 4)
+    states.apply(StepPlan(0, [], [new(1, [1, 2, 3, 4, 5], 0, [1, 2])], []))
+    with pytest.raises(AssertionError, match="slot 1"):
+        states.apply(StepPlan(1, [], [new(1, [6], 0, [3])], []))
+    rows = states.apply(StepPlan(2, [1], [new(1, [6], 0, [3])], [Scheduled(1, 1, [], [])]))
+    assert rows.sampling.tolist() == [0]
+    batch = states.batch(rows, CPU)
+    assert (batch.token_ids.tolist(), batch.slots.tolist()) == ([6], [12])

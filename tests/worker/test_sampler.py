@@ -1,0 +1,193 @@
+"""The sampler against plain Python, and its noise against the distribution it should draw from."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire import kernels
+from quire.engine.messages import NewRequest, SamplingParams, StepPlan, TokenLogprobs
+from quire.engine.worker.batch import Ints, RequestStates
+from quire.engine.worker.sampler import Sampler
+
+VOCAB = 50
+CPU = torch.device("cpu")
+EOS = (3, 4)
+
+
+class Row:
+    """A request about to sample: `prompt`, then `output`, then the token to come."""
+
+    def __init__(self, logits: Tensor, prompt: list[int] | None = None, output: list[int] | None = None, **params: Any):
+        self.logits, self.prompt, self.output = logits, prompt or [0], output or []
+        self.params = SamplingParams(**params)
+
+
+def sample(*rows: Row) -> tuple[list[int], list[TokenLogprobs | None]]:
+    states = RequestStates(len(rows) + 2, 200, 16)
+    slots = torch.randperm(len(rows) + 2)[: len(rows)].tolist()
+    plan = StepPlan(0, [], [], [])
+    for slot, row in zip(slots, rows, strict=True):
+        tokens = row.prompt + row.output
+        plan.new.append(NewRequest(slot, tokens, len(row.prompt), len(tokens) - 1, [0] * 13, row.params))
+    states.apply(plan)
+    logits = torch.stack([row.logits for row in rows])
+    chosen: Ints = torch.tensor(slots).numpy()
+    return Sampler(logits.shape[1], EOS, CPU).sample(logits, states, chosen)
+
+
+def token(*args: Any, **kwargs: Any) -> int:
+    return sample(Row(*args, **kwargs))[0][0]
+
+
+def noise(row: Row) -> list[float]:
+    position = len(row.prompt) + len(row.output)
+    found = kernels.gumbel_noise(torch.tensor([row.params.seed or 0]), torch.tensor([position]), len(row.logits))
+    numbers: list[float] = found[0].tolist()
+    return numbers
+
+
+def by_hand(row: Row) -> int:
+    """The sampled token, one rule after the other."""
+    p = row.params
+    x = dict(enumerate(row.logits.tolist()))
+    for token, bias in p.logit_bias.items():
+        x[token] += bias
+    if len(row.output) < p.min_tokens:
+        for token in {*EOS, *p.stop_token_ids}:
+            x[token] = -math.inf
+    for token in {*row.prompt, *row.output}:
+        x[token] = x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
+    for token, count in Counter(row.output).items():
+        x[token] -= p.frequency_penalty * count + p.presence_penalty
+    if p.temperature < 1e-5:
+        return min(x, key=lambda token: (-x[token], token))
+    x = {token: logit / p.temperature for token, logit in x.items()}
+    top = max(x.values())
+    x = {token: logit for token, logit in x.items() if logit >= top + math.log(p.min_p or 1e-300)}
+    order = sorted(x, key=lambda token: -x[token])[: p.top_k if p.top_k > 0 else None]
+    total, kept, mass = sum(math.exp(x[token] - top) for token in order), [], 0.0
+    for token in order:
+        if mass < p.top_p or p.top_p == 1.0:
+            kept.append(token)
+        mass += math.exp(x[token] - top) / total
+    drawn = noise(row)
+    return max(kept, key=lambda token: x[token] + drawn[token])
+
+
+PARAMS = st.fixed_dictionaries(
+    {"temperature": st.sampled_from([0.0, 0.3, 1.0, 2.0]), "seed": st.integers(-(2**63), 2**63 - 1)},
+    optional={
+        "top_k": st.sampled_from([-1, 0, 1, 3, 20, 1000]),
+        "top_p": st.sampled_from([0.1, 0.5, 0.93]),
+        "min_p": st.sampled_from([0.01, 0.2, 1.0]),
+        "presence_penalty": st.sampled_from([-1.5, 0.7]),
+        "frequency_penalty": st.sampled_from([-0.4, 1.1]),
+        "repetition_penalty": st.sampled_from([0.7, 1.3]),
+        "min_tokens": st.integers(0, 5),
+        "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=3),
+        "logit_bias": st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=4),
+    },
+)
+TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(PARAMS, TOKENS, TOKENS), min_size=1, max_size=9), st.integers(0, 999))
+def test_any_mix_of_rows_is_sampled_as_by_hand(mix: list[tuple[dict[str, Any], list[int], list[int]]], n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    rows = [
+        Row(torch.randn(VOCAB, generator=generator) * 3, [1, *prompt], output, **{"max_tokens": None, **params})
+        for params, prompt, output in mix
+    ]
+    tokens, logprobs = sample(*rows)
+    assert tokens == [by_hand(row) for row in rows]
+    assert logprobs == []
+
+
+def test_greedy_ties_go_to_the_lowest_id() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[[7, 9, 30]] = 2.0
+    assert token(logits, temperature=0.0) == 7
+    assert token(logits, temperature=1e-6) == 7
+
+
+def test_draws_follow_seed_and_position_alone() -> None:
+    logits = torch.randn(VOCAB)
+    rows = [Row(logits, [1] * length, seed=seed) for length in (1, 2, 3) for seed in range(-3, 20)]
+    together = sample(*rows)[0]
+    assert [sample(row)[0][0] for row in rows] == together
+    assert sample(*rows[::-1])[0] == together[::-1]
+    split = [Row(logits, row.prompt[:1], row.prompt[1:], seed=row.params.seed) for row in rows]
+    assert sample(*split)[0] == together
+    assert len(set(together)) > 10
+
+
+@pytest.mark.parametrize("along", ["seed", "position"])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_draws_have_the_softmax_distribution(along: str, temperature: float) -> None:
+    logits, many = torch.linspace(-2, 2, 20), 20_000
+    numbers, fixed = torch.arange(many), torch.full((many,), 11)
+    seeds, positions = (numbers, fixed) if along == "seed" else (fixed, numbers)
+    states = RequestStates(many, 1, 16)
+    states.controls["temperature"], states.controls["top_p"] = temperature, 1.0
+    states.controls["repetition_penalty"], states.controls["logprobs"] = 1.0, -1
+    states.controls["seed"], states.num_known[:] = seeds.numpy(), positions.numpy()
+    drawn, _ = Sampler(20, EOS, CPU).sample(logits.repeat(many, 1), states, numbers.numpy())
+    expected = (logits / temperature).softmax(-1) * many
+    chi_square = ((torch.tensor(drawn).bincount(minlength=20) - expected) ** 2 / expected).sum().item()
+    assert chi_square < 56  # 19 degrees of freedom, p = 2e-5
+
+
+def test_minimum_length_forbids_every_end_until_it_is_reached() -> None:
+    logits = torch.zeros(VOCAB)
+    logits[[3, 4, 8, 10**1]] = torch.tensor([9.0, 8.0, 7.0, 1.0])
+    options: dict[str, Any] = {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": [8, 10_000]}
+    assert token(logits, [5, 5], [6, 6], **options) == 10
+    assert token(logits, [5, 5], [6, 6, 6], **options) == 3
+    assert token(logits, [5, 5, 6], [6, 6], **options, ignore_eos=True) == 10
+
+
+def test_ties_at_the_edge_of_top_k_stay() -> None:
+    logits = torch.zeros(VOCAB)
+    seen = {token(logits, seed=seed, top_k=5) for seed in range(300)}
+    assert len(seen) == VOCAB
+
+
+@pytest.mark.parametrize("features", [{}, {"temperature": 0.7, "top_p": 0.3, "logit_bias": {9: -50.0}}])
+def test_logprobs_are_those_of_the_model(features: dict[str, Any]) -> None:
+    rows = [Row(torch.randn(VOCAB) * 2, seed=seed, logprobs=k, **features) for seed, k in enumerate((5, 0, 20, 1))]
+    rows.insert(2, Row(torch.randn(VOCAB)))
+    expected = [row.logits.log_softmax(-1) for row in rows]
+    tokens, logprobs = sample(*rows)
+    assert logprobs[2] is None
+    for row, exact, token, found in zip(rows, expected, tokens, logprobs, strict=True):
+        if found is None:
+            continue
+        assert found.logprob == pytest.approx(exact[token].item(), abs=1e-5)
+        assert found.rank == 1 + (exact > exact[token]).sum().item()
+        best = exact.topk(row.params.logprobs or 0)
+        assert found.top_ids == best.indices.tolist()
+        assert found.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_plain_greedy_rows_pay_for_one_argmax_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("gumbel_noise", "uniform_noise"):
+        monkeypatch.setattr(kernels, name, None)
+    for name in ("_draw", "_logprobs", "_keep_top", "_keep_probable", "_counts"):
+        monkeypatch.setattr(Sampler, name, None)
+    rows = [Row(torch.randn(VOCAB), temperature=0.0) for _ in range(5)]
+    best = [int(row.logits.argmax()) for row in rows]
+    assert sample(*rows)[0] == best
+
+
+def test_nobody_samples() -> None:
+    states = RequestStates(2, 8, 4)
+    assert Sampler(VOCAB, EOS, CPU).sample(torch.empty(0, VOCAB), states, torch.empty(0).long().numpy()) == ([], [])
