@@ -1,0 +1,170 @@
+"""Sending what is generated, streamed or whole, for as long as the client stays.
+
+Chunks are plain dicts that msgspec encodes: nothing is validated again on the way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from quire.server.api.errors import describe, json_response
+from quire.server.client import EngineUnavailable
+from quire.server.output import Delta
+from quire.server.service import Generation, RequestFailed
+
+T = TypeVar("T")
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no minus infinity; this is the API's number for it."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Shape(Protocol):
+    """What an endpoint's answers look like."""
+
+    whole: str
+    """The `object` of an answer in one piece."""
+    chunk: str
+    """The `object` of a streamed one's chunks."""
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice of a sequence's first chunk, before there is text."""
+
+    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        """A choice of a chunk."""
+
+    def whole_choice(self, delta: Delta) -> dict[str, Any]:
+        """A choice of the whole answer; `delta` is all of the sequence."""
+
+
+class Usage:
+    """Counts the tokens of a request as its deltas pass; each of the prompts has `n` choices."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], n: int) -> None:
+        self.num_choices = len(prompts) * n
+        self._n = n
+        self._prompt_tokens = sum(map(len, prompts))
+        self._completion_tokens = 0
+        self._cached: dict[int, int] = {}
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Count these too."""
+        for delta in deltas:
+            self._completion_tokens += len(delta.token_ids)
+            if delta.index % self._n == 0:  # a prompt counts once, however many choices continue it
+                self._cached[delta.index] = max(delta.num_cached_tokens, self._cached.get(delta.index, 0))
+
+    def object(self) -> dict[str, Any]:
+        """The `usage` object."""
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+class Answer:
+    """The answer to one request."""
+
+    def __init__(self, request_id: str, model: str, shape: Shape, usage: Usage) -> None:
+        self._id = request_id
+        self._model = model
+        self._shape = shape
+        self._usage = usage
+
+    async def whole(self, generation: Generation, request: Request) -> Response:
+        """The answer in one piece; raises `ClientDisconnect` when nobody waits for it any more."""
+        with generation:
+            return json_response(await _while_connected(request, self._collect(generation)))
+
+    def stream(self, generation: Generation, include_usage: bool) -> Response:
+        """The answer as server-sent events, one write for each step of the engine."""
+        return _EventStream(generation, self._events(generation, include_usage))
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model,
+            "system_fingerprint": None,
+        }
+
+    async def _collect(self, generation: Generation) -> dict[str, Any]:
+        sequences = [Delta(index) for index in range(self._usage.num_choices)]
+        async for deltas in generation:
+            self._usage.add(deltas)
+            for delta in deltas:
+                sequences[delta.index].extend(delta)
+        choices = [self._shape.whole_choice(sequence) for sequence in sequences]
+        return self._head(self._shape.whole) | {"choices": choices, "usage": self._usage.object()}
+
+    async def _events(self, generation: Generation, include_usage: bool) -> AsyncIterator[bytes]:
+        shape = self._shape
+        head = b"data: " + _encode(self._head(shape.chunk))[:-1] + b',"choices":['
+        tail = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        openings = filter(None, map(shape.opening, range(self._usage.num_choices)))
+        if chunks := [head + _encode(opening) + tail for opening in openings]:
+            yield b"".join(chunks)
+        async for deltas in generation:
+            self._usage.add(deltas)
+            chunks = [
+                head + _encode(shape.chunk_choice(delta)) + tail
+                for delta in deltas
+                if delta.text or delta.logprobs or delta.finish_reason
+            ]
+            if chunks:
+                yield b"".join(chunks)
+        if include_usage:
+            yield head + b'],"usage":' + _encode(self._usage.object()) + b"}\n\n"
+
+
+class _EventStream(StreamingResponse):
+    """Ends with the client, who leaves no request running behind. An error ends it as an event."""
+
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+        super().__init__(_to_the_end(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation:
+            await super().__call__(scope, receive, send)
+
+
+async def _to_the_end(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for event in events:
+            yield event
+    except (RequestFailed, EngineUnavailable) as error:
+        yield b"data: " + _encode(describe(error)[1]) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnect(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,128 @@
+"""What generation requests have in common: their parameters, and those that are refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from quire.engine.errors import InvalidParameter
+from quire.engine.messages import SamplingParams
+
+_HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+"""Accepted without effect on the answer: they tell OpenAI who asks, and where it may cache."""
+
+_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    # OpenAI's, with the values that ask for nothing
+    "audio": (),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "verbosity": (),
+    "web_search_options": (),
+    # vLLM's
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "length_penalty": (1.0,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": (),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "request_id": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "vllm_xargs": (),
+}
+
+
+Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""What fits into the messages to the engine."""
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """The parameters of chat and completions alike. None: the model's default, or else the API's."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: Int64 | None = None
+    max_tokens: Int64 | None = None
+    min_tokens: Int64 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int64] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    skip_special_tokens: bool | None = None
+    priority: Int64 | None = None
+
+    def refuse_unserved(self) -> None:
+        """Raise `InvalidParameter` for the first field that asks for something not served."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _HARMLESS or (name in _NOT_SERVED and (value is None or value in _NOT_SERVED[name])):
+                continue
+            why = "is not served yet" if name in _NOT_SERVED else "is not a parameter of this API"
+            raise InvalidParameter(f"{name} {why}", name)
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameter("stream_options is only allowed with stream: true", "stream_options")
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, defaults: dict[str, Any], **given: Any) -> SamplingParams:
+        """The engine's parameters: `given` before the request's before the model's `defaults`."""
+        named = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
+        named["logit_bias"] = self._logit_bias()
+        return SamplingParams(**{**defaults, **{n: value for n, value in named.items() if value is not None}, **given})
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        if self.logit_bias is None:
+            return None
+        try:
+            return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
+        except ValueError as error:
+            raise InvalidParameter(f"logit_bias: the keys must be token ids: {error}", "logit_bias") from None

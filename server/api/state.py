@@ -1,0 +1,37 @@
+"""What every endpoint works on."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from quire.server.api.errors import ModelNotFound
+from quire.server.service import Service
+
+
+@dataclass
+class State:
+    """One served model. `model_names` are all the names that it answers to; the first is its own."""
+
+    service: Service
+    model_names: tuple[str, ...]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; raises `ModelNotFound` for a model that is not this one."""
+        if name is not None and name not in self.model_names:
+            raise ModelNotFound(
+                f"the model {name!r} does not exist here; served is {' or '.join(self.model_names)}", "model"
+            )
+        return name or self.model_names[0]
+
+
+async def _of(request: Request) -> State:
+    state: State = request.app.state.quire
+    return state
+
+
+AppState = Annotated[State, Depends(_of)]

@@ -1,0 +1,51 @@
+"""`/health`, `/metrics`, `/version`, `/v1/models`."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from quire.server.api.errors import json_response
+from quire.server.api.state import AppState
+from quire.server.client import EngineUnavailable
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(state: AppState) -> Response:
+    """200 when the engine loop and every rank have just answered; 503 with the reason when they have not."""
+    try:
+        state.service.check()
+        await state.service.client.probe()
+    except EngineUnavailable as error:
+        return json_response({"status": "unavailable", "reason": str(error)}, 503)
+    return json_response({"status": "ok"})
+
+
+@router.get("/metrics")
+async def metrics(state: AppState) -> Response:
+    """The numbers that Prometheus scrapes."""
+    return Response(state.service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/version")
+async def version(request: Request) -> Response:
+    """Which Quire this is."""
+    return json_response({"version": request.app.version})
+
+
+@router.get("/v1/models")
+async def models(state: AppState) -> Response:
+    """The served model, under each of its names."""
+    entries = [
+        {
+            "id": name,
+            "object": "model",
+            "created": state.created,
+            "owned_by": "quire",
+            "max_model_len": state.service.config.model.max_model_len,
+        }
+        for name in state.model_names
+    ]
+    return json_response({"object": "list", "data": entries})

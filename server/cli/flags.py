@@ -1,0 +1,89 @@
+"""Dataclass fields → command-line flags, and a YAML file → the same flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from quire.engine.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def add_flags(group: argparse._ArgumentGroup, options: type) -> None:
+    """A flag for every field made by `quire.engine.config.flag`. Those not given leave no trace in the result."""
+    hints = typing.get_type_hints(options)
+    for field in dataclasses.fields(options):
+        if "help" not in field.metadata:
+            continue
+        names = [name for name in (field.metadata["short"], f"--{field.name.replace('_', '-')}") if name]
+        text: str = field.metadata["help"].replace("%", "%%")
+        if field.default is not None and "(default" not in text:
+            text += f" (default: {_show(field.default)})"
+        group.add_argument(
+            *names,
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=text,
+            **_kind(hints[field.name], field.metadata["metavar"]),
+        )
+
+
+def _show(default: Any) -> str:
+    return {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
+
+
+def _kind(hint: Any, metavar: str | None) -> dict[str, Any]:
+    """argparse's keywords for a field's type."""
+    if isinstance(hint, types.UnionType):
+        hint = next(member for member in typing.get_args(hint) if member is not types.NoneType)
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    if typing.get_origin(hint) is tuple:
+        return {"nargs": "+", "metavar": metavar}
+    return {"type": hint, "metavar": metavar or {int: "N", float: "X"}.get(hint, "TEXT")}
+
+
+def collect(parsed: argparse.Namespace, options: type[T]) -> T:
+    """The dataclass from what was given on the command line."""
+    names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
+    given = {name: value for name, value in vars(parsed).items() if name in names}
+    return options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+
+
+def read_config(path: str, known: Sequence[type]) -> list[str]:
+    """The arguments that a YAML file stands for; keys are flags without the leading dashes.
+
+    Raises `ConfigError` for a file that cannot be read and for unknown keys, by name.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"--config {path}: flags are expected, as in `tensor-parallel-size: 2`")
+    names = {field.name for options in known for field in dataclasses.fields(options)}
+    arguments: list[str] = []
+    for key, value in (content or {}).items():
+        name = str(key).replace("-", "_")
+        if name not in names:
+            raise ConfigError(f"--config {path}: there is no flag named {key}")
+        flag = name.replace("_", "-")
+        if name == "model":
+            arguments.insert(0, str(value))
+        elif isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list):
+            arguments += [f"--{flag}", *map(str, value)]
+        elif value is not None:
+            arguments.append(f"--{flag}={value}")
+    return arguments

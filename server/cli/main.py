@@ -1,0 +1,33 @@
+"""The `quire` command: finds the subcommand and shows a person's mistakes without a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import quire
+from quire.engine.errors import ConfigError
+from quire.server.cli import serve
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line; returns the exit code (2 for what the user got wrong)."""
+    parsed = build_parser().parse_args(arguments)
+    try:
+        code: int = parsed.run(parsed)
+    except ConfigError as error:
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command; what it returns has `run`, the subcommand's function."""
+    parser = argparse.ArgumentParser(prog="quire", description="Serve language models bigger than one device.")
+    parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    serve.add_parser(commands)
+    return parser

@@ -1,0 +1,159 @@
+"""`quire serve`: one model behind the OpenAI API."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from quire.engine import log, process
+from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.resolve import plan_text, resolve
+from quire.server.cli import flags
+from quire.server.cli.listen import address, listen
+from quire.server.config import ServerOptions
+
+if TYPE_CHECKING:
+    from quire.server.service import Service
+
+DEMO_NAME = "quire-demo"
+"""What the bundled model is called when nothing else is asked for."""
+_FAREWELL_SECONDS = 2.0
+"""For so long /health still says why the engine died, before the process ends."""
+
+logger = logging.getLogger(__name__)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model behind the OpenAI API",
+        description="Serve one model behind the OpenAI API.",
+        usage="quire serve [MODEL] [flags]",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="model folder or Hugging Face repository (default: the demo model that comes with Quire)",
+    )
+    parser.add_argument("--config", metavar="FILE.yaml", help="flags from a file; the command line goes before it")
+    flags.add_flags(parser.add_argument_group("server"), ServerOptions)
+    flags.add_flags(parser.add_argument_group("engine"), EngineOptions)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Serve until a signal comes (0) or the engine is gone (1)."""
+    seconds = {"imports": process.age()}
+    begun = time.monotonic()
+    options, server = read_options(parsed)
+    log.setup(server.log_level, "api")
+    config = resolve(options)
+    print(plan_text(config), flush=True)
+    seconds["resolve"] = time.monotonic() - begun
+    name = DEMO_NAME if options.model == EngineOptions.model else options.model
+    process.set_name("quire-api")
+    with listen(server) as listener:
+        import uvloop
+
+        # transformers, where it is needed for a tokenizer, imports torch when it can. In this process it cannot.
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(config, server, server.served_model_name or (name,), listener, seconds))
+
+
+def read_options(parsed: argparse.Namespace) -> tuple[EngineOptions, ServerOptions]:
+    """What was given on the command line, before what the file of `--config` gives."""
+    if parsed.config is not None:
+        arguments = flags.read_config(parsed.config, (ServerOptions, EngineOptions))
+        parsed = argparse.Namespace(**{**vars(parsed.parser.parse_args(arguments)), **vars(parsed)})
+    return flags.collect(parsed, EngineOptions), flags.collect(parsed, ServerOptions)
+
+
+async def _serve(
+    config: EngineConfig,
+    options: ServerOptions,
+    names: tuple[str, ...],
+    listener: socket.socket,
+    seconds: dict[str, float],
+) -> int:
+    from quire.server.service import Service
+
+    service = await Service.start(
+        config, name=names[0], chat_template=options.chat_template, log_level=options.log_level
+    )
+    # The engine core starts up while the rest is imported.
+    import uvicorn
+
+    from quire.server.api.app import create_app
+    from quire.server.api.state import State
+
+    http = uvicorn.Server(
+        uvicorn.Config(
+            create_app(State(service, names), options.api_key),
+            log_config=None,
+            access_log=options.log_level == "debug",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            timeout_graceful_shutdown=5,
+        )
+    )
+    http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # signals are ours
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(130)  # asked twice; the core ends when it sees us gone
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    asked_to_stop = asyncio.create_task(stop.wait())
+    serving = asyncio.create_task(http.serve([listener]))
+    engine = asyncio.create_task(
+        _until_the_engine_is_gone(service, seconds, f"{', '.join(names)} on {address(listener)}")
+    )
+    try:
+        await asyncio.wait((asked_to_stop, serving, engine), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        return engine.result() if engine.done() else 0
+    finally:
+        logger.info("shutting down")
+        engine.cancel()
+        asked_to_stop.cancel()
+        service.client.fail("the server is shutting down")
+        http.should_exit = True
+        try:
+            await serving
+        finally:
+            await service.close()
+
+
+async def _until_the_engine_is_gone(service: Service, seconds: dict[str, float], what: str) -> int:
+    """Log how the start went and, should it come to that, the end; returns the exit code."""
+    from quire.server.client import EngineUnavailable
+
+    try:
+        spent = await service.ready()
+    except EngineUnavailable as failure:
+        print(f"quire: error: {failure}", file=sys.stderr, flush=True)
+        return 1
+    where = ", ".join(f"{part} {count:.1f} s" for part, count in (seconds | spent).items())
+    logger.info("ready %.1f s after the start (%s)", process.age(), where)
+    logger.info("serving %s", what)
+    logger.error("the engine is gone: %s", await service.client.failed())
+    await asyncio.sleep(_FAREWELL_SECONDS)
+    return 1

@@ -1,0 +1,282 @@
+"""The wire to the engine core: requests out, outputs in, and whether the other end is alive."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from quire.engine.errors import InvalidParameter
+from quire.engine.launch import Endpoints
+from quire.engine.messages import (
+    Abort,
+    Alive,
+    Dead,
+    FinishReason,
+    Outputs,
+    Probe,
+    Ready,
+    RequestOutput,
+    SamplingParams,
+    Shutdown,
+    Submit,
+    ToCore,
+    ToServer,
+)
+from quire.server.metrics import Metrics
+
+PROBE_SECONDS = 5.0
+SHUTDOWN_SECONDS = 10.0
+LOADING_SHUTDOWN_SECONDS = 1.0
+"""A core that is still loading reads no messages."""
+WATCH_SECONDS = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine is still loading, has died, or is shutting down; the text says which, and why."""
+
+
+class Stream:
+    """The outputs of the engine requests that belong together. Unread outputs of a request merge into one."""
+
+    def __init__(self, client: EngineClient, request_ids: Sequence[str]) -> None:
+        self._client = client
+        self._open = set(request_ids)
+        self._unread: dict[str, RequestOutput] = {}
+        self._failure: EngineUnavailable | None = None
+        self._news = asyncio.Event()
+
+    async def get(self) -> list[RequestOutput]:
+        """What has come since the last call, at most one output for each request; waits for the first.
+
+        Raises `EngineUnavailable` when nothing will come any more.
+        """
+        await self._news.wait()
+        self._news.clear()
+        if self._failure is not None:
+            self._news.set()
+            raise self._failure
+        outputs = list(self._unread.values())
+        self._unread.clear()
+        return outputs
+
+    def stop(self, request_id: str) -> None:
+        """End a request whose stop string was found."""
+        self._abort({request_id}, "stop")
+
+    def close(self) -> None:
+        """Abort all that still runs."""
+        self._abort(self._open.copy(), "abort")
+
+    def _abort(self, request_ids: set[str], reason: FinishReason) -> None:
+        self._client.abort(request_ids & self._open, reason)
+        self._open -= request_ids
+        for request_id in request_ids:
+            self._unread.pop(request_id, None)
+
+    def put(self, output: RequestOutput) -> None:
+        """Called by the client, in the order of the wire."""
+        earlier = self._unread.get(output.request_id)
+        if earlier is None:
+            self._unread[output.request_id] = output
+        else:
+            earlier.token_ids += output.token_ids
+            if output.logprobs is not None:
+                earlier.logprobs = (earlier.logprobs or []) + output.logprobs
+            earlier.finish_reason = output.finish_reason
+            earlier.stop_token_id = output.stop_token_id
+            earlier.error = output.error
+        if output.finish_reason is not None:
+            self._open.discard(output.request_id)
+        self._news.set()
+
+    def fail(self, failure: EngineUnavailable) -> None:
+        """Called by the client when the engine is gone: readers wake up with this."""
+        self._failure = failure
+        self._open.clear()
+        self._news.set()
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request on the engine's side of the wire, and its times (`time.monotonic`)."""
+
+    stream: Stream
+    arrived: float
+    last_output: float | None = None
+
+
+class EngineClient:
+    """One API process's end of the wire to one engine core; its methods belong to the event loop that made it."""
+
+    def __init__(self, endpoints: Endpoints, core: subprocess.Popen[bytes], metrics: Metrics, index: int = 0) -> None:
+        self._index = index
+        self._core = core
+        self._metrics = metrics
+        self._running: dict[str, _Running] = {}
+        self._probes: dict[int, asyncio.Future[None]] = {}
+        self._probe_ids = itertools.count()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+        self._ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self._failed: asyncio.Future[EngineUnavailable] = asyncio.get_running_loop().create_future()
+        self._context = zmq.Context()
+        self._requests = self._context.socket(zmq.PUSH)
+        self._responses = zmq.asyncio.Context(self._context).socket(zmq.PULL)
+        for socket in (self._requests, self._responses):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.set_hwm(0)
+        self._requests.connect(endpoints.requests)
+        self._responses.bind(endpoints.responses[index])
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
+
+    async def ready(self) -> Ready:
+        """Wait until the model is loaded; raises `EngineUnavailable` with the reason when it cannot be."""
+        await asyncio.wait((self._ready, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done():
+            raise self._failed.result()
+        return self._ready.result()
+
+    async def failed(self) -> EngineUnavailable:
+        """Wait until the engine is gone, for whatever reason."""
+        return await asyncio.shield(self._failed)
+
+    def check(self) -> None:
+        """Raise `EngineUnavailable` when no request could be served now."""
+        if self._failed.done():
+            raise self._failed.result()
+        if not self._ready.done():
+            raise EngineUnavailable("the model is still loading")
+
+    async def probe(self) -> None:
+        """Return once the loop and every rank have answered; raises `EngineUnavailable` when they do not."""
+        self.check()
+        probe_id = next(self._probe_ids)
+        answer = self._probes[probe_id] = asyncio.get_running_loop().create_future()
+        self._send(Probe(self._index, probe_id))
+        try:
+            await asyncio.wait((answer, self._failed), timeout=PROBE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._probes[probe_id]
+        self.check()
+        if not answer.done():
+            raise EngineUnavailable(f"the engine has not answered for {PROBE_SECONDS:g} seconds")
+
+    def submit(self, requests: Sequence[tuple[str, list[int], SamplingParams]], priority: int = 0) -> Stream:
+        """Send requests (id, prompt, params) that one reader waits for.
+
+        Raises `EngineUnavailable`, and `InvalidParameter` when an id is in use.
+        """
+        self.check()
+        stream = Stream(self, [request_id for request_id, _, _ in requests])
+        if taken := next((request_id for request_id, _, _ in requests if request_id in self._running), None):
+            raise InvalidParameter(f"a request with the id {taken} is running", "request_id")
+        now = time.monotonic()
+        for request_id, prompt_ids, params in requests:
+            self._running[request_id] = _Running(stream, now)
+            self._send(Submit(self._index, request_id, prompt_ids, params, priority))
+        return stream
+
+    def abort(self, request_ids: set[str], reason: FinishReason) -> None:
+        """Free these requests in the engine and forget them; they count as ended for `reason`."""
+        ended = [(self._running.pop(i), i) for i in request_ids if i in self._running]
+        for running, _ in ended:
+            self._metrics.finished(reason, time.monotonic() - running.arrived)
+        if ended and not self._failed.done():
+            self._send(Abort([request_id for _, request_id in ended]))
+
+    def fail(self, reason: str) -> None:
+        """Give every open request a terminal error and take no new ones; what runs in the engine is aborted."""
+        if self._failed.done():
+            return
+        if self._running:
+            self._send(Abort(list(self._running)))
+        failure = EngineUnavailable(reason)
+        self._failed.set_result(failure)
+        now = time.monotonic()
+        for running in self._running.values():
+            self._metrics.finished("error", now - running.arrived)
+            running.stream.fail(failure)
+        self._running.clear()
+
+    async def close(self) -> None:
+        """Stop the core, by force if it does not end in time, and close the wire."""
+        self.fail("the server is shutting down")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._send(Shutdown())
+        patience = SHUTDOWN_SECONDS if self._ready.done() else LOADING_SHUTDOWN_SECONDS
+        deadline = time.monotonic() + patience
+        while self._core.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if self._core.poll() is None:
+            logger.warning("the engine core did not stop within %g seconds and is killed", patience)
+            self._core.kill()
+            self._core.wait()
+        if self._core.stdin is not None:
+            self._core.stdin.close()
+        self._requests.close()
+        self._responses.close()
+        self._context.term()
+
+    def _send(self, message: ToCore) -> None:
+        self._requests.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    async def _receive(self) -> None:
+        while True:
+            match self._decoder.decode(await self._responses.recv()):
+                case Outputs(outputs, stats):
+                    self._metrics.stats = stats
+                    self._deliver(outputs)
+                case Alive(probe_id):
+                    if (answer := self._probes.get(probe_id)) is not None and not answer.done():
+                        answer.set_result(None)
+                case Ready() as ready:
+                    self._ready.set_result(ready)
+                case Dead(reason):
+                    self.fail(reason)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Hand a step's outputs out. Those of forgotten requests are dropped."""
+        now = time.monotonic()
+        for output in outputs:
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            if output.token_ids:
+                if running.last_output is None:
+                    self._metrics.time_to_first_token.observe(now - running.arrived)
+                else:
+                    self._metrics.inter_token_latency.observe(now - running.last_output)
+                running.last_output = now
+            if output.finish_reason is not None:
+                del self._running[output.request_id]
+                self._metrics.finished(output.finish_reason, now - running.arrived)
+            running.stream.put(output)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A bug in a task of ours must not leave requests waiting for ever."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("the wire to the engine broke", exc_info=error)
+            self.fail(f"the wire to the engine broke: {error!r}")
+
+    async def _watch(self) -> None:
+        """Notice a core that ended without a word."""
+        while (code := self._core.poll()) is None:
+            await asyncio.sleep(WATCH_SECONDS)
+        await asyncio.sleep(WATCH_SECONDS)  # its last message may still be on the way
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        self.fail(f"the engine core {how}")

@@ -1,0 +1,294 @@
+"""The Python API: `AsyncLLM` for asyncio programs, `LLM` for scripts. Names and behaviour follow vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.messages import SamplingParams
+from quire.engine.resolve import resolve
+from quire.server.output import Delta
+from quire.server.render import Message, Prompt
+from quire.server.results import Completion, Logprob, RequestResult, completion
+from quire.server.service import Service
+
+__all__ = ["LLM", "AsyncLLM", "Completion", "Logprob", "RequestResult"]
+
+PromptLike = str | list[int] | Mapping[str, Any]
+"""Text, token ids, or a mapping with one of them as `prompt` or `prompt_token_ids`."""
+
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    """A model inside an asyncio program. The engine starts with the first request, or with `start`.
+
+    `options` are the fields of `quire.engine.config.EngineOptions`. Raises `ConfigError` for what cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str = EngineOptions.model,
+        *,
+        chat_template: str | None = None,
+        log_level: str = "warning",
+        **options: Any,
+    ) -> None:
+        self.config: EngineConfig = resolve(EngineOptions(model=model, **options))
+        self._chat_template = chat_template
+        self._log_level = log_level
+        self._starting: asyncio.Task[Service] | None = None
+
+    async def start(self) -> Service:
+        """Load the model; raises `EngineUnavailable` with the reason when that fails."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> Service:
+        service = await Service.start(
+            self.config,
+            name=str(self.config.model.path),
+            chat_template=self._chat_template,
+            log_level=self._log_level,
+        )
+        try:
+            await service.ready()
+        except BaseException:
+            await service.close()
+            raise
+        return service
+
+    async def generate(
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestResult]:
+        """Continue a prompt. Each result holds all so far; the last one is `finished`.
+
+        Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed`
+        and `EngineUnavailable`.
+        """
+        service = await self.start()
+        text, ids = await _render(service, prompt)
+        request = _Request(service, ids, sampling_params, request_id, text, priority)
+        async for _ in request.run():
+            yield request.result()
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestResult]:
+        """Answer a conversation; otherwise like `generate`."""
+        service = await self.start()
+        ids = await service.renderer.chat(messages)
+        request = _Request(service, ids, sampling_params, request_id, None, priority)
+        async for _ in request.run():
+            yield request.result()
+
+    async def shutdown(self) -> None:
+        """Abort what runs and stop the engine."""
+        if self._starting is not None:
+            starting, self._starting = self._starting, None
+            await asyncio.wait((starting,))
+            if not starting.cancelled() and starting.exception() is None:
+                await starting.result().close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+
+class LLM:
+    """A model inside a script: `LLM("model").generate(prompts, params)`. It runs until `shutdown` or the script's end.
+
+    `options` are the fields of `quire.engine.config.EngineOptions`. Raises `ConfigError` for what cannot be served,
+    `EngineUnavailable` when loading fails.
+    """
+
+    def __init__(
+        self,
+        model: str = EngineOptions.model,
+        *,
+        chat_template: str | None = None,
+        log_level: str = "warning",
+        **options: Any,
+    ) -> None:
+        llm = AsyncLLM(model, chat_template=chat_template, log_level=log_level, **options)
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="quire-llm", daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _stop, self._loop, thread, llm)
+        try:
+            self._service = self._wait(llm.start())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestResult]:
+        """Continue one prompt or many, with params for all or for each; results in the order of the prompts.
+
+        Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are aborted then.
+        """
+        many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        return self._wait(
+            self._run_all([_render(self._service, prompt) for prompt in many], sampling_params, priority, use_tqdm)
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestResult]:
+        """Answer one conversation or many; otherwise like `generate`."""
+        many: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        return self._wait(
+            self._run_all([_render_chat(self._service, one) for one in many], sampling_params, None, use_tqdm)
+        )
+
+    def shutdown(self) -> None:
+        """Stop the engine; the object is of no use afterwards. Called at the script's end if not before."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    async def _run_all(
+        self,
+        rendering: Sequence[Coroutine[Any, Any, tuple[str | None, list[int]]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestResult]:
+        prompts = [await one for one in rendering]
+        params = [sampling_params] * len(prompts) if not isinstance(sampling_params, Sequence) else sampling_params
+        priorities = [0] * len(prompts) if priority is None else priority
+        for what, given in (("sampling_params", params), ("priority", priorities)):
+            if len(given) != len(prompts):
+                raise ValueError(f"{what}: {len(given)} for {len(prompts)} prompts")
+        with contextlib.ExitStack() as stack, tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
+            requests = []
+            for (text, ids), one, rank in zip(prompts, params, priorities, strict=True):
+                requests.append(_Request(self._service, ids, one, None, text, rank))
+                stack.callback(requests[-1].close)
+            async with asyncio.TaskGroup() as group:
+                for request in requests:
+                    group.create_task(request.finish(bar.update))
+        return [request.result() for request in requests]
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            future.cancel()  # an interrupt must not leave requests running
+
+
+def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, llm: AsyncLLM) -> None:
+    asyncio.run_coroutine_threadsafe(llm.shutdown(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+class _Request:
+    """One request of the Python API: its sequences, growing. Submitted when it is made."""
+
+    def __init__(
+        self,
+        service: Service,
+        ids: list[int],
+        params: SamplingParams | None,
+        request_id: str | None,
+        prompt: str | None,
+        priority: int,
+    ) -> None:
+        if params is None:
+            params = SamplingParams(**service.renderer.defaults)
+        self._tokenizer = service.renderer.tokenizer
+        self._id = request_id or uuid.uuid4().hex
+        self._prompt = prompt
+        self._ids = ids
+        self._sequences = [Delta(index) for index in range(params.n)]
+        self._generation = service.generate(self._id, [ids], params, priority)
+
+    async def run(self) -> AsyncIterator[None]:
+        """Yield whenever the sequences have grown."""
+        with self._generation:
+            async for deltas in self._generation:
+                for delta in deltas:
+                    self._sequences[delta.index].extend(delta)
+                yield
+
+    async def finish(self, report: Callable[[int], object]) -> None:
+        """Run to the end, then report one more."""
+        async for _ in self.run():
+            pass
+        report(1)
+
+    def close(self) -> None:
+        """Abort what still runs."""
+        self._generation.close()
+
+    def result(self) -> RequestResult:
+        """All so far."""
+        return RequestResult(
+            request_id=self._id,
+            prompt=self._prompt,
+            prompt_token_ids=self._ids,
+            outputs=[completion(self._tokenizer, sequence) for sequence in self._sequences],
+            finished=all(sequence.finish_reason is not None for sequence in self._sequences),
+            num_cached_tokens=self._sequences[0].num_cached_tokens,
+        )
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    return isinstance(prompts, str | Mapping) or (
+        isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+    )
+
+
+async def _render(service: Service, prompt: PromptLike) -> tuple[str | None, list[int]]:
+    """The text, if there is one, and the token ids."""
+    if isinstance(prompt, Mapping):
+        given: Prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    else:
+        given = prompt
+    return (given if isinstance(given, str) else None), await service.renderer.prompt(given)
+
+
+async def _render_chat(service: Service, messages: Sequence[Message]) -> tuple[str | None, list[int]]:
+    return None, await service.renderer.chat(messages)

@@ -1,0 +1,146 @@
+"""The text side of one engine, whole: what HTTP, `LLM` and `AsyncLLM` all stand on. render → client → output."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import InvalidParameter
+from quire.engine.launch import Endpoints, start_core
+from quire.engine.messages import SamplingParams
+from quire.server.client import EngineClient, EngineUnavailable, Stream
+from quire.server.metrics import Metrics
+from quire.server.output import Delta, SequenceText
+from quire.server.render import Renderer
+
+
+class RequestFailed(RuntimeError):
+    """The engine gave up on one request; the others go on."""
+
+
+class Generation:
+    """One request of a front end: prompts × n sequences, numbered prompt by prompt.
+
+    Iterating yields lists of `Delta`s until each sequence has had its finish reason; raises `RequestFailed` and
+    `EngineUnavailable`. Used as a context manager, it frees what still runs when the block is left.
+    """
+
+    def __init__(self, stream: Stream, sequences: dict[str, SequenceText]) -> None:
+        self._stream = stream
+        self._sequences = sequences
+
+    def close(self) -> None:
+        """Abort what still runs in the engine."""
+        self._stream.close()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        while self._sequences:
+            deltas = []
+            for output in await self._stream.get():
+                if output.finish_reason in ("error", "abort"):
+                    raise RequestFailed(output.error or "the engine aborted this request")
+                delta = self._sequences[output.request_id].feed(output)
+                if delta.finish_reason is not None:
+                    del self._sequences[output.request_id]
+                    if output.finish_reason is None:
+                        self._stream.stop(output.request_id)
+                deltas.append(delta)
+            yield deltas
+
+
+class Service:
+    """A running engine and its text side. `start` it, wait for `ready`, `close` it; all on one event loop."""
+
+    def __init__(
+        self, config: EngineConfig, client: EngineClient, metrics: Metrics, folder: str, chat_template: str | None
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.metrics = metrics
+        self._remove_folder = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._seeds = random.Random(config.model.seed)
+        self._seconds: dict[str, float] = {}
+        self._renderer = asyncio.create_task(asyncio.to_thread(self._load_renderer, chat_template))
+
+    @staticmethod
+    async def start(
+        config: EngineConfig, *, name: str, chat_template: str | None = None, log_level: str = "info"
+    ) -> Service:
+        """Start the engine core, and read the tokenizer while it loads. `name` labels the metrics."""
+        folder = tempfile.mkdtemp(prefix="quire-")
+        endpoints = Endpoints(f"ipc://{folder}/requests", (f"ipc://{folder}/responses-0",))
+        metrics = Metrics(name)
+        client = EngineClient(endpoints, start_core(config, endpoints, log_level), metrics)
+        return Service(config, client, metrics, folder, chat_template)
+
+    async def ready(self) -> dict[str, float]:
+        """Wait until requests can be served; returns where the seconds went.
+
+        Raises `ConfigError` for the tokenizer's faults and `EngineUnavailable` for the engine's.
+        """
+        await asyncio.shield(self._renderer)
+        return self._seconds | (await self.client.ready()).seconds
+
+    def check(self) -> None:
+        """Raise `EngineUnavailable` when no request could be served now."""
+        if not self._renderer.done():
+            raise EngineUnavailable("the model is still loading")
+        self.client.check()
+
+    @property
+    def renderer(self) -> Renderer:
+        """For use once `ready` has returned or `check` has passed."""
+        return self._renderer.result()
+
+    def generate(
+        self, request_id: str, prompts: Sequence[list[int]], params: SamplingParams, priority: int = 0
+    ) -> Generation:
+        """Continue rendered prompts, each `params.n` times.
+
+        Raises `InvalidParameter` and `EngineUnavailable` before anything has run.
+        """
+        self.renderer.check(params)
+        if priority and self.config.scheduler.policy != "priority":
+            raise InvalidParameter("priority needs a server started with --scheduling-policy priority", "priority")
+        tokenizer = self.renderer.tokenizer
+        requests: list[tuple[str, list[int], SamplingParams]] = []
+        sequences: dict[str, SequenceText] = {}
+        for prompt in prompts:
+            for choice in range(params.n):
+                engine_id = f"{request_id}-{len(requests)}"
+                sequences[engine_id] = SequenceText(tokenizer, len(requests), prompt, params)
+                requests.append((engine_id, prompt, params.for_engine(self._seed(params.seed, choice))))
+        return Generation(self.client.submit(requests, priority), sequences)
+
+    async def close(self) -> None:
+        """Abort what runs, stop the engine core and remove the sockets."""
+        await asyncio.gather(self._renderer, return_exceptions=True)
+        await self.client.close()
+        self._remove_folder()
+
+    def _load_renderer(self, chat_template: str | None) -> Renderer:
+        begun = time.monotonic()
+        renderer = Renderer.load(self.config.model, chat_template)
+        self._seconds["tokenizer"] = time.monotonic() - begun
+        return renderer
+
+    def _seed(self, seed: int | None, choice: int) -> int:
+        """The seed of one sequence: the user's for the first choice, others derived from it; or the next of our own."""
+        if seed is None:
+            return self._seeds.getrandbits(63)
+        return seed if choice == 0 else random.Random(f"{seed}/{choice}").getrandbits(63)

@@ -1,0 +1,155 @@
+"""A stand-in for the engine core: the same wire, and instead of a model an echo.
+
+It answers a request with the prompt's own tokens, one a step, and the end-of-sequence token; with `ignore_eos` it
+starts over until `max_tokens`. Special tokens in the prompt (tests.fakes.tokenizers.COMMANDS) are not echoed but
+obeyed. Run as `python -m tests.fakes.fake_core REQUESTS RESPONSES MODE`; MODE `dead` reports a death instead of
+starting, `loading` never gets ready, `stubborn` gets ready and then does nothing, nor does it stop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import zmq
+
+from quire.engine.config import EngineConfig
+from quire.engine.launch import Endpoints
+from quire.engine.messages import (
+    Abort,
+    Alive,
+    Dead,
+    EngineStats,
+    FinishReason,
+    Outputs,
+    Probe,
+    Ready,
+    RequestOutput,
+    Shutdown,
+    Submit,
+    ToCore,
+    TokenLogprobs,
+    ToServer,
+)
+
+MAX_MODEL_LEN = 128
+EOS = 2
+DIE, VANISH, FAIL, HANG, MUTE = range(3, 8)
+
+
+def start(config: EngineConfig, endpoints: Endpoints, log_level: str, mode: str = "") -> subprocess.Popen[bytes]:
+    """In place of `quire.engine.launch.start_core`."""
+    command = [sys.executable, "-m", "tests.fakes.fake_core", endpoints.requests, endpoints.responses[0], mode]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
+class FakeCore:
+    def __init__(self, requests: str, responses: str) -> None:
+        context = zmq.Context()
+        self.requests = context.socket(zmq.PULL)
+        self.requests.bind(requests)
+        self.responses = context.socket(zmq.PUSH)
+        self.responses.connect(responses)
+        self.decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
+        self.running: dict[str, Iterator[RequestOutput]] = {}
+        self.stats = EngineStats(kv_blocks=100)
+        self.is_mute = False
+
+    def send(self, message: ToServer) -> None:
+        self.responses.send(msgspec.msgpack.encode(message))
+
+    def run(self) -> None:
+        while True:
+            while self.requests.poll(1 if self.running else 1000):
+                message = self.decoder.decode(self.requests.recv())
+                if isinstance(message, Shutdown):
+                    return
+                self.take(message)
+            self.step()
+
+    def take(self, message: ToCore) -> None:
+        match message:
+            case Submit(request_id=request_id):
+                self.running[request_id] = self.echo(message)
+                self.stats.prompt_tokens += len(message.prompt_token_ids)
+            case Abort(request_ids):
+                ended = [i for i in request_ids if self.running.pop(i, None) is not None]
+                self.tell([RequestOutput(i, [], finish_reason="abort") for i in ended])
+            case Probe(probe_id=probe_id) if not self.is_mute:
+                self.send(Alive(probe_id))
+
+    def step(self) -> None:
+        outputs = [output for request in list(self.running.values()) if (output := next(request)) is not None]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self.running[output.request_id]
+        outputs = [output for output in outputs if output.token_ids or output.finish_reason]
+        if outputs:
+            self.tell(outputs)
+
+    def tell(self, outputs: list[RequestOutput]) -> None:
+        self.stats.steps += 1
+        self.stats.running = len(self.running)
+        self.stats.generated_tokens += sum(len(output.token_ids) for output in outputs)
+        self.send(Outputs(outputs, self.stats))
+
+    def echo(self, request: Submit) -> Iterator[RequestOutput]:
+        """The outputs of a request, one for each step; those without tokens are not sent."""
+        prompt, params = request.prompt_token_ids, request.params
+        room = MAX_MODEL_LEN - len(prompt)
+        limit = min(params.max_tokens or room, room)
+        script = [token for token in prompt if token > MUTE] + [EOS]
+        tokens = itertools.cycle(script[:-1]) if params.ignore_eos else iter(script)
+        for command in (token for token in prompt if DIE <= token <= MUTE):
+            yield from self.obey(command, request.request_id)
+        for count, token in enumerate(tokens, 1):
+            is_stop = (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
+            reason: FinishReason | None = "stop" if is_stop else "length" if count == limit else None
+            logprobs = None
+            if params.logprobs is not None:
+                top = [token, token + 1, token + 2][: params.logprobs]
+                logprobs = [TokenLogprobs(-0.5, 1, top, [-0.5, -1.5, float("-inf")][: params.logprobs])]
+            yield RequestOutput(
+                request.request_id, [token], logprobs, reason, token if is_stop else None, num_cached_tokens=1
+            )
+
+    def obey(self, command: int, request_id: str) -> Iterator[RequestOutput]:
+        match command:
+            case int() if command == DIE:
+                self.send(Dead("rank 1 was killed by SIGKILL"))
+                sys.exit(1)
+            case int() if command == VANISH:
+                sys.exit(3)
+            case int() if command == FAIL:
+                yield RequestOutput(request_id, [], finish_reason="error", error="the KV cache is too small")
+            case int() if command == HANG:
+                while True:
+                    yield RequestOutput(request_id, [])
+            case _:
+                self.is_mute = True
+
+
+def end_with_the_server() -> None:
+    """As the real core does: standard input closes when the process that started this one ends."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_the_server, daemon=True).start()
+    core = FakeCore(sys.argv[1], sys.argv[2])
+    match sys.argv[3]:
+        case "dead":
+            core.send(Dead("the weights do not fit"))
+        case "stubborn":
+            core.send(Ready({}))
+            threading.Event().wait()
+        case mode:
+            if mode != "loading":
+                core.send(Ready({"engine in all": 0.0}))
+            core.run()

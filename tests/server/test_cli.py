@@ -1,0 +1,247 @@
+"""The command line: its flags, its errors, and a server from start to stop in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+import quire
+from quire.engine.config import EngineOptions
+from quire.server.cli.main import build_parser, main
+from quire.server.cli.serve import read_options
+from quire.server.config import ServerOptions
+from tests.fakes.tokenizers import write_slow_files
+
+FLAGS = """
+--api-key --block-size --chat-template --config --device --distributed-executor-backend --dtype
+--enable-chunked-prefill --enable-prefix-caching --gpu-memory-utilization --help --host --kv-cache-memory-bytes
+--load-format --log-level --max-model-len --max-num-batched-tokens --max-num-seqs --no-enable-chunked-prefill
+--no-enable-prefix-caching --no-trust-remote-code --pipeline-layer-partition --pipeline-parallel-size --port --revision
+--scheduling-policy --seed --served-model-name --tensor-parallel-size --tokenizer --trust-remote-code --uds -h -pp -tp
+"""
+
+RUN = """
+import sys
+from quire.server import service
+from quire.server.cli.main import main
+from tests.fakes import fake_core
+mode = sys.argv.pop(1)
+service.start_core = lambda config, endpoints, level: fake_core.start(config, endpoints, level, mode)
+code = main()
+assert sys.modules.get("torch") is None
+assert ("transformers" in sys.modules) == (mode == "transformers")
+sys.exit(code)
+"""
+
+
+def help_text(capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as done:
+        main(["serve", "--help"])
+    assert done.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_the_flag_list_is_frozen() -> None:
+    """A flag more or less is a decision: change the list above with it."""
+    parser = build_parser().parse_args(["serve"]).parser
+    assert sorted(parser._option_string_actions) == FLAGS.split()
+
+
+def test_help_is_grouped_and_says_what_flags_default_to(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_text(capsys)
+    assert text.index("server:") < text.index("--port") < text.index("engine:") < text.index("--dtype")
+    assert "(default: 8000)" in text
+    assert "(default: on)" in text
+    for line in text.splitlines():
+        assert "None" not in line
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"quire {quire.__version__}\n"
+
+
+def serve(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The last line of a refusal, which is not a traceback."""
+    try:
+        code: int | str | None = main(["serve", *arguments])
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    return error.splitlines()[-1]
+
+
+def test_the_users_mistakes_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, model_folder: Path
+) -> None:
+    model = (str(model_folder), "--load-format", "dummy", "--device", "cpu")
+    assert serve(capsys, str(tmp_path / "none")).startswith(f"quire: error: {tmp_path}/none: no such model folder")
+    assert "no config.json" in serve(capsys, str(tmp_path))
+    assert "sizes that do: 1, 2, 4" in serve(capsys, *model, "-tp", "3")
+    assert "invalid choice: 'float8'" in serve(capsys, *model, "--dtype", "float8")
+    assert "--tens" in serve(capsys, *model, "--tens", "2")
+    assert "--port 70000" in serve(capsys, *model, "--port", "70000")
+    assert "--host" in serve(capsys, *model, "--host", "no.such.host.invalid")
+    assert "--uds" in serve(capsys, *model, "--uds", str(tmp_path / "no" / "socket"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port} on 127.0.0.1 is in use; choose another with --port" in serve(
+            capsys, *model, "--port", str(port)
+        )
+
+
+def test_a_config_file_gives_defaults_that_the_command_line_overrides(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text(
+        "model: some/model\ntensor-parallel-size: 2\nenable_prefix_caching: false\nserved-model-name: [a, b]\n"
+        "gpu-memory-utilization: 0.5\npipeline-layer-partition: 3,2,1\napi-key: null\nseed: -1\n"
+    )
+    parsed = build_parser().parse_args(["serve", "--config", str(file), "-tp", "4", "--port", "1"])
+    engine, server = read_options(parsed)
+    assert engine == EngineOptions(
+        model="some/model",
+        tensor_parallel_size=4,
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.5,
+        pipeline_layer_partition="3,2,1",
+        seed=-1,
+    )
+    assert server == ServerOptions(served_model_name=("a", "b"), port=1)
+    for text, complaint in (
+        ("no-such-flag: 1", "there is no flag named no-such-flag"),
+        ("config: x.yaml", "there is no flag named config"),
+        ("- a", "flags are expected"),
+        ("a: [", "cannot be read"),
+        ("port: many", "argument --port: invalid int value"),
+    ):
+        file.write_text(text)
+        assert complaint in serve(capsys, "--config", str(file))
+    assert "cannot be read" in serve(capsys, "--config", str(tmp_path / "none.yaml"))
+
+
+def test_every_option_is_a_flag() -> None:
+    for options in (EngineOptions, ServerOptions):
+        for name, field in options.__dataclass_fields__.items():
+            assert "help" in field.metadata or name == "model"
+
+
+@contextlib.contextmanager
+def running(model: Path, *arguments: str, mode: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server with a fake core, and its address once it has logged it (empty if it ends before)."""
+    command = [sys.executable, "-c", RUN, mode, "serve", str(model), "--load-format", "dummy", "--device", "cpu"]
+    with subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        address = ""
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"serving .* on (\S+)", line):
+                address = found[1]
+                break
+        try:
+            yield process, address or "".join(lines)
+        finally:
+            process.terminate()
+
+
+def test_serve_answers_and_stops_on_a_signal(model_folder: Path) -> None:
+    with running(model_folder, "--port", "0", "--served-model-name", "echo", "alias") as (process, url):
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["echo", "alias"]
+        body = {"model": "alias", "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+        assert httpx.post(f"{url}/v1/chat/completions", json=body).status_code == 200
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json={"prompt": "a<hang>", "stream": True}, timeout=60
+        ) as response:
+            process.send_signal(signal.SIGTERM)
+            assert "the server is shutting down" in response.read().decode()
+        out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "requests at the full length of 128" in out
+    assert "Traceback" not in err
+
+
+def test_serve_ends_when_its_core_dies(model_folder: Path) -> None:
+    with running(model_folder, "--port", "0") as (process, url):
+        response = httpx.post(f"{url}/v1/completions", json={"prompt": "a<vanish>"})
+        assert response.status_code == 503
+        assert "exited with code 3" in response.json()["error"]["message"]
+        assert httpx.get(f"{url}/health").status_code == 503
+        _, err = process.communicate()
+    assert process.returncode == 1
+    assert "exited with code 3" in err
+
+
+def test_serve_that_cannot_start_says_why(model_folder: Path) -> None:
+    with running(model_folder, "--port", "0", mode="dead") as (process, err):
+        assert process.wait() == 1
+    assert "quire: error: the weights do not fit" in err
+    assert "Traceback" not in err
+
+
+def test_health_answers_while_loading(model_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", RUN, "loading", "serve", str(model_folder), "--load-format", "dummy"]
+    with subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL) as process:
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                response = httpx.get(f"http://127.0.0.1:{port}/health", timeout=60)
+                break
+        assert (response.status_code, response.json()["reason"]) == (503, "the model is still loading")
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+
+
+def test_a_second_signal_ends_it_at_once(model_folder: Path) -> None:
+    with running(model_folder, "--port", "0", mode="stubborn") as (process, _):
+        assert process.stderr is not None
+        process.send_signal(signal.SIGINT)
+        assert "shutting down" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+
+
+def test_a_bad_chat_template_does_not_wait_for_the_model(model_folder: Path) -> None:
+    with running(model_folder, "--port", "0", "--chat-template", "{% if %}", mode="loading") as (process, err):
+        assert process.wait() == 2
+    assert "quire: error: the chat template does not parse: line 1" in err
+    assert "Traceback" not in err
+
+
+def test_torch_stays_out_where_transformers_comes_in(model_folder: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "chat_template.jinja"):
+        shutil.copy(model_folder / name, tmp_path)
+    write_slow_files(tmp_path)
+    with running(tmp_path, "--port", "0", mode="transformers") as (process, url):
+        body = {"prompt": "hello", "max_tokens": 20}
+        assert httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"] == "hello"
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate()
+    assert process.returncode == 0, err
+
+
+def test_unix_socket(model_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "quire.sock"
+    for _ in range(2):  # the second finds what the first, killed, left behind
+        with running(model_folder, "--uds", str(path)) as (process, url):
+            assert url == f"unix:{path}"
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+                assert client.get("http://quire/health").json() == {"status": "ok"}
+            process.kill()
+        assert path.exists()

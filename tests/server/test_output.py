@@ -1,0 +1,193 @@
+"""Token ids → text: whatever the tokens and however they come, the chunks add up."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.engine.messages import RequestOutput, SamplingParams, TokenLogprobs
+from quire.server.output import Detokenizer, SequenceText, StopStrings
+from quire.server.tokenizer import Tokenizer
+from tests.fakes.tokenizers import byte_fallback, byte_level, wrapped
+
+BYTE_LEVEL = wrapped(byte_level())
+FALLBACK = wrapped(byte_fallback())
+
+
+def token(tokenizer: Tokenizer, piece: str) -> int:
+    """The id of a piece that is in the vocabulary."""
+    token_id = tokenizer.backend.token_to_id(piece)
+    assert token_id is not None
+    return token_id
+
+
+BYTES = range(token(FALLBACK, "<0x00>"), token(FALLBACK, "<0xFF>") + 1)
+SPECIAL = FALLBACK.backend.get_added_tokens_decoder().keys()
+WORDS = [i for i in range(FALLBACK.backend.get_vocab_size()) if i not in BYTES]
+
+
+def stream(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> str:
+    detokenizer = Detokenizer(tokenizer, prompt, skip)
+    return "".join([*map(detokenizer.feed, output), detokenizer.flush()])
+
+
+def whole(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool = True) -> str:
+    """The guarantee, spelled out: the decoded whole without what it shares with the decoded prompt."""
+    before = tokenizer.decode(prompt, skip_special_tokens=skip)
+    text = tokenizer.decode(prompt + output, skip_special_tokens=skip)
+    if text.startswith(before.rstrip("\ufffd")):
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, text, strict=False)))
+        return text[shared:]
+    raise AssertionError("the decoder took the prompt back")
+
+
+def byte_ids(text: str) -> list[int]:
+    return [BYTES[byte] for byte in text.encode()]
+
+
+any_tokens = st.lists(st.integers(0, BYTE_LEVEL.backend.get_vocab_size() + 3), max_size=60)
+emoji_bytes = st.text("é中😀👍🏽\U00010348", min_size=1, max_size=4).map(byte_ids)
+broken_bytes = st.lists(st.sampled_from(BYTES[0x80:0x100]), max_size=20).map(lambda tail: [BYTES[0xFF], *tail])
+word = st.sampled_from(WORDS).map(lambda word: [word])
+plain_word = st.sampled_from([i for i in WORDS if i not in SPECIAL]).map(lambda word: [word])
+
+
+@st.composite
+def fallback_tokens(draw: st.DrawFn) -> list[int]:
+    """Words and runs of byte tokens that are UTF-8, or broken from the first byte on; a word after each run."""
+    runs = draw(
+        st.lists(
+            st.one_of(word, st.tuples(st.one_of(emoji_bytes, broken_bytes), plain_word).map(lambda p: p[0] + p[1]))
+        )
+    )
+    return [one for run in runs for one in run]
+
+
+@given(any_tokens, any_tokens, st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_byte_level_stream_is_the_whole_for_any_tokens(prompt: list[int], output: list[int], skip: bool) -> None:
+    assert stream(BYTE_LEVEL, prompt, output, skip) == whole(BYTE_LEVEL, prompt, output, skip)
+
+
+@given(st.text(), st.text(), st.integers(0, 8))
+@settings(max_examples=300, deadline=None)
+def test_text_cut_anywhere_comes_back(prompt: str, output: str, cut: int) -> None:
+    """The prompt may end inside a character; the output completes it and shows it whole."""
+    ids = BYTE_LEVEL.encode(prompt + output, add_special_tokens=False)
+    cut = min(len(BYTE_LEVEL.encode(prompt, add_special_tokens=False)) + cut, len(ids))
+    said = BYTE_LEVEL.decode(ids[:cut], skip_special_tokens=True).rstrip("\ufffd")
+    if (prompt + output).startswith(said) and "\ufffd" not in prompt + output:
+        assert said + stream(BYTE_LEVEL, ids[:cut], ids[cut:]) == prompt + output
+
+
+@given(fallback_tokens(), fallback_tokens())
+@settings(max_examples=400, deadline=None)
+def test_byte_fallback_stream_is_the_whole(prompt: list[int], output: list[int]) -> None:
+    assert stream(FALLBACK, prompt, output) == whole(FALLBACK, prompt, output)
+
+
+@given(st.lists(st.integers(0, FALLBACK.backend.get_vocab_size() + 3), max_size=60))
+@settings(max_examples=300, deadline=None)
+def test_byte_fallback_stream_of_anything_keeps_its_words(output: list[int]) -> None:
+    """Runs that turn invalid late are the exception to exactness; nothing else may suffer from them."""
+    text = stream(FALLBACK, WORDS[3:4], output)
+    words = [FALLBACK.token_text(i) for i in output if i in WORDS and i not in SPECIAL]
+    at = 0
+    for said in words:
+        at = text.index(said, at) + len(said)
+
+
+def test_space_before_the_first_word_stays_after_a_prompt() -> None:
+    hello = token(FALLBACK, "▁hello")
+    assert stream(FALLBACK, [hello], [hello]) == " hello"
+    assert stream(FALLBACK, [], [hello]) == "hello"
+    assert stream(FALLBACK, [hello, *[token(FALLBACK, "</s>")] * 40], [hello]) == " hello"
+
+
+def test_endless_garbage_costs_bounded_work() -> None:
+    detokenizer = Detokenizer(FALLBACK, [], True)
+    text = "".join(detokenizer.feed(BYTES[0xFF]) for _ in range(2000))
+    assert len(detokenizer._pending) + len(detokenizer._context) <= 32
+    assert text + detokenizer.flush() == "\ufffd" * 2000
+
+
+def brute_force_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Reads character by character, and stops at the first that completes a stop string."""
+    for end in range(1, len(text) + 1):
+        found = [s for s in stops if text[:end].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, None
+
+
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.booleans(),
+)
+@settings(max_examples=500, deadline=None)
+def test_stop_strings_do_not_depend_on_the_chunks(chunks: list[str], stops: list[str], include: bool) -> None:
+    matcher, shown = StopStrings(stops, include), ""
+    expected, found = brute_force_stop("".join(chunks), stops, include)
+    for chunk in chunks:
+        shown += matcher.feed(chunk)
+        assert expected.startswith(shown)
+        if matcher.found:
+            break
+    else:
+        shown += matcher.flush()
+    assert (shown, matcher.found) == (expected, found)
+
+
+def feed(params: SamplingParams, *outputs: RequestOutput) -> tuple[str, list[int], str | None, int | str | None]:
+    sequence = SequenceText(BYTE_LEVEL, 0, [], params)
+    first, *others = [sequence.feed(output) for output in outputs]
+    for delta in others:
+        first.extend(delta)
+    assert first.logprobs is None or len(first.logprobs) == len(first.token_ids)
+    return first.text, first.token_ids, first.finish_reason, first.stop_reason
+
+
+def ids(text: str) -> list[int]:
+    return BYTE_LEVEL.encode(text, add_special_tokens=False)
+
+
+def test_stop_string_inside_one_output_cuts_tokens_and_logprobs_behind_it() -> None:
+    tokens = ids("a b c d")
+    logprobs = [TokenLogprobs(-1.0, 1, [], []) for _ in tokens]
+    output = RequestOutput("r", list(tokens), logprobs, "length")
+    text, kept, reason, why = feed(SamplingParams(stop=[" b"]), output)
+    assert (text, reason, why) == ("a", "stop", " b")
+    assert kept == tokens[: len(ids("a b"))]
+
+
+def test_stop_string_is_found_in_what_is_flushed_at_the_end() -> None:
+    text, _, reason, _ = feed(SamplingParams(stop=["xy"]), RequestOutput("r", ids("ax"), None, "length"))
+    assert (text, reason) == ("ax", "length")
+    half = ids("é")[:1] if len(ids("é")) > 1 else [token(BYTE_LEVEL, "Ã")]
+    text, _, reason, why = feed(SamplingParams(stop=["\ufffd"]), RequestOutput("r", half, None, "length"))
+    assert (text, reason, why) == ("", "stop", "\ufffd")
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    params = SamplingParams(stop=["a"], min_tokens=3)
+    text, _, reason, _ = feed(params, RequestOutput("r", [*ids("a"), *ids("a"), *ids("a"), *ids("b")], None, None))
+    assert (text, reason) == ("aa", "stop")
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
+def test_stop_token_shows_only_when_asked_for(include: bool, text: str) -> None:
+    params = SamplingParams(stop_token_ids=ids("b"), include_stop_str_in_output=include)
+    output = RequestOutput("r", ids("a") + ids("b"), None, "stop", ids("b")[0])
+    assert feed(params, output) == (text, ids("a") + ids("b"), "stop", ids("b")[0])
+
+
+def test_special_tokens_show_when_asked_for() -> None:
+    end = token(BYTE_LEVEL, "<|im_end|>")
+    output = RequestOutput("r", [*ids("a"), end, *ids("b")], None, "length")
+    assert feed(SamplingParams(), output)[0] == "ab"
+    assert feed(SamplingParams(skip_special_tokens=False), output)[0] == "a<|im_end|>b"
