@@ -33,7 +33,8 @@ from quire.engine.messages import (
 )
 from quire.server.metrics import Metrics
 
-PROBE_SECONDS = 5.0
+PROBE_SECONDS = 30.0
+"""A step may be long, on a CPU above all."""
 SHUTDOWN_SECONDS = 10.0
 LOADING_SHUTDOWN_SECONDS = 1.0
 """A core that is still loading reads no messages."""

@@ -21,6 +21,7 @@ FLOOR = (
     "engine.log",
     "engine.messages",
     "engine.model_files",
+    "engine.process",
     "engine.resolve",
     "engine.ring",
 )

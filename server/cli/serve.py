@@ -69,8 +69,14 @@ def run(parsed: argparse.Namespace) -> int:
 
         # transformers, where it is needed for a tokenizer, imports torch when it can. In this process it cannot.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, server, server.served_model_name or (name,), listener, seconds))
+        from quire.server.client import EngineUnavailable
+
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_serve(config, server, server.served_model_name or (name,), listener, seconds))
+        except EngineUnavailable as failure:
+            print(f"quire: error: {failure}", file=sys.stderr)
+            return 1
 
 
 def read_options(parsed: argparse.Namespace) -> tuple[EngineOptions, ServerOptions]:
@@ -131,7 +137,8 @@ async def _serve(
             serving.result()
         return engine.result() if engine.done() else 0
     finally:
-        logger.info("shutting down")
+        if stop.is_set():
+            logger.info("shutting down")
         engine.cancel()
         asked_to_stop.cancel()
         service.client.fail("the server is shutting down")
@@ -143,14 +150,11 @@ async def _serve(
 
 
 async def _until_the_engine_is_gone(service: Service, seconds: dict[str, float], what: str) -> int:
-    """Log how the start went and, should it come to that, the end; returns the exit code."""
-    from quire.server.client import EngineUnavailable
+    """Log how the start went and, should it come to that, the end; returns the exit code.
 
-    try:
-        spent = await service.ready()
-    except EngineUnavailable as failure:
-        print(f"quire: error: {failure}", file=sys.stderr, flush=True)
-        return 1
+    Raises `EngineUnavailable` when the model cannot be loaded.
+    """
+    spent = await service.ready()
     where = ", ".join(f"{part} {count:.1f} s" for part, count in (seconds | spent).items())
     logger.info("ready %.1f s after the start (%s)", process.age(), where)
     logger.info("serving %s", what)

@@ -1,0 +1,98 @@
+"""Real ranks, driven by the real core in the test's own process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+from quire.engine import executor as executors
+from quire.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from quire.engine.core import Core, RankEnded, Wire
+from quire.engine.messages import (
+    Alive,
+    EngineStats,
+    Outputs,
+    Probe,
+    RequestOutput,
+    SamplingParams,
+    Shutdown,
+    Submit,
+    ToCore,
+    ToServer,
+)
+
+
+class CountingWire(Wire):
+    """Takes outputs in; once every request has ended, has the core tell the workers, and stops it."""
+
+    def __init__(self, submits: list[Submit]) -> None:
+        self.inbox: SimpleQueue[ToCore | RankEnded] = SimpleQueue()
+        self.outputs: dict[str, list[RequestOutput]] = {submit.request_id: [] for submit in submits}
+        self._open = len(submits)
+        for submit in submits:
+            self.inbox.put(submit)
+
+    def send(self, client: int, message: ToServer) -> None:
+        match message:
+            case Alive():
+                self.inbox.put(Shutdown())
+            case Outputs(outputs=outputs):
+                for output in outputs:
+                    self.outputs[output.request_id].append(output)
+                    self._open -= output.finish_reason is not None
+                if not self._open:
+                    self.inbox.put(Probe(0, 0))
+
+
+class CheckedCore(Core):
+    """Checks the books after every step."""
+
+    def send(self) -> None:
+        self.scheduler.check_integrity()
+        super().send()
+
+
+class Ranks:
+    """Workers that are loaded once, and serve under any scheduler settings afterwards."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.executor = executors.start(config, "warning", on_end=lambda: None)
+        self.stats = EngineStats()
+        """Of the last `run`."""
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.executor.close()
+
+    def run(
+        self, requests: list[tuple[list[int], SamplingParams]], *, num_blocks: int | None = None, **settings: Any
+    ) -> list[list[RequestOutput]]:
+        """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`."""
+        scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
+        cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
+        assert scheduler.keys() | cache.keys() == settings.keys()
+        blocks = num_blocks or self.config.cache.num_blocks
+        assert blocks <= self.config.cache.num_blocks
+        config = replace(
+            self.config,
+            scheduler=replace(self.config.scheduler, **scheduler),
+            cache=replace(self.config.cache, num_blocks=blocks, **cache),
+        )
+        submits = [Submit(0, str(i), prompt, params) for i, (prompt, params) in enumerate(requests)]
+        wire = CountingWire(submits)
+        core = CheckedCore(config, self.executor, wire)
+        core.run()
+        self.stats = core.scheduler.snapshot()
+        assert not core.scheduler.requests
+        assert core.scheduler.kv.num_free == blocks
+        for outputs in wire.outputs.values():
+            assert [o.finish_reason is not None for o in outputs] == [False] * (len(outputs) - 1) + [True]
+        return list(wire.outputs.values())
+
+    def tokens(self, requests: list[tuple[list[int], SamplingParams]], **settings: Any) -> list[list[int]]:
+        """The same, and of the outputs only the tokens."""
+        return [[t for output in outputs for t in output.token_ids] for outputs in self.run(requests, **settings)]

@@ -1,0 +1,78 @@
+"""A real `quire serve` for tests: started on a free port, always ended."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from queue import Queue
+
+import psutil
+
+_SERVING = re.compile(r"serving .* on (http://\S+)")
+
+
+@dataclass
+class Server:
+    """A running server; `lines` is what it has printed so far."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def family(self) -> list[psutil.Process]:
+        """The server and all processes that it started."""
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+    def named(self, name: str) -> psutil.Process:
+        """One of its processes: quire-core, quire-rank-0, …"""
+        (process,) = (process for process in self.family() if process.name() == name)
+        return process
+
+
+def quire(*arguments: str) -> list[str]:
+    """The command line of `quire`, whichever way it is installed."""
+    return [sys.executable, "-c", "import sys; from quire.server.cli.main import main; sys.exit(main())", *arguments]
+
+
+@contextlib.contextmanager
+def serve(*arguments: str) -> Iterator[Server]:
+    """`quire serve` with these arguments, ready to answer; raises AssertionError with its output if it is not."""
+    process = subprocess.Popen(
+        quire("serve", *arguments, "--port", "0"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    server = Server(process)
+    address: Queue[str | None] = Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            server.lines.append(line)
+            if found := _SERVING.search(line):
+                address.put(found[1])
+        address.put(None)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        url = address.get(timeout=120)
+        assert url is not None, "".join(server.lines)
+        server.url = url
+        yield server
+    finally:
+        family = server.family() if process.poll() is None else []
+        process.terminate()
+        try:
+            process.wait(30)
+        finally:
+            for left in psutil.wait_procs(family, timeout=5)[1]:
+                left.kill()
+            reader.join()
+            print("".join(server.lines))  # pytest shows it when the test fails
+            assert process.stdout is not None
+            process.stdout.close()

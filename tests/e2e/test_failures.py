@@ -1,0 +1,108 @@
+"""Things that go wrong: one clear line and a non-zero exit, or an error object for everybody who waits."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from quire.engine.config import DEMO_MODEL
+from tests.e2e.serving import quire, serve
+from tests.fakes.checkpoints import write_checkpoint
+
+
+def refusal(*arguments: str) -> str:
+    """Run `quire serve`, which is to end by itself; returns the last line of its stderr."""
+    ended = subprocess.run(quire("serve", *arguments), capture_output=True, text=True, timeout=60)
+    assert ended.returncode in (1, 2)
+    assert "Traceback" not in ended.stderr
+    return ended.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-tp", "3"], "quire: error: --tensor-parallel-size 3 does not divide this model's 8 attention heads"),
+        (["-pp", "7"], "quire: error: --pipeline-parallel-size 7 is more than the model's 6 layers"),
+        (["/no/such/folder"], "quire: error: /no/such/folder: no such model folder"),
+        (["--kv-cache-memory-bytes", "1000"], "quire: error: a KV cache of 1000 B per rank holds 0 tokens"),
+        (["--max-model-len", "99999"], "quire: error: --max-model-len 99999 is more than the model's"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(arguments: list[str], message: str) -> None:
+    assert refusal(*arguments).startswith(message)
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"port {port} on 127.0.0.1 is in use" in refusal("--port", str(port))
+
+
+def test_truncated_weights_are_one_line(tmp_path: Path) -> None:
+    for file in DEMO_MODEL.iterdir():
+        content = file.read_bytes()
+        (tmp_path / file.name).write_bytes(content[:-100] if file.suffix == ".safetensors" else content)
+    assert "model.safetensors: truncated" in refusal(str(tmp_path))
+
+
+@pytest.mark.parametrize("tp", ["1", "2"])
+def test_tensors_that_do_not_fit_are_one_line(tmp_path: Path, tp: str) -> None:
+    """The weights have 6 layers and config.json says 7: only reading the header of each file shows it."""
+    write_checkpoint("llama", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 7}))
+    assert "model.layers.6.input_layernorm.weight is missing" in refusal(str(tmp_path), "-tp", tp, "--port", "0")
+
+
+def test_a_rank_that_dies_is_named_and_everybody_is_told() -> None:
+    with serve("-tp", "2") as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            stream = client.completions.create(
+                model="quire-demo", prompt="Quire", max_tokens=1900, extra_body={"ignore_eos": True}, stream=True
+            )
+            next(stream)
+            server.named("quire-rank-1").kill()
+            with pytest.raises(openai.APIError, match="rank 1 was killed by SIGKILL"):
+                list(stream)
+            health = httpx.get(f"{server.url}/health")
+            assert health.status_code == 503
+            assert "rank 1 was killed by SIGKILL" in health.text
+        assert server.process.wait(30) == 1
+
+
+def test_a_rank_that_dies_while_idle_is_noticed() -> None:
+    with serve("-tp", "2") as server:
+        server.named("quire-rank-0").kill()
+        assert server.process.wait(30) == 1
+        assert any("rank 0 was killed by SIGKILL" in line for line in server.lines)
+
+
+def test_an_engine_core_that_dies_takes_the_server_down() -> None:
+    with serve("-tp", "2") as server:
+        family = server.family()
+        server.named("quire-core").kill()
+        assert server.process.wait(30) == 1
+        assert any("the engine core was killed by signal 9" in line for line in server.lines)
+        assert not psutil.wait_procs(family, timeout=30)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_server(number: signal.Signals) -> None:
+    with serve("-tp", "2") as server:
+        family = server.family()
+        assert len(family) >= 4
+        server.process.send_signal(number)
+        assert server.process.wait(30) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+        assert not psutil.wait_procs(family, timeout=30)[1]

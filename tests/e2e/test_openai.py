@@ -1,0 +1,154 @@
+"""The official OpenAI client against a real server with two stages of two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.e2e.serving import Server, serve
+
+NODES = "How do I serve a model on two nodes with 8 GPUs each?"
+COMMAND = "quire serve MODEL --tensor-parallel-size 8 --pipeline-parallel-size 2"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serve("-tp", "2", "-pp", "2", "--api-key", "secret", "--max-num-seqs", "64") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+def metric(server: Server, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer secret"}).text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name:
+                return sample.value
+    raise AssertionError(f"no metric {name}")
+
+
+def test_chat_answers_the_question(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="quire-demo", messages=[{"role": "user", "content": NODES}], temperature=0
+    )
+    assert COMMAND in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_a_stream_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="quire-demo",
+            messages=[{"role": "user", "content": NODES}],
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert COMMAND in text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens > 10
+
+
+def test_logprobs_are_of_the_tokens_that_were_chosen(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="quire-demo",
+        messages=[{"role": "user", "content": NODES}],
+        temperature=0,
+        max_tokens=5,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content) == 5
+    for token in logprobs.content:
+        assert len(token.top_logprobs) == 3
+        assert token.top_logprobs[0].token == token.token
+        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob)
+        assert token.logprob <= 0
+
+
+def test_n_choices_differ_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
+    def texts() -> list[str]:
+        answer = client.completions.create(
+            model="quire-demo", prompt="Quire is", n=2, seed=7, temperature=1.5, max_tokens=20
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1]
+        return [choice.text for choice in answer.choices]
+
+    first, second = texts()
+    assert first != second
+    assert texts() == [first, second]
+
+
+def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="quire-demo", messages=[{"role": "user", "content": NODES}], temperature=0, stop=["-parallel-size 2"]
+    )
+    text = answer.choices[0].message.content or ""
+    assert text.endswith("--tensor-parallel-size 8 --pipeline")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_a_client_that_leaves_frees_its_blocks(server: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret") as client:
+        stream = await client.completions.create(
+            model="quire-demo", prompt="Quire", max_tokens=1900, extra_body={"ignore_eos": True}, stream=True
+        )
+        await anext(stream)  # it runs
+        assert await asyncio.to_thread(metric, server, "quire:num_requests_running") == 1
+        before = await asyncio.to_thread(metric, server, "quire:generation_tokens_total")
+        await stream.close()
+        # The next request's outputs bring the gauges of the step after the abort.
+        await client.completions.create(model="quire-demo", prompt="Quire", max_tokens=2)
+        assert await asyncio.to_thread(metric, server, "quire:num_requests_running") == 0
+        assert await asyncio.to_thread(metric, server, "quire:kv_cache_usage_perc") == 0
+        assert await asyncio.to_thread(metric, server, "quire:generation_tokens_total") < before + 1800
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"messages": []}, "messages"),
+        ({"max_tokens": 100_000}, "messages"),  # as the API does for context_length_exceeded
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"no_such_parameter": 1}}, "no_such_parameter"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    ],
+)
+def test_what_is_wrong_is_named(client: openai.OpenAI, changes: dict[str, object], param: str) -> None:
+    request = {"model": "quire-demo", "messages": [{"role": "user", "content": "Hi"}], **changes}
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**request)  # type: ignore[call-overload]
+    assert error.value.param == param
+    assert error.value.type == "invalid_request_error"
+
+
+def test_wrong_model_and_wrong_key(client: openai.OpenAI, server: Server) -> None:
+    with pytest.raises(openai.NotFoundError) as error:
+        client.completions.create(model="gpt-4", prompt="Hi")
+    assert error.value.code == "model_not_found"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="guess").models.list()
+    assert [model.id for model in client.models.list()] == ["quire-demo"]
+    assert httpx.get(f"{server.url}/health").status_code == 200

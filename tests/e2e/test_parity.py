@@ -1,0 +1,121 @@
+"""Greedy float32 tokens are those of transformers, whatever the layout and the circumstances."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from quire.engine.config import DEMO_MODEL, EngineOptions
+from quire.engine.messages import SamplingParams
+from quire.engine.resolve import resolve
+from tests.e2e.harness import Ranks
+from tests.fakes.checkpoints import FAMILIES, generate, write_checkpoint
+
+COUNT = 16
+MODELS = ("demo", *FAMILIES)
+LAYOUTS = tuple(itertools.product((1, 2, 4), (None, "3,3", "3,2,1")))
+
+
+class Case(NamedTuple):
+    folder: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Each model with prompts of mixed lengths, two of which start alike, and what transformers makes of them."""
+    rng = random.Random(0)
+    shared = [rng.randrange(3, 130) for _ in range(40)]
+    prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in (1, 7, 33, 70)]
+    prompts += [[*shared, 5, 6], [*shared, 7, 8, 9]]
+    found = {}
+    for model in MODELS:
+        folder = DEMO_MODEL if model == "demo" else write_checkpoint(model, tmp_path_factory.mktemp(model))
+        found[model] = Case(folder, prompts, generate(folder, prompts, COUNT))
+    return found
+
+
+def load(case: Case, tp: int, partition: str | None = None) -> Ranks:
+    """The model's ranks, loaded: `tp` for each stage of `partition`."""
+    return Ranks(
+        resolve(
+            EngineOptions(
+                model=str(case.folder),
+                device="cpu",
+                dtype="float32",
+                tensor_parallel_size=tp,
+                pipeline_parallel_size=1 if partition is None else partition.count(",") + 1,
+                pipeline_layer_partition=partition,
+                max_model_len=256,
+                max_num_seqs=16,
+            )
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Iterator[tuple[Case, Ranks]]:
+    model, tp, partition = request.param
+    with load(cases[model], tp, partition) as loaded:
+        yield cases[model], loaded
+
+
+def layouts(*models: str) -> list[object]:
+    """Every model in every layout; the demo model in the default tier, the rest in the slow one."""
+    return [
+        pytest.param(
+            (model, tp, partition),
+            id=f"{model}-tp{tp}-pp{partition or 1}",
+            marks=[] if model == "demo" or (tp, partition) == (2, "3,2,1") else [pytest.mark.slow],
+        )
+        for model in models
+        for tp, partition in LAYOUTS
+    ]
+
+
+@pytest.mark.parametrize("ranks", layouts(*MODELS), indirect=True)
+@pytest.mark.parametrize("preempted", [False, True], ids=["calm", "preempted"])
+@pytest.mark.parametrize("prefix", [False, True], ids=["no-prefix", "prefix"])
+@pytest.mark.parametrize("budget", [16, 512])
+def test_tokens_equal_transformers(ranks: tuple[Case, Ranks], budget: int, prefix: bool, preempted: bool) -> None:
+    case, loaded = ranks
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    tokens = loaded.tokens(
+        [(prompt, params) for prompt in case.prompts],
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=prefix,
+        num_blocks=9 if preempted else None,
+    )
+    assert tokens == case.expected
+    assert (loaded.stats.preemptions > 0) == preempted
+    if not prefix:
+        assert loaded.stats.prefix_hit_tokens == 0
+    elif not preempted:
+        assert loaded.stats.prefix_hit_tokens >= 32
+
+
+def test_seeded_sampling_does_not_depend_on_the_company(cases: dict[str, Case]) -> None:
+    case = cases["demo"]
+    sampled = SamplingParams(temperature=1.0, top_p=0.95, top_k=50, seed=1234, max_tokens=COUNT, ignore_eos=True)
+    mine = (case.prompts[3], sampled)
+    others = [
+        (prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=COUNT, ignore_eos=True))
+        for seed, prompt in enumerate(case.prompts)
+    ]
+    answers = []
+    for tp in (1, 2):
+        with load(case, tp) as ranks:
+            answers += ranks.tokens([mine])
+            answers += ranks.tokens([*others, mine])[-1:]
+            answers += ranks.tokens([mine, *others], max_num_batched_tokens=16)[:1]
+            answers += ranks.tokens([*others, mine], num_blocks=9, enable_prefix_caching=False)[-1:]
+            assert ranks.stats.preemptions > 0
+            seeds = ranks.tokens([(case.prompts[3], other) for _, other in others])
+            assert len({tuple(tokens) for tokens in seeds}) == len(others)
+    assert answers == answers[:1] * 8
