@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
@@ -117,7 +116,6 @@ def _read(needed: Needed, headers: dict[str, TensorInfo], *, bar: bool) -> None:
     for name, slices in needed.items():
         by_file[headers[name].file].append(name)
         total += sum(shard.elements * weight.element_size() for weight, shard in slices)
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed rank would leave behind
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not bar) as progress:
         for file, names in by_file.items():
             with safe_open(file, framework="pt") as tensors:

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 import torch
+from tqdm import tqdm
 
 from quire.engine import log, process
 from quire.engine.config import EngineConfig
@@ -61,6 +62,7 @@ def main(
     begun = process.age()
     process.set_name(f"quire-rank-{rank}")
     _end_with_parent()
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed rank would leave behind
     log.setup(log_level, f"rank {rank}")
     encode = msgspec.msgpack.Encoder().encode
     try:

@@ -6,6 +6,8 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from quire.engine import executor as executors
 from quire.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.core import Core, RankEnded, Wire
@@ -59,6 +61,7 @@ class Ranks:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.executor = executors.start(config, "warning", on_end=lambda: None)
+        torch.set_num_threads(1)  # for a rank in this process: its matrices are too small to be shared
         self.stats = EngineStats()
         """Of the last `run`."""
 
