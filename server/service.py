@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
 import tempfile
@@ -12,13 +13,16 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 
 from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidParameter
+from quire.engine.errors import ConfigError, InvalidParameter
 from quire.engine.launch import Endpoints, start_core
 from quire.engine.messages import SamplingParams
 from quire.server.client import EngineClient, EngineUnavailable, Stream
 from quire.server.metrics import Metrics
 from quire.server.output import Delta, SequenceText
 from quire.server.render import Renderer
+
+_LONGEST_FOLDER = 90
+"""Bytes; the path of a Unix socket in it must stay below 108 (unix(7))."""
 
 
 class RequestFailed(RuntimeError):
@@ -83,6 +87,11 @@ class Service:
     ) -> Service:
         """Start the engine core, and read the tokenizer while it loads. `name` labels the metrics."""
         folder = tempfile.mkdtemp(prefix="quire-")
+        if len(folder) > _LONGEST_FOLDER:
+            os.rmdir(folder)
+            raise ConfigError(
+                f"TMPDIR is too long a path to hold Unix sockets: {os.path.dirname(folder)}; set a shorter one"
+            )
         endpoints = Endpoints(f"ipc://{folder}/requests", (f"ipc://{folder}/responses-0",))
         metrics = Metrics(name)
         client = EngineClient(endpoints, start_core(config, endpoints, log_level), metrics)

@@ -48,6 +48,14 @@ def test_a_port_in_use_is_one_line() -> None:
         assert f"port {port} on 127.0.0.1 is in use" in refusal("--port", str(port))
 
 
+def test_a_long_temporary_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / ("long" * 25)
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    assert "TMPDIR is too long a path" in refusal("--port", "0")
+    assert not list(folder.iterdir())
+
+
 def test_truncated_weights_are_one_line(tmp_path: Path) -> None:
     for file in DEMO_MODEL.iterdir():
         content = file.read_bytes()

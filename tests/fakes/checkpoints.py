@@ -57,6 +57,7 @@ def generate(folder: Path, prompts: list[list[int]], count: int) -> list[list[in
     """Greedy continuations by transformers in float32, one prompt at a time, not stopping at end of sequence."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    torch.set_num_threads(1)  # the matrices are too small to be shared
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     settings: Any = GenerationConfig
     model.generation_config = settings(max_new_tokens=count, do_sample=False, pad_token_id=0)
