@@ -118,6 +118,10 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         return _decoder(name, {**FAMILIES[name], **config})
     except KeyError as missing:
         raise ConfigError(f"config.json lacks {missing}, which {name} needs") from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"config.json has a value that {name} cannot use: {error}") from None
 
 
 # What each family's transformers class assumes where config.json is silent.
@@ -152,6 +156,8 @@ def _decoder(name: str, config: Mapping[str, Any]) -> Architecture:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise ConfigError(f"hidden_act {activation!r} is not served for {name}; only silu is")
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"partial_rotary_factor is not served for {name}")
     heads = int(config["num_attention_heads"])
     hidden = int(config["hidden_size"])
     bias = bool(config.get("attention_bias", False))

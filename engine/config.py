@@ -52,7 +52,7 @@ class EngineOptions:
 
     max_num_seqs: int = flag(256, "requests that may run at once")
     max_num_batched_tokens: int | None = flag(
-        None, "tokens that one step may compute (default: 2048; the model's length without chunked prefill)"
+        None, "tokens that one step may compute (default: 2048, on CPU 512; the model's length without chunked prefill)"
     )
     enable_chunked_prefill: bool = flag(True, "split long prompts over steps, beside running decodes")
     scheduling_policy: Literal["fcfs", "priority"] = flag(
@@ -60,9 +60,9 @@ class EngineOptions:
     )
 
     gpu_memory_utilization: float = flag(
-        0.9, "share of the device's memory for weights, activations and KV cache together"
+        0.9, "share of the device's free memory for weights, activations and KV cache together"
     )
-    kv_cache_memory_bytes: int | None = flag(None, "KV cache per rank, in bytes (overrides the share)")
+    kv_cache_memory_bytes: int | None = flag(None, "KV cache per rank, in bytes (instead of what the share leaves)")
     block_size: int = flag(16, "tokens in a block of KV cache")
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of prompts that start alike")
 

@@ -47,6 +47,7 @@ from quire.engine.scheduler import Scheduler
 
 logger = logging.getLogger("quire.engine.core")
 
+_STATS_SECONDS = 1.0
 _SHUTDOWN_GRACE = 10.0
 """Seconds that an orphaned core may take to end by itself, a model half loaded included."""
 
@@ -59,10 +60,10 @@ class Wire:
     """The sockets of the core, each owned by one thread; the loop sees two queues."""
 
     def __init__(self, endpoints: Endpoints) -> None:
-        self.inbox: SimpleQueue[ToCore | RankEnded] = SimpleQueue()
+        self.inbox: SimpleQueue[ToCore | RankEnded | Exception] = SimpleQueue()
         self._outbox: SimpleQueue[tuple[int, ToServer] | None] = SimpleQueue()
         self._context = zmq.Context()
-        self._clients = len(endpoints.responses)
+        self.num_clients = len(endpoints.responses)
         threading.Thread(target=self._receive, args=(endpoints.requests,), daemon=True, name="wire-in").start()
         self._sender = threading.Thread(target=self._send, args=(endpoints.responses,), name="wire-out")
         self._sender.start()
@@ -71,7 +72,7 @@ class Wire:
         self._outbox.put((client, message))
 
     def broadcast(self, message: ToServer) -> None:
-        for client in range(self._clients):
+        for client in range(self.num_clients):
             self.send(client, message)
 
     def close(self) -> None:
@@ -85,7 +86,10 @@ class Wire:
         socket.bind(address)
         decode = msgspec.msgpack.Decoder(ToCore).decode
         while True:
-            self.inbox.put(decode(socket.recv()))
+            try:
+                self.inbox.put(decode(socket.recv()))
+            except msgspec.DecodeError as error:
+                self.inbox.put(error)
 
     def _send(self, addresses: tuple[str, ...]) -> None:
         sockets = []
@@ -114,6 +118,7 @@ class Core:
         self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
         self.outputs: dict[int, list[RequestOutput]] = {}
         """Outputs of this turn, by API process."""
+        self.stats_sent = time.monotonic()
         self.probes: list[Probe] = []
         self.stopping = False
 
@@ -145,7 +150,7 @@ class Core:
                 self.handle(self.wire.inbox.get(block=idle))
                 idle = False
 
-    def handle(self, message: ToCore | RankEnded) -> None:
+    def handle(self, message: ToCore | RankEnded | Exception) -> None:
         match message:
             case Submit():
                 refusal = self.scheduler.add(message)
@@ -160,6 +165,8 @@ class Core:
                 self.stopping = True
             case RankEnded():
                 self.executor.check()
+            case Exception():
+                raise message  # somebody waits for an answer to what could not be read
 
     def deliver(self, outputs: list[tuple[Request, RequestOutput]]) -> None:
         for request, output in outputs:
@@ -171,7 +178,15 @@ class Core:
         self.probes.clear()
 
     def send(self) -> None:
-        """One message for each API process that has outputs, however many requests they are of."""
+        """One message for each API process that has outputs, however many requests they are of.
+
+        Every `_STATS_SECONDS` of work all get the stats, outputs or not.
+        """
+        now = time.monotonic()
+        if now - self.stats_sent >= _STATS_SECONDS:
+            self.stats_sent = now
+            for client in range(self.wire.num_clients):
+                self.outputs.setdefault(client, [])
         for client, outputs in self.outputs.items():
             self.wire.send(client, Outputs(outputs, msgspec.structs.replace(self.scheduler.snapshot())))
         self.outputs.clear()

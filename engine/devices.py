@@ -12,18 +12,18 @@ from quire.engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of one kind. `memory` is the bytes free on the smallest of them (on CPU: of the host)."""
+    """The devices of one kind. `memory` is the bytes free on the smallest that is used (on CPU: of the host)."""
 
     kind: Literal["cpu", "cuda"]
     count: int
     memory: int
 
 
-def find(kind: Literal["auto", "cpu", "cuda"]) -> Devices:
-    """The devices to use; raises `ConfigError` when CUDA is asked for and there is none."""
+def find(kind: Literal["auto", "cpu", "cuda"], ranks: int) -> Devices:
+    """The devices for so many ranks; raises `ConfigError` when CUDA is asked for and there is none."""
     gpus = _free_gpu_memory() if kind != "cpu" else []
     if gpus:
-        return Devices("cuda", len(gpus), min(gpus))
+        return Devices("cuda", len(gpus), min(gpus[:ranks]))
     if kind == "cuda":
         raise ConfigError("--device cuda: no NVIDIA GPU is visible; check the driver and CUDA_VISIBLE_DEVICES")
     return Devices("cpu", os.cpu_count() or 1, _free_host_memory())
@@ -61,7 +61,9 @@ def _free_host_memory() -> int:
     with open("/proc/meminfo") as lines:
         sizes = {key: int(value.split()[0]) * 1024 for key, value in (line.split(":") for line in lines)}
     free = sizes["MemAvailable"]
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and (text := limit.read_text().strip()).isdigit():
-        free = min(free, int(text) - int(used.read_text()))
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()).isdigit():
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # file cache that can go
+        free = min(free, int(limit) - used)
     return free

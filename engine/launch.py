@@ -27,7 +27,8 @@ def start_core(config: EngineConfig, endpoints: Endpoints, log_level: str = "inf
     It ends by itself when this process does, because its standard input closes. It sends `Ready`, or `Dead` with the
     reason, to every API process.
     """
-    core = subprocess.Popen([sys.executable, "-m", "quire.engine.core"], stdin=subprocess.PIPE, start_new_session=True)
+    command = [sys.executable, "-P", "-m", "quire.engine.core"]  # -P: nothing is imported from the current folder
+    core = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert core.stdin is not None
     core.stdin.write(pickle.dumps((config, endpoints, log_level)))
     core.stdin.flush()

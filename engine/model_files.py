@@ -10,20 +10,34 @@ from typing import Any
 
 from quire.engine.errors import ConfigError
 
-_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+_INDEX = "model.safetensors.index.json"
 
 
-def locate(model: str, revision: str | None, *, weights: bool = True) -> Path:
-    """The folder of a model: `model` itself, or the snapshot of a Hugging Face repository (downloaded with a bar).
+def locate(model: str, revision: str | None) -> Path:
+    """The folder of a model: `model` itself, or the snapshot of a Hugging Face repository, without its weights.
 
     Raises `ConfigError` for what is not there, offline and gated repositories included.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.exists() or model.startswith(("/", ".", "~")) or model.count("/") != 1:
+    try:
+        if path.is_dir():
+            next(path.iterdir(), None)  # may it be read?
+            return path.resolve()
+        exists = path.exists()
+    except OSError as error:
+        raise ConfigError(f"{model}: the folder cannot be read: {error.strerror}; check its permissions") from None
+    if exists or model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise ConfigError(f"{model}: no such model folder (a Hugging Face repository would be named as owner/name)")
-    return _download(model, revision, _PATTERNS if weights else [p for p in _PATTERNS if p != "*.safetensors"])
+    return _download(model, revision, _PATTERNS)
+
+
+def fetch_weights(model: str, revision: str | None, folder: Path) -> None:
+    """Download the safetensors of a repository into its snapshot `folder`; a local folder is left as it is."""
+    if not Path(model).expanduser().is_dir():
+        index = folder / _INDEX
+        names = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {"model*.safetensors"}
+        _download(model, revision, sorted(names))
 
 
 def _download(repository: str, revision: str | None, patterns: list[str]) -> Path:
@@ -93,7 +107,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     Format: 8 bytes of header length, the header (JSON), then the data
     (https://github.com/huggingface/safetensors#format).
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     if index.exists():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         files = [folder / name for name in names]
@@ -105,7 +119,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     for file in files:
         for name, entry in _read_header(file).items():
             if name != "__metadata__":
-                tensors[name] = TensorInfo(file, entry["dtype"], tuple(entry["shape"]))
+                tensors[name] = TensorInfo(file, str(entry.get("dtype")), tuple(entry.get("shape", ())))
     return tensors
 
 

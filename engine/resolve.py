@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +20,7 @@ from quire.engine.config import (
 from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
 
-_CHECKPOINT_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_STEP_TOKENS = 2048
+_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 _CPU_KV_CACHE_BYTES = 4 << 30
 """On CPU the KV cache of all ranks together stops here unless --kv-cache-memory-bytes asks for more."""
 
@@ -30,8 +28,8 @@ _CPU_KV_CACHE_BYTES = 4 << 30
 def resolve(options: EngineOptions) -> EngineConfig:
     """Fix every open choice; raises `ConfigError` with numbers and a remedy for what cannot be served."""
     _check_ranges(options)
-    found = devices.find(options.device)
     parallel_size = options.tensor_parallel_size * options.pipeline_parallel_size
+    found = devices.find(options.device, parallel_size)
     if found.kind == "cuda" and parallel_size > found.count:
         raise ConfigError(
             f"--tensor-parallel-size {options.tensor_parallel_size} × --pipeline-parallel-size "
@@ -46,7 +44,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         executor=_choose_executor(options, parallel_size),
         device=found.kind,
     )
-    scheduler = _resolve_scheduler(options, model)
+    scheduler = _resolve_scheduler(options, model, found)
     sizes = Sizes.of(model, parallel, scheduler, options.block_size)
     cache = CacheConfig(
         block_size=options.block_size,
@@ -54,6 +52,16 @@ def resolve(options: EngineOptions) -> EngineConfig:
         enable_prefix_caching=options.enable_prefix_caching,
     )
     return EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler)
+
+
+def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
+    """See that the weights are there and whole; those of a Hugging Face repository are downloaded, with a bar.
+
+    Apart from `resolve`, so that everything else is checked, and the plan shown, before a large download.
+    """
+    if config.model.load_format == "safetensors":
+        model_files.fetch_weights(options.model, options.revision, config.model.path)
+        model_files.read_headers(config.model.path)
 
 
 @dataclass(frozen=True)
@@ -135,41 +143,31 @@ def _check_ranges(options: EngineOptions) -> None:
 
 
 def _resolve_model(options: EngineOptions, found: Devices) -> ModelConfig:
-    dummy = options.load_format == "dummy"
-    path = model_files.locate(options.model, options.revision, weights=not dummy)
-    if not os.access(path, os.R_OK | os.X_OK):
-        raise ConfigError(f"{path}: the folder cannot be read; check its permissions")
+    path = model_files.locate(options.model, options.revision)
     hf_config = model_files.read_json(path / "config.json")
     arch = from_hf_config(hf_config)
-    stored = None
-    if not dummy:
-        kinds = {info.dtype for info in model_files.read_headers(path).values()}
-        unknown = kinds - _CHECKPOINT_DTYPES.keys()
-        if unknown:
-            raise ConfigError(f"{path}: tensors of type {', '.join(sorted(unknown))} are not served yet")
-        stored = _CHECKPOINT_DTYPES[max(kinds, key=["F16", "BF16", "F32"].index)]
     tokenizer = path
     if options.tokenizer is not None:
-        tokenizer = model_files.locate(options.tokenizer, None, weights=False)
+        tokenizer = model_files.locate(options.tokenizer, None)
     return ModelConfig(
         path=path,
         tokenizer=tokenizer,
         architecture=arch,
-        dtype=_choose_dtype(options, found, stored, hf_config),
+        dtype=_choose_dtype(options, found, hf_config),
         max_model_len=_choose_length(options, arch),
-        load_format="dummy" if dummy else "safetensors",
+        load_format="dummy" if options.load_format == "dummy" else "safetensors",
         eos_token_ids=_eos_token_ids(path, hf_config),
         trust_remote_code=options.trust_remote_code,
         seed=options.seed,
     )
 
 
-def _choose_dtype(options: EngineOptions, found: Devices, stored: str | None, hf_config: dict[str, Any]) -> str:
+def _choose_dtype(options: EngineOptions, found: Devices, hf_config: dict[str, Any]) -> str:
     if options.dtype != "auto":
         return options.dtype
     if found.kind == "cpu":
         return "float32"
-    named = hf_config.get("dtype") or hf_config.get("torch_dtype") or stored
+    named = hf_config.get("dtype") or hf_config.get("torch_dtype")
     return named if named in DTYPE_BYTES else "bfloat16"
 
 
@@ -231,9 +229,9 @@ def _choose_executor(options: EngineOptions, world_size: int) -> Literal["uni", 
             return backend
 
 
-def _resolve_scheduler(options: EngineOptions, model: ModelConfig) -> SchedulerConfig:
+def _resolve_scheduler(options: EngineOptions, model: ModelConfig, found: Devices) -> SchedulerConfig:
     least = 1 if options.enable_chunked_prefill else model.max_model_len
-    budget = options.max_num_batched_tokens or max(_STEP_TOKENS, least)
+    budget = options.max_num_batched_tokens or max(_STEP_TOKENS[found.kind], least)
     if budget < least:
         raise ConfigError(
             f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least the model length ({least}), "
@@ -257,37 +255,37 @@ def _count_blocks(
     found: Devices,
 ) -> int:
     """KV blocks of each rank: what memory leaves, but no more than all requests at full length can use."""
-    per_block = max(sizes.kv_block)
     blocks_per_request = -(-model.max_model_len // options.block_size)
     sharing = parallel.world_size if found.kind == "cpu" else 1
-    share = int(found.memory * options.gpu_memory_utilization) // sharing
-    fixed = max(sizes.weights) + sizes.workspace
-    if fixed > share:
+    whole = found.memory // sharing
+    share = int(whole * options.gpu_memory_utilization)
+    fixed = [weights + sizes.workspace for weights in sizes.weights]
+    if max(fixed) > share:
         raise ConfigError(
             f"the model does not fit: weights {human(max(sizes.weights))} + workspace {human(sizes.workspace)} per "
             f"rank, and {human(share)} there ({options.gpu_memory_utilization:g} of {human(found.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller --dtype, or a lower "
             "--max-num-batched-tokens"
         )
-    if options.kv_cache_memory_bytes is not None:
-        budget = options.kv_cache_memory_bytes
-        if budget > share - fixed:
+    asked = options.kv_cache_memory_bytes
+    if asked is not None:
+        if asked > whole - max(fixed):
             raise ConfigError(
-                f"--kv-cache-memory-bytes {budget} ({human(budget)}) does not fit: {human(share - fixed)} is left "
-                f"per rank beside weights and workspace"
+                f"--kv-cache-memory-bytes {asked} ({human(asked)}) does not fit: {human(whole - max(fixed))} is left "
+                f"per rank beside weights and workspace; ask for less, or use more ranks (-tp, -pp)"
             )
+        blocks = asked // max(sizes.kv_block)
     else:
-        budget = share - fixed
+        blocks = min((share - taken) // block for taken, block in zip(fixed, sizes.kv_block, strict=True))
         if found.kind == "cpu":
-            budget = min(budget, _CPU_KV_CACHE_BYTES // sharing)
-    blocks = budget // per_block
+            modest = _CPU_KV_CACHE_BYTES // sharing // max(sizes.kv_block)
+            blocks = min(blocks, max(modest, blocks_per_request))
     if blocks < blocks_per_request:
         raise ConfigError(
-            f"a KV cache of {human(budget)} per rank holds {blocks * options.block_size:,} tokens, less than one "
-            f"request of {model.max_model_len:,} ({human(blocks_per_request * per_block)}); use --max-model-len "
+            f"a KV cache of {human(blocks * max(sizes.kv_block) if asked is None else asked)} per rank holds "
+            f"{blocks * options.block_size:,} tokens, less than one request of {model.max_model_len:,} "
+            f"({human(blocks_per_request * max(sizes.kv_block))}); use --max-model-len "
             f"{max(1, blocks * options.block_size)} or less, more memory (--kv-cache-memory-bytes, "
             "--gpu-memory-utilization), or more ranks (-tp, -pp)"
         )
-    if options.kv_cache_memory_bytes is None:
-        blocks = min(blocks, scheduler.max_num_seqs * blocks_per_request)
-    return blocks
+    return blocks if asked is not None else min(blocks, scheduler.max_num_seqs * blocks_per_request)

@@ -27,7 +27,7 @@ class Ring:
         self._next = 0
         """Slots passed so far, in this process."""
 
-    def write(self, message: bytes, while_waiting: Callable[[], None], poll: float = 1.0) -> None:
+    def write(self, message: bytes, while_waiting: Callable[[], object], poll: float = 1.0) -> None:
         """Hand `message` to every reader. While the ring is full, `while_waiting` is called every `poll` seconds.
 
         It may raise, to give up on readers that are gone.

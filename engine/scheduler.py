@@ -27,6 +27,9 @@ from quire.engine.messages import (
 )
 from quire.engine.request import Request
 
+_LEAST_SHARE = 256
+"""Tokens that a stage may always take: a step of fewer costs about as much, as it reads the same weights."""
+
 
 class Scheduler:
     """Owns the requests from `add` to their last output, and the KV blocks they hold."""
@@ -48,6 +51,7 @@ class Scheduler:
         self._step = 0
         self._rows: dict[int, list[Request]] = {}
         """Requests of each plan in flight, row for row."""
+        self._tokens_in_flight = 0
         self._free_slots = list(reversed(range(self.config.max_num_seqs)))
         self._released: list[int] = []
         """Slots that the workers are to forget with the next plan."""
@@ -99,6 +103,9 @@ class Scheduler:
         del self.requests[request.submit.request_id]
         if request.slot is None:
             self.num_waiting -= 1
+            if len(self.waiting) > 2 * self.num_waiting + 64:
+                self.waiting = [entry for entry in self.waiting if entry[1].finish_reason is None]
+                heapq.heapify(self.waiting)
         else:
             self._leave(request)
 
@@ -156,21 +163,27 @@ class Scheduler:
     def _depart(self, plan: StepPlan, rows: list[Request]) -> StepPlan:
         plan.released, self._released = self._released, []
         self._rows[plan.step] = rows
+        self._tokens_in_flight += plan.num_tokens
         self._step += 1
         self.stats.steps += 1
         return plan
 
     def _share(self) -> tuple[int, int]:
-        """Rows and tokens that this plan may take of the work at hand: one part in `depth`, rounded up."""
+        """Rows and tokens that this plan may take of the work at hand: one part in `depth`, rounded up.
+
+        What is in flight counts as work at hand, so that a long prompt is cut into equal chunks.
+        """
         limits = self.config
         if limits.depth == 1:
             return limits.max_num_seqs, limits.max_num_batched_tokens
         room = limits.max_num_seqs - len(self.running)
-        rows = len(self.running) + min(room, self.num_waiting)
-        tokens = sum(max(1, request.num_pending) for request in self.running)
+        rows = -(-(len(self.running) + min(room, self.num_waiting)) // limits.depth)
+        if not limits.enable_chunked_prefill:
+            return rows, limits.max_num_batched_tokens
+        tokens = self._tokens_in_flight + sum(request.num_pending for request in self.running)
         tokens += sum(request.num_pending for _, request in self.waiting[:room] if request.finish_reason is None)
-        shares = -(-rows // limits.depth), max(-(-tokens // limits.depth), self.kv.block_size)
-        return shares[0], min(limits.max_num_batched_tokens, shares[1])
+        share = max(-(-tokens // limits.depth), _LEAST_SHARE)
+        return rows, min(limits.max_num_batched_tokens, share)
 
     def _chunk(self, request: Request, tokens_left: int) -> int:
         """How many of its pending tokens fit; without chunked prefill all or none."""
@@ -285,6 +298,7 @@ class Scheduler:
         assert plan.step == result.step, f"result of step {result.step} for plan {plan.step}"
         outputs: list[tuple[Request, RequestOutput]] = []
         rows = self._rows.pop(plan.step)
+        self._tokens_in_flight -= plan.num_tokens
         for row, request in enumerate(rows):
             request.in_flight -= 1
             token_id = result.token_ids[row]

@@ -95,6 +95,9 @@ def paged_attention(
     for requests, count, width in _alike(counts, blocks, kv_heads * block_size * query.shape[2]):
         rows = query_starts[requests, None] + torch.arange(count, device=query.device)  # [requests, count]
         keys, values = _gather(cache, block_tables[requests, :width])
+        # What lies behind a sequence's end is another's or old: it weighs 0, and 0 times a NaN would be NaN.
+        behind = torch.arange(keys.shape[2], device=query.device) >= sequence_lengths[requests, None]
+        values.masked_fill_(behind[:, None, :, None], 0.0)
         first = sequence_lengths[requests] - count  # [requests]
         piece = max(1, _SCORE_ELEMENTS // (query.shape[1] * keys.shape[2] * len(rows)))
         for start in range(0, count, piece):

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.messages import SamplingParams
-from quire.engine.resolve import resolve
+from quire.engine.resolve import fetch_weights, resolve
 from quire.server.output import Delta
 from quire.server.render import Message, Prompt
 from quire.server.results import Completion, Logprob, RequestResult, completion
@@ -43,7 +43,9 @@ class AsyncLLM:
         log_level: str = "warning",
         **options: Any,
     ) -> None:
-        self.config: EngineConfig = resolve(EngineOptions(model=model, **options))
+        asked = EngineOptions(model=model, **options)
+        self.config: EngineConfig = resolve(asked)
+        fetch_weights(asked, self.config)
         self._chat_template = chat_template
         self._log_level = log_level
         self._starting: asyncio.Task[Service] | None = None
@@ -191,7 +193,7 @@ class LLM:
         priority: Sequence[int] | None,
         use_tqdm: bool,
     ) -> list[RequestResult]:
-        prompts = [await one for one in rendering]
+        prompts = await asyncio.gather(*rendering)
         params = [sampling_params] * len(prompts) if not isinstance(sampling_params, Sequence) else sampling_params
         priorities = [0] * len(prompts) if priority is None else priority
         for what, given in (("sampling_params", params), ("priority", priorities)):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,10 @@ class Renderer:
         if isinstance(prompt, str):
             ids = await self._encode(prompt, add_special_tokens=True)
         else:
-            ids = prompt
-            if (bad := next((i for i in ids if not 0 <= i < self._vocab_size), None)) is not None:
-                raise InvalidParameter(
-                    f"prompt: token id {bad} is not in the vocabulary (0 to {self._vocab_size - 1})", "prompt"
-                )
+            try:
+                ids = [operator.index(token_id) for token_id in prompt]
+            except TypeError:
+                raise InvalidParameter("prompt: token ids must be integers", "prompt") from None
         return self._fitting(ids, "prompt")
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
@@ -78,11 +78,8 @@ class Renderer:
 
     def check(self, params: SamplingParams) -> None:
         """Refuse token ids that the model does not have."""
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-            if (bad := next((i for i in ids if not 0 <= i < self._vocab_size), None)) is not None:
-                raise InvalidParameter(
-                    f"{name}: token id {bad} is not in the vocabulary (0 to {self._vocab_size - 1})", name
-                )
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_ids(params.logit_bias, "logit_bias")
 
     def check_length(self, prompt_ids: Sequence[int], max_tokens: int | None, param: str) -> None:
         """Refuse a request whose full output could not fit behind its prompt."""
@@ -102,7 +99,15 @@ class Renderer:
                 f"prompt has {len(ids)}",
                 param,
             )
+        self._check_ids(ids, param)
         return ids
+
+    def _check_ids(self, ids: Iterable[int], param: str) -> None:
+        """Refuse ids that the model has no row for; a tokenizer may know more tokens than its model."""
+        if (bad := next((i for i in ids if not 0 <= i < self._vocab_size), None)) is not None:
+            raise InvalidParameter(
+                f"{param}: token id {bad} is not in the model's vocabulary (0 to {self._vocab_size - 1})", param
+            )
 
     async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) < _LONG_TEXT:

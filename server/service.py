@@ -12,6 +12,8 @@ import weakref
 from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 
+import msgspec
+
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidParameter
 from quire.engine.launch import Endpoints, start_core
@@ -123,6 +125,7 @@ class Service:
 
         Raises `InvalidParameter` and `EngineUnavailable` before anything has run.
         """
+        params = _checked(params, priority)
         self.renderer.check(params)
         if priority and self.config.scheduler.policy != "priority":
             raise InvalidParameter("priority needs a server started with --scheduling-policy priority", "priority")
@@ -153,3 +156,13 @@ class Service:
         if seed is None:
             return self._seeds.getrandbits(63)
         return seed if choice == 0 else random.Random(f"{seed}/{choice}").getrandbits(63)
+
+
+def _checked(params: SamplingParams, priority: int) -> SamplingParams:
+    """A copy of `params` whose types are those declared: a struct made in Python may hold anything."""
+    try:
+        msgspec.convert(priority, int)
+        checked: SamplingParams = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        raise InvalidParameter(f"sampling parameters: {error}") from None
+    return checked

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, InvalidParameter
 from quire.engine.model_files import read_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -46,7 +46,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text; with `add_special_tokens` as the model expects a prompt to begin (bos, mostly)."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError:  # what the library says of a str that has no UTF-8 form
+            raise InvalidParameter("the text holds half of a surrogate pair, which is not a character") from None
         return ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:

@@ -10,6 +10,8 @@ from quire.engine.messages import StepPlan, StepResult
 
 STEP_TIMEOUT = 600.0
 """Seconds after which a step that does not come back counts as hung."""
+SIGN_OF_LIFE_TIMEOUT = 15.0
+"""The same for a plan without rows, which costs nothing."""
 
 
 class WorkerError(RuntimeError):

@@ -23,7 +23,7 @@ import msgspec
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.executor import STEP_TIMEOUT, WorkerError
+from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, WorkerError
 from quire.engine.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
 from quire.engine.ring import Ring
 
@@ -43,13 +43,14 @@ class MpExecutor:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         size = config.parallel.world_size
         self._ring = Ring(context, readers=size)
-        self._completed = context.RawArray("q", [-1] * size)
-        """Last step that each rank has run, written by the rank."""
+        self._progress = context.RawArray("q", [-1] * size)
+        """What each rank has come to, written by the rank: 2 × step on receiving a plan, one more when it has run."""
         self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | StepResult] = msgspec.msgpack.Decoder(
             WorkerReady | WorkerFailed | StepResult
         )
         self._encode = msgspec.msgpack.Encoder().encode
         self._pending: deque[MpPending] = deque()
+        self._arrived: deque[WorkerReady | StepResult] = deque()
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._selector = selectors.DefaultSelector()
@@ -60,7 +61,7 @@ class MpExecutor:
                     receiver, sender = context.Pipe(duplex=False)
                     process = context.Process(
                         target=main,
-                        args=(config, rank, init_method, self._ring, self._completed, sender, log_level),
+                        args=(config, rank, init_method, self._ring, self._progress, sender, log_level),
                         name=f"quire-rank-{rank}",
                         daemon=True,
                     )
@@ -81,8 +82,10 @@ class MpExecutor:
         on_end()
 
     def submit(self, plan: StepPlan) -> MpPending:
-        self._ring.write(self._encode(plan), while_waiting=self.check)
-        pending = MpPending(self, plan.step)
+        # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
+        self._ring.write(self._encode(plan), while_waiting=lambda: self._poll(0))
+        timeout = STEP_TIMEOUT if plan.scheduled else SIGN_OF_LIFE_TIMEOUT
+        pending = MpPending(self, plan.step, timeout)
         self._pending.append(pending)
         return pending
 
@@ -97,18 +100,23 @@ class MpExecutor:
             process.join(max(0.0, deadline - time.monotonic()))
         self._kill()
 
-    def receive(self) -> StepResult:
+    def receive(self, step: int, timeout: float) -> StepResult:
         """The next result; raises `WorkerError` when a rank dies, fails or hangs instead."""
-        message = self._receive(STEP_TIMEOUT)
+        if not self._arrived and not self._poll(timeout):
+            late = [rank for rank, progress in enumerate(self._progress) if progress < 2 * step]
+            unfinished = [rank for rank, progress in enumerate(self._progress) if progress < 2 * step + 1]
+            raise WorkerError(f"{_ranks(late or unfinished)} did not answer within {timeout:.0f} s")
+        message = self._arrived.popleft()
         assert isinstance(message, StepResult), f"unexpected {type(message).__name__}"
         return message
 
-    def _receive(self, timeout: float | None) -> WorkerReady | StepResult:
+    def _poll(self, timeout: float | None) -> bool:
+        """Take in what the ranks have sent, waiting for the first; False when nothing has come in time.
+
+        Raises `WorkerError` when a rank has failed or ended, `ConfigError` when it could not load the model.
+        """
         events = self._selector.select(timeout)
-        if not events:
-            step = max(self._completed) + 1
-            behind = [rank for rank, done in enumerate(self._completed) if done < step]
-            raise WorkerError(f"step hangs since {STEP_TIMEOUT:.0f} s: {_ranks(behind)} did not finish it")
+        taken = len(self._arrived)
         for key, _ in events:
             if isinstance(key.fileobj, Connection):
                 try:
@@ -116,26 +124,28 @@ class MpExecutor:
                 except EOFError:
                     continue
                 if not isinstance(message, WorkerFailed):
-                    return message
-                if message.user_error:
+                    self._arrived.append(message)
+                elif message.user_error:
                     raise ConfigError(message.reason)
-                raise WorkerError(self._blame(key.data, message.reason))
-        raise WorkerError(self._blame(events[0][0].data, None))
+                else:
+                    raise WorkerError(self._blame(key.data, message.reason))
+        if events and len(self._arrived) == taken:
+            raise WorkerError(self._blame(events[0][0].data, None))
+        return bool(events)
 
     def _wait_until_ready(self) -> dict[str, float]:
         slowest: dict[str, float] = {}
         for _ in self._processes:
-            message = self._receive(None)
+            if not self._arrived:
+                self._poll(None)
+            message = self._arrived.popleft()
             assert isinstance(message, WorkerReady), f"unexpected {type(message).__name__}"
             slowest = max(slowest, message.seconds, key=lambda seconds: sum(seconds.values()))
         return slowest
 
     def check(self) -> None:
         """Raise `WorkerError` if a rank has ended."""
-        ended = wait([process.sentinel for process in self._processes], timeout=0)
-        for rank, process in enumerate(self._processes):
-            if process.sentinel in ended:
-                raise WorkerError(self._blame(rank, None))
+        self._poll(0)
 
     def _blame(self, rank: int, reason: str | None) -> str:
         """The text for a rank in trouble, naming the one that was killed rather than those that noticed.
@@ -165,13 +175,14 @@ class MpExecutor:
 class MpPending:
     """A step under way; taking a later result first would be our own mistake."""
 
-    def __init__(self, executor: MpExecutor, step: int) -> None:
+    def __init__(self, executor: MpExecutor, step: int, timeout: float) -> None:
         self._executor = executor
         self._step = step
+        self._timeout = timeout
 
     def result(self) -> StepResult:
         assert self._executor._pending.popleft() is self
-        result = self._executor.receive()
+        result = self._executor.receive(self._step, self._timeout)
         assert result.step == self._step
         return result
 

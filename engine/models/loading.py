@@ -25,6 +25,7 @@ from quire.engine.parallel import Parallel
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = ("F32", "BF16", "F16")
 _NAMED_PROBLEMS = 8
 _DUMMY_DEVIATION = 0.02
 _DUMMY_ELEMENTS = 1 << 20
@@ -84,6 +85,8 @@ def _check(needed: Needed, headers: dict[str, TensorInfo], model: ModelConfig) -
             problems.append(f"{name} is missing")
         elif headers[name].shape != expected:
             problems.append(f"{name} has the shape {list(headers[name].shape)}, expected {list(expected)}")
+        elif headers[name].dtype not in _DTYPES:
+            problems.append(f"{name} is of type {headers[name].dtype}, which is not served")
     if problems:
         more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
         raise ConfigError(

@@ -71,8 +71,9 @@ class Runner:
         return StepResult(plan.step, token_ids, places)
 
     def _pass_on(self, plan: StepPlan) -> StepResult | None:
-        """A plan without rows: each stage waits for the one before and wakes the next."""
+        """A plan without rows: each stage waits for the one before, for all its own ranks, and wakes the next."""
         self._receive(1)
+        self._tp.all_reduce(torch.zeros(1, device=self._device))
         if not self._pipeline.is_last:
             self._pipeline.send(torch.zeros(1, self._hidden_size, dtype=self._dtype, device=self._device))
         return StepResult(plan.step, []) if self._pipeline.is_last and self._tp.rank == 0 else None

@@ -54,11 +54,11 @@ def main(
     rank: int,
     init_method: str,
     plans: Ring,
-    completed: ctypes.Array[ctypes.c_longlong],
+    progress: ctypes.Array[ctypes.c_longlong],
     results: Connection,
     log_level: str,
 ) -> None:
-    """A worker process: `plans` in, `results` out, `completed[rank]` is the last step run."""
+    """A worker process: `plans` in, `results` out, `progress[rank]` as `MpExecutor` reads it."""
     begun = process.age()
     process.set_name(f"quire-rank-{rank}")
     _end_with_parent()
@@ -71,8 +71,9 @@ def main(
         decode = msgspec.msgpack.Decoder(StepPlan).decode
         while message := plans.read(rank):
             plan = decode(message)
+            progress[rank] = 2 * plan.step
             result: StepResult | None = worker.execute(plan)
-            completed[rank] = plan.step
+            progress[rank] = 2 * plan.step + 1
             if result is not None:
                 results.send_bytes(encode(result))
         worker.close()

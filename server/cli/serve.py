@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from quire.engine import log, process
 from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.resolve import plan_text, resolve
+from quire.engine.errors import ConfigError
+from quire.engine.resolve import fetch_weights, plan_text, resolve
 from quire.server.cli import flags
 from quire.server.cli.listen import address, listen
 from quire.server.config import ServerOptions
@@ -59,12 +60,16 @@ def run(parsed: argparse.Namespace) -> int:
     begun = time.monotonic()
     options, server = read_options(parsed)
     log.setup(server.log_level, "api")
-    config = resolve(options)
-    print(plan_text(config), flush=True)
-    seconds["resolve"] = time.monotonic() - begun
+    if server.api_key == "":
+        raise ConfigError("--api-key is empty; leave it out to serve without a key")
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
     process.set_name("quire-api")
     with listen(server) as listener:
+        config = resolve(options)
+        print(plan_text(config), flush=True)
+        fetch_weights(options, config)
+        seconds["resolve"] = time.monotonic() - begun
+
         import uvloop
 
         # transformers, where it is needed for a tokenizer, imports torch when it can. In this process it cannot.

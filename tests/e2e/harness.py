@@ -29,7 +29,8 @@ class CountingWire(Wire):
     """Takes outputs in; once every request has ended, has the core tell the workers, and stops it."""
 
     def __init__(self, submits: list[Submit]) -> None:
-        self.inbox: SimpleQueue[ToCore | RankEnded] = SimpleQueue()
+        self.inbox: SimpleQueue[ToCore | RankEnded | Exception] = SimpleQueue()
+        self.num_clients = 1
         self.outputs: dict[str, list[RequestOutput]] = {submit.request_id: [] for submit in submits}
         self._open = len(submits)
         for submit in submits:

@@ -37,7 +37,13 @@ class Server:
 
 def quire(*arguments: str) -> list[str]:
     """The command line of `quire`, whichever way it is installed."""
-    return [sys.executable, "-c", "import sys; from quire.server.cli.main import main; sys.exit(main())", *arguments]
+    return [
+        sys.executable,
+        "-P",
+        "-c",
+        "import sys; from quire.server.cli.main import main; sys.exit(main())",
+        *arguments,
+    ]
 
 
 @contextlib.contextmanager

@@ -114,3 +114,23 @@ def test_no_process_outlives_the_server(number: signal.Signals) -> None:
         server.process.send_signal(number)
         assert server.process.wait(30) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
         assert not psutil.wait_procs(family, timeout=30)[1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named() -> None:
+    with serve("-tp", "2") as server:
+        hung = server.named("quire-rank-1")
+        hung.suspend()
+        health = httpx.get(f"{server.url}/health", timeout=60)
+        assert health.status_code == 503
+        assert "rank 1 did not answer within 15 s" in health.text
+        assert server.process.wait(30) == 1
+        assert not psutil.pid_exists(hung.pid)
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("numpy", "torch", "msgspec"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
+    with serve("-tp", "2") as server:
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200

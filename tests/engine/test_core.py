@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from queue import SimpleQueue
 
+import msgspec
 import pytest
 
 from quire.engine.core import Core, RankEnded
@@ -61,7 +62,8 @@ class FakeExecutor:
 
 class FakeWire:
     def __init__(self) -> None:
-        self.inbox: SimpleQueue[ToCore | RankEnded] = SimpleQueue()
+        self.inbox: SimpleQueue[ToCore | RankEnded | Exception] = SimpleQueue()
+        self.num_clients = 2
         self.sent: deque[tuple[int, ToServer]] = deque()
 
     def send(self, client: int, message: ToServer) -> None:
@@ -154,3 +156,17 @@ def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
     wire_of(core).inbox.put(RankEnded())
     with pytest.raises(WorkerError, match="rank 1 was killed"):
         core.run()
+
+
+def test_a_frame_that_cannot_be_read_ends_the_core_instead_of_leaving_somebody_waiting() -> None:
+    core = core_with({}, [submit(0, "a", [1], 50)])
+    wire_of(core).inbox.put(msgspec.DecodeError("garbage"))
+    with pytest.raises(msgspec.DecodeError, match="garbage"):
+        core.run()
+
+
+def test_stats_travel_without_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.core._STATS_SECONDS", 0.0)
+    core = core_with({3: [Shutdown()]}, [submit(0, "a", [1], 50)])
+    core.run()
+    assert [m.stats.running for c, m in wire_of(core).sent if c == 1 and isinstance(m, Outputs)][-1] == 1

@@ -13,7 +13,7 @@ from quire.engine import devices
 from quire.engine.architecture import from_hf_config
 from quire.engine.config import EngineOptions
 from quire.engine.errors import ConfigError
-from quire.engine.resolve import plan_text, resolve
+from quire.engine.resolve import fetch_weights, plan_text, resolve
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -49,6 +49,11 @@ def folder(tmp_path: Path, **changes: Any) -> str:
 
 def options(model: str, **changes: Any) -> EngineOptions:
     return EngineOptions(**{"model": model, "load_format": "dummy", "device": "cpu", **changes})
+
+
+def fetch(model: str) -> None:
+    asked = options(model, load_format="auto")
+    fetch_weights(asked, resolve(asked))
 
 
 def write_safetensors(path: Path, *, cut: int = 0) -> None:
@@ -95,7 +100,6 @@ def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
         ({"distributed_executor_backend": "ray"}, r"ray is not served yet"),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"runs one rank, not 2"),
         ({"device": "cuda"}, r"no NVIDIA GPU is visible"),
-        ({"load_format": "auto"}, r"no \*\.safetensors there"),
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -111,6 +115,8 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any
         ({"hidden_act": "gelu"}, "'gelu' is not served"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not served yet"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not served"),
+        ({"hidden_size": "wide"}, "config.json has a value that LlamaForCausalLM cannot use"),
     ],
 )
 def test_what_the_model_has_and_we_lack_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -160,16 +166,19 @@ def test_truncated_weights_are_noticed_by_their_size(tmp_path: Path, cut: int) -
     model = folder(tmp_path)
     write_safetensors(tmp_path / "model.safetensors", cut=cut)
     with pytest.raises(ConfigError, match=r"model\.safetensors: truncated"):
-        resolve(options(model, load_format="auto"))
+        fetch(model)
 
 
 def test_whole_weights_are_accepted_and_garbage_is_not(tmp_path: Path) -> None:
     model = folder(tmp_path)
     write_safetensors(tmp_path / "model.safetensors")
-    assert resolve(options(model, load_format="auto")).model.load_format == "safetensors"
+    fetch(model)
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops")
     with pytest.raises(ConfigError, match="not a safetensors file"):
-        resolve(options(model, load_format="auto"))
+        fetch(model)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors there"):
+        fetch(model)
 
 
 def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
@@ -178,7 +187,7 @@ def test_a_shard_that_the_index_names_must_be_there(tmp_path: Path) -> None:
     index = {"weight_map": {"w": "model-00001.safetensors", "v": "model-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"model-00002\.safetensors: cannot be read: No such file"):
-        resolve(options(model, load_format="auto"))
+        fetch(model)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "\xff"])
@@ -209,3 +218,34 @@ def test_an_unreachable_repository_is_one_clear_error(tmp_path: Path, monkeypatc
 def test_every_decode_finds_room_in_a_step(tmp_path: Path) -> None:
     config = resolve(options(folder(tmp_path), max_num_batched_tokens=8))
     assert config.scheduler.max_num_seqs == 8
+
+
+def test_weights_of_a_repository_are_downloaded_only_after_every_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only those that the index names: some repositories hold the weights twice."""
+    asked: list[list[str]] = []
+    folder(tmp_path)
+    write_safetensors(tmp_path / "model-00001.safetensors")
+    write_safetensors(tmp_path / "consolidated.safetensors", cut=3)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"w": "model-00001.safetensors"}}')
+
+    def snapshot_download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError, match="does not divide"):
+        resolve(options("Qwen/Qwen3-8B", load_format="auto", tensor_parallel_size=3))
+    assert not any("safetensors" in pattern for patterns in asked for pattern in patterns if "index" not in pattern)
+    fetch("Qwen/Qwen3-8B")
+    assert asked[-1] == ["model-00001.safetensors"]
+
+
+def test_on_a_cpu_one_request_at_full_length_always_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_free_host_memory", lambda: 256 << 30)
+    model = folder(tmp_path, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+    long = folder(tmp_path, **json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 40960})
+    assert model == long
+    config = resolve(options(long, tensor_parallel_size=2))
+    assert config.cache.num_blocks * config.cache.block_size >= 40960

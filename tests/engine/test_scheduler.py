@@ -27,6 +27,8 @@ class Engine:
         self.depth = config.scheduler.depth
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.outputs: dict[str, list[RequestOutput]] = {}
+        self.idle_stage_steps = 0
+        """Counted here, to hold the scheduler's own count against."""
 
     def add(self, request_id: str, prompt: list[int], priority: int = 0, **params: Any) -> None:
         submit = Submit(0, request_id, prompt, SamplingParams(**params), priority)
@@ -46,6 +48,8 @@ class Engine:
         self.scheduler.check_integrity()
         if plan is not None:
             self.in_flight.append((plan, self.model.execute(plan)))
+        elif self.in_flight and len(self.scheduler.requests) >= self.depth:
+            self.idle_stage_steps += self.depth - len(self.in_flight)
         if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
             for _, output in self.scheduler.update(*self.in_flight.popleft()):
                 self.outputs[output.request_id].append(output)
@@ -58,6 +62,7 @@ class Engine:
             each_turn(turn)
             if not self.turn() and turn >= at_least:
                 break
+        assert self.scheduler.stats.idle_stage_steps == self.idle_stage_steps
         assert not self.scheduler.has_requests
         assert self.scheduler.kv.num_free == self.scheduler.kv.num_blocks
 
@@ -140,16 +145,18 @@ def test_decodes_go_before_prefill_chunks() -> None:
     assert [plan.num_tokens for plan in engine.model.plans[1:6]] == [16] * 5
 
 
-def test_without_chunked_prefill_a_prompt_is_one_row() -> None:
-    engine = Engine(engine_config(chunked=False, max_num_batched_tokens=128, num_blocks=60))
-    for index in range(10):
-        engine.add(str(index), list(range(index, index + 50)), max_tokens=5)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_without_chunked_prefill_a_prompt_is_one_row(depth: int) -> None:
+    engine = Engine(engine_config(depth=depth, chunked=False, max_num_batched_tokens=128, num_blocks=60))
+    prompts = {str(index): list(range(index, index + 50)) for index in range(10)}
+    for request_id, prompt in prompts.items():
+        engine.add(request_id, prompt, max_tokens=5)
     engine.run()
     for plan in engine.model.plans:
-        assert all(row.num_tokens == 1 or row.num_tokens > 40 for row in plan.scheduled if not plan.new) or plan.new
         assert [row.num_tokens for row in plan.scheduled if row.num_tokens > 1] == [
             len(new.token_ids) - new.num_computed_tokens for new in plan.new
         ]
+    assert all(engine.tokens(request_id) == continuation(prompt, 5) for request_id, prompt in prompts.items())
 
 
 def test_priority_goes_first_and_is_preempted_last() -> None:
@@ -175,6 +182,45 @@ def test_preemption_takes_the_last_arrival() -> None:
     engine.run(watch)
     assert engine.scheduler.stats.preemptions > 0
     assert not any(victims)
+
+
+def test_stages_that_stand_idle_are_counted() -> None:
+    """Two requests, of which one waits for memory: the second stage has nothing to do, though somebody would."""
+    engine = Engine(engine_config(depth=2, num_blocks=32, prefix=False))
+    engine.add("0", [1] * 100, max_tokens=20)
+    engine.add("1", [2] * 100, max_tokens=20)
+    engine.run()
+    assert engine.idle_stage_steps > 10
+
+
+def test_first_come_first_served_does_not_look_at_priorities() -> None:
+    engine = Engine(engine_config(max_num_seqs=1))
+    engine.add("0", [1] * 8, priority=5, max_tokens=4)
+    engine.add("1", [2] * 8, priority=-5, max_tokens=4)
+    engine.turn()
+    assert [request.submit.request_id for request in engine.scheduler.running] == ["0"]
+    engine.run()
+
+
+def test_an_abort_frees_the_blocks_at_once() -> None:
+    engine = Engine(engine_config(depth=2, prefix=False))
+    engine.add("0", [1] * 40, max_tokens=20)
+    engine.turn()
+    assert engine.scheduler.kv.num_free < engine.scheduler.kv.num_blocks
+    engine.abort("0")
+    assert engine.scheduler.kv.num_free == engine.scheduler.kv.num_blocks
+    engine.run()
+
+
+def test_requests_that_were_aborted_while_waiting_are_forgotten() -> None:
+    engine = Engine(engine_config(max_num_seqs=1))
+    engine.add("first", [1], max_tokens=50)
+    engine.turn()
+    for index in range(1000):
+        engine.add(str(index), [1], max_tokens=5)
+        engine.abort(str(index))
+    assert len(engine.scheduler.waiting) < 100
+    engine.run()
 
 
 def test_stop_tokens_and_end_of_sequence() -> None:
@@ -240,12 +286,12 @@ def test_no_stage_idles_under_steady_load(depth: int) -> None:
     assert max(tokens) <= 12 * 60 / depth
 
 
-def test_a_long_prompt_is_spread_over_the_stages() -> None:
-    engine = Engine(engine_config(depth=4, max_num_batched_tokens=512, num_blocks=1000, max_model_len=500))
-    engine.add("long", [1] * 400, max_tokens=2)
+@pytest.mark.parametrize(("length", "chunks"), [(400, [256, 144]), (4000, [1000] * 4), (9000, [2048] * 4 + [808])])
+def test_a_long_prompt_is_cut_into_equal_chunks_for_the_stages(length: int, chunks: list[int]) -> None:
+    engine = Engine(engine_config(depth=4, max_num_batched_tokens=2048, num_blocks=3000, max_model_len=10_000))
+    engine.add("long", [1] * length, max_tokens=2)
     engine.run()
-    assert [plan.num_tokens for plan in engine.model.plans[:3]] == [100, 75, 57]
-    assert engine.tokens("long") == continuation([1] * 400, 2)
+    assert [plan.num_tokens for plan in engine.model.plans] == [*chunks, 1]
 
 
 def test_a_sign_of_life_tells_the_workers_what_was_released() -> None:

@@ -96,3 +96,17 @@ def test_half_precision_rounds_only_inputs_and_output(dtype: torch.dtype) -> Non
     exact = case._replace(query=half.query.float(), cache=half.cache.float())
     assert half.run().dtype == dtype
     torch.testing.assert_close(half.run(), exact.run().to(dtype))
+
+
+def test_what_lies_behind_a_sequence_cannot_reach_it() -> None:
+    """Stale slots of its last block, and the blocks of others that pad its table, hold NaN and infinity."""
+    case = build([(0, 3), (37, 1), (5, 2)], 4, 2, 8, 16)
+    whole = case.run()
+    poisoned = case.cache.clone()
+    used = torch.zeros(poisoned.shape[1], poisoned.shape[3], dtype=torch.bool)
+    for table, length in zip(case.tables, case.lengths, strict=True):
+        place = torch.arange(length)
+        used[table[place // 16], place % 16] = True
+    for side, poison in ((0, torch.nan), (1, torch.inf)):
+        poisoned[side].transpose(1, 2)[~used] = poison
+    assert torch.equal(case._replace(cache=poisoned).run(), whole)

@@ -420,3 +420,20 @@ def test_the_echo_knows_the_commands() -> None:
 
     ids = [byte_level().token_to_id(command) for command in COMMANDS]
     assert ids == [fake_core.DIE, fake_core.VANISH, fake_core.FAIL, fake_core.HANG, fake_core.MUTE]
+
+
+async def test_text_that_is_not_unicode_is_the_clients_error(server: Server) -> None:
+    body = '{"prompt": "\\ud800"}'
+    response = await server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert "surrogate" in response.json()["error"]["message"]
+
+
+async def test_a_token_that_the_model_has_no_row_for_is_the_clients_error(
+    config: EngineConfig, core_mode: Callable[[str], None]
+) -> None:
+    """Tokenizers know added tokens, such as padding, that their model's embedding may lack."""
+    small = replace(config.model.architecture, vocab_size=100)
+    async with run_server(replace(config, model=replace(config.model, architecture=small))) as server:
+        error = await refused(server, "completions", {"prompt": "~~~~ é"})
+        assert "not in the model's vocabulary (0 to 99)" in error["message"]

@@ -92,6 +92,7 @@ def test_the_users_mistakes_are_one_line(
     assert "no config.json" in serve(capsys, str(tmp_path))
     assert "sizes that do: 1, 2, 4" in serve(capsys, *model, "-tp", "3")
     assert "invalid choice: 'float8'" in serve(capsys, *model, "--dtype", "float8")
+    assert "--api-key is empty" in serve(capsys, *model, "--api-key", "")
     assert "--tens" in serve(capsys, *model, "--tens", "2")
     assert "--port 70000" in serve(capsys, *model, "--port", "70000")
     assert "--host" in serve(capsys, *model, "--host", "no.such.host.invalid")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
@@ -69,6 +70,13 @@ def test_errors_reach_the_caller_and_the_engine_goes_on(llm: LLM) -> None:
         llm.generate([[70], [999]])
     with pytest.raises(InvalidParameter, match="logit_bias"):
         llm.generate("a", SamplingParams(logit_bias={999: 1.0}))
+    with pytest.raises(InvalidParameter, match=r"Expected `int \| null`, got `float`.*max_tokens"):
+        llm.generate("a", SamplingParams(max_tokens=5.5))  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="must be integers"):
+        llm.generate([[70.5]])  # type: ignore[arg-type]
+    with pytest.raises(InvalidParameter, match="got `float`"):
+        llm.generate("a", priority=[1.5])  # type: ignore[list-item]
+    assert llm.generate([list(np.array([70, 71]))])[0].prompt_token_ids == [70, 71]
     with pytest.raises(RequestFailed, match="KV cache"):
         llm.generate(["a<hang>", "a<fail>"])
     with pytest.raises(ValueError, match="2 for 1 prompts"):
