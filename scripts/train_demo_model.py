@@ -1,6 +1,6 @@
 """Trains the bundled demo model: tokenizer, chat template and a small Llama, from the text in demo_chats.
 
-    python scripts/train_demo_model.py                 # about 25 minutes on two idle cores
+    python scripts/train_demo_model.py                 # under 20 minutes on two cores
     python scripts/train_demo_model.py --score-only    # score the folder that is there
 
 The score asks held-out chats (demo_chats.held_out) of the folder as it was saved, weights rounded to bfloat16

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 DEMO_NAME = "quire-demo"
 """What the bundled model is called when nothing else is asked for."""
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients and load balancers keep an idle connection, so that none of them meets one just closed."""
 _FAREWELL_SECONDS = 2.0
 """For so long /health still says why the engine died, before the process ends."""
 
@@ -119,6 +121,7 @@ async def _serve(
             ws="none",
             lifespan="off",
             timeout_graceful_shutdown=5,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         )
     )
     http.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]  # signals are ours
