@@ -15,6 +15,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
+from quire import kernels
 from quire.engine import log, process
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
@@ -39,11 +40,18 @@ class Worker:
         else:
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
+        kernels_ready = kernels.prepare(device.type)
         self._links = connect(parallel, rank, init_method, device)
         connected = time.perf_counter()
         self._runner = Runner(config, rank, self._links, device)
         self.execute = self._runner.execute
-        self.seconds = {"connect ranks": connected - started, "load weights": time.perf_counter() - connected}
+        loaded = time.perf_counter()
+        kernels_ready()
+        self.seconds = {
+            "connect ranks": connected - started,
+            "load weights": loaded - connected,
+            "compile kernels": time.perf_counter() - loaded,
+        }
 
     def close(self) -> None:
         self._links.close()
