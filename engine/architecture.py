@@ -51,15 +51,19 @@ class Architecture:
         """KV heads held by each rank; with fewer heads than ranks, each head is replicated."""
         return max(1, self.num_kv_heads // tp)
 
+    def layer_linears(self, tp: int) -> tuple[tuple[int, int], ...]:
+        """`(out, in)` features of one layer's linear layers on one rank: qkv, output, gate and up, down."""
+        heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
+        hidden, ffn = self.hidden_size, self.intermediate_size // tp
+        qkv_rows = (heads + 2 * kv_heads) * self.head_dim
+        return (qkv_rows, hidden), (hidden, heads * self.head_dim), (2 * ffn, hidden), (hidden, ffn)
+
     def layer_parameters(self, tp: int) -> int:
         """Parameters of one layer on one rank."""
-        heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
-        qkv_rows = (heads + 2 * kv_heads) * self.head_dim
-        count = qkv_rows * (self.hidden_size + self.qkv_bias)
-        count += heads * self.head_dim * self.hidden_size + self.output_bias * self.hidden_size
-        ffn = self.intermediate_size // tp
-        count += 3 * ffn * self.hidden_size + self.mlp_bias * (2 * ffn + self.hidden_size)
-        return count + 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        qkv, output, gate_up, down = linears = self.layer_linears(tp)
+        biases = self.qkv_bias * qkv[0] + self.output_bias * output[0] + self.mlp_bias * (gate_up[0] + down[0])
+        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
+        return sum(rows * columns for rows, columns in linears) + biases + norms
 
     def vocab_per_rank(self, tp: int) -> int:
         """Rows of the embedding and the head on each rank; the last rank's are padded."""

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from quire.engine.architecture import Architecture
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INT4_GROUPS = (128, 64, 32)
+"""Weights that share a scale at 4 bits: the largest of these that divides the input features."""
 DEMO_MODEL = Path(__file__).parent / "models" / "demo"
 
 
@@ -40,6 +42,11 @@ class EngineOptions:
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
         "auto", "precision of weights and KV cache (auto: the checkpoint's on CUDA, float32 on CPU)"
+    )
+    quantization: Literal["int8", "int4"] | None = flag(
+        None,
+        "round the weights while loading: int8 (activations too, per token) or int4 (in groups); on CPU only",
+        short="-q",
     )
     max_model_len: int | None = flag(None, "longest prompt + output, in tokens (default: the model's own)")
     load_format: Literal["auto", "safetensors", "dummy"] = flag(
@@ -75,6 +82,7 @@ class ModelConfig:
     tokenizer: Path
     architecture: Architecture
     dtype: str
+    quantization: Literal["int8", "int4"] | None
     max_model_len: int
     load_format: Literal["safetensors", "dummy"]
     eos_token_ids: tuple[int, ...]

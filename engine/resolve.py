@@ -10,6 +10,7 @@ from quire.engine import devices, model_files
 from quire.engine.architecture import Architecture, from_hf_config
 from quire.engine.config import (
     DTYPE_BYTES,
+    INT4_GROUPS,
     CacheConfig,
     EngineConfig,
     EngineOptions,
@@ -37,6 +38,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         )
     model = _resolve_model(options, found)
     model.architecture.check_divides(options.tensor_parallel_size)
+    _check_quantization(model, options.tensor_parallel_size, found)
     parallel = ParallelConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
@@ -80,10 +82,36 @@ class Sizes:
         hidden = 6 * arch.hidden_size + 3 * arch.intermediate_size // tp
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
         return Sizes(
-            weights=tuple(arch.stage_parameters(stages, s, tp) * width for s in range(len(stages))),
+            weights=tuple(_weight_bytes(model, parallel, stage) for stage in range(len(stages))),
             kv_block=tuple(arch.kv_block_bytes(len(layers), tp, block_size, width) for layers in stages),
             workspace=scheduler.max_num_batched_tokens * hidden * width + logits,
         )
+
+
+def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
+    """Bytes of one rank's weights as they are held: linear layers and head packed, the rest in the model's type."""
+    arch, stages, tp = model.architecture, parallel.stages, parallel.tensor_parallel_size
+    width, last = DTYPE_BYTES[model.dtype], stage == len(stages) - 1
+    linears = list(arch.layer_linears(tp)) * len(stages[stage])
+    head = [(arch.vocab_per_rank(tp), arch.hidden_size)] * last
+    embedded = last and stage == 0 and arch.tie_embeddings and parallel.device == "cuda"  # there the head needs no copy
+    kept = arch.stage_parameters(stages, stage, tp) - sum(rows * columns for rows, columns in linears)
+    if last and not (stage == 0 and arch.tie_embeddings):
+        kept -= head[0][0] * head[0][1]
+    packed = sum(packed_bytes(*shape, model.quantization, width) for shape in linears)
+    packed += sum(packed_bytes(*shape, model.quantization and "int8", width) for shape in head if not embedded)
+    return kept * width + packed
+
+
+def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:
+    """Bytes of a weight `[rows, columns]` as `kernels.pack_linear` keeps it."""
+    match quantization:
+        case "int8":
+            return rows * columns + 8 * rows
+        case "int4":
+            group = next(size for size in INT4_GROUPS if columns % size == 0)
+            return rows * columns // 2 + 8 * rows * columns // group
+    return rows * columns * width
 
 
 def plan_text(config: EngineConfig) -> str:
@@ -92,9 +120,10 @@ def plan_text(config: EngineConfig) -> str:
     arch, sizes = model.architecture, Sizes.of(model, parallel, config.scheduler, cache.block_size)
     tokens = cache.num_blocks * cache.block_size
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    weights = f" with {model.quantization} weights" if model.quantization else ""
     lines = [
         f"{arch.name} from {model.path}",
-        f"{model.dtype} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
+        f"{model.dtype}{weights} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
     ]
     for stage, layers in enumerate(parallel.stages):
@@ -154,12 +183,26 @@ def _resolve_model(options: EngineOptions, found: Devices) -> ModelConfig:
         tokenizer=tokenizer,
         architecture=arch,
         dtype=_choose_dtype(options, found, hf_config),
+        quantization=options.quantization,
         max_model_len=_choose_length(options, arch),
         load_format="dummy" if options.load_format == "dummy" else "safetensors",
         eos_token_ids=_eos_token_ids(path, hf_config),
         trust_remote_code=options.trust_remote_code,
         seed=options.seed,
     )
+
+
+def _check_quantization(model: ModelConfig, tp: int, found: Devices) -> None:
+    if model.quantization is None:
+        return
+    if found.kind != "cpu":
+        raise ConfigError(f"--quantization {model.quantization} is served on CPU only so far; leave it out")
+    for _, columns in model.architecture.layer_linears(tp):
+        if model.quantization == "int4" and columns % INT4_GROUPS[-1]:
+            raise ConfigError(
+                f"--quantization int4 needs linear layers whose input is a multiple of {INT4_GROUPS[-1]}; with "
+                f"--tensor-parallel-size {tp} one of this model's has {columns}; use int8"
+            )
 
 
 def _choose_dtype(options: EngineOptions, found: Devices, hf_config: dict[str, Any]) -> str:
@@ -261,11 +304,12 @@ def _count_blocks(
     share = int(whole * options.gpu_memory_utilization)
     fixed = [weights + sizes.workspace for weights in sizes.weights]
     if max(fixed) > share:
+        quantize = " or --quantization" * (found.kind == "cpu" and model.quantization is None)
         raise ConfigError(
             f"the model does not fit: weights {human(max(sizes.weights))} + workspace {human(sizes.workspace)} per "
             f"rank, and {human(share)} there ({options.gpu_memory_utilization:g} of {human(found.memory)} free"
-            f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller --dtype, or a lower "
-            "--max-num-batched-tokens"
+            f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
+            f"--dtype{quantize}, or a lower --max-num-batched-tokens"
         )
     asked = options.kv_cache_memory_bytes
     if asked is not None:

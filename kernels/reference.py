@@ -12,13 +12,22 @@ from torch import Tensor
 from quire.kernels.noise import gumbel_noise, uniform_noise
 
 __all__ = [
+    "INT8_ZERO",
+    "PANEL",
     "add_rms_norm",
     "gumbel_noise",
+    "int4_linear",
     "paged_attention",
+    "panels",
+    "quantize_groups",
+    "quantize_rows",
+    "quantize_weight",
     "rms_norm",
     "rotary",
+    "scale_rows",
     "silu_mul",
     "uniform_noise",
+    "widened_linear",
     "write_kv",
 ]
 
@@ -145,3 +154,70 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, first: Tensor, scale: f
     scores = scores.view(requests, kv_heads, -1, count, tokens).masked_fill_(hidden[:, None, None], -torch.inf)
     mixed = scores.softmax(dim=-1).view(requests, kv_heads, -1, tokens) @ values
     return mixed.view(requests, kv_heads, -1, count, head_dim).permute(0, 3, 1, 2, 4).reshape(query.shape)
+
+
+INT8_ZERO = 128
+"""The unsigned byte that stands for 0 in quantized activations."""
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row of `x` `[rows, columns]` as bytes: `x ≈ (bytes - INT8_ZERO) * scale`, scales float32 `[rows]`.
+
+    The largest magnitude of a row becomes 127 steps; a row of zeros has the scale 0.
+    """
+    x = x.float()
+    scales = x.abs().amax(dim=-1) / 127
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    return (x * inverse[:, None]).round_().add_(INT8_ZERO).to(torch.uint8), scales
+
+
+def scale_rows(x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """`x * scales[:, None] + bias` in `dtype`; `x` is float32 `[rows, columns]` and may be overwritten."""
+    x = x * scales[:, None]
+    return (x if bias is None else x + bias).to(dtype)
+
+
+def quantize_weight(weight: Tensor, steps: int = 127) -> tuple[Tensor, Tensor]:
+    """`weight` `[out, in]` as int8 from -steps to steps, with a float32 scale for each output feature."""
+    scales = weight.abs().amax(dim=-1).float() / steps
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    return (weight.float() * inverse[:, None]).round_().to(torch.int8), scales
+
+
+def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`weight` `[out, in]` as bytes from 0 to 15, with float32 scales and zeros `[out, groups]`, `group` columns each.
+
+    A weight is about `byte * scale + zero`; the least and the greatest of a group are exact.
+    """
+    grouped = weight.float().view(len(weight), -1, group)
+    low, high = grouped.aminmax(dim=-1)
+    scales = (high - low) / 15
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    quantized = ((grouped - low[..., None]) * inverse[..., None]).round_().clamp_(0, 15).to(torch.uint8)
+    return quantized.flatten(-2), scales, low
+
+
+PANEL = 32
+
+
+def panels(weight: Tensor) -> Tensor:
+    """`[out, in]` → `[panels, in, PANEL]`, padded with zeros: output features side by side."""
+    padded = F.pad(weight, (0, 0, 0, -len(weight) % PANEL))
+    return padded.view(-1, PANEL, weight.shape[1]).transpose(1, 2).contiguous()
+
+
+def widened_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` `[rows, in]` by 16-bit `panels`; float32 `[rows, panels * PANEL]`."""
+    return F.linear(x, weight.transpose(1, 2).flatten(0, 1).float())
+
+
+def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """`x` `[rows, in]` by panels of groups of 4 bits; float32 `[rows, panels * PANEL]`.
+
+    `weight` is `[panels, in, PANEL / 2]` bytes, feature `j` in the low half of byte `j` and `j + PANEL / 2` in the high
+    half; `scales` and `zeros` are `[panels, groups, PANEL]`. A weight is `half * scale + zero`.
+    """
+    halves = torch.cat((weight & 15, weight >> 4), dim=-1).float()
+    group = weight.shape[1] // scales.shape[1]
+    wide = halves * scales.repeat_interleave(group, dim=1) + zeros.repeat_interleave(group, dim=1)
+    return F.linear(x, wide.transpose(1, 2).flatten(0, 1))

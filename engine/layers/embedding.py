@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire import kernels
+from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.parallel import Parallel
 
@@ -36,15 +38,22 @@ class VocabParallelEmbedding(nn.Module):
         return self._parallel.all_reduce(vectors.masked_fill_(foreign[:, None], 0.0))
 
 
-class VocabParallelHead(nn.Module):
+class VocabParallelHead(Linear):
     """Vectors to logits. A tied head is given the embedding's weight."""
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, tied: Weight | None = None) -> None:
         super().__init__()
-        self._parallel, self._vocab_size = parallel, vocab_size
+        self._parallel, self._vocab_size, self._tied = parallel, vocab_size, tied is not None
         self.weight = vocab_weight(vocab_size, hidden_size, parallel) if tied is None else tied
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        """As for every linear layer; a tied weight stays for the embedding too. Four bits are too few for logits."""
+        weight = self.weight.data
+        super().pack("int8" if quantization else None)
+        if self._tied:
+            self.weight.data = weight
 
     def forward(self, x: Tensor) -> Tensor:
         """`[rows, hidden_size]` → float32 logits `[rows, vocab_size]`, the same on every rank."""
-        logits = self._parallel.all_gather(F.linear(x, self.weight))
+        logits = self._parallel.all_gather(self.product(x))
         return logits[:, : self._vocab_size].float()

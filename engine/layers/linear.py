@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire import kernels
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.parallel import Parallel
 
@@ -36,7 +37,23 @@ def kv_heads(name: str, heads: int, head_dim: int, parallel: Parallel) -> Part:
     return Part(name, heads * head_dim, first * head_dim, length * head_dim)
 
 
-class ColumnParallelLinear(nn.Module):
+class Linear(nn.Module):
+    """`x @ weight.T + bias`. Once its weight is filled, it takes the form that the device multiplies by fastest."""
+
+    weight: Weight
+    _product: kernels.Linear | None = None
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        """Replace the weight by its packed form; the parameter is left empty."""
+        self._product = kernels.pack_linear(self.weight, quantization)
+        self.weight.data = self.weight.data.new_empty(0)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`[rows, in]` → `[rows, out]`"""
+        return F.linear(x, self.weight, bias) if self._product is None else self._product(x, bias)
+
+
+class ColumnParallelLinear(Linear):
     """`x @ weight.T + bias` for this rank's output features; the parts' outputs stand one after the other."""
 
     def __init__(self, in_features: int, parts: Sequence[Part], *, bias: bool) -> None:
@@ -47,7 +64,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, in_features]` → `[tokens, rows of this rank]`."""
-        return F.linear(x, self.weight, self.bias)
+        return self.product(x, self.bias)
 
 
 def _stacked(parts: Sequence[Part], columns: tuple[int, ...]) -> list[Shard]:
@@ -58,7 +75,7 @@ def _stacked(parts: Sequence[Part], columns: tuple[int, ...]) -> list[Shard]:
     return shards
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Linear):
     """`x @ weight.T + bias` where each rank has a share of the input features: the ranks' results are summed."""
 
     def __init__(self, in_features: int, out_features: int, parallel: Parallel, *, bias: bool) -> None:
@@ -73,4 +90,4 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, in_features / ranks]` → `[tokens, out_features]`, the same on every rank."""
         bias = self.bias if self._parallel.rank == 0 else None  # in the sum once
-        return self._parallel.all_reduce(F.linear(x, self.weight, bias))
+        return self._parallel.all_reduce(self.product(x, bias))

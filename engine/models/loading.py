@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from safetensors import safe_open
@@ -17,6 +18,7 @@ from quire import kernels
 from quire.engine import model_files
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
+from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.model_files import TensorInfo
 from quire.engine.models.decoder import Decoder
@@ -34,25 +36,35 @@ Needed = dict[str, list[tuple[Weight, Shard]]]
 """Checkpoint tensor → where its slices go."""
 
 
-def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.device) -> Decoder:
+def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.device, *, pack: bool = True) -> Decoder:
     """The model of this rank's stage on `device`, with its weights.
 
-    Only the rank's own slices are read, straight into the parameters. Rank 0 shows a progress bar and warns of
-    tensors that no rank needs. Raises `ConfigError` that names the tensors missing or of another shape.
+    Only the rank's own slices are read, straight into the parameters. A linear layer is packed (and quantized) as soon
+    as it is whole, so that no more than a few are held in both forms; `pack=False` leaves that out. Rank 0 shows a
+    progress bar and warns of tensors that no rank needs. Raises `ConfigError` that names the
+    tensors missing or of another shape.
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     family = FAMILIES[model.architecture.name]
     with _defaults(device, getattr(torch, model.dtype)):
         decoder = family.decoder(model.architecture, stage, parallel)
     needed = needed_tensors(decoder, model)
+    missing = Counter({id(weight): len(weight.shards) for weight, _ in chain(*needed.values())})
+    layers = {id(layer.weight): layer for layer in decoder.modules() if isinstance(layer, Linear)}
+
+    def on_put(weight: Weight) -> None:
+        missing[id(weight)] -= 1
+        if pack and not missing[id(weight)] and id(weight) in layers:
+            layers[id(weight)].pack(model.quantization)
+
     if model.load_format == "dummy":
-        _fill_randomly(needed, model.seed)
+        _fill_randomly(needed, model.seed, on_put)
     else:
         headers = model_files.read_headers(model.path)
         _check(needed, headers, model)
         if rank == 0:
             _warn_of_surplus(headers, model)
-        _read(needed, headers, bar=rank == 0)
+        _read(needed, headers, on_put, bar=rank == 0)
     return decoder
 
 
@@ -113,7 +125,7 @@ def _warn_of_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None
         )
 
 
-def _read(needed: Needed, headers: dict[str, TensorInfo], *, bar: bool) -> None:
+def _read(needed: Needed, headers: dict[str, TensorInfo], on_put: Callable[[Weight], None], *, bar: bool) -> None:
     by_file = defaultdict(list)
     total = 0
     for name, slices in needed.items():
@@ -126,6 +138,7 @@ def _read(needed: Needed, headers: dict[str, TensorInfo], *, bar: bool) -> None:
                     source = tensors.get_slice(name)
                     for weight, shard in needed[name]:
                         _put(weight, shard, source[shard.source])
+                        on_put(weight)
                         progress.update(shard.elements * weight.element_size())
 
 
@@ -137,12 +150,13 @@ def _put(weight: Weight, shard: Shard, values: Tensor) -> None:
         weight.data.narrow(shard.dim, end, weight.shape[shard.dim] - end).zero_()
 
 
-def _fill_randomly(needed: Needed, seed: int) -> None:
+def _fill_randomly(needed: Needed, seed: int, on_put: Callable[[Weight], None]) -> None:
     """Dummy weights: an element depends on seed, tensor name and place alone, so that the ranks' slices agree."""
     for name, slices in needed.items():
         key = seed << 32 ^ zlib.crc32(name.encode())
         for weight, shard in slices:
             _put(weight, shard, torch.ones(()) if len(shard.shape) == 1 else _random(key, shard, weight))
+            on_put(weight)
 
 
 def _random(key: int, shard: Shard, like: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def _show(default: Any) -> str:
 
 def _kind(hint: Any, metavar: str | None) -> dict[str, Any]:
     """argparse's keywords for a field's type."""
-    if isinstance(hint, types.UnionType):
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
         hint = next(member for member in typing.get_args(hint) if member is not types.NoneType)
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}

@@ -249,3 +249,20 @@ def test_on_a_cpu_one_request_at_full_length_always_has_room(tmp_path: Path, mon
     assert model == long
     config = resolve(options(long, tensor_parallel_size=2))
     assert config.cache.num_blocks * config.cache.block_size >= 40960
+
+
+def test_quantized_weights_make_a_smaller_plan(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    sizes: dict[str | None, float] = {}
+    for quantization in (None, "int8", "int4"):
+        with pytest.raises(ConfigError, match="does not fit: weights") as error:
+            resolve(options(str(tmp_path), quantization=quantization))
+        sizes[quantization] = float(str(error.value).split("weights ")[1].split()[0])
+    assert sizes == {None: 263, "int8": 68.7, "int4": 40.8}
+
+
+def test_quantization_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    narrow = folder(tmp_path, intermediate_size=8 * 40)
+    with pytest.raises(ConfigError, match=r"int4 needs .* multiple of 32; with --tensor-parallel-size 4 .* has"):
+        resolve(options(narrow, quantization="int4", tensor_parallel_size=4))
+    assert resolve(options(narrow, quantization="int8", tensor_parallel_size=4)).model.quantization == "int8"

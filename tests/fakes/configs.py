@@ -47,6 +47,7 @@ def engine_config(
                 "tokenizer": Path("/nonexistent"),
                 "architecture": TINY,
                 "dtype": "float32",
+                "quantization": None,
                 "max_model_len": max_model_len,
                 "load_format": "dummy",
                 "eos_token_ids": eos,

@@ -13,12 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.engine.architecture import Architecture
+from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError
+from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models import loading
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loading import load, needed_tensors
 from quire.engine.parallel import Parallel
+from quire.engine.resolve import Sizes
+from quire.kernels import Quantization
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.ranks import on_ranks
@@ -101,7 +105,7 @@ def test_each_rank_reads_its_share_only(folder: Path, tp: int, monkeypatch: pyte
     monkeypatch.setattr(loading, "_put", counted)
     parallel = Parallel()
     parallel.rank, parallel.size = tp - 1, tp
-    decoder = load(configure(folder, tensor_parallel_size=tp), tp - 1, parallel, CPU)
+    decoder = load(configure(folder, tensor_parallel_size=tp), tp - 1, parallel, CPU, pack=False)
     padding = sum(131 % tp > 0 for _ in ("embedding", "head")) * (-131 % tp) * 64
     assert sum(copied) == sum(weight.numel() for weight in decoder.parameters()) - padding
     assert decoder.embedding is not None
@@ -153,3 +157,46 @@ def test_ranks_together_hold_every_element(folder: Path) -> None:
     for name, tensor in load_file(folder / "model.safetensors").items():
         copies = 2 if held[name] == 2 * tensor.numel() and tensor.ndim == 1 else 1
         assert held[name] == copies * tensor.numel(), name
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_weights_take_the_memory_that_the_plan_says(folder: Path, quantization: str | None, dtype: str) -> None:
+    config = configure(folder, dtype=dtype, quantization=quantization)
+    decoder = load(config, 0, Parallel(), CPU)
+    layers = [module for module in decoder.modules() if isinstance(module, Linear)]
+    tensors = [*decoder.parameters(), *(t for layer in layers for t in vars(layer._product).values())]
+    held = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+    planned = Sizes.of(config.model, config.parallel, config.scheduler, config.cache.block_size).weights[0]
+    assert held == pytest.approx(planned, rel=0.1)  # panels and oneDNN's blocks are padded
+
+
+@pytest.mark.parametrize(("quantization", "tolerance"), [("int8", 0.03), ("int4", 0.2)])
+def test_quantized_logits_of_the_demo_model_are_near(quantization: str, tolerance: float) -> None:
+    tokens = torch.arange(300, 380)
+    exact = logits(configure(DEMO_MODEL, max_model_len=128, dtype="float32"), tokens, Parallel())
+    rounded = logits(
+        configure(DEMO_MODEL, max_model_len=128, dtype="float32", quantization=quantization), tokens, Parallel()
+    )
+    assert 0 < (rounded - exact).norm() <= tolerance * exact.norm()
+
+
+def test_a_layer_is_packed_as_soon_as_it_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no more than a few layers stand in memory in both forms."""
+    unpacked: list[int] = []
+    put, pack = loading._put, Linear.pack
+
+    def count_put(weight: Weight, shard: Shard, values: Tensor) -> None:
+        unpacked[-1] += 1
+        put(weight, shard, values)
+
+    def count_pack(layer: Linear, quantization: Quantization | None) -> None:
+        unpacked.append(0)
+        pack(layer, quantization)
+
+    monkeypatch.setattr(loading, "_put", count_put)
+    monkeypatch.setattr(Linear, "pack", count_pack)
+    unpacked.append(0)
+    decoder = read(folder)
+    assert len(unpacked) == 1 + sum(isinstance(module, Linear) for module in decoder.modules())
+    assert max(unpacked) <= 16  # tensors of a layer, not of the model

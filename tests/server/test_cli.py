@@ -26,8 +26,9 @@ FLAGS = """
 --api-key --block-size --chat-template --config --device --distributed-executor-backend --dtype
 --enable-chunked-prefill --enable-prefix-caching --gpu-memory-utilization --help --host --kv-cache-memory-bytes
 --load-format --log-level --max-model-len --max-num-batched-tokens --max-num-seqs --no-enable-chunked-prefill
---no-enable-prefix-caching --no-trust-remote-code --pipeline-layer-partition --pipeline-parallel-size --port --revision
---scheduling-policy --seed --served-model-name --tensor-parallel-size --tokenizer --trust-remote-code --uds -h -pp -tp
+--no-enable-prefix-caching --no-trust-remote-code --pipeline-layer-partition --pipeline-parallel-size --port
+--quantization --revision --scheduling-policy --seed --served-model-name --tensor-parallel-size --tokenizer
+--trust-remote-code --uds -h -pp -q -tp
 """
 
 RUN = """
@@ -91,6 +92,7 @@ def test_the_users_mistakes_are_one_line(
     assert serve(capsys, str(tmp_path / "none")).startswith(f"quire: error: {tmp_path}/none: no such model folder")
     assert "no config.json" in serve(capsys, str(tmp_path))
     assert "sizes that do: 1, 2, 4" in serve(capsys, *model, "-tp", "3")
+    assert "invalid choice: 'int3'" in serve(capsys, *model, "-q", "int3")
     assert "invalid choice: 'float8'" in serve(capsys, *model, "--dtype", "float8")
     assert "--api-key is empty" in serve(capsys, *model, "--api-key", "")
     assert "--tens" in serve(capsys, *model, "--tens", "2")

@@ -1,0 +1,80 @@
+// Before and after a product of 8-bit integers: rows become bytes with a scale, and sums of bytes become rows again.
+
+#include "common.h"
+
+namespace quire {
+namespace {
+
+constexpr float kZero = 128.0f;  // the byte that stands for 0
+constexpr float kSteps = 127.0f;
+
+template <typename T>
+void quantize(const T* x, uint8_t* out, float* scales, int64_t rows, int64_t columns) {
+  at::parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const T* from = x + row * columns;
+      uint8_t* to = out + row * columns;
+      float largest = 0.0f;
+#pragma omp simd reduction(max : largest)
+      for (int64_t i = 0; i < columns; ++i) largest = std::max(largest, std::abs(static_cast<float>(from[i])));
+      const float scale = largest / kSteps;
+      const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+      scales[row] = scale;
+#pragma omp simd
+      for (int64_t i = 0; i < columns; ++i) {
+        to[i] = static_cast<uint8_t>(static_cast<int32_t>(std::nearbyint(static_cast<float>(from[i]) * inverse) + kZero));
+      }
+    }
+  });
+}
+
+template <typename T>
+void scale(const float* x, const float* scales, const T* bias, T* out, int64_t rows, int64_t columns) {
+  at::parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float* from = x + row * columns;
+      T* to = out + row * columns;
+      const float by = scales[row];
+      if (bias == nullptr) {
+#pragma omp simd
+        for (int64_t i = 0; i < columns; ++i) to[i] = static_cast<T>(from[i] * by);
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < columns; ++i) to[i] = static_cast<T>(from[i] * by + static_cast<float>(bias[i]));
+      }
+    }
+  });
+}
+
+std::tuple<at::Tensor, at::Tensor> quantize_rows(const at::Tensor& x) {
+  TORCH_CHECK(x.dim() == 2, "quantize_rows takes [rows, columns]");
+  const at::Tensor from = x.contiguous();
+  at::Tensor bytes = at::empty(from.sizes(), from.options().dtype(at::kByte));
+  at::Tensor scales = at::empty({from.size(0)}, from.options().dtype(at::kFloat));
+  for_type(from.scalar_type(), [&]<typename T>() {
+    quantize(from.const_data_ptr<T>(), bytes.mutable_data_ptr<uint8_t>(), scales.mutable_data_ptr<float>(),
+             from.size(0), from.size(1));
+  });
+  return {bytes, scales};
+}
+
+at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& scales, const std::optional<at::Tensor>& bias,
+                      at::ScalarType dtype) {
+  TORCH_CHECK(x.dim() == 2 && x.is_contiguous() && x.scalar_type() == at::kFloat, "scale_rows takes float32 rows");
+  TORCH_CHECK(!bias || (bias->scalar_type() == dtype && bias->is_contiguous()), "the bias is of another type");
+  at::Tensor out = dtype == at::kFloat ? x : at::empty(x.sizes(), x.options().dtype(dtype));
+  for_type(dtype, [&]<typename T>() {
+    scale(x.const_data_ptr<float>(), scales.const_data_ptr<float>(), bias ? bias->const_data_ptr<T>() : nullptr,
+          out.mutable_data_ptr<T>(), x.size(0), x.size(1));
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(quire, m) {
+  m.def("quantize_rows(Tensor x) -> (Tensor, Tensor)", quantize_rows);
+  m.def("scale_rows(Tensor(a!) x, Tensor scales, Tensor? bias, ScalarType dtype) -> Tensor", scale_rows);
+}
+
+}  // namespace quire

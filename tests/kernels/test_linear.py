@@ -1,0 +1,93 @@
+"""Packed matmuls against `F.linear` by the weights that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire import kernels
+from quire.engine.config import INT4_GROUPS
+from quire.kernels import linear, reference
+
+SHAPES = [(1, 1, 32), (3, 5, 32), (7, 33, 64), (13, 96, 96), (33, 64, 256), (50, 40, 288), (2, 200, 640)]
+"""Rows, output and input features."""
+
+
+def close(out: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert out.dtype == expected.dtype
+    assert out.shape == expected.shape
+    assert (out.double() - expected.double()).norm() <= tolerance * expected.double().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "outs", "ins"), SHAPES)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_full_precision_is_the_plain_product(
+    rows: int, outs: int, ins: int, dtype: torch.dtype, with_bias: bool
+) -> None:
+    x, weight = torch.randn(rows, ins).to(dtype), torch.randn(outs, ins).to(dtype)
+    bias = torch.randn(outs).to(dtype) if with_bias else None
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(dtype)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    for pack in (kernels.pack_linear, linear.Plain, linear.Widened):
+        close(pack(weight)(x, bias), expected, tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "outs", "ins"), SHAPES[1:])
+def test_int8_is_exact_on_the_rounded_numbers(rows: int, outs: int, ins: int, dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(rows, ins).to(dtype), torch.randn(outs, ins), torch.randn(outs).to(dtype)
+    x_bytes, x_scales = reference.quantize_rows(x)
+    bytes_, scales = reference.quantize_weight(weight, 127 if torch.cpu._is_vnni_supported() else 63)
+    sums = (x_bytes.double() - reference.INT8_ZERO) @ bytes_.double().T
+    expected = (sums * x_scales[:, None] * scales + bias).to(dtype)
+    close(kernels.pack_linear(weight, "int8")(x, bias), expected, {torch.float32: 1e-6}.get(dtype, 5e-3))
+    close(kernels.pack_linear(weight, "int8")(x, bias), F.linear(x.float(), weight, bias.float()).to(dtype), 0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "outs", "ins"), SHAPES)
+def test_int4_is_the_product_by_the_rounded_groups(rows: int, outs: int, ins: int, dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(rows, ins).to(dtype), torch.randn(outs, ins), torch.randn(outs).to(dtype)
+    group = next(size for size in INT4_GROUPS if ins % size == 0)
+    halves, scales, zeros = reference.quantize_groups(weight, group)
+    rounded = (halves.view(outs, -1, group) * scales[..., None] + zeros[..., None]).flatten(1)
+    assert (rounded - weight).abs().max() <= scales.max() / 2 + 1e-6
+    expected = F.linear(x.float(), rounded, bias.float()).to(dtype)
+    close(kernels.pack_linear(weight, "int4")(x, bias), expected, {torch.float32: 1e-5}.get(dtype, 5e-3))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_no_rows_and_the_company_of_others(quantization: kernels.Quantization | None) -> None:
+    """A row's product is its own, whatever stands beside it: exactly for integers, else but for the order of sums."""
+    product = kernels.pack_linear(torch.randn(48, 160), quantization)
+    x = torch.randn(40, 160) * torch.logspace(-3, 3, 40)[:, None]
+    assert product(x[:0], None).shape == (0, 48)
+    together = product(x, None)
+    for row in (0, 17, 39):
+        torch.testing.assert_close(product(x[row : row + 1], None)[0], together[row], rtol=1e-4, atol=1e-6)
+
+
+def test_rows_and_weights_of_zeros_stay_zero() -> None:
+    weight = torch.randn(32, 64)
+    weight[3] = 0
+    for quantization in ("int8", "int4"):
+        product = kernels.pack_linear(weight, quantization)
+        assert not product(torch.zeros(2, 64), None).any()
+        assert not product(torch.randn(2, 64), None)[:, 3].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(0, 40), columns=st.integers(1, 300), scale=st.sampled_from([1e-30, 1e-3, 1.0, 1e20]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_rounding_is_the_references(rows: int, columns: int, scale: float, dtype: torch.dtype) -> None:
+    x = (torch.randn(rows, columns) * scale).to(dtype)
+    compiled: Callable[[Tensor], tuple[Tensor, Tensor]] = linear._quantize_rows
+    for one, other in zip(compiled(x), reference.quantize_rows(x), strict=True):
+        assert torch.equal(one, other)
