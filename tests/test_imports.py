@@ -28,7 +28,7 @@ FLOOR = (
 BELOW: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(FLOOR, FLOOR),
     "kernels": (),
-    "engine.parallel": FLOOR,
+    "engine.parallel": ("kernels", *FLOOR),
     "engine.layers": ("engine.parallel", "kernels", *FLOOR),
     "engine.models": ("engine.layers", "engine.parallel", "kernels", *FLOOR),
     "engine.worker": ("engine.models", "engine.layers", "engine.parallel", "kernels", *FLOOR),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from quire.engine.config import ParallelConfig
+from quire.engine.parallel.host import HostParallel
 from quire.engine.parallel.pipeline import Pipeline
 from quire.engine.parallel.tensor import GroupParallel, Parallel
 
@@ -62,4 +63,5 @@ def connect(
         ranks = list(range(stage * width, (stage + 1) * width))
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
-    return Links(GroupParallel(group), pipeline)
+    tp = HostParallel(group, timeout) if device.type == "cpu" else GroupParallel(group)
+    return Links(tp, pipeline)

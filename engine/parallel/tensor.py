@@ -13,12 +13,19 @@ class Parallel:
     rank: int = 0
     size: int = 1
 
+    def settle(self) -> None:
+        """Choose how to talk, once it is known whether there are compiled kernels. Every rank calls it, then serves."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of every rank's `x`, which may be overwritten."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's `x`, all of one shape, joined along the last dimension in the order of ranks."""
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's `x`, of the shape and type of every rank's, which may be overwritten."""
         return x
 
 
@@ -36,3 +43,7 @@ class GroupParallel(Parallel):
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        dist.broadcast(x, group=self._group, group_src=0)
+        return x

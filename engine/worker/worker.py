@@ -47,6 +47,7 @@ class Worker:
         self.execute = self._runner.execute
         loaded = time.perf_counter()
         kernels_ready()
+        self._links.tp.settle()
         self.seconds = {
             "connect ranks": connected - started,
             "load weights": loaded - connected,

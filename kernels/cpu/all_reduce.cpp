@@ -1,0 +1,290 @@
+// Collectives of ranks on one host, over a segment of memory that all of them have mapped: a header for each rank, then
+// two buffers of one slot for each rank, used in turn.
+//
+// Every rank makes the same calls in the same order, so all count alike what a rank has *published*. A rank writes to
+// its own header and slots only. Who is to read a slot waits for its rank's count. A buffer is written again two chunks
+// later, and only when every rank has published something of the chunk between: what it does after reading the first.
+
+#include "common.h"
+
+#ifdef __linux__
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstring>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
+namespace quire {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kMaxRanks = 64;
+constexpr int64_t kLine = 128;  // two cache lines: they are fetched in pairs
+// One pass, in which every rank reads everything, saves a wait; up to this many elements to read it is the faster.
+constexpr int64_t kOnePass = 1 << 14;
+// Bytes that a thread should get at least.
+constexpr int64_t kThreadBytes = 1 << 17;
+// Elements that are summed at a time.
+constexpr int64_t kBlock = 512;
+// Looks for a rank that is late before giving the core away, which costs little when nobody wants it, and lets the late
+// rank run when it is on the same one; how long to go on so before sleeping.
+constexpr int kLooks = 16;
+constexpr std::chrono::microseconds kYield{200};
+
+// Zero before the first call.
+struct Header {
+  // For everybody's eyes.
+  alignas(kLine) std::atomic<uint32_t> published;
+  std::atomic<uint32_t> sleepers;  // ranks that sleep until `published` changes
+  // For its own rank's.
+  alignas(kLine) uint32_t safe;  // the count that all must have reached before the next chunk is written
+  uint32_t buffer;
+};
+static_assert(std::atomic<uint32_t>::is_always_lock_free);
+static_assert(sizeof(Header) == 2 * kLine);  // as shared.py counts
+
+void pause() {
+#ifdef __x86_64__
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Group {
+ public:
+  Group(const at::Tensor& memory, int64_t rank, int64_t size, double timeout)
+      : base_(memory.mutable_data_ptr<uint8_t>()), rank_(rank), size_(size), timeout_(timeout) {
+    TORCH_CHECK(size <= kMaxRanks && rank >= 0 && rank < size, "rank ", rank, " of ", size);
+    const int64_t headers = size * static_cast<int64_t>(sizeof(Header));
+    slot_bytes_ = (memory.numel() - headers) / (2 * size) / kLine * kLine;
+    TORCH_CHECK(slot_bytes_ >= size * kLine, "too small a segment");
+    slots_ = base_ + headers;
+  }
+
+  int64_t rank() const { return rank_; }
+  int64_t size() const { return size_; }
+  int64_t slot_bytes() const { return slot_bytes_; }
+
+  // The next chunk's slots. This rank's may be written now.
+  void begin() {
+    await_all(own().safe);
+    own().buffer ^= 1;
+    buffer_ = slots_ + own().buffer * size_ * slot_bytes_;
+    first_ = true;
+  }
+
+  uint8_t* slot(int64_t rank) const { return buffer_ + rank * slot_bytes_; }
+
+  // Lets the others read what this rank has written since; returns the count that it is known by.
+  uint32_t publish() {
+    Header& mine = own();
+    const uint32_t count = mine.published.load(std::memory_order_relaxed) + 1;
+    // Either a rank about to sleep sees the count, or this one sees the sleeper.
+    mine.published.store(count, std::memory_order_seq_cst);
+    if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex(mine, FUTEX_WAKE, INT_MAX, nullptr);
+    if (first_) mine.safe = count;
+    first_ = false;
+    return count;
+  }
+
+  // Until `rank` has published `count`.
+  void await(int64_t rank, uint32_t count) {
+    Header& other = header(rank);
+    if (reached(other, count)) return;
+    const Clock::time_point begun = Clock::now();
+    do {
+      for (int look = 0; look < kLooks; ++look) {
+        if (reached(other, count)) return;
+        pause();
+      }
+      sched_yield();
+    } while (Clock::now() < begun + kYield);
+    sleep(other, rank, count, begun);
+  }
+
+  void await_all(uint32_t count) {
+    for (int64_t step = 1; step < size_; ++step) await((rank_ + step) % size_, count);
+  }
+
+ private:
+  Header& header(int64_t rank) const { return reinterpret_cast<Header*>(base_)[rank]; }
+  Header& own() const { return header(rank_); }
+
+  static bool reached(const Header& other, uint32_t count) {
+    return static_cast<int32_t>(other.published.load(std::memory_order_acquire) - count) >= 0;
+  }
+
+  static void futex(Header& other, int operation, uint32_t value, const timespec* timeout) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&other.published), operation, value, timeout, nullptr, 0);
+  }
+
+  void sleep(Header& other, int64_t rank, uint32_t count, Clock::time_point begun) {
+    const Clock::time_point end = begun + std::chrono::duration_cast<Clock::duration>(timeout_);
+    bool late = false;
+    other.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    for (;;) {
+      const uint32_t seen = other.published.load(std::memory_order_seq_cst);
+      if (static_cast<int32_t>(seen - count) >= 0) break;
+      const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(end - Clock::now()).count();
+      late = left <= 0;
+      if (late) break;
+      const timespec wait{static_cast<time_t>(left / 1000000000), static_cast<long>(left % 1000000000)};
+      futex(other, FUTEX_WAIT, seen, &wait);
+    }
+    other.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    TORCH_CHECK(!late, "rank ", rank, " of ", size_, " did not come to a collective within ", timeout_.count(), " s");
+  }
+
+  uint8_t* base_;
+  uint8_t* slots_;
+  uint8_t* buffer_ = nullptr;
+  int64_t rank_, size_, slot_bytes_;
+  std::chrono::duration<double> timeout_;
+  bool first_ = false;
+};
+
+void copy(void* to, const void* from, int64_t bytes) {
+  at::parallel_for(0, bytes, kThreadBytes, [&](int64_t begin, int64_t end) {
+    std::memcpy(static_cast<uint8_t*>(to) + begin, static_cast<const uint8_t*>(from) + begin, end - begin);
+  });
+}
+
+// `out` = the sum of `parts` in float32 and in their order, whatever the length; it may be one of them.
+template <typename T>
+void sum(const T* const* parts, int64_t count, T* out, int64_t length) {
+  at::parallel_for(0, length, kThreadBytes / sizeof(T), [&](int64_t begin, int64_t end) {
+    float total[kBlock];
+    for (int64_t start = begin; start < end; start += kBlock) {
+      const int64_t here = std::min(kBlock, end - start);
+      for (int64_t i = 0; i < here; ++i) total[i] = static_cast<float>(parts[0][start + i]);
+      for (int64_t part = 1; part < count; ++part) {
+        const T* more = parts[part] + start;
+        for (int64_t i = 0; i < here; ++i) total[i] += static_cast<float>(more[i]);
+      }
+      for (int64_t i = 0; i < here; ++i) out[start + i] = static_cast<T>(total[i]);
+    }
+  });
+}
+
+template <typename T>
+void reduce_in_one_pass(Group& group, T* x, int64_t length) {
+  const T* parts[kMaxRanks];
+  group.begin();
+  copy(group.slot(group.rank()), x, length * sizeof(T));
+  group.await_all(group.publish());
+  for (int64_t rank = 0; rank < group.size(); ++rank) {
+    parts[rank] = rank == group.rank() ? x : reinterpret_cast<const T*>(group.slot(rank));
+  }
+  sum(parts, group.size(), x, length);
+}
+
+// Each rank sums its share of the chunk into its own slot, in the place that no other rank has to read until then.
+template <typename T>
+void reduce_in_two_passes(Group& group, T* x, int64_t length) {
+  const T* parts[kMaxRanks];
+  const int64_t line = kLine / sizeof(T);
+  const int64_t share = (length + group.size() * line - 1) / (group.size() * line) * line;
+  const auto start_of = [&](int64_t rank) { return std::min(length, rank * share); };
+  const int64_t start = start_of(group.rank()), end = start_of(group.rank() + 1);
+  group.begin();
+  T* mine = reinterpret_cast<T*>(group.slot(group.rank()));
+  copy(mine, x, start * sizeof(T));
+  copy(mine + end, x + end, (length - end) * sizeof(T));
+  group.await_all(group.publish());
+  for (int64_t rank = 0; rank < group.size(); ++rank) {
+    parts[rank] = (rank == group.rank() ? x : reinterpret_cast<const T*>(group.slot(rank))) + start;
+  }
+  sum(parts, group.size(), x + start, end - start);
+  copy(mine + start, x + start, (end - start) * sizeof(T));
+  const uint32_t summed = group.publish();
+  for (int64_t step = 1; step < group.size(); ++step) {
+    const int64_t rank = (group.rank() + step) % group.size();
+    group.await(rank, summed);
+    const int64_t from = start_of(rank), to = start_of(rank + 1);
+    copy(x + from, reinterpret_cast<const T*>(group.slot(rank)) + from, (to - from) * sizeof(T));
+  }
+}
+
+void shared_all_reduce(const at::Tensor& memory, int64_t rank, int64_t size, double timeout, at::Tensor x) {
+  Group group(memory, rank, size, timeout);
+  TORCH_CHECK(x.is_contiguous());
+  for_type(x.scalar_type(), [&]<typename T>() {
+    T* data = x.mutable_data_ptr<T>();
+    const int64_t length = x.numel(), bytes = sizeof(T);
+    if (length * (size - 1) <= kOnePass && length * bytes <= group.slot_bytes()) {
+      if (length > 0) reduce_in_one_pass(group, data, length);
+      return;
+    }
+    const int64_t chunk = group.slot_bytes() / bytes;
+    for (int64_t start = 0; start < length; start += chunk) {
+      reduce_in_two_passes(group, data + start, std::min(chunk, length - start));
+    }
+  });
+}
+
+at::Tensor shared_all_gather(const at::Tensor& memory, int64_t rank, int64_t size, double timeout, const at::Tensor& x) {
+  Group group(memory, rank, size, timeout);
+  TORCH_CHECK(x.is_contiguous() && x.dim() > 0);
+  std::vector<int64_t> shape = x.sizes().vec();
+  const int64_t row = shape.back() * x.element_size(), bytes = x.nbytes();
+  shape.back() *= size;
+  at::Tensor out = at::empty(shape, x.options());
+  const auto* from = static_cast<const uint8_t*>(x.const_data_ptr());
+  auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
+  for (int64_t begin = 0; begin < bytes; begin += group.slot_bytes()) {
+    const int64_t end = std::min(begin + group.slot_bytes(), bytes);
+    group.begin();
+    copy(group.slot(rank), from + begin, end - begin);
+    const uint32_t count = group.publish();
+    for (int64_t step = 0; step < size; ++step) {
+      const int64_t other = (rank + step) % size;
+      if (other != rank) group.await(other, count);
+      const uint8_t* part = other == rank ? from + begin : group.slot(other);
+      // Pieces of rows: those of the first and the last may be cut.
+      for (int64_t at = begin; at < end;) {
+        const int64_t column = at % row, length = std::min(row - column, end - at);
+        std::memcpy(to + (at / row * size + other) * row + column, part + (at - begin), length);
+        at += length;
+      }
+    }
+  }
+  return out;
+}
+
+void shared_broadcast(const at::Tensor& memory, int64_t rank, int64_t size, double timeout, at::Tensor x) {
+  Group group(memory, rank, size, timeout);
+  TORCH_CHECK(x.is_contiguous());
+  const int64_t bytes = x.nbytes();
+  auto* data = static_cast<uint8_t*>(x.mutable_data_ptr());
+  for (int64_t begin = 0; begin < bytes; begin += group.slot_bytes()) {
+    const int64_t length = std::min(group.slot_bytes(), bytes - begin);
+    group.begin();
+    if (rank == 0) copy(group.slot(0), data + begin, length);
+    const uint32_t count = group.publish();
+    if (rank == 0) continue;
+    group.await(0, count);
+    copy(data + begin, group.slot(0), length);
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(quire, m) {
+  m.def("shared_all_reduce(Tensor memory, int rank, int size, float timeout, Tensor(a!) x) -> ()", shared_all_reduce);
+  m.def("shared_all_gather(Tensor memory, int rank, int size, float timeout, Tensor x) -> Tensor", shared_all_gather);
+  m.def("shared_broadcast(Tensor memory, int rank, int size, float timeout, Tensor(a!) x) -> ()", shared_broadcast);
+}
+
+}  // namespace quire
+
+#endif  // __linux__
