@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,15 @@ def serve(tp: int, pp: int, rank: int, init_method: str, prepared: bool, timeout
 @contextmanager
 def ranks(
     folder: Path, tp: int, pp: int = 1, unprepared: tuple[int, ...] = (), timeout: float = 60.0
-) -> Iterator[list[tuple[SpawnProcess, Connection]]]:
+) -> Iterator[list[tuple[ForkServerProcess, Connection]]]:
     """Settled ranks that do what is sent to them, each a process; `unprepared` ones have no compiled kernels."""
-    spawn = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # as the workers: they end without the clean-up of libraries
+    context.set_forkserver_preload(["quire.engine.worker.worker"])
     started = []
     for rank in range(tp * pp):
-        ours, theirs = spawn.Pipe()
+        ours, theirs = context.Pipe()
         arguments = (tp, pp, rank, f"file://{folder}/rendezvous", rank not in unprepared, timeout, theirs)
-        process = spawn.Process(target=serve, args=arguments)
+        process = context.Process(target=serve, args=arguments)
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -73,7 +74,7 @@ def ranks(
             process.join()
 
 
-def everywhere(started: list[tuple[SpawnProcess, Connection]], work: Work) -> list[Any]:
+def everywhere(started: list[tuple[ForkServerProcess, Connection]], work: Work) -> list[Any]:
     for _, pipe in started:
         pipe.send(work)
     return [pipe.recv() for _, pipe in started]

@@ -1,0 +1,205 @@
+"""Two ranks with one thread each against one rank with two threads: a decode step and prefill, and gloo beside them.
+
+.venv/bin/python benchmarks/tensor_parallel.py --dtype float32
+
+Random weights of Qwen2.5-0.5B's shape with a vocabulary of 32,000. All layouts are loaded at once and take turns, so
+that a busy machine slows all of them down alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire import kernels
+from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.parallel import connect
+from quire.engine.parallel.host import HostParallel
+from quire.engine.resolve import resolve
+from quire.engine.worker.runner import Runner
+
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+CONTEXT, BLOCK = 64, 16
+"""Tokens that each decoding request has behind it at first."""
+
+
+def serve(config: EngineConfig, rank: int, init_method: str, threads: int, pipe: Connection) -> None:
+    """Plans in, seconds out; a bool chooses between shared memory and gloo."""
+    torch.set_num_threads(threads)
+    cpu = torch.device("cpu")
+    ready = kernels.prepare("cpu")
+    links = connect(config.parallel, rank, init_method, cpu)
+    runner = Runner(config, rank, links, cpu)
+    ready()
+    links.tp.settle()
+    memory = links.tp.memory if isinstance(links.tp, HostParallel) else None
+    pipe.send(memory is not None)
+    while (message := pipe.recv()) is not None:
+        if isinstance(message, bool):
+            assert isinstance(links.tp, HostParallel)
+            links.tp.memory = memory if message else None
+            continue
+        begun = time.perf_counter()
+        runner.execute(message)
+        pipe.send(time.perf_counter() - begun)
+    links.close()
+
+
+class Layout:
+    """The ranks of one layout."""
+
+    def __init__(self, folder: Path, ranks: int, threads: int, options: dict[str, Any]) -> None:
+        config = resolve(EngineOptions(model=str(folder), tensor_parallel_size=ranks, **options))
+        spawn = multiprocessing.get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(ranks)]
+        self._pipes = [ours for ours, _ in pipes]
+        init_method = (folder / f"rendezvous-{ranks}").as_uri()
+        self._processes = [
+            spawn.Process(target=serve, args=(config, rank, init_method, threads, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+        self.shares_memory = all([pipe.recv() for pipe in self._pipes])
+        self._step = 0
+
+    def choose(self, shared: bool) -> None:
+        for pipe in self._pipes:
+            pipe.send(shared)
+
+    def seconds(self, new: list[NewRequest], scheduled: list[Scheduled], released: list[int]) -> float:
+        """Of one step: the slowest rank's."""
+        for pipe in self._pipes:
+            pipe.send(StepPlan(self._step, released, new, scheduled))
+        self._step += 1
+        return max([float(pipe.recv()) for pipe in self._pipes])
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+        for process in self._processes:
+            process.join()
+
+
+def requests(rows: int, tokens: int, room: int) -> list[NewRequest]:
+    """Prompts of `tokens` each, with blocks for `room` tokens."""
+    blocks = -(-room // BLOCK)
+    return [
+        NewRequest(
+            slot=row,
+            token_ids=[(7 * row + place) % 31000 + 5 for place in range(tokens)],
+            num_prompt_tokens=tokens,
+            num_computed_tokens=0,
+            block_ids=list(range(row * blocks, (row + 1) * blocks)),
+            params=SamplingParams(temperature=0.0, ignore_eos=True),
+        )
+        for row in range(rows)
+    ]
+
+
+def prefill(layout: Layout, tokens: int) -> float:
+    """Seconds for one prompt."""
+    spent = layout.seconds(requests(1, tokens, tokens), [Scheduled(0, tokens, [], [])], [])
+    layout.seconds([], [], [0])
+    return spent
+
+
+def decode(layout: Layout, rows: int, steps: int) -> float:
+    """Seconds of a step in which each of `rows` requests goes forward by a token: the median."""
+    new = requests(rows, CONTEXT, CONTEXT + steps)
+    layout.seconds(new, [Scheduled(row, CONTEXT, [], []) for row in range(rows)], [])
+    spent = [layout.seconds([], [Scheduled(row, 1, [9], []) for row in range(rows)], []) for _ in range(steps)]
+    layout.seconds([], [], list(range(rows)))
+    return statistics.median(spent)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="requests that decode at once")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512], help="tokens of a prompt")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8, help="decode steps in a round")
+    parser.add_argument("--json", action="store_true", help="medians in ms, and their ratios")
+    options = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    engine = {
+        "load_format": "dummy",
+        "device": "cpu",
+        "dtype": options.dtype,
+        "block_size": BLOCK,
+        "max_model_len": 2048,
+        "max_num_seqs": max(options.rows),
+        "max_num_batched_tokens": 4096,
+        "kv_cache_memory_bytes": 1 << 28,
+    }
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(SHAPE | {"num_hidden_layers": options.layers}))
+        one, two = Layout(folder, 1, 2, engine), Layout(folder, 2, 1, engine)
+        stack.callback(one.close)
+        stack.callback(two.close)
+        if not two.shares_memory:
+            raise SystemExit("the ranks do not share memory: is there a compiler?")
+        rows = []
+        cases = [("decode", rows) for rows in options.rows] + [("prefill", tokens) for tokens in options.prompts]
+        for kind, count in cases:
+            times: dict[str, list[float]] = {"tp 1": [], "gloo": [], "shared": []}
+            for turn in range(options.rounds + 1):
+                for way, spent in times.items():
+                    layout = one if way == "tp 1" else two
+                    if layout is two:
+                        two.choose(way == "shared")
+                    seconds = prefill(layout, count) if kind == "prefill" else decode(layout, count, options.steps)
+                    if turn:
+                        spent.append(seconds * 1e3)
+            medians = {way: statistics.median(spent) for way, spent in times.items()}
+            ratios = {
+                f"{way} ratio": statistics.median(a / b for a, b in zip(times["tp 1"], times[way], strict=True))
+                for way in ("gloo", "shared")
+            }
+            rows.append({"kind": kind, "count": count, **medians, **ratios})
+    if options.json:
+        return print(json.dumps(rows))
+    print("ms for a step; × is the speed of two ranks over that of one, the median of the rounds' ratios")
+    print(f"{'':16} {'tp 1':>8} {'tp 2 gloo':>10} {'×':>5} {'tp 2 shared':>12} {'×':>5} {'tokens/s':>9}")
+    for row in rows:
+        rate = row["count"] / row["shared"] * 1e3
+        gloo = f"{row['gloo']:10.1f} {row['gloo ratio']:5.2f}"
+        shared = f"{row['shared']:12.1f} {row['shared ratio']:5.2f}"
+        print(f"{row['kind']:8} {row['count']:7} {row['tp 1']:8.1f} {gloo} {shared} {rate:9.0f}")
+
+
+if __name__ == "__main__":
+    main()
