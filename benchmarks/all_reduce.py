@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def measure(rank: int, size: int, init_method: str, rounds: int, results: Connec
             out = torch.empty_like(x)
             ways: dict[str, Callable[[Tensor], object]] = {
                 "copy": out.copy_,
-                "gloo": lambda x, tp=tp: GroupParallel.all_reduce(tp, x),
+                "gloo": partial(GroupParallel.all_reduce, tp),
                 "shared": tp.all_reduce,
             }
             calls = min(50, max(5, (1 << 22) // length))

@@ -90,7 +90,8 @@ class Layout:
             process.start()
         for _, theirs in pipes:
             theirs.close()
-        self.shares_memory = all([pipe.recv() for pipe in self._pipes])
+        ready = [pipe.recv() for pipe in self._pipes]  # of every rank
+        self.shares_memory = all(ready)
         self._step = 0
 
     def choose(self, shared: bool) -> None:
