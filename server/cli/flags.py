@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -34,6 +34,17 @@ def add_flags(group: argparse._ArgumentGroup, options: type) -> None:
             help=text,
             **_kind(hints[field.name], field.metadata["metavar"]),
         )
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The model, which is no flag but comes first."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="model folder or Hugging Face repository (default: the demo model that comes with Quire)",
+    )
 
 
 def _show(default: Any) -> str:
@@ -72,11 +83,19 @@ def read_config(path: str, known: Sequence[type]) -> list[str]:
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path}: flags are expected, as in `tensor-parallel-size: 2`")
     names = {field.name for options in known for field in dataclasses.fields(options)}
-    arguments: list[str] = []
+    given = {}
     for key, value in (content or {}).items():
         name = str(key).replace("-", "_")
         if name not in names:
             raise ConfigError(f"--config {path}: there is no flag named {key}")
+        given[name] = value
+    return to_arguments(given)
+
+
+def to_arguments(given: Mapping[str, Any]) -> list[str]:
+    """The command line that says this, name by name; None says nothing."""
+    arguments: list[str] = []
+    for name, value in given.items():
         flag = name.replace("_", "-")
         if name == "model":
             arguments.insert(0, str(value))

@@ -43,13 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         usage="quire serve [MODEL] [flags]",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        default=argparse.SUPPRESS,
-        help="model folder or Hugging Face repository (default: the demo model that comes with Quire)",
-    )
+    flags.add_model(parser)
     parser.add_argument("--config", metavar="FILE.yaml", help="flags from a file; the command line goes before it")
     flags.add_flags(parser.add_argument_group("server"), ServerOptions)
     flags.add_flags(parser.add_argument_group("engine"), EngineOptions)
@@ -163,8 +157,8 @@ async def _until_the_engine_is_gone(service: Service, seconds: dict[str, float],
     Raises `EngineUnavailable` when the model cannot be loaded.
     """
     spent = await service.ready()
-    where = ", ".join(f"{part} {count:.1f} s" for part, count in (seconds | spent).items())
-    logger.info("ready %.1f s after the start (%s)", process.age(), where)
+    where = ", ".join(f"{part} {count:.2f} s" for part, count in (seconds | spent).items())
+    logger.info("ready %.2f s after the start (%s)", process.age(), where)
     logger.info("serving %s", what)
     logger.error("the engine is gone: %s", await service.client.failed())
     await asyncio.sleep(_FAREWELL_SECONDS)
