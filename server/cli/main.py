@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import quire
 from quire.engine.errors import ConfigError
-from quire.server.cli import serve
+from quire.server.cli import bench, serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,4 +30,5 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     serve.add_parser(commands)
+    bench.add_parser(commands)
     return parser

@@ -1,0 +1,95 @@
+"""What `quire bench serve` can be told."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from quire.engine.config import flag
+from quire.engine.errors import ConfigError
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Whom to ask, how often, and what to report; the names are those of `vllm bench serve`."""
+
+    base_url: str | None = flag(None, "URL of the server, instead of host and port", metavar="URL")
+    host: str = flag("127.0.0.1", "address of the server")
+    port: int = flag(8000, "port of the server")
+    backend: Literal["openai", "openai-chat"] = flag("openai", "completions, or chat completions")
+    endpoint: str | None = flag(None, f"path to post to (default: {COMPLETIONS} or, for chat, {CHAT})", metavar="PATH")
+    model: str | None = flag(None, "name of the model (default: the first of /v1/models)")
+    api_key: str | None = flag(None, "bearer token (default: the environment's OPENAI_API_KEY)", metavar="KEY")
+    ready_check_timeout_sec: int = flag(0, "for so long wait until the server answers", metavar="SECONDS")
+    num_warmups: int = flag(0, "requests to make before those that are measured")
+
+    request_rate: float = flag(math.inf, "requests per second, whatever the server does (inf: all at once)")
+    burstiness: float = flag(1.0, "1: a Poisson process; less: in bursts; more: evenly", metavar="X")
+    max_concurrency: int | None = flag(None, "requests open at once; the next one waits for one to end")
+    seed: int = flag(0, "seed of prompts, lengths and arrivals")
+
+    ignore_eos: bool = flag(True, "generate to the full length; --no-ignore-eos for servers that do not know it")
+    temperature: float | None = flag(None, "sampling temperature (default: the server's)", metavar="X")
+    extra_body: str | None = flag(None, "more fields of each request, as a JSON object", metavar="JSON")
+    random_vocab_size: int = flag(1000, "prompts are made of token ids below this")
+
+    percentile_metrics: str = flag("ttft,tpot,itl,e2el", "metrics to report", metavar="NAME,…")
+    metric_percentiles: str = flag("99", "percentiles to report, as in 50,90,99", metavar="P,…")
+    goodput: tuple[str, ...] | None = flag(
+        None, "count the requests that keep these limits, as in ttft:500 tpot:50 e2el:9000", metavar="NAME:MS"
+    )
+    plot: str | None = flag(None, "draw the run into a .png, .svg or .pdf file", metavar="FILE")
+    save_result: bool = flag(False, "write the figures as JSON")
+    save_detailed: bool = flag(False, "write each request's times, text and error, too")
+    result_dir: str | None = flag(None, "folder of the JSON file (default: this one)", metavar="FOLDER")
+    result_filename: str | None = flag(None, "name of the JSON file (default: made of rate, model and time)")
+    disable_tqdm: bool = flag(False, "no progress bar")
+
+    @property
+    def is_chat(self) -> bool:
+        return self.path.endswith("/chat/completions")
+
+    @property
+    def path(self) -> str:
+        return self.endpoint or (CHAT if self.backend == "openai-chat" else COMPLETIONS)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return self.base_url or f"http://{host}:{self.port}"
+
+    def check(self) -> None:
+        """Raise `ConfigError` for what makes no sense."""
+        if not self.path.startswith("/"):
+            raise ConfigError(f"--endpoint {self.path}: a path is expected, as in {COMPLETIONS}")
+        for name, value in (("request-rate", self.request_rate), ("burstiness", self.burstiness)):
+            if not value > 0:
+                raise ConfigError(f"--{name} {value:g}: a number above 0 is expected")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"--max-concurrency {self.max_concurrency}: at least 1")
+        if self.random_vocab_size < 2:
+            raise ConfigError(f"--random-vocab-size {self.random_vocab_size}: at least 2")
+
+    def extra_fields(self) -> dict[str, Any]:
+        """The object of --extra-body; raises `ConfigError`."""
+        try:
+            extra = json.loads(self.extra_body or "{}")
+        except ValueError:
+            extra = None
+        if not isinstance(extra, dict):
+            raise ConfigError(f"--extra-body {self.extra_body}: a JSON object is expected")
+        return extra
+
+    def load(self) -> str:
+        """How the requests come, in words."""
+        pattern = {1.0: ", Poisson", math.inf: ", evenly"}.get(self.burstiness, f", burstiness {self.burstiness:g}")
+        is_rated = not math.isinf(self.request_rate)
+        words = f"at {self.request_rate:g}/s{pattern}" if is_rated else "all at once"
+        if self.max_concurrency is None:
+            return words
+        return f"{words}, {self.max_concurrency} at most at once" if is_rated else f"{self.max_concurrency} at a time"

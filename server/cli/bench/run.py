@@ -1,0 +1,144 @@
+"""One run against one server: find out how to ask it, warm it up, load it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from quire.engine.errors import ConfigError
+from quire.server.cli.bench import dataset
+from quire.server.cli.bench.client import Client, Refused, reason
+from quire.server.cli.bench.dataset import DatasetOptions, Sample
+from quire.server.cli.bench.load import Clock, Moments, arrival_times, drive
+from quire.server.cli.bench.options import ServeOptions
+from quire.server.cli.bench.stream import Record
+
+_FEW_WORDS, _MANY_WORDS = 16, 256
+"""Lengths of the two texts by which a server without token ids is asked how it counts."""
+_RETRY_SECONDS = 0.2
+
+Make = Callable[[DatasetOptions, int], list[Sample]]
+"""Samples from what is wanted and a number to add to the seed."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that is over."""
+
+    model: str
+    begun: float
+    cpu_seconds: float
+    """Of this process, the client."""
+    records: list[Record]
+
+
+class Run:
+    """A run to `measure`; raises `ConfigError` when the server does not answer as it should."""
+
+    def __init__(self, options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> None:
+        self._options = options
+        self._wanted = wanted
+        self._extra = options.extra_fields()
+        self._clock = clock
+
+    async def measure(self) -> Finished:
+        """Make all requests and return what came of them."""
+        options = self._options
+        key = options.api_key or os.environ.get("OPENAI_API_KEY")
+        with Client(options.url, key, self._clock) as self._client:
+            make = await self._get_ready()
+            warmups = make(dataclasses.replace(self._wanted, num_prompts=options.num_warmups), dataset.WARMUP_SEED)
+            await self._load(warmups, [0.0] * len(warmups), is_shown=False)
+            samples = make(self._wanted, 0)
+            arrivals = arrival_times(len(samples), options.request_rate, options.burstiness, options.seed)
+            print(f"{self._model} at {options.url}{options.path}: {len(samples)} requests {options.load()}", flush=True)
+            gc.collect()
+            gc.freeze()  # collections during the run need not look at the prompts again
+            cpu, begun = time.process_time(), self._clock.now()
+            records = await self._load(samples, arrivals, is_shown=not options.disable_tqdm)
+            gc.unfreeze()
+            return Finished(self._model, begun, time.process_time() - cpu, records)
+
+    async def _load(self, samples: list[Sample], arrivals: list[float], *, is_shown: bool) -> list[Record]:
+        requests = [self._request(sample) for sample in samples]
+        with tqdm(total=len(samples), desc="requests", disable=not is_shown, smoothing=0) as bar:
+
+            async def send(index: int, moments: Moments) -> Record:
+                record = await self._client.stream(requests[index], moments, samples[index].prompt_len)
+                bar.update()
+                return record
+
+            return await drive(send, arrivals, self._options.max_concurrency, self._clock)
+
+    async def _get_ready(self) -> Make:
+        """Find out which model to ask for and how, for as long as --ready-check-timeout-sec allows."""
+        give_up = time.monotonic() + self._options.ready_check_timeout_sec
+        while True:
+            try:
+                self._model = self._options.model or await self._ask_for_the_model()
+                return await self._way_to_ask()
+            except ConfigError:
+                if time.monotonic() >= give_up:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _ask_for_the_model(self) -> str:
+        url = f"{self._options.url}/v1/models"
+        try:
+            answer = await self._client.get("/v1/models")
+            name: str = answer["data"][0]["id"]
+        except (OSError, Refused) as error:
+            is_locked = isinstance(error, Refused) and error.status in (401, 403)
+            remedy = "--api-key" if is_locked else "is the server running? --base-url, --host, --port"
+            raise ConfigError(f"cannot ask {url}: {reason(error)} ({remedy})") from None
+        except (ValueError, LookupError, TypeError):
+            raise ConfigError(f"{url} names no model; name one with --model") from None
+        return name
+
+    async def _way_to_ask(self) -> Make:
+        """How prompts are made: as token ids where the server takes them, else as text of about the right length."""
+        options = self._options
+        if not options.is_chat:
+            record = await self._try(Sample([options.random_vocab_size - 1], 1, 1))
+            if record.ok:
+                vocab_size = options.random_vocab_size
+                return lambda wanted, more: dataset.token_samples(wanted, vocab_size, options.seed + more)
+            refusal = record.error
+        counts = []
+        for words in (_FEW_WORDS, _MANY_WORDS):
+            record = await self._try(Sample(dataset.text_of(words), words, 1))
+            if not record.ok:
+                raise ConfigError(f"{options.url}{options.path} does not answer a first request: {record.error}")
+            counts.append((words, record.prompt_len))
+        if not options.is_chat:
+            print(f"prompts are text, of about the right length: token ids were refused ({refusal})", file=sys.stderr)
+        words_for = dataset.words_per_token(*counts)
+        return lambda wanted, more: dataset.text_samples(wanted, words_for, options.seed + more)
+
+    async def _try(self, sample: Sample) -> Record:
+        now = self._clock.now()
+        return await self._client.stream(self._request(sample), Moments(now, now, now), sample.prompt_len)
+
+    def _request(self, sample: Sample) -> bytes:
+        options = self._options
+        body: dict[str, Any] = {"model": self._model, "max_tokens": sample.output_len, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        if options.is_chat:
+            body["messages"] = [{"role": "user", "content": sample.prompt}]
+        else:
+            body["prompt"] = sample.prompt
+        if options.ignore_eos:
+            body["ignore_eos"] = True
+        if options.temperature is not None:
+            body["temperature"] = options.temperature
+        return self._client.prepare(options.path, msgspec.json.encode(body | self._extra))
