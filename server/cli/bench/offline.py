@@ -1,0 +1,43 @@
+"""What the benchmarks without HTTP share: the engine's flags, and an `LLM` made of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.errors import ConfigError, InvalidParameter
+from quire.engine.resolve import plan_text, resolve
+from quire.server.cli import flags
+from quire.server.client import EngineUnavailable
+from quire.server.llm import LLM
+from quire.server.service import RequestFailed
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """The model and the engine flags of `quire serve`."""
+    flags.add_model(parser)
+    flags.add_flags(parser.add_argument_group("engine, as for quire serve"), EngineOptions)
+
+
+@contextlib.contextmanager
+def running(options: EngineOptions) -> Iterator[tuple[LLM, EngineConfig]]:
+    """An engine, loaded, and what it has resolved to; raises `ConfigError`."""
+    config = resolve(options)
+    print(plan_text(config), flush=True)
+    try:
+        with LLM(**dataclasses.asdict(options)) as llm:
+            yield llm, config
+    except (EngineUnavailable, RequestFailed, InvalidParameter) as failure:
+        raise ConfigError(str(failure)) from None
+
+
+def check_lengths(config: EngineConfig, num_tokens: int) -> None:
+    """Raise `ConfigError` when a prompt and its output are longer than the model can hold."""
+    if num_tokens > config.model.max_model_len:
+        raise ConfigError(
+            f"prompt and output come to {num_tokens} tokens, the model holds {config.model.max_model_len}: lower "
+            "--input-len, --output-len or --random-prefix-len"
+        )

@@ -1,0 +1,83 @@
+"""`quire bench throughput`: the engine without HTTP, given all requests at once."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.config import EngineOptions, flag
+from quire.engine.messages import SamplingParams
+from quire.server.cli import flags
+from quire.server.cli.bench import dataset, offline, report
+from quire.server.cli.bench.dataset import DatasetOptions, Sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputOptions:
+    """The names are those of `vllm bench throughput`."""
+
+    num_warmups: int = flag(0, "requests to make before those that are measured")
+    output_json: str | None = flag(None, "write the figures there", metavar="FILE")
+    disable_tqdm: bool = flag(False, "no progress bar")
+
+
+def fill(parser: argparse.ArgumentParser) -> None:
+    """Give the subcommand its flags."""
+    flags.add_flags(parser.add_argument_group("benchmark"), ThroughputOptions)
+    flags.add_flags(parser.add_argument_group("requests"), DatasetOptions)
+    offline.add_engine_flags(parser)
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Measure; 0, or an exception."""
+    options = flags.collect(parsed, ThroughputOptions)
+    wanted = flags.collect(parsed, DatasetOptions)
+    engine = flags.collect(parsed, EngineOptions)
+    wanted.check()
+    if options.output_json is not None:
+        report.check_writable(options.output_json, "--output-json")
+    with offline.running(engine) as (llm, config):
+
+        def draw(count: int, more: int) -> list[Sample]:
+            return dataset.token_samples(
+                dataclasses.replace(wanted, num_prompts=count), config.model.architecture.vocab_size, engine.seed + more
+            )
+
+        def generate(asked: list[Sample], *, use_tqdm: bool) -> int:
+            params = [SamplingParams(max_tokens=sample.output_len, ignore_eos=True) for sample in asked]
+            results = llm.generate([sample.prompt for sample in asked], params, use_tqdm)
+            return sum(len(result.outputs[0].token_ids) for result in results)
+
+        asked = draw(wanted.num_prompts, 0)
+        offline.check_lengths(config, max(sample.prompt_len + sample.output_len for sample in asked))
+        generate(draw(options.num_warmups, dataset.WARMUP_SEED), use_tqdm=False)
+        begun = time.perf_counter()
+        num_output = generate(asked, use_tqdm=not options.disable_tqdm)
+        elapsed = time.perf_counter() - begun
+    num_input = sum(sample.prompt_len for sample in asked)
+    result = figures(elapsed, len(asked), num_input, num_output)
+    print(
+        f"{result['requests_per_second']:.2f} requests/s, {result['output_tokens_per_second']:.1f} output tokens/s, "
+        f"{result['tokens_per_second']:.1f} tokens/s in all"
+    )
+    print(f"{len(asked)} requests, {num_input:,} tokens in, {num_output:,} out, {elapsed:.2f} s")
+    if options.output_json is not None:
+        report.write_json(options.output_json, result)
+    return 0
+
+
+def figures(seconds: float, num_requests: int, num_input: int, num_output: int) -> dict[str, Any]:
+    """The names are those of `vllm bench throughput`'s JSON; the output tokens are shown apart as well."""
+    return {
+        "elapsed_time": seconds,
+        "num_requests": num_requests,
+        "total_num_tokens": num_input + num_output,
+        "requests_per_second": num_requests / seconds,
+        "tokens_per_second": (num_input + num_output) / seconds,
+        "total_output_tokens": num_output,
+        "output_tokens_per_second": num_output / seconds,
+    }
