@@ -135,7 +135,7 @@ def _distribution(axes: Axes, seconds: Sequence[float], title: str, what: str) -
     for percentile, style in _MARKS:
         value = float(np.percentile(values, percentile))
         axes.axvline(value, color=_FAILED, linestyle=style, linewidth=1.2, label=f"p{percentile} {_number(value)}")
-    axes.legend(loc="lower right", ncols=len(_MARKS), bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2)
+    axes.legend(loc="lower right", ncols=3, bbox_to_anchor=(1.0, 1.0), fontsize=8, handlelength=1.5, columnspacing=1)
 
 
 def _number(milliseconds: float, _: float = 0) -> str:
