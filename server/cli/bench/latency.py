@@ -47,6 +47,8 @@ def run(parsed: argparse.Namespace) -> int:
     engine = flags.collect(parsed, EngineOptions)
     if options.num_iters < 1 or options.num_iters_warmup < 0:
         raise ConfigError("--num-iters: at least 1; --num-iters-warmup: at least 0")
+    if options.batch_size < 1:
+        raise ConfigError(f"--batch-size {options.batch_size}: at least 1")
     wanted = DatasetOptions(
         num_prompts=options.batch_size, random_input_len=options.input_len, random_output_len=options.output_len
     )

@@ -61,7 +61,8 @@ class ServeOptions:
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return self.base_url or f"http://{host}:{self.port}"
+        url = self.base_url or f"http://{host}:{self.port}"
+        return url.rstrip("/").removesuffix("/v1")  # as OpenAI's clients take it; the paths begin with it
 
     def check(self) -> None:
         """Raise `ConfigError` for what makes no sense."""

@@ -24,6 +24,8 @@ _WAITING, _ANSWERING, _FAILED, _INK, _FAINT = "#e3a857", "#3d6f8e", "#b5382a", "
 _MARKS = ((50, "-"), (90, "--"), (99, ":"))
 """Percentiles that are marked in a distribution."""
 _NUM_BINS = 50
+_SHORTEST_SECONDS = 1e-3
+"""The axis of time is at least so long."""
 _STYLE: Any = {
     "font.size": 9,
     "font.family": "sans-serif",
@@ -58,7 +60,7 @@ def draw(file: str, records: Sequence[Record], title: str) -> None:
     from matplotlib.figure import Figure
 
     begun = min(record.moments.start for record in records)
-    span = max(record.end for record in records) - begun
+    span = max(max(record.end for record in records) - begun, _SHORTEST_SECONDS)
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(11, 10), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
@@ -84,7 +86,8 @@ def _requests(axes: Axes, records: Sequence[Record], begun: float) -> None:
     for row, record in enumerate(ordered):
         first = record.arrivals[0] if record.ok else record.end
         lines["waiting for the first token" if record.ok else "failed"].append((row, record.moments.start, first))
-        lines["answering"].append((row, first, record.end))
+        if record.ok:
+            lines["answering"].append((row, first, record.end))
     width = min(6.0, 260 / len(records))
     for name, color in rows.items():
         if lines[name]:

@@ -118,9 +118,9 @@ def fake_server(script: Script) -> Iterator[FakeServer]:
         assert task is not None
         tasks.add(task)
         server.num_connections += 1
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ConnectionError, asyncio.CancelledError):  # both are its end
             async for connection in _requests(reader, writer, clock):
-                if connection.path == "/v1/models":
+                if connection.path.endswith("/v1/models"):
                     connection.reply(200, {"data": [{"id": "fake/model"}]})
                 else:
                     server.asked.append(connection)
@@ -141,8 +141,10 @@ def fake_server(script: Script) -> Iterator[FakeServer]:
     try:
         listening = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
         server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
-        yield server
-        asyncio.run_coroutine_threadsafe(stop(listening), loop).result(60)
+        try:
+            yield server
+        finally:
+            asyncio.run_coroutine_threadsafe(stop(listening), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

@@ -129,7 +129,7 @@ def test_the_users_mistakes_are_one_line(
         (["throughput", *model, "--input-len", "200"], "prompt and output come to 328 tokens, the model holds 128"),
         (["throughput", str(tmp_path / "none")], "no such model folder"),
         (["throughput", "--output-json", "/proc/none/x"], "--output-json /proc/none/x: cannot be written"),
-        (["latency", *model, "--batch-size", "0"], "--num-prompts"),
+        (["latency", *model, "--batch-size", "0"], "--batch-size 0: at least 1"),
         (["latency", "--num-iters", "0"], "--num-iters: at least 1"),
         (["startup", "--num-iters", "0"], "--num-iters: at least 1"),
         (["startup", str(tmp_path / "none")], "quire serve did not start:"),

@@ -103,6 +103,22 @@ def test_what_is_asked_can_be_changed(tmp_path: Path) -> None:
     assert asked.body["max_tokens"] == 9
 
 
+@pytest.mark.parametrize(
+    ("base", "path"),
+    [
+        ("/", "/v1/completions"),
+        ("/v1", "/v1/completions"),
+        ("/v1/", "/v1/completions"),
+        ("/a/b", "/a/b/v1/completions"),
+    ],
+)
+def test_a_base_url_may_end_as_openai_clients_have_it(tmp_path: Path, base: str, path: str) -> None:
+    with fake_server(count) as server:
+        server.url += base
+        bench(server, tmp_path)
+    assert {asked.path for asked in server.asked} == {path}
+
+
 def test_chat_is_asked_with_text_of_the_right_length(tmp_path: Path) -> None:
     async def script(connection: Connection) -> None:
         words = connection.body["messages"][0]["content"].split()
@@ -173,14 +189,15 @@ def test_failures_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFi
     assert "and 1 other errors" in out
 
 
-def test_all_failed_is_a_failure(tmp_path: Path) -> None:
+def test_all_failed_is_a_failure_and_can_be_drawn(tmp_path: Path) -> None:
     async def script(connection: Connection) -> None:
         if len(server.asked) == 1:
             return await count(connection)
         connection.reply(503, {"error": "loading"})
 
     with fake_server(script) as server:
-        assert bench(server, tmp_path, code=1)["failed"] == 3
+        assert bench(server, tmp_path, "--plot", str(tmp_path / "run.svg"), code=1)["failed"] == 3
+    assert b"no values" in (tmp_path / "run.svg").read_bytes()
 
 
 def test_a_connection_closed_while_idle_is_no_failure(tmp_path: Path) -> None:
