@@ -201,7 +201,7 @@ class Core:
 
 def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     """Run the core; returns the exit code. Whatever goes wrong reaches every API process as `Dead`."""
-    started = time.perf_counter()
+    age, started = process.age(), time.perf_counter()
     wire = Wire(endpoints)
     threading.Thread(target=_watch_stdin, args=(wire,), daemon=True, name="stdin-watch").start()
     executor: Executor | None = None
@@ -212,7 +212,8 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
         core = Core(config, executor, wire)
         gc.collect()
         gc.freeze()
-        wire.broadcast(Ready({**executor.seconds, "engine in all": time.perf_counter() - started}))
+        seconds = {"start engine": age, **executor.seconds, "engine in all": time.perf_counter() - started + age}
+        wire.broadcast(Ready(seconds))
         core.run()
     except (ConfigError, WorkerError) as error:
         trouble = str(error)
