@@ -42,7 +42,6 @@ from quire.engine.messages import (
     ToCore,
     ToServer,
 )
-from quire.engine.request import Request
 from quire.engine.scheduler import Scheduler
 
 logger = logging.getLogger("quire.engine.core")
@@ -116,7 +115,7 @@ class Core:
         self.wire = wire
         self.depth = config.scheduler.depth
         self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
-        self.outputs: dict[int, list[RequestOutput]] = {}
+        self.outputs: dict[int, Outputs] = {}
         """Outputs of this turn, by API process."""
         self.stats_sent = time.monotonic()
         self.probes: list[Probe] = []
@@ -155,10 +154,12 @@ class Core:
             case Submit():
                 refusal = self.scheduler.add(message)
                 if refusal is not None:
-                    self.outputs.setdefault(message.client, []).append(refusal)
+                    self.tell(message.client, refusal)
             case Abort():
-                ended = (self.scheduler.abort(request_id) for request_id in message.request_ids)
-                self.deliver([pair for pair in ended if pair is not None])
+                for request_id in message.request_ids:
+                    ended = self.scheduler.abort(request_id)
+                    if ended is not None:
+                        self.tell(ended[0].client, ended[1])
             case Probe():
                 self.probes.append(message)
             case Shutdown():
@@ -168,9 +169,15 @@ class Core:
             case Exception():
                 raise message  # somebody waits for an answer to what could not be read
 
-    def deliver(self, outputs: list[tuple[Request, RequestOutput]]) -> None:
-        for request, output in outputs:
-            self.outputs.setdefault(request.submit.client, []).append(output)
+    def tell(self, client: int, output: RequestOutput) -> None:
+        self.outputs.setdefault(client, Outputs()).outputs.append(output)
+
+    def deliver(self, news: dict[int, Outputs]) -> None:
+        """The outputs of a step, beside what this turn has told already."""
+        for client, outputs in news.items():
+            if (earlier := self.outputs.get(client)) is not None:
+                outputs.outputs = earlier.outputs + outputs.outputs
+            self.outputs[client] = outputs
 
     def answer_probes(self) -> None:
         for probe in self.probes:
@@ -186,16 +193,18 @@ class Core:
         if now - self.stats_sent >= _STATS_SECONDS:
             self.stats_sent = now
             for client in range(self.wire.num_clients):
-                self.outputs.setdefault(client, [])
-        for client, outputs in self.outputs.items():
-            self.wire.send(client, Outputs(outputs, msgspec.structs.replace(self.scheduler.snapshot())))
-        self.outputs.clear()
+                self.outputs.setdefault(client, Outputs())
+        if self.outputs:
+            stats = msgspec.structs.replace(self.scheduler.snapshot())
+            for client, outputs in self.outputs.items():
+                outputs.stats = stats
+                self.wire.send(client, outputs)
+            self.outputs = {}
 
     def end(self, reason: str) -> None:
         """Give every request its terminal message."""
         for request in list(self.scheduler.requests.values()):
-            output = RequestOutput(request.submit.request_id, [], finish_reason="error", error=reason)
-            self.outputs.setdefault(request.submit.client, []).append(output)
+            self.tell(request.client, RequestOutput(request.request_id, [], finish_reason="error", error=reason))
         self.send()
 
 

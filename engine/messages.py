@@ -175,10 +175,18 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True):
-    """What a step brought to this API process; one message, however many requests."""
+    """What a step brought to this API process; one message, however many requests.
 
-    outputs: list[RequestOutput]
-    stats: EngineStats
+    A request stands either in `outputs` or, where it has one more token and nothing else to tell, in the two columns.
+    """
+
+    outputs: list[RequestOutput] = []
+    """First and last outputs, and those with log-probabilities."""
+    stats: EngineStats | None = None
+    """None: as before."""
+    request_ids: list[str] = []
+    token_ids: list[int] = []
+    """One more token for each of `request_ids`."""
 
 
 class Alive(msgspec.Struct, tag=True, array_like=True):
@@ -214,34 +222,43 @@ class NewRequest(msgspec.Struct, array_like=True):
 
 
 class Scheduled(msgspec.Struct, array_like=True):
-    """One row of a step: `num_tokens` more tokens of a request, and what changed since it was last planned."""
+    """A row with something new: `num_tokens` more tokens of a request, and what changed since it was last planned."""
 
     slot: int
     num_tokens: int
     new_token_ids: list[int]
-    """Sampled tokens that the workers do not know yet; they extend the request's tokens."""
+    """Sampled tokens that the workers do not know; they extend the request's tokens."""
     new_block_ids: list[int]
 
 
 class StepPlan(msgspec.Struct, array_like=True):
-    """What every rank does next. Apply `released`, then `new`, then run `scheduled` in this order.
+    """What every rank does next. Apply `released`, then `new`, then run the rows: `decodes` first, then `scheduled`.
 
-    A row samples when its computed tokens reach its known tokens. A plan without rows is a sign of life:
-    every rank passes it on.
+    A row samples when its computed tokens reach its known tokens. With a single stage the workers keep what they
+    sample: it counts as known from then on, and does not come back with a plan. A plan without rows is a sign of
+    life: every rank passes it on.
     """
 
     step: int
     released: list[int]
     new: list[NewRequest]
     scheduled: list[Scheduled]
+    decodes: list[int] = []
+    """Slots of the rows of one token that need nothing new: no block, and no token but the last one sampled."""
+    token_ids: list[int] = []
+    """The last token of each of `decodes`; empty where the workers have kept it."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decodes) + len(self.scheduled)
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.scheduled)
+        return len(self.decodes) + sum(row.num_tokens for row in self.scheduled)
 
 
 class StepResult(msgspec.Struct, tag=True, array_like=True):
-    """From the first TP rank of the last stage, row for row of `StepPlan.scheduled`."""
+    """From the first TP rank of the last stage, row for row of the plan."""
 
     step: int
     token_ids: list[int]

@@ -11,21 +11,28 @@ from quire.engine.messages import FinishReason, Submit
 class Request:
     """Known tokens, and how many of them are computed.
 
-    The one rule: `num_computed` chases `len(token_ids)`. It moves when a plan is made, so a request whose sampled
-    token is still under way has nothing pending and is left out of further plans until the token arrives.
+    The one rule: `num_computed` chases the tokens. It moves when a plan is made. Where the workers keep what they
+    sample, it may pass the known tokens: the token under way is computed next without having been seen here.
     """
 
     submit: Submit
+    client: int
+    request_id: str
     order: tuple[int, int]
     """Who goes first: (priority, arrival)."""
     token_ids: list[int]
     max_tokens: int
     """Length of prompt and output together at which it ends."""
+    stops: frozenset[int]
+    """Tokens that end it."""
+    is_plain: bool = False
+    """Its outputs are tokens and nothing else: the first has been told, and log-probabilities are not asked for."""
     num_computed: int = 0
-    num_sent: int = 0
-    """Tokens that the workers know."""
-    in_flight: int = 0
-    """Plans under way that carry a row of it."""
+    decode_until: int = 0
+    """As a decode it may go on with nothing new while `num_computed` is less: up to the end of its last block, or to
+    the last token that it may compute."""
+    last_step: int = -1
+    """The last plan with a row of it."""
     slot: int | None = None
     """Row of the workers' state; None while it waits."""
     block_ids: list[int] = field(default_factory=list)
@@ -42,4 +49,4 @@ class Request:
     @property
     def num_pending(self) -> int:
         """Known tokens that no plan computes yet."""
-        return len(self.token_ids) - self.num_computed
+        return max(0, len(self.token_ids) - self.num_computed)

@@ -2,16 +2,23 @@
 
 Every turn makes one plan of at most `max_num_batched_tokens`: first the requests that wait for one token (decodes),
 then longer rests (prefill chunks), then new requests. Nothing here knows a phase: a row moves a request forward by some
-tokens, and the worker samples when it reaches the end of what is known.
+tokens, and the worker samples when it reaches the end of what is known. Decodes and chunks are kept apart only so that
+a step touches no more than what changes: a decode costs one comparison until it needs a block or may end.
 
-With pipeline stages, `depth` plans are in flight. Each gets its share of the rows and of the pending tokens, so that
-no stage stands idle while another is overfull.
+With a single stage the workers keep what they sample, so the next token of a decode can be planned while the one before
+is still under way. Nothing is planned beyond a length limit, which is known beforehand; a stop token is not, and the
+row of a request that has met one is computed in vain. Its blocks may go to others at once, because workers run plans
+in order.
+
+With pipeline stages, one plan for each is in flight, and a decode waits for its token. Each plan gets its share of the
+rows and of the pending tokens, so that no stage stands idle while another is overfull.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import insort
+from bisect import bisect_left, insort
+from itertools import repeat
 
 from quire.engine.config import EngineConfig
 from quire.engine.kv_cache import KVCache, extend_hashes
@@ -19,11 +26,13 @@ from quire.engine.messages import (
     EngineStats,
     FinishReason,
     NewRequest,
+    Outputs,
     RequestOutput,
     Scheduled,
     StepPlan,
     StepResult,
     Submit,
+    TokenLogprobs,
 )
 from quire.engine.request import Request
 
@@ -37,21 +46,32 @@ class Scheduler:
     def __init__(self, config: EngineConfig) -> None:
         cache = config.cache
         self.config = config.scheduler
+        self.stages = config.parallel.pipeline_parallel_size
+        self.workers_keep = self.stages == 1
+        """The stage that samples is the one that reads tokens, so they need not be sent back to it."""
         self.max_model_len = config.model.max_model_len
         self.eos_token_ids = frozenset(config.model.eos_token_ids)
         self.kv = KVCache(cache.num_blocks, cache.block_size, cache.enable_prefix_caching)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         """Admitted, in the order of `Request.order`."""
+        self.prefilling: list[Request] = []
+        """Those with more known tokens than plans compute, in the same order."""
+        self.decoding: list[Request] = []
+        """Those that go on by one token, in the same order. Whose last token is under way is in neither list."""
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         """A heap; requests that ended while waiting stay in it until they are met."""
         self.num_waiting = 0
         self.stats = EngineStats(kv_blocks=cache.num_blocks)
         self._arrivals = 0
         self._step = 0
+        self._done = -1
+        """The last step that came back: a request with a later `last_step` is in flight."""
         self._rows: dict[int, list[Request]] = {}
         """Requests of each plan in flight, row for row."""
         self._tokens_in_flight = 0
+        self._held: Request | None = None
+        """Left out of the plan being made, so that it can be preempted when it has come back."""
         self._free_slots = list(reversed(range(self.config.max_num_seqs)))
         self._released: list[int] = []
         """Slots that the workers are to forget with the next plan."""
@@ -74,12 +94,15 @@ class Scheduler:
             error = f"the prompt has {len(prompt)} tokens; the model's length is {self.max_model_len}"
         if error:
             return RequestOutput(submit.request_id, [], finish_reason="error", error=error)
-        limit = submit.params.max_tokens
+        params, limit = submit.params, submit.params.max_tokens
         request = Request(
             submit=submit,
+            client=submit.client,
+            request_id=submit.request_id,
             order=(submit.priority if self.config.policy == "priority" else 0, self._arrivals),
             token_ids=list(prompt),
             max_tokens=self.max_model_len if limit is None else min(self.max_model_len, len(prompt) + limit),
+            stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
         )
         self._arrivals += 1
         self.requests[submit.request_id] = request
@@ -100,7 +123,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
-        del self.requests[request.submit.request_id]
+        del self.requests[request.request_id]
         if request.slot is None:
             self.num_waiting -= 1
             if len(self.waiting) > 2 * self.num_waiting + 64:
@@ -112,48 +135,52 @@ class Scheduler:
     def _leave(self, request: Request) -> None:
         """Take a running request off the workers: nothing of it stays but its tokens."""
         assert request.slot is not None
-        self.running.remove(request)
+        self._publish(request)
+        for queue in (self.running, self.prefilling, self.decoding):
+            _discard(queue, request)
         self.kv.release(request.block_ids)
         self._released.append(request.slot)
         self._free_slots.append(request.slot)
         request.slot = None
         request.block_ids = []
-        request.num_computed = request.num_sent = request.num_published = 0
+        request.num_computed = request.num_published = request.decode_until = 0
 
     # --- a plan goes out --------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when nothing can run before a plan in flight comes back."""
         plan = StepPlan(step=self._step, released=[], new=[], scheduled=[])
-        rows: list[Request] = []
         max_rows, tokens_left = self._share()
         preemptions = self.stats.preemptions
+        self._held = None
 
-        for request in sorted((r for r in self.running if r.num_pending), key=_is_prefill):
+        rows = self._plan_decodes(plan, min(max_rows, tokens_left))
+        tokens_left -= len(rows)
+        for request in self.prefilling[:]:
             if len(rows) == max_rows or not tokens_left:
                 break
             count = self._chunk(request, tokens_left)
             # A request without a slot was preempted by a row before it.
-            if count and request.slot is not None and self._make_room(request, count):
-                plan.scheduled.append(self._advance(request, count))
+            if count and request.slot is not None and request is not self._held and self._make_room(request, count):
+                plan.scheduled.append(self._plan_chunk(request, count))
                 rows.append(request)
                 tokens_left -= count
 
-        # Whoever was thrown out in this turn would only come back to be thrown out again.
-        while len(rows) < max_rows and tokens_left and self.stats.preemptions == preemptions:
+        # Whoever was thrown out in this turn, or is about to be, would only come back to be thrown out again.
+        while len(rows) < max_rows and tokens_left and self.stats.preemptions == preemptions and self._held is None:
             admitted = self._admit(tokens_left)
             if admitted is None:
                 break
             request, count = admitted
             plan.new.append(self._introduce(request))
-            plan.scheduled.append(self._advance(request, count))
+            plan.scheduled.append(self._plan_chunk(request, count))
             rows.append(request)
             tokens_left -= count
 
         if rows:
             return self._depart(plan, rows)
-        if self._rows and len(self.requests) >= self.config.depth:
-            self.stats.idle_stage_steps += self.config.depth - len(self._rows)
+        if self._rows and len(self.requests) >= self.stages:
+            self.stats.idle_stage_steps += max(0, self.stages - len(self._rows))
         return None
 
     def sign_of_life(self) -> StepPlan:
@@ -174,16 +201,61 @@ class Scheduler:
         What is in flight counts as work at hand, so that a long prompt is cut into equal chunks.
         """
         limits = self.config
-        if limits.depth == 1:
+        if self.stages == 1:
             return limits.max_num_seqs, limits.max_num_batched_tokens
         room = limits.max_num_seqs - len(self.running)
-        rows = -(-(len(self.running) + min(room, self.num_waiting)) // limits.depth)
+        rows = -(-(len(self.running) + min(room, self.num_waiting)) // self.stages)
         if not limits.enable_chunked_prefill:
             return rows, limits.max_num_batched_tokens
         tokens = self._tokens_in_flight + sum(request.num_pending for request in self.running)
         tokens += sum(request.num_pending for _, request in self.waiting[:room] if request.finish_reason is None)
-        share = max(-(-tokens // limits.depth), _LEAST_SHARE)
+        share = max(-(-tokens // self.stages), _LEAST_SHARE)
         return rows, min(limits.max_num_batched_tokens, share)
+
+    def _plan_decodes(self, plan: StepPlan, limit: int) -> list[Request]:
+        """One more token for each decode: a bare slot unless it needs a block. Returns the rows."""
+        steady: list[Request] = []
+        grown: list[Request] = []
+        ready = self.decoding if self.workers_keep else [r for r in self.decoding if r.last_step <= self._done]
+        for request in ready[:limit]:
+            computed = request.num_computed
+            if computed < request.decode_until:
+                request.num_computed = computed + 1
+                request.last_step = plan.step
+                steady.append(request)
+            elif (row := self._grow(request)) is not None:
+                plan.scheduled.append(row)
+                grown.append(request)
+        plan.decodes = [request.slot for request in steady]  # type: ignore[misc]  # who decodes has a slot
+        if not self.workers_keep:
+            plan.token_ids = [request.token_ids[-1] for request in steady]
+        return steady + grown
+
+    def _grow(self, request: Request) -> Scheduled | None:
+        """The row of a decode at the end of its blocks, or None if it can not go on now."""
+        if request.slot is None or request is self._held:
+            return None
+        if request.num_computed >= request.max_tokens - 1:
+            _discard(self.decoding, request)
+            return None
+        if not self._make_room(request, 1):
+            return None
+        new_blocks = self._advance(request, 1)
+        request.decode_until = self._decode_until(request)
+        return Scheduled(request.slot, 1, [] if self.workers_keep else request.token_ids[-1:], new_blocks)
+
+    def _plan_chunk(self, request: Request, count: int) -> Scheduled:
+        """The row of a request that is prefilling; with its last chunk it becomes a decode."""
+        assert request.slot is not None
+        new_blocks = self._advance(request, count)
+        if not request.num_pending:
+            _discard(self.prefilling, request)
+            insort(self.decoding, request, key=_order)
+            request.decode_until = self._decode_until(request)
+        return Scheduled(request.slot, count, [], new_blocks)
+
+    def _decode_until(self, request: Request) -> int:
+        return min(len(request.block_ids) * self.kv.block_size, request.max_tokens - 1)
 
     def _chunk(self, request: Request, tokens_left: int) -> int:
         """How many of its pending tokens fit; without chunked prefill all or none."""
@@ -204,26 +276,25 @@ class Scheduler:
                 return False
         return True
 
-    def _advance(self, request: Request, count: int) -> Scheduled:
-        """Move a request forward by `count` tokens: its row, with what the workers do not know yet."""
-        assert request.slot is not None
+    def _advance(self, request: Request, count: int) -> list[int]:
+        """Move a request forward by `count` tokens; returns the blocks that it gets for them."""
         new_blocks = self.kv.take(self._needed(request, count))
         request.block_ids += new_blocks
         request.num_computed += count
-        request.in_flight += 1
+        request.last_step = self._step
         self._publish(request)
-        row = Scheduled(request.slot, count, request.token_ids[request.num_sent :], new_blocks)
-        request.num_sent = len(request.token_ids)
-        return row
+        return new_blocks
 
     def _publish(self, request: Request) -> None:
+        """Let others find the blocks that are full of known tokens, once a plan computes them."""
         if not self.kv.enable_prefix_caching:
             return
-        extend_hashes(request.hashes, request.token_ids, self.kv.block_size)
-        full = request.num_computed // self.kv.block_size
-        for index in range(request.num_published, full):
-            self.kv.publish(request.block_ids[index], request.hashes[index])
-        request.num_published = full
+        full = min(request.num_computed, len(request.token_ids)) // self.kv.block_size
+        if full > request.num_published:
+            extend_hashes(request.hashes, request.token_ids, self.kv.block_size)
+            for index in range(request.num_published, full):
+                self.kv.publish(request.block_ids[index], request.hashes[index])
+            request.num_published = full
 
     def _first_waiting(self) -> Request | None:
         while self.waiting and self.waiting[0][1].finish_reason is not None:
@@ -257,6 +328,7 @@ class Scheduler:
         request.num_published = len(cached)
         request.slot = self._free_slots.pop()
         insort(self.running, request, key=_order)
+        insort(self.prefilling, request, key=_order)
         if request.num_cached is None:
             request.num_cached = min(request.num_computed, request.num_prompt)
             self.stats.prefix_queried_tokens += request.num_prompt
@@ -266,7 +338,6 @@ class Scheduler:
 
     def _introduce(self, request: Request) -> NewRequest:
         assert request.slot is not None
-        request.num_sent = len(request.token_ids)
         return NewRequest(
             slot=request.slot,
             token_ids=list(request.token_ids),
@@ -277,59 +348,69 @@ class Scheduler:
         )
 
     def _preempt_below(self, request: Request) -> bool:
-        """Send the last request that goes after this one, and is not under way, back to the queue.
+        """Send the last request that goes after this one, and is not in flight, back to the queue.
 
-        It will compute its tokens again, mostly from the prefix cache; its answer does not change.
+        It will compute its tokens again, mostly from the prefix cache; its answer does not change. If all are in
+        flight, the last one is held back, to be preempted when it has come back.
         """
         for victim in reversed(self.running):
             if victim is request:
-                return False
-            if not victim.in_flight:
+                break
+            if victim.last_step <= self._done:
                 self._leave(victim)
                 self._enqueue(victim)
                 self.stats.preemptions += 1
                 return True
+        if self.running[-1] is not request:
+            self._held = self.running[-1]
+            self._held.decode_until = 0
         return False
 
     # --- a result comes back ----------------------------------------------------------------------------------
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[tuple[Request, RequestOutput]]:
-        """Take in the sampled tokens of a plan; returns the new outputs."""
+    def update(self, plan: StepPlan, result: StepResult) -> dict[int, Outputs]:
+        """Take in the sampled tokens of a plan; returns what is new for each API process."""
         assert plan.step == result.step, f"result of step {result.step} for plan {plan.step}"
-        outputs: list[tuple[Request, RequestOutput]] = []
         rows = self._rows.pop(plan.step)
+        self._done = plan.step
         self._tokens_in_flight -= plan.num_tokens
-        for row, request in enumerate(rows):
-            request.in_flight -= 1
-            token_id = result.token_ids[row]
+        news: dict[int, Outputs] = {}
+        client, mine = -1, Outputs()
+        columns = zip(rows, result.token_ids, result.logprobs or repeat(None), strict=False)  # the last may be endless
+        for request, token_id, logprobs in columns:
             if token_id < 0 or request.finish_reason is not None:
                 continue
-            request.token_ids.append(token_id)
-            self.stats.generated_tokens += 1
-            reason = self._finish_reason(request, token_id)
-            logprobs = result.logprobs[row] if result.logprobs else None
-            if reason is not None:
-                self._finish(request, reason)
-            outputs.append(
-                (
-                    request,
-                    RequestOutput(
-                        request_id=request.submit.request_id,
-                        token_ids=[token_id],
-                        logprobs=None if logprobs is None else [logprobs],
-                        finish_reason=reason,
-                        stop_token_id=token_id if reason == "stop" else None,
-                        num_cached_tokens=request.num_cached or 0,
-                    ),
-                )
-            )
-        return outputs
+            if request.client != client:
+                client = request.client
+                mine = news.setdefault(client, Outputs())
+            tokens = request.token_ids
+            tokens.append(token_id)
+            if request.is_plain and len(tokens) < request.max_tokens and token_id not in request.stops:
+                mine.request_ids.append(request.request_id)
+                mine.token_ids.append(token_id)
+            else:
+                mine.outputs.append(self._tell(request, token_id, logprobs))
+        self.stats.generated_tokens += sum(len(each.token_ids) + len(each.outputs) for each in news.values())
+        return news
 
-    def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
-        params = request.submit.params
-        if token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
-            return "stop"
-        return "length" if len(request.token_ids) >= request.max_tokens else None
+    def _tell(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+        """The output of a request that has more to tell than a token; ends it if the token does."""
+        reason: FinishReason | None = None
+        if token_id in request.stops:
+            reason = "stop"
+        elif len(request.token_ids) >= request.max_tokens:
+            reason = "length"
+        if reason is not None:
+            self._finish(request, reason)
+        request.is_plain = request.submit.params.logprobs is None
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=[token_id],
+            logprobs=None if logprobs is None else [logprobs],
+            finish_reason=reason,
+            stop_token_id=token_id if reason == "stop" else None,
+            num_cached_tokens=request.num_cached or 0,
+        )
 
     def snapshot(self) -> EngineStats:
         """The gauges brought up to date, with the counters."""
@@ -346,10 +427,16 @@ class Scheduler:
         assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
         slots = [request.slot for request in self.running] + self._free_slots
         assert sorted(slots, key=lambda s: -1 if s is None else s) == list(range(self.config.max_num_seqs))
-        assert [r.order for r in self.running] == sorted(r.order for r in self.running)
+        for queue in (self.running, self.prefilling, self.decoding):
+            assert [r.order for r in queue] == sorted(r.order for r in queue)
+        last_under_way = [r for r in self.running if r not in self.prefilling and r not in self.decoding]
+        assert len(self.prefilling) + len(self.decoding) + len(last_under_way) == len(self.running)
+        assert all(r.num_pending for r in self.prefilling)
+        assert all(r.num_computed == r.max_tokens - 1 for r in last_under_way)
         for request in self.running:
             assert len(request.block_ids) >= self.kv.blocks_for(request.num_computed)
-            assert request.num_computed <= len(request.token_ids) <= request.max_tokens
+            assert request.num_computed < len(request.token_ids) + self.config.depth
+            assert max(request.num_computed + 1, len(request.token_ids)) <= request.max_tokens
         assert all(r.slot is None and not r.block_ids and not r.num_computed for r in waiting)
 
 
@@ -357,5 +444,8 @@ def _order(request: Request) -> tuple[int, int]:
     return request.order
 
 
-def _is_prefill(request: Request) -> bool:
-    return request.num_pending > 1
+def _discard(queue: list[Request], request: Request) -> None:
+    """Take a request out of a list in the order of `Request.order`, if it is there."""
+    index = bisect_left(queue, request.order, key=_order)
+    if index < len(queue) and queue[index] is request:
+        del queue[index]

@@ -101,6 +101,15 @@ class Stream:
             self._open.discard(output.request_id)
         self._news.set()
 
+    def put_token(self, request_id: str, token_id: int) -> None:
+        """The same for an output that is one token and nothing else."""
+        earlier = self._unread.get(request_id)
+        if earlier is None:
+            self._unread[request_id] = RequestOutput(request_id, [token_id])
+        else:
+            earlier.token_ids.append(token_id)
+        self._news.set()
+
     def fail(self, failure: EngineUnavailable) -> None:
         """Called by the client when the engine is gone: readers wake up with this."""
         self._failure = failure
@@ -239,8 +248,7 @@ class EngineClient:
     async def _receive(self) -> None:
         while True:
             match self._decoder.decode(await self._responses.recv()):
-                case Outputs(outputs, stats):
-                    self._metrics.stats = stats
+                case Outputs() as outputs:
                     self._deliver(outputs)
                 case Alive(probe_id):
                     if (answer := self._probes.get(probe_id)) is not None and not answer.done():
@@ -250,10 +258,19 @@ class EngineClient:
                 case Dead(reason):
                     self.fail(reason)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, news: Outputs) -> None:
         """Hand a step's outputs out. Those of forgotten requests are dropped."""
         now = time.monotonic()
-        for output in outputs:
+        if news.stats is not None:
+            self._metrics.stats = news.stats
+        for request_id, token_id in zip(news.request_ids, news.token_ids, strict=True):
+            running = self._running.get(request_id)
+            if running is not None:
+                if running.last_output is not None:
+                    self._metrics.inter_token_latency.observe(now - running.last_output)
+                running.last_output = now
+                running.stream.put_token(request_id, token_id)
+        for output in news.outputs:
             running = self._running.get(output.request_id)
             if running is None:
                 continue

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.engine.messages import EngineStats
@@ -57,6 +59,26 @@ HISTOGRAMS = {
 }
 
 
+class Times:
+    """A histogram of seconds. The client library's own costs some µs for each token of each request."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._meaning, self._bounds = HISTOGRAMS[name]
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def metric(self, model_name: str) -> Metric:
+        family = HistogramMetricFamily(f"quire:{self._name}", self._meaning, labels=["model_name"])
+        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        family.add_metric([model_name], list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        return family
+
+
 class Metrics(Collector):
     """The metrics of one model. `stats` is the newest that the engine has sent."""
 
@@ -65,15 +87,9 @@ class Metrics(Collector):
         self.stats = EngineStats()
         self._registry = CollectorRegistry()
         self._registry.register(self)
-
-        def histogram(name: str) -> Histogram:
-            meaning, buckets = HISTOGRAMS[name]
-            metric = Histogram(f"quire:{name}", meaning, ["model_name"], buckets=buckets, registry=self._registry)
-            return metric.labels(model_name)
-
-        self.time_to_first_token = histogram("time_to_first_token_seconds")
-        self.inter_token_latency = histogram("inter_token_latency_seconds")
-        self.e2e_latency = histogram("e2e_request_latency_seconds")
+        self.time_to_first_token = Times("time_to_first_token_seconds")
+        self.inter_token_latency = Times("inter_token_latency_seconds")
+        self.e2e_latency = Times("e2e_request_latency_seconds")
         self._finished = Counter(
             "quire:request_success",
             "Requests that ended, by finish reason.",
@@ -87,12 +103,14 @@ class Metrics(Collector):
         self.e2e_latency.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """The engine's own numbers, read when Prometheus asks."""
+        """The engine's own numbers and the times, read when Prometheus asks."""
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         for name, kind, meaning, value in ENGINE_METRICS:
             family = families[kind](f"quire:{name}", meaning, labels=["model_name"])
             family.add_metric([self._model_name], value(self.stats))
             yield family
+        for times in (self.time_to_first_token, self.inter_token_latency, self.e2e_latency):
+            yield times.metric(self._model_name)
 
     def exposition(self) -> bytes:
         """All of it in the text format that Prometheus scrapes."""

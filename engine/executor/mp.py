@@ -84,7 +84,7 @@ class MpExecutor:
     def submit(self, plan: StepPlan) -> MpPending:
         # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
         self._ring.write(self._encode(plan), while_waiting=lambda: self._poll(0))
-        timeout = STEP_TIMEOUT if plan.scheduled else SIGN_OF_LIFE_TIMEOUT
+        timeout = STEP_TIMEOUT if plan.num_rows else SIGN_OF_LIFE_TIMEOUT
         pending = MpPending(self, plan.step, timeout)
         self._pending.append(pending)
         return pending

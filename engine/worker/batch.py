@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,10 +68,20 @@ class RequestStates:
                 _extend(self.tokens, self.num_known, row.slot, row.new_token_ids)
             if row.new_block_ids:
                 _extend(self.block_tables, self.num_blocks, row.slot, row.new_block_ids)
-        slots = np.array([row.slot for row in plan.scheduled], np.int64)
-        counts = np.array([row.num_tokens for row in plan.scheduled], np.int64)
+        if plan.token_ids:
+            self.keep(np.array(plan.decodes, np.int64), plan.token_ids)
+        slots = np.array(plan.decodes + [row.slot for row in plan.scheduled], np.int64)
+        counts = np.ones(len(slots), np.int64)
+        if plan.scheduled:
+            counts[len(plan.decodes) :] = [row.num_tokens for row in plan.scheduled]
         sampling = np.flatnonzero(self.num_computed[slots] + counts == self.num_known[slots])
         return Rows(slots, counts, sampling)
+
+    def keep(self, slots: Ints, token_ids: Sequence[int] | Ints) -> None:
+        """One more known token for each of `slots`."""
+        places = self.num_known[slots]
+        self.tokens[slots, places] = token_ids
+        self.num_known[slots] = places + 1
 
     def _add(self, request: NewRequest) -> None:
         slot, params = request.slot, request.params
@@ -98,11 +109,14 @@ class RequestStates:
     def batch(self, rows: Rows, device: torch.device) -> Batch:
         """The rows' next tokens, in one transfer to the device."""
         first = self.num_computed[rows.slots]
-        starts = np.concatenate(([0], rows.counts.cumsum()))
-        owners = np.repeat(rows.slots, rows.counts)  # [tokens]
-        positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], rows.counts)
-        blocks, offsets = np.divmod(positions, self._block_size)
         lengths = first + rows.counts
+        if rows.counts.max() == 1:
+            owners, positions, starts = rows.slots, first, np.arange(len(first) + 1)
+        else:
+            starts = np.concatenate(([0], rows.counts.cumsum()))
+            owners = np.repeat(rows.slots, rows.counts)  # [tokens]
+            positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], rows.counts)
+        blocks, offsets = np.divmod(positions, self._block_size)
         width = -(-int(lengths.max()) // self._block_size)
         host = (
             self.tokens[owners, positions],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step of this stage. The first rank of the last stage returns the tokens, the others None."""
         rows = self._states.apply(plan)
-        if not plan.scheduled:
+        if not plan.num_rows:
             return self._pass_on(plan)
         batch = self._states.batch(rows, self._device)
         hidden = self._decoder(self._receive(plan.num_tokens), batch, self._caches)
@@ -51,7 +52,10 @@ class Runner:
             self._pipeline.send(hidden)
             return None
         logits = self._decoder.logits(hidden[batch.sampled])
-        return self._sample(plan, rows, logits) if self._tp.rank == 0 else None
+        result = self._sample(plan, rows, logits) if self._tp.rank == 0 else None
+        if self._pipeline.is_first:
+            self._keep(rows, result)
+        return result
 
     def _receive(self, tokens: int) -> Tensor | None:
         if self._pipeline.is_first:
@@ -60,15 +64,30 @@ class Runner:
 
     def _sample(self, plan: StepPlan, rows: Rows, logits: Tensor) -> StepResult:
         sampled, logprobs = self._sampler.sample(logits, self._states, rows.slots[rows.sampling])
-        if len(sampled) == len(plan.scheduled):
+        if len(sampled) == plan.num_rows:
             return StepResult(plan.step, sampled, logprobs)
-        token_ids = [-1] * len(plan.scheduled)
-        places: list[TokenLogprobs | None] = [None] * len(plan.scheduled) if logprobs else []
+        token_ids = [-1] * plan.num_rows
+        places: list[TokenLogprobs | None] = [None] * plan.num_rows if logprobs else []
         for number, row in enumerate(rows.sampling.tolist()):
             token_ids[row] = sampled[number]
             if logprobs:
                 places[row] = logprobs[number]
         return StepResult(plan.step, token_ids, places)
+
+    def _keep(self, rows: Rows, result: StepResult | None) -> None:
+        """The only stage goes on from what it has sampled, without hearing of it from the core.
+
+        The first rank tells the others, rather than each sampling by itself: they wait for one another anyway, and
+        then nothing depends on every rank rounding alike.
+        """
+        if not len(rows.sampling):
+            return
+        sampled = np.empty(len(rows.sampling), np.int64)
+        if result is not None:
+            sampled[:] = np.array(result.token_ids, np.int64)[rows.sampling]
+        if self._tp.size > 1:
+            sampled = self._tp.broadcast(torch.from_numpy(sampled).to(self._device)).cpu().numpy()
+        self._states.keep(rows.slots[rows.sampling], sampled)
 
     def _pass_on(self, plan: StepPlan) -> StepResult | None:
         """A plan without rows: each stage waits for the one before, for all its own ranks, and wakes the next."""

@@ -23,6 +23,7 @@ from quire.engine.messages import (
     ToCore,
     ToServer,
 )
+from tests.fakes.outputs import each
 
 
 class CountingWire(Wire):
@@ -40,8 +41,8 @@ class CountingWire(Wire):
         match message:
             case Alive():
                 self.inbox.put(Shutdown())
-            case Outputs(outputs=outputs):
-                for output in outputs:
+            case Outputs():
+                for output in each(message):
                     self.outputs[output.request_id].append(output)
                     self._open -= output.finish_reason is not None
                 if not self._open:

@@ -27,6 +27,7 @@ from quire.engine.messages import (
 from tests.engine.test_scheduler import continuation
 from tests.fakes.configs import engine_config
 from tests.fakes.model import FakeModel
+from tests.fakes.outputs import each
 
 
 class Step:
@@ -71,7 +72,7 @@ class FakeWire:
 
     def outputs(self, client: int, request_id: str) -> list[RequestOutput]:
         messages = [m for c, m in self.sent if c == client and isinstance(m, Outputs)]
-        return [o for m in messages for o in m.outputs if o.request_id == request_id]
+        return [o for m in messages for o in each(m) if o.request_id == request_id]
 
 
 def core_with(script: dict[int, list[ToCore]], first: list[ToCore], depth: int = 1, dies_at: int = -1) -> Core:
@@ -79,7 +80,8 @@ def core_with(script: dict[int, list[ToCore]], first: list[ToCore], depth: int =
     wire = FakeWire()
     for message in first:
         wire.inbox.put(message)
-    model = FakeModel(config.cache.block_size, config.cache.num_blocks, config.scheduler.max_num_batched_tokens)
+    cache, scheduler = config.cache, config.scheduler
+    model = FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=depth == 1)
     return Core(config, FakeExecutor(wire, model, script, dies_at), wire)  # type: ignore[arg-type]
 
 
@@ -169,4 +171,6 @@ def test_stats_travel_without_outputs_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("quire.engine.core._STATS_SECONDS", 0.0)
     core = core_with({3: [Shutdown()]}, [submit(0, "a", [1], 50)])
     core.run()
-    assert [m.stats.running for c, m in wire_of(core).sent if c == 1 and isinstance(m, Outputs)][-1] == 1
+    last = [m.stats for c, m in wire_of(core).sent if c == 1 and isinstance(m, Outputs)][-1]
+    assert last is not None
+    assert last.running == 1

@@ -14,6 +14,7 @@ from quire.engine.messages import RequestOutput, SamplingParams, StepPlan, StepR
 from quire.engine.scheduler import Scheduler
 from tests.fakes.configs import engine_config
 from tests.fakes.model import FakeModel, next_token
+from tests.fakes.outputs import each
 
 
 class Engine:
@@ -22,7 +23,10 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.scheduler = Scheduler(config)
         self.model = FakeModel(
-            config.cache.block_size, config.cache.num_blocks, config.scheduler.max_num_batched_tokens
+            config.cache.block_size,
+            config.cache.num_blocks,
+            config.scheduler.max_num_batched_tokens,
+            keeps=config.parallel.pipeline_parallel_size == 1,
         )
         self.depth = config.scheduler.depth
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
@@ -51,8 +55,9 @@ class Engine:
         elif self.in_flight and len(self.scheduler.requests) >= self.depth:
             self.idle_stage_steps += self.depth - len(self.in_flight)
         if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
-            for _, output in self.scheduler.update(*self.in_flight.popleft()):
-                self.outputs[output.request_id].append(output)
+            for news in self.scheduler.update(*self.in_flight.popleft()).values():
+                for output in each(news):
+                    self.outputs[output.request_id].append(output)
             self.scheduler.check_integrity()
             return True
         return plan is not None
@@ -141,8 +146,21 @@ def test_decodes_go_before_prefill_chunks() -> None:
     engine.add("long", list(range(90)), max_tokens=1)
     for _ in range(6):
         engine.turn()
-    assert all(plan.scheduled[0].num_tokens == 1 for plan in engine.model.plans[1:])
+    assert all(plan.decodes or plan.scheduled[0].num_tokens == 1 for plan in engine.model.plans[1:])
     assert [plan.num_tokens for plan in engine.model.plans[1:6]] == [16] * 5
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_plan_says_only_what_is_new(stages: int) -> None:
+    engine = Engine(engine_config(depth=stages, max_num_seqs=2))
+    for index in range(2):
+        engine.add(str(index), [index] * 5, max_tokens=12)
+    engine.run()
+    decodes = [plan for plan in engine.model.plans if not plan.new]
+    assert all(bool(plan.token_ids) == (stages > 1 and bool(plan.decodes)) for plan in decodes)
+    for plan in decodes:  # a row that is not bare brings a block
+        assert all(row.new_block_ids for row in plan.scheduled)
+        assert all(len(row.new_token_ids) == (stages > 1) for row in plan.scheduled)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -279,7 +297,7 @@ def test_no_stage_idles_under_steady_load(depth: int) -> None:
     engine.run(keep_busy)
     stats = engine.scheduler.stats
     assert stats.idle_stage_steps / (stats.steps + stats.idle_stage_steps) < 0.05
-    rows = [len(plan.scheduled) for plan in engine.model.plans[depth * 20 : 1500]]
+    rows = [plan.num_rows for plan in engine.model.plans[depth * 20 : 1500]]
     assert max(rows) <= -(-12 // depth)
     assert sum(rows) / len(rows) > 0.9 * 12 / depth
     tokens = [plan.num_tokens for plan in engine.model.plans]
@@ -301,5 +319,5 @@ def test_a_sign_of_life_tells_the_workers_what_was_released() -> None:
     engine.abort("a")
     plan = engine.scheduler.sign_of_life()
     assert plan.released == [0]
-    assert engine.scheduler.update(plan, engine.model.execute(plan)) == []
+    assert engine.scheduler.update(plan, engine.model.execute(plan)) == {}
     assert not engine.model.rows

@@ -57,6 +57,8 @@ class FakeCore:
         self.responses.connect(responses)
         self.decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
         self.running: dict[str, Iterator[RequestOutput]] = {}
+        self.told: set[str] = set()
+        """Requests whose first output, with the numbers that stand only there, has been sent."""
         self.stats = EngineStats(kv_blocks=100)
         self.is_mute = False
 
@@ -96,7 +98,13 @@ class FakeCore:
         self.stats.steps += 1
         self.stats.running = len(self.running)
         self.stats.generated_tokens += sum(len(output.token_ids) for output in outputs)
-        self.send(Outputs(outputs, self.stats))
+        plain = [output for output in outputs if output.logprobs is None and not output.finish_reason]
+        full = [output for output in outputs if output.logprobs is not None or output.finish_reason]
+        first = [output for output in plain if output.request_id not in self.told]
+        columns = [output for output in plain if output.request_id in self.told]
+        self.told.update(output.request_id for output in first)
+        ids, tokens = [output.request_id for output in columns], [output.token_ids[0] for output in columns]
+        self.send(Outputs(first + full, self.stats, ids, tokens))
 
     def echo(self, request: Submit) -> Iterator[RequestOutput]:
         """The outputs of a request, one for each step; those without tokens are not sent."""

@@ -7,6 +7,7 @@ block table, a stale prefix hit or a diff that was lost shows as an assertion, n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from quire.engine.messages import Scheduled, StepPlan, StepResult
 
@@ -35,6 +36,8 @@ class FakeModel:
     block_size: int
     num_blocks: int
     max_tokens: int
+    keeps: bool = True
+    """Whether it keeps what it samples, as a single stage does."""
     rows: dict[int, Row] = field(default_factory=dict)
     kv: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """(block, offset) → the tokens up to and including the one whose KV lies there."""
@@ -48,9 +51,14 @@ class FakeModel:
         for new in plan.new:
             assert new.slot not in self.rows
             self.rows[new.slot] = Row(list(new.token_ids), list(new.block_ids), new.num_computed_tokens)
+        assert len(plan.token_ids) == (0 if self.keeps else len(plan.decodes))
+        for slot, token_id in zip_longest(plan.decodes, plan.token_ids):
+            self._write(Scheduled(slot, 1, [] if token_id is None else [token_id], []))
         for scheduled in plan.scheduled:  # all KV of a step is written before any row attends
             self._write(scheduled)
-        return StepResult(plan.step, [self._sample(self.rows[s.slot]) for s in plan.scheduled])
+        slots = plan.decodes + [scheduled.slot for scheduled in plan.scheduled]
+        assert len(set(slots)) == len(slots)
+        return StepResult(plan.step, [self._sample(self.rows[slot]) for slot in slots])
 
     def _write(self, scheduled: Scheduled) -> None:
         row = self.rows[scheduled.slot]
@@ -66,7 +74,12 @@ class FakeModel:
     def _sample(self, row: Row) -> int:
         for position in range(row.computed):
             assert self.kv.get(self._place(row, position)) == tuple(row.tokens[: position + 1])
-        return next_token(row.tokens) if row.computed == len(row.tokens) else -1
+        if row.computed < len(row.tokens):
+            return -1
+        token = next_token(row.tokens)
+        if self.keeps:
+            row.tokens.append(token)
+        return token
 
     def _place(self, row: Row, position: int) -> tuple[int, int]:
         block = row.blocks[position // self.block_size]

@@ -34,6 +34,9 @@ class ThreadParallel(Parallel):
     def all_gather(self, x: Tensor) -> Tensor:
         return torch.cat(self._exchange(x), dim=-1)
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._exchange(x)[0]
+
 
 def on_ranks(size: int, work: Callable[[Parallel], T]) -> list[T]:
     """What `work` returns on each of `size` ranks, run side by side without gradients."""

@@ -28,6 +28,18 @@ async def test_outputs_that_nobody_reads_merge(server: Server) -> None:
     assert (second.token_ids, second.finish_reason) == (list(range(1000)), None)
 
 
+async def test_tokens_alone_merge_with_full_outputs(server: Server) -> None:
+    stream = Stream(server.service.client, ["a"])
+    stream.put(RequestOutput("a", [1], num_cached_tokens=7))
+    stream.put_token("a", 2)
+    (output,) = await stream.get()
+    assert (output.token_ids, output.num_cached_tokens) == ([1, 2], 7)
+    stream.put_token("a", 3)
+    stream.put(RequestOutput("a", [4], None, "length"))
+    (output,) = await stream.get()
+    assert (output.token_ids, output.finish_reason) == ([3, 4], "length")
+
+
 async def test_a_slow_reader_gets_all_of_its_text(server: Server) -> None:
     prompt = server.tokenizer.encode("hello 😀 world", add_special_tokens=False)
     with server.service.generate("r", [prompt], SamplingParams(max_tokens=50)) as generation:

@@ -31,7 +31,11 @@ class Request:
 class Driver:
     """Turns calls into plans. One plan is in flight at a time."""
 
-    def __init__(self, execute: Execute, slots: int, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, execute: Execute, slots: int, num_blocks: int, block_size: int, *, workers_keep: bool = True
+    ) -> None:
+        """`workers_keep`: with a single stage, sampled tokens need not be sent."""
+        self._workers_keep = workers_keep
         self._execute, self._block_size = execute, block_size
         self._slots, self._blocks = list(range(slots)), list(range(num_blocks))
         random.Random(0).shuffle(self._blocks)
@@ -65,6 +69,7 @@ class Driver:
             assert (sampled >= 0) == (request.computed == request.known)
             if sampled >= 0:
                 request.output.append(sampled)
+                request.known += self._workers_keep
                 request.logprobs += result.logprobs[number : number + 1]
 
     def release(self, request: Request) -> None:

@@ -56,3 +56,28 @@ def test_a_slot_is_taken_until_it_is_released() -> None:
     assert rows.sampling.tolist() == [0]
     batch = states.batch(rows, CPU)
     assert (batch.token_ids.tolist(), batch.slots.tolist()) == ([6], [12])
+
+
+def test_decodes_are_bare_slots_that_go_on_from_what_was_kept() -> None:
+    states = RequestStates(4, 32, 4)
+    start = [new(2, [1, 2, 3], 0, [7]), new(0, [5], 0, [9])]
+    rows = states.apply(StepPlan(0, [], start, [Scheduled(2, 3, [], []), Scheduled(0, 1, [], [])]))
+    states.batch(rows, CPU)
+    states.advance(rows)
+    states.keep(rows.slots[rows.sampling], [40, 50])
+
+    rows = states.apply(StepPlan(1, [], [], [], decodes=[0, 2]))
+    batch = states.batch(rows, CPU)
+    assert rows.sampling.tolist() == [0, 1]
+    assert batch.token_ids.tolist() == [50, 40]
+    assert batch.positions.tolist() == [1, 3]
+    assert batch.slots.tolist() == [37, 31]
+    assert batch.query_starts.tolist() == [0, 1, 2]
+    assert batch.sampled.tolist() == [0, 1]
+    states.advance(rows)
+
+    # Stages that do not sample are told the tokens; a row that needs a block stands behind the bare ones.
+    rows = states.apply(StepPlan(2, [], [], [Scheduled(2, 1, [41], [3])], decodes=[0], token_ids=[51]))
+    batch = states.batch(rows, CPU)
+    assert batch.token_ids.tolist() == [51, 41]
+    assert batch.slots.tolist() == [38, 12]

@@ -39,7 +39,7 @@ def test_tokens_are_those_of_one_rank(tp: int, partition: str | None, folder: Pa
         max_model_len=128,
     )
     ranks = Ranks(config, tmp_path)
-    driven = Driver(ranks.execute, 8, config.cache.num_blocks, 4)
+    driven = Driver(ranks.execute, 8, config.cache.num_blocks, 4, workers_keep=partition is None)
     requests = [Request(prompt, SamplingParams(temperature=0.0)) for prompt in prompts]
     driven.step((requests[2], 7))  # nobody samples
     driven.step()  # a sign of life

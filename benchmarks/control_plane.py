@@ -1,0 +1,160 @@
+"""Microseconds of Python that a step costs, with a model that costs nothing: scheduler, plan, update, messages.
+
+.venv/bin/python benchmarks/control_plane.py [--json]
+
+Requests decode for ever in the real Scheduler; a stand-in answers every plan with a token for each row. `step` is what
+one turn of the core's loop computes: schedule + encode (the plan, as the workers get it) + update. The outputs are
+encoded by a thread of their own. `worker` is what each rank does around the model: decode the plan, apply it, make the
+batch, keep what was sampled. All are medians over the steps, blocks and prefix cache included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from quire.engine.architecture import Architecture, Rope
+from quire.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from quire.engine.messages import SamplingParams, StepPlan, StepResult, Submit
+from quire.engine.scheduler import Scheduler
+from quire.engine.worker.batch import RequestStates
+
+SIZES = (1, 32, 64, 256, 1024)
+BLOCK = 16
+PROMPT = 128
+EOS = 2
+PARTS = ("schedule", "encode", "update", "encode_outputs")
+
+
+def config(requests: int, length: int) -> EngineConfig:
+    architecture = Architecture(
+        name="LlamaForCausalLM",
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=8,
+        vocab_size=32000,
+        max_position=length,
+        norm_eps=1e-6,
+        rope=Rope(theta=10000.0),
+        tie_embeddings=False,
+    )
+    return EngineConfig(
+        model=ModelConfig(
+            path=Path(),
+            tokenizer=Path(),
+            architecture=architecture,
+            dtype="float32",
+            max_model_len=length,
+            load_format="dummy",
+            eos_token_ids=(EOS,),
+            trust_remote_code=False,
+            seed=0,
+        ),
+        parallel=ParallelConfig(
+            tensor_parallel_size=1, pipeline_parallel_size=1, stages=(range(1),), executor="uni", device="cpu"
+        ),
+        cache=CacheConfig(block_size=BLOCK, num_blocks=requests * (length // BLOCK + 1), enable_prefix_caching=True),
+        scheduler=SchedulerConfig(
+            max_num_seqs=requests,
+            max_num_batched_tokens=max(8192, requests),
+            enable_chunked_prefill=True,
+            policy="fcfs",
+            depth=DEPTH,
+        ),
+    )
+
+
+DEPTH = 1
+
+
+def measure(requests: int, steps: int) -> dict[str, float]:
+    """Median microseconds of each part of a step with so many requests decoding."""
+    length = PROMPT + BLOCK + steps * 2
+    scheduler = Scheduler(config(requests, length))
+    states = RequestStates(requests, length, BLOCK)
+    encode = msgspec.msgpack.Encoder().encode
+    decode = msgspec.msgpack.Decoder(StepPlan).decode
+    for index in range(requests):
+        # Prompts of different lengths: about one decode in 16 needs a block in each step.
+        prompt = [3 + (index * 31 + place) % 1000 for place in range(PROMPT + index % BLOCK)]
+        request_id = f"chatcmpl-{index:032x}-0"
+        scheduler.add(Submit(0, request_id, prompt, SamplingParams(max_tokens=None, temperature=0.0)))
+    parts: dict[str, list[float]] = {name: [] for name in (*PARTS, "step", "worker")}
+    in_flight: deque[StepPlan] = deque()
+    clock, cpu = time.perf_counter, torch.device("cpu")
+    gc.collect()
+    gc.freeze()
+    while len(parts["step"]) < steps:
+        times = [clock()]
+        plan = scheduler.schedule()
+        assert plan is not None
+        times.append(clock())
+        message = encode(plan)
+        times.append(clock())
+        worker = -clock()
+        rows = states.apply(decode(message))
+        states.batch(rows, cpu)
+        states.advance(rows)
+        states.keep(rows.slots[rows.sampling], np.full(len(rows.sampling), 7))
+        worker += clock()
+        in_flight.append(plan)
+        if len(in_flight) < DEPTH:
+            continue
+        plan = in_flight.popleft()
+        sampled = len(plan.scheduled) and plan.scheduled[0].num_tokens > 1
+        result = StepResult(plan.step, [7] * plan.num_rows)
+        if sampled:  # still prefilling: only the last chunk of a prompt samples
+            ends = {request.slot for request in scheduler.decoding}
+            result.token_ids = [7] * len(plan.decodes) + [7 if row.slot in ends else -1 for row in plan.scheduled]
+        times.append(clock())
+        news = scheduler.update(plan, result)
+        times.append(clock())
+        for outputs in news.values():
+            outputs.stats = msgspec.structs.replace(scheduler.snapshot())
+            encode(outputs)
+        times.append(clock())
+        if len(scheduler.decoding) == requests and not sampled:
+            spent = [times[1] - times[0], times[2] - times[1], times[4] - times[3], times[5] - times[4]]
+            for name, seconds in zip(PARTS, spent, strict=True):
+                parts[name].append(seconds * 1e6)
+            parts["step"].append(sum(spent[:3]) * 1e6)
+            parts["worker"].append(worker * 1e6)
+    gc.unfreeze()
+    return {name: statistics.median(values) for name, values in parts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500, help="steps measured for each number of requests")
+    parser.add_argument("--json", action="store_true", help="figures such as step_us_256 instead of a table")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {size: measure(size, options.steps) for size in SIZES}
+    if options.json:
+        flat = {
+            f"{name}_us_{size}": round(value, 1) for size, parts in results.items() for name, value in parts.items()
+        }
+        json.dump(flat, sys.stdout, indent=1)
+        print()
+        return
+    names = ("step", *PARTS, "worker")
+    print("µs a step".ljust(14) + "".join(name.rjust(16) for name in names))
+    for size, parts in results.items():
+        print(f"{size} running".ljust(14) + "".join(f"{parts[name]:16.1f}" for name in names))
+
+
+if __name__ == "__main__":
+    main()
