@@ -33,6 +33,7 @@ SIZES = (1, 32, 64, 256, 1024)
 BLOCK = 16
 PROMPT = 128
 EOS = 2
+DEPTH = 2  # the scheduler runs ahead, as it does for ranks in processes of their own and on GPUs
 PARTS = ("schedule", "encode", "update", "encode_outputs")
 
 
@@ -75,9 +76,6 @@ def config(requests: int, length: int) -> EngineConfig:
             depth=DEPTH,
         ),
     )
-
-
-DEPTH = 1
 
 
 def measure(requests: int, steps: int) -> dict[str, float]:

@@ -122,7 +122,11 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step, and `depth`: how many plans are in flight, one for each pipeline stage."""
+    """Limits of a step, and `depth`: how many plans are in flight.
+
+    That is one for each pipeline stage, which also hides the core. A single stage may have one more than it runs: the
+    core then schedules ahead of it.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int

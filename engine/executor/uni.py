@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 from quire.engine.config import EngineConfig
+from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, Pending, WorkerError
 from quire.engine.messages import StepPlan, StepResult
+
+T = TypeVar("T")
+
+_GRACE = 5.0
+"""Seconds that the step under way may take to end when the executor is closed."""
 
 
 @dataclass(frozen=True)
@@ -19,16 +31,47 @@ class Done:
         return self.step_result
 
 
+@dataclass(frozen=True)
+class Running:
+    """A step that the rank's thread runs; what it raises comes out of `result`."""
+
+    future: Future[StepResult | None]
+    timeout: float
+
+    def result(self) -> StepResult:
+        try:
+            result = self.future.result(self.timeout)
+        except TimeoutError:
+            if self.future.done():
+                raise  # the step's own
+            raise WorkerError(f"rank 0 did not answer within {self.timeout:.0f} s") from None
+        assert result is not None
+        return result
+
+
 class UniExecutor:
+    """Runs plans inside `submit`; or, when several may be in flight, in a thread that all of the rank lives in."""
+
     def __init__(self, config: EngineConfig) -> None:
         begun = time.perf_counter()
         from quire.engine.worker.worker import Worker
 
         imported = time.perf_counter()
-        self._worker = Worker(config, rank=0, init_method=None)
+        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        load = partial(Worker, config, rank=0, init_method=None)
+        if config.scheduler.depth == 1:
+            self._worker = load()
+        else:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="quire-rank-0")
+            self._thread.start()
+            self._worker = self._in_thread(load).result()
         self.seconds = {"import torch": imported - begun, **self._worker.seconds}
 
-    def submit(self, plan: StepPlan) -> Done:
+    def submit(self, plan: StepPlan) -> Pending:
+        if self._thread is not None:
+            timeout = STEP_TIMEOUT if plan.num_rows else SIGN_OF_LIFE_TIMEOUT
+            return Running(self._in_thread(partial(self._worker.execute, plan)), timeout)
         result = self._worker.execute(plan)
         assert result is not None
         return Done(result)
@@ -37,4 +80,21 @@ class UniExecutor:
         """The rank lives as long as this process."""
 
     def close(self) -> None:
+        """A thread that hangs is left to the end of the process."""
+        if self._thread is not None:
+            self._work.put(None)
+            self._thread.join(_GRACE)
         self._worker.close()
+
+    def _in_thread(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._work.put((work, future))
+        return future
+
+    def _run(self) -> None:
+        while (entry := self._work.get()) is not None:
+            work, future = entry
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from quire.engine.config import DEMO_MODEL, EngineOptions
+from quire.engine.config import DEMO_MODEL, EngineConfig, EngineOptions
 from quire.engine.messages import SamplingParams
 from quire.engine.resolve import resolve
 from tests.e2e.harness import Ranks
@@ -43,18 +44,20 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 def load(case: Case, tp: int, partition: str | None = None) -> Ranks:
     """The model's ranks, loaded: `tp` for each stage of `partition`."""
-    return Ranks(
-        resolve(
-            EngineOptions(
-                model=str(case.folder),
-                device="cpu",
-                dtype="float32",
-                tensor_parallel_size=tp,
-                pipeline_parallel_size=1 if partition is None else partition.count(",") + 1,
-                pipeline_layer_partition=partition,
-                max_model_len=256,
-                max_num_seqs=16,
-            )
+    return Ranks(load_config(case, tp, partition))
+
+
+def load_config(case: Case, tp: int, partition: str | None = None) -> EngineConfig:
+    return resolve(
+        EngineOptions(
+            model=str(case.folder),
+            device="cpu",
+            dtype="float32",
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=1 if partition is None else partition.count(",") + 1,
+            pipeline_layer_partition=partition,
+            max_model_len=256,
+            max_num_seqs=16,
         )
     )
 
@@ -98,6 +101,32 @@ def test_tokens_equal_transformers(ranks: tuple[Case, Ranks], budget: int, prefi
         assert loaded.stats.prefix_hit_tokens == 0
     elif not preempted:
         assert loaded.stats.prefix_hit_tokens >= 32
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_running_ahead_changes_nothing(cases: dict[str, Case], tp: int) -> None:
+    """Stop tokens found a step late, penalties, logprobs and a full cache, with one plan in flight and with two."""
+    case = cases["demo"]
+    stops = [tokens[5] for tokens in case.expected]
+    requests = [
+        (prompt, params)
+        for prompt, stop in zip(case.prompts, stops, strict=True)
+        for params in (
+            SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, stop_token_ids=[stop]),
+            SamplingParams(seed=5, max_tokens=COUNT, repetition_penalty=1.3, presence_penalty=0.5, min_tokens=4),
+            SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True, logprobs=2),
+        )
+    ]
+    config = load_config(case, tp)
+    with Ranks(replace(config, scheduler=replace(config.scheduler, depth=2))) as ranks:
+        for blocks in (None, 16):
+            ahead, behind = (ranks.run(requests, depth=depth, num_blocks=blocks) for depth in (2, 1))
+            for here, there in zip(ahead, behind, strict=True):
+                assert [t for output in here for t in output.token_ids] == [t for o in there for t in o.token_ids]
+                assert here[-1].finish_reason == there[-1].finish_reason
+                assert here[-1].stop_token_id == there[-1].stop_token_id
+                assert [bool(o.logprobs) for o in here] == [bool(o.logprobs) for o in there]
+        assert ranks.stats.preemptions > 0
 
 
 def test_seeded_sampling_does_not_depend_on_the_company(cases: dict[str, Case]) -> None:

@@ -75,13 +75,15 @@ class FakeWire:
         return [o for m in messages for o in each(m) if o.request_id == request_id]
 
 
-def core_with(script: dict[int, list[ToCore]], first: list[ToCore], depth: int = 1, dies_at: int = -1) -> Core:
-    config = engine_config(depth=depth)
+def core_with(
+    script: dict[int, list[ToCore]], first: list[ToCore], stages: int = 1, dies_at: int = -1, depth: int | None = None
+) -> Core:
+    config = engine_config(stages=stages, depth=depth)
     wire = FakeWire()
     for message in first:
         wire.inbox.put(message)
     cache, scheduler = config.cache, config.scheduler
-    model = FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=depth == 1)
+    model = FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=stages == 1)
     return Core(config, FakeExecutor(wire, model, script, dies_at), wire)  # type: ignore[arg-type]
 
 
@@ -94,10 +96,10 @@ def submit(client: int, request_id: str, prompt: list[int], max_tokens: int = 4)
     return Submit(client, request_id, prompt, SamplingParams(max_tokens=max_tokens))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_each_api_process_gets_its_own_outputs_once_a_step(depth: int) -> None:
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2), (3, 3)])
+def test_each_api_process_gets_its_own_outputs_once_a_step(stages: int, depth: int) -> None:
     first: list[ToCore] = [submit(0, "a", [1]), submit(1, "b", [2]), submit(0, "c", [3])]
-    core = core_with({20: [Shutdown()]}, [*first, submit(0, "long", [4], max_tokens=100)], depth)
+    core = core_with({20: [Shutdown()]}, [*first, submit(0, "long", [4], max_tokens=100)], stages, depth=depth)
     core.run()
     wire = wire_of(core)
     for client, request_id, prompt in ((0, "a", [1]), (1, "b", [2]), (0, "c", [3])):
@@ -130,8 +132,9 @@ def test_an_idle_engine_proves_that_it_lives_by_a_step() -> None:
     assert core.scheduler.stats.steps == 1
 
 
-def test_a_busy_engine_answers_a_probe_after_its_next_step() -> None:
-    core = core_with({2: [Probe(0, 7)], 5: [Shutdown()]}, [submit(0, "a", [1], 50)], depth=2)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_busy_engine_answers_a_probe_after_its_next_step(stages: int) -> None:
+    core = core_with({2: [Probe(0, 7)], 5: [Shutdown()]}, [submit(0, "a", [1], 50)], stages, depth=2)
     core.run()
     assert [m.probe_id for _, m in wire_of(core).sent if isinstance(m, Alive)] == [7]
 

@@ -74,6 +74,12 @@ def test_the_plan_says_what_each_rank_holds(tmp_path: Path) -> None:
     assert "4.0 requests at the full length of 2,048" in text
 
 
+@pytest.mark.parametrize(("tp", "pp", "depth"), [(1, 1, 1), (2, 1, 2), (1, 2, 2), (2, 3, 3)])
+def test_a_single_stage_of_processes_runs_one_plan_ahead(tmp_path: Path, tp: int, pp: int, depth: int) -> None:
+    asked = options(folder(tmp_path), tensor_parallel_size=tp, pipeline_parallel_size=pp)
+    assert resolve(asked).scheduler.depth == depth
+
+
 def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
     model = folder(tmp_path)
     config = resolve(options(model, pipeline_parallel_size=3, pipeline_layer_partition="3,2,1"))

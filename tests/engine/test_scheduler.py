@@ -28,7 +28,7 @@ class Engine:
             config.scheduler.max_num_batched_tokens,
             keeps=config.parallel.pipeline_parallel_size == 1,
         )
-        self.depth = config.scheduler.depth
+        self.depth, self.stages = config.scheduler.depth, config.parallel.pipeline_parallel_size
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.idle_stage_steps = 0
@@ -52,8 +52,8 @@ class Engine:
         self.scheduler.check_integrity()
         if plan is not None:
             self.in_flight.append((plan, self.model.execute(plan)))
-        elif self.in_flight and len(self.scheduler.requests) >= self.depth:
-            self.idle_stage_steps += self.depth - len(self.in_flight)
+        elif self.in_flight and len(self.scheduler.requests) >= self.stages:
+            self.idle_stage_steps += max(0, self.stages - len(self.in_flight))
         if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
             for news in self.scheduler.update(*self.in_flight.popleft()).values():
                 for output in each(news):
@@ -85,12 +85,21 @@ def continuation(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
+AHEAD = [(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)]
+"""Stages, and plans in flight: one for each stage, or more than one on a single stage, which then runs ahead."""
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
 @pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("num_blocks", [40, 400])
-def test_the_answer_does_not_depend_on_the_company(depth: int, budget: int, prefix: bool, num_blocks: int) -> None:
-    engine = Engine(engine_config(depth=depth, max_num_batched_tokens=budget, prefix=prefix, num_blocks=num_blocks))
+def test_the_answer_does_not_depend_on_the_company(
+    stages: int, depth: int, budget: int, prefix: bool, num_blocks: int
+) -> None:
+    config = engine_config(
+        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, num_blocks=num_blocks
+    )
+    engine = Engine(config)
     rng = random.Random(depth * budget + num_blocks)
     shared = [rng.randrange(97) for _ in range(30)]
     prompts = [
@@ -111,21 +120,26 @@ def test_the_answer_does_not_depend_on_the_company(depth: int, budget: int, pref
     assert stats.generated_tokens == sum(1 + index % 40 for index in range(60))
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_random_aborts_lose_nothing(depth: int) -> None:
-    engine = Engine(engine_config(depth=depth, num_blocks=48, max_num_batched_tokens=32))
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+def test_random_aborts_and_stops_lose_nothing(stages: int, depth: int) -> None:
+    engine = Engine(engine_config(stages=stages, depth=depth, num_blocks=48, max_num_batched_tokens=32))
     rng = random.Random(depth)
+    prompts: dict[str, list[int]] = {}
 
     def disturb(turn: int) -> None:
         if turn < 200:
-            engine.add(str(turn), [rng.randrange(5) for _ in range(rng.randrange(1, 60))], max_tokens=20)
+            prompt = [rng.randrange(5) for _ in range(rng.randrange(1, 60))]
+            prompts[str(turn)] = prompt
+            engine.add(str(turn), prompt, max_tokens=20, stop_token_ids=[rng.randrange(97) for _ in range(turn % 8)])
             if rng.random() < 0.5:
                 engine.abort(str(rng.randrange(turn + 1)))
 
     engine.run(disturb, at_least=200)
     for request_id in engine.outputs:
         assert len(engine.ends(request_id)) == 1
-    assert {end for request_id in engine.outputs for end in engine.ends(request_id)} == {"length", "abort"}
+        tokens = engine.tokens(request_id)
+        assert tokens == continuation(prompts[request_id], len(tokens))
+    assert {end for request_id in engine.outputs for end in engine.ends(request_id)} == {"length", "abort", "stop"}
 
 
 def test_same_prompts_in_one_step_share_their_blocks() -> None:
@@ -152,7 +166,7 @@ def test_decodes_go_before_prefill_chunks() -> None:
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_plan_says_only_what_is_new(stages: int) -> None:
-    engine = Engine(engine_config(depth=stages, max_num_seqs=2))
+    engine = Engine(engine_config(stages=stages, max_num_seqs=2))
     for index in range(2):
         engine.add(str(index), [index] * 5, max_tokens=12)
     engine.run()
@@ -165,7 +179,7 @@ def test_a_plan_says_only_what_is_new(stages: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_without_chunked_prefill_a_prompt_is_one_row(depth: int) -> None:
-    engine = Engine(engine_config(depth=depth, chunked=False, max_num_batched_tokens=128, num_blocks=60))
+    engine = Engine(engine_config(stages=depth, chunked=False, max_num_batched_tokens=128, num_blocks=60))
     prompts = {str(index): list(range(index, index + 50)) for index in range(10)}
     for request_id, prompt in prompts.items():
         engine.add(request_id, prompt, max_tokens=5)
@@ -204,7 +218,7 @@ def test_preemption_takes_the_last_arrival() -> None:
 
 def test_stages_that_stand_idle_are_counted() -> None:
     """Two requests, of which one waits for memory: the second stage has nothing to do, though somebody would."""
-    engine = Engine(engine_config(depth=2, num_blocks=32, prefix=False))
+    engine = Engine(engine_config(stages=2, num_blocks=32, prefix=False))
     engine.add("0", [1] * 100, max_tokens=20)
     engine.add("1", [2] * 100, max_tokens=20)
     engine.run()
@@ -221,7 +235,7 @@ def test_first_come_first_served_does_not_look_at_priorities() -> None:
 
 
 def test_an_abort_frees_the_blocks_at_once() -> None:
-    engine = Engine(engine_config(depth=2, prefix=False))
+    engine = Engine(engine_config(stages=2, prefix=False))
     engine.add("0", [1] * 40, max_tokens=20)
     engine.turn()
     assert engine.scheduler.kv.num_free < engine.scheduler.kv.num_blocks
@@ -258,6 +272,89 @@ def test_stop_tokens_and_end_of_sequence() -> None:
     assert [engine.ends(name) for name in ("eos", "ignore", "stop")] == [["stop"], ["length"], ["stop"]]
 
 
+def test_the_next_decode_is_planned_while_its_token_is_under_way() -> None:
+    engine = Engine(engine_config(depth=2))
+    engine.add("a", [1, 2, 3], max_tokens=4)
+    engine.turn()
+    assert engine.tokens("a") == []
+    engine.turn()
+    assert len(engine.model.plans) == 2
+    assert engine.tokens("a") == continuation([1, 2, 3], 1)
+    engine.run()
+    assert engine.tokens("a") == continuation([1, 2, 3], 4)
+    assert [plan.num_tokens for plan in engine.model.plans] == [3, 1, 1, 1]  # none beyond max_tokens
+    assert engine.scheduler.snapshot().idle_stage_steps == 0
+
+
+@pytest.mark.parametrize("length", [4, 5, 31])
+def test_nothing_is_planned_beyond_the_models_length(length: int) -> None:
+    engine = Engine(engine_config(depth=3, max_model_len=32, block_size=4))
+    engine.add("a", [1] * length, max_tokens=None)
+    engine.add("one", [2] * length, max_tokens=1)
+    engine.run()
+    assert len(engine.tokens("a")) == 32 - length
+    assert len(engine.tokens("one")) == 1
+    assert sum(plan.num_tokens for plan in engine.model.plans) == 31 + length
+
+
+def test_a_stop_is_found_one_step_late_and_its_row_is_dropped() -> None:
+    expected = continuation([1, 2, 3], 20)
+    stop = expected[6]  # the tenth token, in the third block; the row after it would be computed in vain
+    assert stop not in expected[:6]
+    engine = Engine(engine_config(depth=2, num_blocks=32, max_num_seqs=2, prefix=False))
+    engine.add("stops", [1, 2, 3], max_tokens=20, stop_token_ids=[stop])
+    while not engine.ends("stops"):
+        engine.turn()
+    assert engine.in_flight  # with a row of the request that has ended
+    assert engine.scheduler.kv.num_free == 32
+    engine.add("next", [4] * 100, max_tokens=5)  # takes its slot and its blocks at once
+    engine.run()
+    assert engine.tokens("stops") == expected[:7]
+    assert engine.outputs["stops"][-1].stop_token_id == stop
+    assert engine.tokens("next") == continuation([4] * 100, 5)
+    assert sum(plan.num_tokens for plan in engine.model.plans) == 3 + 7 + 100 + 4
+
+
+def test_an_abort_in_flight_does_not_wait_for_the_token() -> None:
+    engine = Engine(engine_config(depth=2, prefix=False, max_num_seqs=1))
+    engine.add("a", [1, 2, 3], max_tokens=50)
+    for _ in range(5):
+        engine.turn()
+    engine.abort("a")
+    assert engine.scheduler.kv.num_free == engine.scheduler.kv.num_blocks
+    engine.add("b", [4, 5, 6], max_tokens=5)
+    engine.run()
+    assert engine.tokens("b") == continuation([4, 5, 6], 5)
+    assert engine.ends("a") == ["abort"]
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_full_cache_drains_and_then_preempts_the_last(depth: int) -> None:
+    """All that run are in flight when the blocks end: the last is held back, comes home, and makes room."""
+    engine = Engine(engine_config(depth=depth, num_blocks=33, block_size=4, prefix=False))
+    prompts = {str(index): [index] * 40 for index in range(3)}
+    for request_id, prompt in prompts.items():
+        engine.add(request_id, prompt, max_tokens=60)
+
+    def watch(turn: int) -> None:
+        running = {request.request_id for request in engine.scheduler.running}
+        assert not turn or "0" in running or "0" not in engine.scheduler.requests
+
+    engine.run(watch)
+    assert 0 < engine.scheduler.stats.preemptions < 10
+    assert all(engine.tokens(request_id) == continuation(prompt, 60) for request_id, prompt in prompts.items())
+
+
+def test_a_continuation_is_found_in_the_cache_up_to_its_last_known_block() -> None:
+    engine = Engine(engine_config(depth=2))
+    engine.add("a", [1, 2, 3, 4], max_tokens=13)
+    engine.run()
+    engine.add("b", [1, 2, 3, 4, *engine.tokens("a")], max_tokens=4)
+    engine.run()
+    assert engine.tokens("b") == continuation([1, 2, 3, 4, *engine.tokens("a")], 4)
+    assert engine.outputs["b"][0].num_cached_tokens == 16
+
+
 def test_what_can_never_run_is_refused_at_once() -> None:
     engine = Engine(engine_config(max_model_len=32))
     engine.add("empty", [])
@@ -283,7 +380,7 @@ def test_a_request_id_in_use_is_refused_and_leaves_the_first_alone() -> None:
 @pytest.mark.parametrize("depth", [2, 3, 4])
 def test_no_stage_idles_under_steady_load(depth: int) -> None:
     """Steady load: a new request whenever one ends, prompts from 4 to 60 tokens."""
-    engine = Engine(engine_config(depth=depth, num_blocks=1000, max_num_batched_tokens=256))
+    engine = Engine(engine_config(stages=depth, num_blocks=1000, max_num_batched_tokens=256))
     rng = random.Random(depth)
     started = 0
 
@@ -306,7 +403,7 @@ def test_no_stage_idles_under_steady_load(depth: int) -> None:
 
 @pytest.mark.parametrize(("length", "chunks"), [(400, [256, 144]), (4000, [1000] * 4), (9000, [2048] * 4 + [808])])
 def test_a_long_prompt_is_cut_into_equal_chunks_for_the_stages(length: int, chunks: list[int]) -> None:
-    engine = Engine(engine_config(depth=4, max_num_batched_tokens=2048, num_blocks=3000, max_model_len=10_000))
+    engine = Engine(engine_config(stages=4, max_num_batched_tokens=2048, num_blocks=3000, max_model_len=10_000))
     engine.add("long", [1] * length, max_tokens=2)
     engine.run()
     assert [plan.num_tokens for plan in engine.model.plans] == [*chunks, 1]

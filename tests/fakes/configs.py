@@ -26,7 +26,8 @@ TINY = Architecture(
 
 def engine_config(
     *,
-    depth: int = 1,
+    stages: int = 1,
+    depth: int | None = None,
     block_size: int = 4,
     num_blocks: int = 256,
     max_num_seqs: int = 16,
@@ -38,8 +39,8 @@ def engine_config(
     eos: tuple[int, ...] = (),
     **model: Any,
 ) -> EngineConfig:
-    """A small configuration; `depth` stages of one rank each."""
-    layers = TINY.num_layers // depth
+    """A small configuration; `stages` of one rank each, and by default one plan in flight for each."""
+    layers = TINY.num_layers // stages
     return EngineConfig(
         model=ModelConfig(
             **{
@@ -58,9 +59,9 @@ def engine_config(
         ),
         parallel=ParallelConfig(
             tensor_parallel_size=1,
-            pipeline_parallel_size=depth,
-            stages=tuple(range(s * layers, (s + 1) * layers) for s in range(depth)),
-            executor="uni" if depth == 1 else "mp",
+            pipeline_parallel_size=stages,
+            stages=tuple(range(s * layers, (s + 1) * layers) for s in range(stages)),
+            executor="uni" if stages == 1 else "mp",
             device="cpu",
         ),
         cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=prefix),
@@ -69,6 +70,6 @@ def engine_config(
             max_num_batched_tokens=max_num_batched_tokens,
             enable_chunked_prefill=chunked,
             policy=policy,
-            depth=depth,
+            depth=stages if depth is None else depth,
         ),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.messages import SamplingParams, StepPlan, StepResult
+from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult
 from quire.engine.parallel import connect
 from quire.engine.worker.runner import Runner
 from tests.fakes.checkpoints import generate, write_checkpoint
@@ -52,6 +52,22 @@ def test_chunked_prefill_beside_decodes(
     requests = greedy(prompts)
     driver(folder, block_size).decode(requests, COUNT, budget)
     assert [request.output for request in requests] == expected
+
+
+def test_decodes_run_ahead_of_what_is_known(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """Plans made beforehand, without a look at a result: the worker goes on from its own tokens."""
+    config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
+    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    params = SamplingParams(temperature=0.0)
+    start = StepPlan(0, [], [], [])
+    for slot, prompt in enumerate(prompts[:3]):
+        blocks = list(range(slot * 20, slot * 20 + 20))
+        start.new.append(NewRequest(slot, prompt, len(prompt), 0, blocks, params))
+        start.scheduled.append(Scheduled(slot, len(prompt), [], []))
+    plans = [start, *(StepPlan(step, [], [], [], decodes=[2, 0, 1]) for step in range(1, COUNT))]
+    results = [runner.execute(plan) for plan in plans]
+    columns = [result.token_ids for result in results if result is not None]
+    assert [[columns[0][slot], *(row[(slot + 1) % 3] for row in columns[1:])] for slot in range(3)] == expected[:3]
 
 
 def test_one_by_one(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:

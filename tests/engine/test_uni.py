@@ -1,0 +1,92 @@
+"""The executor of one rank in the core's own process, with a worker that does as it is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.executor import WorkerError, uni
+from quire.engine.executor.uni import UniExecutor
+from quire.engine.messages import Scheduled, StepPlan, StepResult
+from tests.fakes.configs import engine_config
+
+FAILS, REFUSES = 13, "refuses"
+
+
+class FakeWorker:
+    def __init__(self, config: EngineConfig, rank: int, init_method: str | None) -> None:
+        if config.model.dtype == REFUSES:
+            raise ConfigError("lm_head.weight is missing")
+        self.seconds = {"load weights": 0.0}
+        self.may_go = threading.Event()
+        self.threads = {threading.current_thread().name}
+
+    def execute(self, plan: StepPlan) -> StepResult | None:
+        self.threads.add(threading.current_thread().name)
+        assert self.may_go.wait(60)
+        if plan.step == FAILS:
+            raise ValueError("no such block")
+        return StepResult(plan.step, [7] * plan.num_rows)
+
+    def close(self) -> None:
+        self.may_go.set()
+
+
+@pytest.fixture(autouse=True)
+def _fake_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.worker.worker.Worker", FakeWorker)
+
+
+@pytest.fixture
+def executor() -> Iterator[UniExecutor]:
+    running = UniExecutor(engine_config(depth=2))
+    yield running
+    worker_of(running).may_go.set()
+    running.close()
+
+
+def worker_of(executor: UniExecutor) -> FakeWorker:
+    worker: object = executor._worker
+    assert isinstance(worker, FakeWorker)
+    return worker
+
+
+def plan(step: int) -> StepPlan:
+    return StepPlan(step, [], [], [Scheduled(0, 1, [], [])])
+
+
+def test_plans_wait_for_one_another_and_nobody_for_them(executor: UniExecutor) -> None:
+    steps = [executor.submit(plan(step)) for step in range(3)]  # returns although none can end
+    worker_of(executor).may_go.set()
+    assert [step.result().step for step in steps] == [0, 1, 2]
+    assert worker_of(executor).threads == {"quire-rank-0"}  # loading too: a device belongs to a thread
+
+
+def test_what_a_step_raises_comes_out_of_its_result(executor: UniExecutor) -> None:
+    good, bad = executor.submit(plan(FAILS - 1)), executor.submit(plan(FAILS))
+    worker_of(executor).may_go.set()
+    assert good.result().step == FAILS - 1
+    with pytest.raises(ValueError, match="no such block"):
+        bad.result()
+
+
+def test_a_rank_that_hangs_is_named(executor: UniExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uni, "SIGN_OF_LIFE_TIMEOUT", 0.0)
+    with pytest.raises(WorkerError, match="rank 0 did not answer within 0 s"):
+        executor.submit(StepPlan(0, [], [], [])).result()
+
+
+def test_one_plan_in_flight_needs_no_thread() -> None:
+    executor = UniExecutor(engine_config(depth=1))
+    worker_of(executor).may_go.set()
+    assert executor.submit(plan(0)).result().step == 0
+    assert worker_of(executor).threads == {threading.current_thread().name}
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_from_the_thread_too() -> None:
+    with pytest.raises(ConfigError, match="is missing"):
+        UniExecutor(engine_config(depth=2, dtype=REFUSES))
