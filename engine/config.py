@@ -58,8 +58,14 @@ class EngineOptions:
     seed: int = flag(0, "seed of dummy weights, and of requests that bring none of their own")
 
     max_num_seqs: int = flag(256, "requests that may run at once")
-    max_num_batched_tokens: int | None = flag(
-        None, "tokens that one step may compute (default: 2048, on CPU 512; the model's length without chunked prefill)"
+    max_num_batched_tokens: int | Literal["auto"] = flag(
+        "auto", "tokens that one step may compute (auto: what --itl-target-ms allows, learned from the steps)"
+    )
+    itl_target_ms: float | None = flag(
+        None,
+        "with automatic step size, longest time from token to token while prompts are computed "
+        "(default: ten measured decode steps)",
+        metavar="MS",
     )
     enable_chunked_prefill: bool = flag(True, "split long prompts over steps, beside running decodes")
     scheduling_policy: Literal["fcfs", "priority"] = flag(
@@ -133,6 +139,10 @@ class SchedulerConfig:
     enable_chunked_prefill: bool
     policy: Literal["fcfs", "priority"]
     depth: int
+    is_tuned: bool = False
+    """Whether prompt chunks are sized by the time that a step takes; `max_num_batched_tokens` bounds them then."""
+    itl_target: float | None = None
+    """Seconds; None: chosen from the measured decode step."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,9 @@ class Core:
         self.executor = executor
         self.wire = wire
         self.depth = config.scheduler.depth
-        self.in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        self.in_flight: deque[tuple[StepPlan, Pending, float]] = deque()
+        """Plans in their order, and when they were handed out (`time.perf_counter`)."""
+        self.result_taken = 0.0
         self.outputs: dict[int, Outputs] = {}
         """Outputs of this turn, by API process."""
         self.stats_sent = time.monotonic()
@@ -127,12 +129,23 @@ class Core:
             self.receive()
             plan = self.schedule()
             if plan is not None:
-                self.in_flight.append((plan, self.executor.submit(plan)))
+                begun = time.perf_counter()
+                self.in_flight.append((plan, self.executor.submit(plan), begun))
             if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
-                plan, pending = self.in_flight.popleft()
-                self.deliver(self.scheduler.update(plan, pending.result()))
+                self.take_result()
                 self.answer_probes()
             self.send()
+
+    def take_result(self) -> None:
+        """The oldest plan's. Its step took the time since it was handed out, or since the one before it ended."""
+        is_full = len(self.in_flight) == self.depth
+        plan, pending, begun = self.in_flight.popleft()
+        result = pending.result()
+        now = time.perf_counter()
+        if is_full or self.scheduler.stages == 1:  # a pipeline that fills or drains shows no stage's time
+            self.scheduler.learn(plan, now - max(begun, self.result_taken))
+        self.result_taken = now
+        self.deliver(self.scheduler.update(plan, result))
 
     def schedule(self) -> StepPlan | None:
         """The next plan; with nothing to run, a sign of life if somebody asks for one."""

@@ -21,7 +21,8 @@ from quire.engine.config import (
 from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
 
-_STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+_STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""The most that a tuned step computes, and what its workspace is made for: larger steps are hardly cheaper by token."""
 _CPU_KV_CACHE_BYTES = 4 << 30
 """On CPU the KV cache of all ranks together stops here unless --kv-cache-memory-bytes asks for more."""
 
@@ -137,7 +138,7 @@ def plan_text(config: EngineConfig) -> str:
     lines.append(
         f"KV cache holds {tokens:,} tokens: {tokens / model.max_model_len:.1f} requests at the full length of "
         f"{model.max_model_len:,}; at most {config.scheduler.max_num_seqs} run at once, "
-        f"{config.scheduler.max_num_batched_tokens:,} tokens a step"
+        f"{'up to ' * config.scheduler.is_tuned}{config.scheduler.max_num_batched_tokens:,} tokens a step"
     )
     return "\n".join(lines)
 
@@ -163,8 +164,10 @@ def _check_ranges(options: EngineOptions) -> None:
         ("kv_cache_memory_bytes", 1),
     ):
         value = getattr(options, name)
-        if value is not None and value < low:
+        if value not in (None, "auto") and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
+    if options.itl_target_ms is not None and not options.itl_target_ms > 0.0:
+        raise ConfigError(f"--itl-target-ms must be above 0, got {options.itl_target_ms}")
     if not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(
             f"--gpu-memory-utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}"
@@ -274,11 +277,17 @@ def _choose_executor(options: EngineOptions, world_size: int) -> Literal["uni", 
 
 def _resolve_scheduler(options: EngineOptions, model: ModelConfig, found: Devices) -> SchedulerConfig:
     least = 1 if options.enable_chunked_prefill else model.max_model_len
-    budget = options.max_num_batched_tokens or max(_STEP_TOKENS[found.kind], least)
+    asked = options.max_num_batched_tokens
+    budget = max(_STEP_TOKENS[found.kind], least) if asked == "auto" else asked
     if budget < least:
         raise ConfigError(
             f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least the model length ({least}), "
             f"got {budget}; or lower --max-model-len"
+        )
+    is_tuned = asked == "auto" and options.enable_chunked_prefill
+    if options.itl_target_ms is not None and not is_tuned:
+        raise ConfigError(
+            "--itl-target-ms sizes prompt chunks: it needs --max-num-batched-tokens auto and chunked prefill"
         )
     return SchedulerConfig(
         max_num_seqs=min(options.max_num_seqs, budget),  # so that every decode finds room in every step
@@ -286,6 +295,8 @@ def _resolve_scheduler(options: EngineOptions, model: ModelConfig, found: Device
         enable_chunked_prefill=options.enable_chunked_prefill,
         policy=options.scheduling_policy,
         depth=_choose_depth(options, found),
+        is_tuned=is_tuned,
+        itl_target=None if options.itl_target_ms is None else options.itl_target_ms / 1000,
     )
 
 

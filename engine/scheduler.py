@@ -35,9 +35,25 @@ from quire.engine.messages import (
     TokenLogprobs,
 )
 from quire.engine.request import Request
+from quire.engine.step_time import Load, StepTime
 
 _LEAST_SHARE = 256
 """Tokens that a stage may always take: a step of fewer costs about as much, as it reads the same weights."""
+
+
+_FIRST_CHUNK = 256
+"""Prompt tokens of a tuned step before anything is known of its time. From there, at most twice what was measured."""
+_LEAST_CHUNK = 32
+"""Prompt tokens that a tuned step may always take, whatever its target, so that prompts get on."""
+_DECODE_STEPS = 10.0
+"""A step with prompt tokens takes by default as long as so many of decodes alone: only one part in so many of its time
+goes into the decodes, so that prompts are computed at nearly the best rate, however many there are."""
+_ALONE_EVERY = 64
+"""Of plans with decodes and prompt tokens, one in so many leaves the prompts out, to measure the decodes alone."""
+_LEAST_TARGET = 0.02
+"""Seconds: steps of small models need not be shorter, as nobody sees it."""
+_OVERHEAD = 0.05
+"""The part of a step of prompts alone that may go into its fixed cost."""
 
 
 class Scheduler:
@@ -62,6 +78,13 @@ class Scheduler:
         self.waiting: list[tuple[tuple[int, int], Request]] = []
         """A heap; requests that ended while waiting stay in it until they are met."""
         self.num_waiting = 0
+        self.step_time = StepTime() if self.config.is_tuned else None
+        self._loads: dict[int, Load] = {}
+        """What each plan in flight computes, where its time is learned from."""
+        self._mixed_plans = _ALONE_EVERY
+        """Tuned plans since the last that left the prompts out."""
+        self._decode_context = 0
+        """Tokens computed of all that are decoding."""
         self.stats = EngineStats(kv_blocks=cache.num_blocks)
         self._arrivals = 0
         self._step = 0
@@ -136,8 +159,9 @@ class Scheduler:
         """Take a running request off the workers: nothing of it stays but its tokens."""
         assert request.slot is not None
         self._publish(request)
-        for queue in (self.running, self.prefilling, self.decoding):
-            _discard(queue, request)
+        _discard(self.running, request)
+        _discard(self.prefilling, request)
+        self._end_decode(request)
         self.kv.release(request.block_ids)
         self._released.append(request.slot)
         self._free_slots.append(request.slot)
@@ -155,7 +179,8 @@ class Scheduler:
         self._held = None
 
         rows = self._plan_decodes(plan, min(max_rows, tokens_left))
-        tokens_left -= len(rows)
+        num_decodes = len(rows)
+        tokens_left = min(tokens_left - num_decodes, self._prompt_tokens(num_decodes))
         for request in self.prefilling[:]:
             if len(rows) == max_rows or not tokens_left:
                 break
@@ -178,6 +203,8 @@ class Scheduler:
             tokens_left -= count
 
         if rows:
+            if self.step_time is not None:
+                self._loads[plan.step] = self._load(plan, rows, num_decodes)
             return self._depart(plan, rows)
         if self._rows and len(self.requests) >= self.stages:
             self.stats.idle_stage_steps += max(0, self.stages - len(self._rows))
@@ -212,6 +239,53 @@ class Scheduler:
         share = max(-(-tokens // self.stages), _LEAST_SHARE)
         return rows, min(limits.max_num_batched_tokens, share)
 
+    def _prompt_tokens(self, decodes: int) -> int:
+        """Prompt tokens that a tuned plan takes beside its decodes: so many that the step stays within the target.
+
+        When nobody decodes, nobody waits for the next token: then the step is as long as it pays.
+        """
+        limits, step_time = self.config, self.step_time
+        most = limits.max_num_batched_tokens
+        if step_time is None or not (self.prefilling or self.num_waiting):
+            return most
+        if limits.itl_target is None and decodes:
+            self._mixed_plans += 1
+            if self._mixed_plans > _ALONE_EVERY:
+                self._mixed_plans = 0
+                return 0
+        most = min(most, max(_FIRST_CHUNK, 2 * step_time.most_prompt_tokens))
+        if not step_time.is_ready:
+            return min(most, _FIRST_CHUNK)
+        if not self.decoding:
+            return int(min(most, max(_FIRST_CHUNK, step_time.paying_prompt_tokens(_OVERHEAD))))
+        context = self._context_of(decodes)
+        if limits.itl_target is not None:
+            target = limits.itl_target / self.stages  # a token passes every stage
+        else:
+            target = max(_LEAST_TARGET, _DECODE_STEPS * step_time.predict(Load(0, decodes, context, 0.0)))
+        position = self.prefilling[0].num_computed if self.prefilling else 0
+        tokens = step_time.prompt_tokens_within(target, decodes, context, position)
+        return max(_LEAST_CHUNK, int(min(most, tokens)))
+
+    def _context_of(self, decodes: int) -> int:
+        """KV tokens that so many of the decodes read."""
+        return self._decode_context * decodes // max(1, len(self.decoding))
+
+    def _load(self, plan: StepPlan, rows: list[Request], decodes: int) -> Load:
+        """What a plan computes, of which the first rows are decodes."""
+        tokens, context = 0, 0.0
+        chunks = plan.scheduled[decodes - len(plan.decodes) :]
+        for request, row in zip(rows[decodes:], chunks, strict=True):
+            tokens += row.num_tokens
+            context += row.num_tokens * (request.num_computed - row.num_tokens / 2)
+        return Load(tokens, decodes, self._context_of(decodes), context)
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """The step of this plan took so long."""
+        load = self._loads.pop(plan.step, None)
+        if load is not None and self.step_time is not None:
+            self.step_time.learn(load, seconds)
+
     def _plan_decodes(self, plan: StepPlan, limit: int) -> list[Request]:
         """One more token for each decode: a bare slot unless it needs a block. Returns the rows."""
         steady: list[Request] = []
@@ -226,6 +300,7 @@ class Scheduler:
             elif (row := self._grow(request)) is not None:
                 plan.scheduled.append(row)
                 grown.append(request)
+        self._decode_context += len(steady)
         plan.decodes = [request.slot for request in steady]  # type: ignore[misc]  # who decodes has a slot
         if not self.workers_keep:
             plan.token_ids = [request.token_ids[-1] for request in steady]
@@ -236,11 +311,12 @@ class Scheduler:
         if request.slot is None or request is self._held:
             return None
         if request.num_computed >= request.max_tokens - 1:
-            _discard(self.decoding, request)
+            self._end_decode(request)
             return None
         if not self._make_room(request, 1):
             return None
         new_blocks = self._advance(request, 1)
+        self._decode_context += 1
         request.decode_until = self._decode_until(request)
         return Scheduled(request.slot, 1, [] if self.workers_keep else request.token_ids[-1:], new_blocks)
 
@@ -251,8 +327,13 @@ class Scheduler:
         if not request.num_pending:
             _discard(self.prefilling, request)
             insort(self.decoding, request, key=_order)
+            self._decode_context += request.num_computed
             request.decode_until = self._decode_until(request)
         return Scheduled(request.slot, count, [], new_blocks)
+
+    def _end_decode(self, request: Request) -> None:
+        if _discard(self.decoding, request):
+            self._decode_context -= request.num_computed
 
     def _decode_until(self, request: Request) -> int:
         return min(len(request.block_ids) * self.kv.block_size, request.max_tokens - 1)
@@ -432,6 +513,7 @@ class Scheduler:
         last_under_way = [r for r in self.running if r not in self.prefilling and r not in self.decoding]
         assert len(self.prefilling) + len(self.decoding) + len(last_under_way) == len(self.running)
         assert all(r.num_pending for r in self.prefilling)
+        assert self._decode_context == sum(r.num_computed for r in self.decoding)
         assert all(r.num_computed == r.max_tokens - 1 for r in last_under_way)
         for request in self.running:
             assert len(request.block_ids) >= self.kv.blocks_for(request.num_computed)
@@ -444,8 +526,10 @@ def _order(request: Request) -> tuple[int, int]:
     return request.order
 
 
-def _discard(queue: list[Request], request: Request) -> None:
-    """Take a request out of a list in the order of `Request.order`, if it is there."""
+def _discard(queue: list[Request], request: Request) -> bool:
+    """Take a request out of a list in the order of `Request.order`; False if it is not there."""
     index = bisect_left(queue, request.order, key=_order)
-    if index < len(queue) and queue[index] is request:
+    found = index < len(queue) and queue[index] is request
+    if found:
         del queue[index]
+    return found

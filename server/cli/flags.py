@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -54,7 +54,10 @@ def _show(default: Any) -> str:
 def _kind(hint: Any, metavar: str | None) -> dict[str, Any]:
     """argparse's keywords for a field's type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        hint = next(member for member in typing.get_args(hint) if member is not types.NoneType)
+        members = [member for member in typing.get_args(hint) if member is not types.NoneType]
+        hint = members[0]
+        if len(members) > 1:
+            return {"type": _or_word(hint, typing.get_args(members[1])), "metavar": metavar or "N"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is Literal:
@@ -62,6 +65,16 @@ def _kind(hint: Any, metavar: str | None) -> dict[str, Any]:
     if typing.get_origin(hint) is tuple:
         return {"nargs": "+", "metavar": metavar}
     return {"type": hint, "metavar": metavar or {int: "N", float: "X"}.get(hint, "TEXT")}
+
+
+def _or_word(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
+    """A type for argparse: one of the words as it stands, or else a value of `kind`."""
+
+    def convert(text: str) -> Any:
+        return text if text in words else kind(text)
+
+    convert.__name__ = f"{kind.__name__} or {'/'.join(words)}"  # argparse says "invalid … value"
+    return convert
 
 
 def collect(parsed: argparse.Namespace, options: type[T]) -> T:

@@ -80,6 +80,18 @@ def test_a_single_stage_of_processes_runs_one_plan_ahead(tmp_path: Path, tp: int
     assert resolve(asked).scheduler.depth == depth
 
 
+def test_the_size_of_a_step_is_tuned_unless_it_is_given(tmp_path: Path) -> None:
+    model = folder(tmp_path)
+    tuned = resolve(options(model, itl_target_ms=50.0))
+    assert (tuned.scheduler.max_num_batched_tokens, tuned.scheduler.is_tuned) == (2048, True)
+    assert tuned.scheduler.itl_target == 0.05
+    assert "up to 2,048 tokens a step" in plan_text(tuned)
+    fixed = resolve(options(model, max_num_batched_tokens=512))
+    assert (fixed.scheduler.max_num_batched_tokens, fixed.scheduler.is_tuned) == (512, False)
+    whole = resolve(options(model, enable_chunked_prefill=False))
+    assert (whole.scheduler.max_num_batched_tokens, whole.scheduler.is_tuned) == (2048, False)
+
+
 def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
     model = folder(tmp_path)
     config = resolve(options(model, pipeline_parallel_size=3, pipeline_layer_partition="3,2,1"))
@@ -103,6 +115,9 @@ def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
             r"at least the model length \(2048\)",
         ),
+        ({"itl_target_ms": 50.0, "max_num_batched_tokens": 512}, r"needs --max-num-batched-tokens auto"),
+        ({"itl_target_ms": 50.0, "enable_chunked_prefill": False}, r"and chunked prefill"),
+        ({"itl_target_ms": 0.0}, r"--itl-target-ms must be above 0"),
         ({"distributed_executor_backend": "ray"}, r"ray is not served yet"),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"runs one rank, not 2"),
         ({"device": "cuda"}, r"no NVIDIA GPU is visible"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -418,3 +419,68 @@ def test_a_sign_of_life_tells_the_workers_what_was_released() -> None:
     assert plan.released == [0]
     assert engine.scheduler.update(plan, engine.model.execute(plan)) == {}
     assert not engine.model.rows
+
+
+class TimedEngine(Engine):
+    """Each step takes what a formula says, by a clock that nobody waits for."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.seconds: list[float] = []
+        """Of the steps that had decodes and prompt tokens."""
+
+    def turn(self) -> bool:
+        plans = len(self.model.plans)
+        went_on = super().turn()
+        for plan in self.model.plans[plans:]:
+            chunks = sum(row.num_tokens for row in plan.scheduled if row.num_tokens > 1)
+            decodes = plan.num_tokens - chunks
+            took = 0.01 + 0.001 * chunks + 0.0005 * decodes
+            self.scheduler.learn(plan, took)
+            if chunks and decodes:
+                self.seconds.append(took)
+        return went_on
+
+
+@pytest.mark.parametrize(("target", "expected"), [(0.1, 0.1), (0.05, 0.05), (0.001, 0.045), (None, 0.12)])
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2)])
+def test_prompt_chunks_are_sized_by_the_time_they_take(
+    target: float | None, expected: float, stages: int, depth: int
+) -> None:
+    config = engine_config(
+        stages=stages, depth=depth, max_num_batched_tokens=2048, max_model_len=4000, num_blocks=6000, prefix=False
+    )
+    tuned = replace(config.scheduler, is_tuned=True, itl_target=None if target is None else target * stages)
+    engine = TimedEngine(replace(config, scheduler=tuned))
+    for index in range(4):
+        engine.add(f"short {index}", [index] * 4, max_tokens=150)
+    for _ in range(10):
+        engine.turn()
+    prompts = {str(index): [index] * 300 for index in range(8)}
+    for request_id, prompt in prompts.items():
+        engine.add(request_id, prompt, max_tokens=2)
+    engine.run()
+    assert all(engine.tokens(request_id) == continuation(prompt, 2) for request_id, prompt in prompts.items())
+    learned = engine.seconds[4:]
+    assert max(learned) <= expected * 1.25
+    assert max(learned) >= expected * 0.7
+
+
+def test_when_nobody_decodes_a_chunk_is_as_large_as_it_pays() -> None:
+    config = engine_config(max_num_batched_tokens=2048, max_model_len=4000, num_blocks=2000, prefix=False)
+    engine = TimedEngine(replace(config, scheduler=replace(config.scheduler, is_tuned=True)))
+    for index in range(3):
+        engine.add(str(index), [index] * 3000, max_tokens=1)
+    engine.run()
+    chunks = [plan.num_tokens for plan in engine.model.plans]
+    assert chunks[0] == 256  # nothing is known yet
+    assert max(chunks) <= 2048
+    assert chunks[-2] >= 200  # 0.01 s fixed are 5 % of what 200 tokens take
+
+
+def test_a_fixed_size_learns_nothing() -> None:
+    engine = TimedEngine(engine_config(max_num_batched_tokens=64))
+    engine.add("a", [1] * 100, max_tokens=3)
+    engine.run()
+    assert [plan.num_tokens for plan in engine.model.plans] == [64, 36, 1, 1]
+    assert engine.scheduler.step_time is None

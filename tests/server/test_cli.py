@@ -24,11 +24,11 @@ from tests.fakes.tokenizers import write_slow_files
 
 FLAGS = """
 --api-key --block-size --chat-template --config --device --distributed-executor-backend --dtype
---enable-chunked-prefill --enable-prefix-caching --gpu-memory-utilization --help --host --kv-cache-memory-bytes
---load-format --log-level --max-model-len --max-num-batched-tokens --max-num-seqs --no-enable-chunked-prefill
---no-enable-prefix-caching --no-trust-remote-code --pipeline-layer-partition --pipeline-parallel-size --port
---quantization --revision --scheduling-policy --seed --served-model-name --tensor-parallel-size --tokenizer
---trust-remote-code --uds -h -pp -q -tp
+--enable-chunked-prefill --enable-prefix-caching --gpu-memory-utilization --help --host --itl-target-ms
+--kv-cache-memory-bytes --load-format --log-level --max-model-len --max-num-batched-tokens --max-num-seqs
+--no-enable-chunked-prefill --no-enable-prefix-caching --no-trust-remote-code --pipeline-layer-partition
+--pipeline-parallel-size --port --quantization --revision --scheduling-policy --seed --served-model-name
+--tensor-parallel-size --tokenizer --trust-remote-code --uds -h -pp -q -tp
 """
 
 RUN = """
@@ -96,6 +96,10 @@ def test_the_users_mistakes_are_one_line(
     assert "invalid choice: 'float8'" in serve(capsys, *model, "--dtype", "float8")
     assert "--api-key is empty" in serve(capsys, *model, "--api-key", "")
     assert "--tens" in serve(capsys, *model, "--tens", "2")
+    assert "invalid int or auto value: 'many'" in serve(capsys, *model, "--max-num-batched-tokens", "many")
+    assert "--itl-target-ms sizes prompt chunks" in serve(
+        capsys, *model, "--itl-target-ms", "50", "--max-num-batched-tokens", "512"
+    )
     assert "--port 70000" in serve(capsys, *model, "--port", "70000")
     assert "--host" in serve(capsys, *model, "--host", "no.such.host.invalid")
     assert "--uds" in serve(capsys, *model, "--uds", str(tmp_path / "no" / "socket"))
