@@ -22,17 +22,15 @@ __all__ = [
     "paged_attention",
     "prepare",
     "rms_norm",
-    "rotary",
+    "rotary_write_kv",
     "silu_mul",
     "uniform_noise",
-    "write_kv",
 ]
 
 rms_norm = by_device(reference.rms_norm)
 add_rms_norm = by_device(reference.add_rms_norm)
-rotary = by_device(reference.rotary)
+rotary_write_kv = by_device(reference.rotary_write_kv)
 silu_mul = by_device(reference.silu_mul)
-write_kv = by_device(reference.write_kv)
 paged_attention = by_device(reference.paged_attention)
 uniform_noise = by_device(reference.uniform_noise)
 gumbel_noise = by_device(reference.gumbel_noise)

@@ -23,12 +23,11 @@ __all__ = [
     "quantize_rows",
     "quantize_weight",
     "rms_norm",
-    "rotary",
+    "rotary_write_kv",
     "scale_rows",
     "silu_mul",
     "uniform_noise",
     "widened_linear",
-    "write_kv",
 ]
 
 
@@ -64,15 +63,39 @@ def silu_mul(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def rotary_write_kv(
+    query: Tensor, key: Tensor, value: Tensor, rotations: Tensor, cache: Tensor, slots: Tensor
+) -> Tensor:
+    """Turn queries and keys as `rotary` does, store keys and values as `write_kv` does, and return the queries."""
+    query, key = rotary(query, key, rotations)
+    write_kv(key, value, cache, slots)
+    return query
+
+
 def write_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Store keys and values `[tokens, kv_heads, head_dim]` into one layer's `cache`, in place.
 
-    `cache` is `[2, blocks, kv_heads, block_size, head_dim]`; `slots` `[tokens]` is block * block_size + offset.
+    `cache` is `[2, blocks, kv_heads, block_size, row]` (see `quire.kernels.cache`); `slots` `[tokens]` is
+    block * block_size + offset.
     """
     block_size = cache.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
-    cache[0, blocks, :, offsets] = key
-    cache[1, blocks, :, offsets] = value
+    for side, rows in zip(cache, (key, value), strict=True):
+        side[blocks, :, offsets] = _quantized(rows) if cache.dtype == torch.int8 else rows.to(cache.dtype)
+
+
+def _quantized(rows: Tensor) -> Tensor:
+    """Int8 rows of the KV cache, `[…, head_dim]` → `[…, head_dim + 4]`."""
+    x = rows.float()
+    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+    whole = (x / scale.where(scale > 0, 1.0)).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat((whole, scale.contiguous().view(torch.int8)), dim=-1)
+
+
+def _dequantized(rows: Tensor) -> Tensor:
+    """What `_quantized` made, in float32."""
+    head_dim = rows.shape[-1] - 4
+    return rows[..., :head_dim] * rows[..., head_dim:].contiguous().view(torch.float32)
 
 
 _GATHER_ELEMENTS = 1 << 19
@@ -92,10 +115,9 @@ def paged_attention(
 
     `query` is `[tokens, heads, head_dim]`: the requests' tokens one after the other, request `r` in rows
     `query_starts[r]:query_starts[r + 1]`, never none. They are the last tokens of its `sequence_lengths[r]`, all of
-    whose keys and values stand in `cache` `[2, blocks, kv_heads, block_size, head_dim]`, in the blocks
-    `block_tables[r]` (`[requests, max_blocks]`; entries beyond the sequence are any valid block). Query head `h`
-    reads KV head `h // (heads // kv_heads)`. Scores are scaled by `scale` and summed in float32. Returns the shape
-    of `query`.
+    whose keys and values stand in `cache` `[2, blocks, kv_heads, block_size, row]`, in the blocks `block_tables[r]`
+    (`[requests, max_blocks]`; entries beyond the sequence are any valid block). Query head `h` reads KV head
+    `h // (heads // kv_heads)`. Scores are scaled by `scale` and summed in float32. Returns the shape of `query`.
     """
     kv_heads, block_size = cache.shape[2:4]
     output = torch.empty_like(query)
@@ -135,12 +157,13 @@ def _alike(counts: Tensor, blocks: Tensor, block_elements: int) -> Iterator[tupl
 
 def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of `tables` `[requests, blocks]`, float32 `[requests, kv_heads, tokens, head_dim]` each."""
-    kv_heads, head_dim = cache.shape[2], cache.shape[4]
+    kv_heads = cache.shape[2]
     heads = torch.arange(kv_heads, device=cache.device)
     runs = (tables[:, None] * kv_heads + heads[:, None]).flatten()  # one head's part of one block each
     keys, values = (side.flatten(2).flatten(0, 1).index_select(0, runs) for side in cache)
-    shape = (len(tables), kv_heads, -1, head_dim)
-    return keys.view(shape).float(), values.view(shape).float()
+    shape = (len(tables), kv_heads, -1, cache.shape[4])
+    widen = _dequantized if cache.dtype == torch.int8 else Tensor.float
+    return widen(keys.view(shape)), widen(values.view(shape))
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, first: Tensor, scale: float) -> Tensor:

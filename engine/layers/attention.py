@@ -59,8 +59,7 @@ class Attention(nn.Module):
         query, key, value = heads.split(self._heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = kernels.rotary(query, key, rotations)
-        kernels.write_kv(key, value, cache, batch.slots)
+        query = kernels.rotary_write_kv(query, key, value, rotations, cache, batch.slots)
         mixed = kernels.paged_attention(
             query, cache, batch.block_tables, batch.sequence_lengths, batch.query_starts, self._scale
         )

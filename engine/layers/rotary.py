@@ -35,6 +35,6 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
 
 
 def rotations(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """What `kernels.rotary` turns each token by, float32 `[tokens, head_dim]`: cosines, then sines."""
+    """What `kernels.rotary_write_kv` turns each token by, float32 `[tokens, head_dim]`: cosines, then sines."""
     angles = positions[:, None] * frequencies  # [tokens, head_dim / 2]
     return torch.cat((angles.cos(), angles.sin()), dim=-1)

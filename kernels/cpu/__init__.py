@@ -7,7 +7,36 @@ from torch import Tensor
 
 from quire.kernels.cpu.build import CannotBuild, load
 
-__all__ = ["CannotBuild", "int4_linear", "load", "quantize_rows", "scale_rows", "silu_mul", "widened_linear"]
+__all__ = [
+    "CannotBuild",
+    "add_rms_norm",
+    "int4_linear",
+    "load",
+    "paged_attention",
+    "quantize_rows",
+    "rms_norm",
+    "rotary_write_kv",
+    "scale_rows",
+    "silu_mul",
+    "widened_linear",
+]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out: Tensor = torch.ops.quire.rms_norm(x, weight, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = torch.ops.quire.add_rms_norm(x, residual, weight, eps)
+    return out
+
+
+def rotary_write_kv(
+    query: Tensor, key: Tensor, value: Tensor, rotations: Tensor, cache: Tensor, slots: Tensor
+) -> Tensor:
+    out: Tensor = torch.ops.quire.rotary_write_kv(query, key, value, rotations, cache, slots)
+    return out
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -32,4 +61,16 @@ def widened_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     out: Tensor = torch.ops.quire.int4_linear(x, weight, scales, zeros)
+    return out
+
+
+def paged_attention(
+    query: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    sequence_lengths: Tensor,
+    query_starts: Tensor,
+    scale: float,
+) -> Tensor:
+    out: Tensor = torch.ops.quire.paged_attention(query, cache, block_tables, sequence_lengths, query_starts, scale)
     return out

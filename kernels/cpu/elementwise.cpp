@@ -1,33 +1,167 @@
 // Operations on one row at a time.
 
-#include "common.h"
+#include "kv_row.h"
+#include "vec.h"
 
 namespace quire {
 namespace {
 
-template <typename T>
-void silu_mul_rows(const T* x, T* out, int64_t rows, int64_t width) {
-  at::parallel_for(0, rows, grain(2 * width), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const T* gate = x + row * 2 * width;
-      const T* up = gate + width;
-      T* to = out + row * width;
-      for (int64_t i = 0; i < width; ++i) {
-        const float g = gate[i];
-        to[i] = static_cast<T>(g / (1.0f + std::exp(-g)) * static_cast<float>(up[i]));
-      }
-    }
-  });
-}
-
 at::Tensor silu_mul(const at::Tensor& x) {
   const at::Tensor rows = x.contiguous();
-  const int64_t width = rows.size(-1) / 2;
+  const int64_t width = rows.size(-1) / 2, count = width ? rows.numel() / (2 * width) : 0;
   std::vector<int64_t> shape = rows.sizes().vec();
   shape.back() = width;
   at::Tensor out = at::empty(shape, rows.options());
   for_type(rows.scalar_type(), [&]<typename T>() {
-    silu_mul_rows(rows.const_data_ptr<T>(), out.mutable_data_ptr<T>(), rows.numel() / (2 * width), width);
+    const T* from = rows.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    at::parallel_for(0, count, grain(2 * width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T* gate = from + row * 2 * width;
+        for_vectors(width, [&](int64_t i, auto n) {
+          const Floats g = load(gate + i, n);
+          store(to + row * width + i, g / (1.0f + exp(-g)) * load(gate + width + i, n), n);
+        });
+      }
+    });
+  });
+  return out;
+}
+
+// A tensor's rows along its last dimension, which is dense; those before it are folded into two.
+struct Rows {
+  at::Tensor tensor;
+  int64_t outer, inner, outer_stride, inner_stride, width;
+
+  explicit Rows(const at::Tensor& x) : tensor(x.dim() <= 3 && x.stride(-1) == 1 ? x : x.contiguous()) {
+    if (tensor.dim() > 3) tensor = tensor.flatten(0, -3);
+    const int64_t dims = tensor.dim();
+    width = tensor.size(-1);
+    inner = dims == 3 ? tensor.size(1) : 1;
+    inner_stride = dims == 3 ? tensor.stride(1) : 0;
+    outer = dims >= 2 ? tensor.size(0) : 1;
+    outer_stride = dims >= 2 ? tensor.stride(0) : 0;
+  }
+
+  int64_t count() const { return outer * inner; }
+
+  template <typename T>
+  const T* row(int64_t i) const {
+    return tensor.const_data_ptr<T>() + i / inner * outer_stride + i % inner * inner_stride;
+  }
+};
+
+// `out = row / rms(row) · weight`, with the sum of squares in float32.
+template <typename T>
+void normalize(const T* row, Floats squares, const T* weight, T* out, int64_t width, float eps) {
+  const float factor = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
+  for_vectors(width, [&](int64_t i, auto n) { store(out + i, load(row + i, n) * factor * load(weight + i, n), n); });
+}
+
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  const Rows rows(x);
+  const at::Tensor weights = weight.to(x.scalar_type()).contiguous();
+  at::Tensor out = at::empty(x.sizes(), x.options());
+  for_type(x.scalar_type(), [&]<typename T>() {
+    const T* w = weights.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    at::parallel_for(0, rows.count(), grain(rows.width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T* from = rows.row<T>(row);
+        Floats squares = {};
+        for_vectors(rows.width, [&](int64_t i, auto n) {
+          const Floats part = load(from + i, n);
+          squares += part * part;
+        });
+        normalize(from, squares, w, to + row * rows.width, rows.width, eps);
+      }
+    });
+  });
+  return out;
+}
+
+std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
+                                                const at::Tensor& weight, double eps) {
+  TORCH_CHECK(x.sizes() == residual.sizes() && x.scalar_type() == residual.scalar_type());
+  const Rows rows(x), residuals(residual);
+  const at::Tensor weights = weight.to(x.scalar_type()).contiguous();
+  at::Tensor out = at::empty(x.sizes(), x.options()), total = at::empty(x.sizes(), x.options());
+  for_type(x.scalar_type(), [&]<typename T>() {
+    const T* w = weights.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    T* totals = total.mutable_data_ptr<T>();
+    at::parallel_for(0, rows.count(), grain(rows.width), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T *a = rows.row<T>(row), *b = residuals.row<T>(row);
+        T* added = totals + row * rows.width;
+        Floats squares = {};
+        for_vectors(rows.width, [&](int64_t i, auto n) {
+          store(added + i, load(a + i, n) + load(b + i, n), n);
+          const Floats part = load(added + i, n);  // as rounded to T
+          squares += part * part;
+        });
+        normalize(added, squares, w, to + row * rows.width, rows.width, eps);
+      }
+    });
+  });
+  return {out, total};
+}
+
+// The first half of a head against its second half; `turns` holds the cosines, then the sines.
+template <typename T>
+void rotate(const T* head, const float* turns, T* out, int64_t half) {
+  for_vectors(half, [&](int64_t i, auto n) {
+    const Floats first = load(head + i, n), second = load(head + half + i, n);
+    const Floats cos = load(turns + i, n), sin = load(turns + half + i, n);
+    store(out + i, first * cos - second * sin, n);
+    store(out + half + i, second * cos + first * sin, n);
+  });
+}
+
+template <typename T>
+void widen(const T* row, float* out, int64_t width) {
+  for_vectors(width, [&](int64_t i, auto n) { store(out + i, load(row + i, n), n); });
+}
+
+at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                           const at::Tensor& rotations, at::Tensor cache, const at::Tensor& slots) {
+  const int64_t tokens = query.size(0), head_dim = query.size(2), block_size = cache.size(3);
+  TORCH_CHECK(cache.size(4) == kv_row_size(cache.scalar_type(), head_dim) && cache.stride(4) == 1,
+              "the cache's rows do not fit heads of ", head_dim);
+  TORCH_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type());
+  const Rows queries(query), keys(key), values(value);
+  const at::Tensor turns = rotations.contiguous(), places = slots.contiguous();
+  at::Tensor out = at::empty(query.sizes(), query.options());
+  decltype(&store_kv_row<float>) store_row;
+  for_kv_type(cache.scalar_type(), [&]<typename C>() { store_row = store_kv_row<C>; });
+  char* const data = static_cast<char*>(cache.mutable_data_ptr());
+  const auto place = [&](int64_t side, int64_t slot, int64_t head) {
+    return data + cache.element_size() * (side * cache.stride(0) + slot / block_size * cache.stride(1) +
+                                          head * cache.stride(2) + slot % block_size * cache.stride(3));
+  };
+  for_type(query.scalar_type(), [&]<typename T>() {
+    T* to = out.mutable_data_ptr<T>();
+    const int64_t width = head_dim * (queries.inner + 2 * keys.inner);
+    at::parallel_for(0, tokens, grain(width), [&](int64_t begin, int64_t end) {
+      std::vector<T> turned(head_dim);
+      std::vector<float> wide(head_dim);
+      for (int64_t token = begin; token < end; ++token) {
+        const float* turn = turns.const_data_ptr<float>() + token * head_dim;
+        const int64_t slot = places.const_data_ptr<int64_t>()[token];
+        for (int64_t head = 0; head < queries.inner; ++head) {
+          const int64_t row = token * queries.inner + head;
+          rotate(queries.row<T>(row), turn, to + row * head_dim, head_dim / 2);
+        }
+        for (int64_t head = 0; head < keys.inner; ++head) {
+          const int64_t row = token * keys.inner + head;
+          rotate(keys.row<T>(row), turn, turned.data(), head_dim / 2);
+          widen(turned.data(), wide.data(), head_dim);  // by way of T: the cache sees what T keeps
+          store_row(wide.data(), place(0, slot, head), head_dim);
+          widen(values.row<T>(row), wide.data(), head_dim);
+          store_row(wide.data(), place(1, slot, head), head_dim);
+        }
+      }
+    });
   });
   return out;
 }
@@ -36,6 +170,12 @@ at::Tensor silu_mul(const at::Tensor& x) {
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def("silu_mul(Tensor x) -> Tensor", silu_mul);
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm);
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", add_rms_norm);
+  m.def(
+      "rotary_write_kv(Tensor query, Tensor key, Tensor value, Tensor rotations, Tensor(a!) cache, Tensor slots) -> "
+      "Tensor",
+      rotary_write_kv);
 }
 
 }  // namespace quire

@@ -6,8 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire import kernels
+from quire.kernels import reference
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 2, 64), (17, 257)])
@@ -24,15 +28,87 @@ def test_add_rms_norm_returns_the_sum_too() -> None:
     torch.testing.assert_close(normed, kernels.rms_norm(x + residual, weight, 1e-6))
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (33, 896), (5, 3, 80), (2, 3, 2, 17)])
+def test_norms_are_those_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(shape) * 3).to(dtype), torch.randn(shape).to(dtype)
+    weight = torch.randn(shape[-1]).to(dtype)
+    torch.testing.assert_close(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6))
+    found, expected = (module.add_rms_norm(x, residual, weight, 1e-6) for module in (kernels, reference))
+    torch.testing.assert_close(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_rms_norm_of_heads_inside_of_wider_rows() -> None:
+    qkv, weight = torch.randn(7, 9, 33), torch.randn(33)
+    for part in qkv.split_with_sizes([5, 2, 2], dim=1):
+        torch.testing.assert_close(kernels.rms_norm(part, weight, 1e-6), reference.rms_norm(part, weight, 1e-6))
+
+
+def turns(tokens: int, head_dim: int) -> Tensor:
+    angles = torch.randn(tokens, head_dim // 2)
+    return torch.cat((angles.cos(), angles.sin()), -1)
+
+
 @pytest.mark.parametrize("head_dim", [2, 6, 64])
 def test_rotary_turns_pairs_as_complex_numbers(head_dim: int) -> None:
-    angles = torch.randn(5, head_dim // 2)
-    query, key = torch.randn(5, 4, head_dim), torch.randn(5, 2, head_dim)
-    turned = kernels.rotary(query, key, torch.cat((angles.cos(), angles.sin()), -1))
-    turn = torch.polar(torch.ones_like(angles), angles)[:, None]
-    for before, after in zip((query, key), turned, strict=True):
+    cache = kernels.allocate_kv_cache(1, 2, 2, 3, head_dim, torch.float32, torch.device("cpu"))[0]
+    query, key, value = torch.randn(5, 4, head_dim), torch.randn(5, 2, head_dim), torch.randn(5, 2, head_dim)
+    rotations = turns(5, head_dim)
+    turn = torch.complex(*rotations.chunk(2, -1))[:, None]
+    turned = kernels.rotary_write_kv(query, key, value, rotations, cache, torch.arange(5))
+    written = cache[0].transpose(1, 2).flatten(0, 1)[:5]
+    for before, after in ((query, turned), (key, written)):
         pairs = torch.complex(*before.chunk(2, -1)) * turn
         torch.testing.assert_close(after, torch.cat((pairs.real, pairs.imag), -1))
+    assert torch.equal(cache[1].transpose(1, 2).flatten(0, 1)[:5], value)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("of_cache", [*FLOATS, torch.int8])
+@pytest.mark.parametrize("head_dim", [6, 80, 128])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_rotary_write_kv_is_that_of_the_reference(
+    dtype: torch.dtype, of_cache: torch.dtype, head_dim: int, block_size: int
+) -> None:
+    """With queries, keys and values as split() gives them, all slots shuffled, and a head of zeros."""
+    qkv = torch.randn(7, 4 + 2 * 2, head_dim).to(dtype)
+    qkv[3, 4] = 0.0
+    query, key, value = qkv.split_with_sizes([4, 2, 2], dim=1)
+    slots, rotations = torch.randperm(9 * block_size)[:7], turns(7, head_dim)
+    results = []
+    for module in (kernels, reference):
+        cache = kernels.allocate_kv_cache(2, 9, 2, block_size, head_dim, of_cache, torch.device("cpu"))
+        turned = module.rotary_write_kv(query, key, value, rotations, cache[1], slots)
+        assert turned.dtype == dtype
+        assert not cache[0].any()
+        results.append((turned, cache[1]))
+    (turned, cache), (expected, filled) = results
+    torch.testing.assert_close(turned, expected)
+    if of_cache == torch.int8:  # a key that was rounded another way may be the next integer
+        assert torch.equal(cache[1], filled[1])
+        cache, filled = reference._dequantized(cache), reference._dequantized(filled)
+        torch.testing.assert_close(cache, filled, rtol=0.0, atol=filled.abs().max().item() / 126)
+    else:
+        torch.testing.assert_close(cache, filled)
+
+
+def test_int8_rows_are_within_half_a_step() -> None:
+    rows = torch.cat((torch.randn(50, 3, 33) * 10, torch.zeros(1, 3, 33), torch.full((1, 3, 33), 1e-44)))
+    cache = kernels.allocate_kv_cache(1, 4, 3, 16, 33, torch.int8, torch.device("cpu"))[0]
+    reference.write_kv(rows, -rows, cache, torch.arange(len(rows)))
+    found = reference._dequantized(cache).transpose(2, 3).flatten(1, 2)[:, : len(rows)]
+    step = rows.abs().amax(-1, keepdim=True) / 127
+    assert ((found[0] - rows).abs() <= step * 0.5001 + 1e-44).all()
+    assert torch.equal(found[1], -found[0])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 22), (9, 2 * 4864), (2, 3, 66)])
+def test_silu_mul_is_that_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = (torch.randn(shape) * 20).to(dtype)
+    tolerance = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps  # the reference rounds in between
+    torch.testing.assert_close(kernels.silu_mul(x), reference.silu_mul(x), rtol=tolerance, atol=1e-5)
 
 
 def test_silu_mul() -> None:
@@ -48,7 +124,7 @@ def test_write_kv_touches_its_slots_only(block_size: int) -> None:
     assert not cache.any()
     key, value = torch.randn(2, 7, 2, 5).bfloat16()
     slots = torch.randperm(48 * block_size)[:7]
-    kernels.write_kv(key, value, cache[1], slots)
+    reference.write_kv(key, value, cache[1], slots)
     for token, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, block_size)
         assert torch.equal(cache[1, 0, block, :, offset], key[token])

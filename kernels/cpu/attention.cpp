@@ -1,0 +1,376 @@
+// Attention over the paged KV cache, after FlashAttention-2 (Dao 2023) and its split over keys for decodes.
+//
+// A *tile* is up to kTileRows rows (queries × the heads that share a KV head) of one request; an *item* is a tile and
+// a range of keys, and what a thread takes next. It walks the keys kKeys at a time: gathers them into float32, keys
+// transposed, where they stay in the first-level cache while all rows of the tile pass by, a block of kBlockRows rows
+// at a time, whose scores and sums live in registers (`multiply`). Items are cut by lengths that depend on the request
+// alone, so neither threads nor the other requests change a result; where a tile has several items, they leave
+// unnormalized sums, their largest score and their weight, which `merge` puts together.
+//
+// Scores are kept as powers of 2: the queries carry `scale · log2 e`.
+
+#include <array>
+#include <atomic>
+#include <limits>
+#include <memory>
+#include <utility>
+
+#include "kv_row.h"
+#include "vec.h"
+
+namespace quire {
+namespace {
+
+constexpr int64_t kKeys = 64;
+constexpr int64_t kTileRows = 192;
+constexpr int kBlockRows = 6;
+constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;  // with kBlockRows: the sums fill three quarters of the registers
+constexpr int64_t kFewRows = 32;
+constexpr int64_t kSplitFewRows = 512, kSplitManyRows = 2048;  // keys of an item
+constexpr int64_t kThreadWork = 1 << 16;  // multiplications that make a thread worth waking
+constexpr float kLowest = -1e30f;         // a largest score of nothing: finite, so that differences are no NaN
+
+struct Tile {
+  int64_t request, head, first, queries;  // `first` counts from the request's first query
+  int64_t splits, partial;                // where its partial results begin; unused if there is one split
+};
+
+struct Item {
+  int64_t tile, split, begin, end;  // keys
+};
+
+struct Problem {
+  const at::Tensor& query;
+  const at::Tensor& cache;
+  const at::Tensor& tables;
+  const int64_t* lengths;
+  const int64_t* starts;
+  float scale;
+  at::Tensor output;
+  int64_t group, head_dim, padded;  // `padded`: head_dim up to whole vectors
+  std::vector<Tile> tiles;
+  std::vector<Item> items;
+  std::unique_ptr<float[]> partials;
+
+  int64_t rows(const Tile& tile) const { return tile.queries * group; }
+  int64_t partial_size(const Tile& tile) const { return rows(tile) * (padded + 2); }
+  int64_t position(const Tile& tile) const {  // of its first query
+    return lengths[tile.request] - (starts[tile.request + 1] - starts[tile.request]) + tile.first;
+  }
+};
+
+// `c = a b`, or `c · factors + a b` where there are factors: M rows, N vectors of columns.
+template <int M, int N>
+void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
+              int64_t depth, const float* factors) {
+  Floats sums[M][N];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) {
+      sums[m][n] = factors ? load(c + m * c_stride + n * kLanes) * factors[m] : Floats{};
+    }
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    Floats row[N];
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) row[n] = load(b + k * b_stride + n * kLanes);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+      for (int n = 0; n < N; ++n) sums[m][n] += row[n] * a[m * a_stride + k];
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) store(c + m * c_stride + n * kLanes, sums[m][n]);
+  }
+}
+
+using Multiply = decltype(&multiply<1, 1>);
+
+template <int... N>
+constexpr auto multiplies(std::integer_sequence<int, N...>) {
+  return std::array<Multiply, sizeof...(N)>{multiply<N / kBlockVectors + 1, N % kBlockVectors + 1>...};
+}
+
+constexpr auto kMultiply = multiplies(std::make_integer_sequence<int, kBlockRows * kBlockVectors>());
+
+void multiply(int64_t rows, int64_t columns, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
+              float* c, int64_t c_stride, int64_t depth, const float* factors) {
+  for (int64_t n = 0; n < columns; n += kBlockVectors) {
+    const int64_t few = std::min<int64_t>(kBlockVectors, columns - n);
+    kMultiply[(rows - 1) * kBlockVectors + few - 1](a, a_stride, b + n * kLanes, b_stride, c + n * kLanes, c_stride,
+                                                    depth, factors);
+  }
+}
+
+template <int S, int... I>
+inline void exchange(Floats& a, Floats& b, std::integer_sequence<int, I...>) {
+  const Floats low = __builtin_shufflevector(a, b, ((I & S) ? kLanes + I - S : I)...);
+  b = __builtin_shufflevector(a, b, ((I & S) ? kLanes + I : I + S)...);
+  a = low;
+}
+
+template <int S>
+inline void exchange_all(Floats (&block)[kLanes]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i) {
+    if (!(i & S)) exchange<S>(block[i], block[i + S], std::make_integer_sequence<int, kLanes>());
+  }
+}
+
+// A square of numbers, transposed in registers (Eklundh 1972).
+inline void transpose(Floats (&block)[kLanes]) {
+  if constexpr (kLanes >= 16) exchange_all<8>(block);
+  if constexpr (kLanes >= 8) exchange_all<4>(block);
+  exchange_all<2>(block);
+  exchange_all<1>(block);
+}
+
+// The rows of `count` keys from `begin` on, in the cache.
+void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count, const char** rows) {
+  const int64_t size = p.cache.element_size(), block_size = p.cache.size(3);
+  const char* head = static_cast<const char*>(p.cache.const_data_ptr()) + tile.head * p.cache.stride(2) * size;
+  const int64_t* table = p.tables.const_data_ptr<int64_t>() + tile.request * p.tables.stride(0);
+  for (int64_t i = 0, block = begin / block_size, offset = begin % block_size; i < count; ++block, offset = 0) {
+    const char* first = head + table[block] * p.cache.stride(1) * size;
+    for (; offset < block_size && i < count; ++offset) rows[i++] = first + offset * p.cache.stride(3) * size;
+  }
+}
+
+// Keys into `keys` `[head_dim, kKeys]`, whole vectors with zeros behind the last key; values into `[kKeys, padded]`.
+template <typename C>
+void gather(const Problem& p, const char* const* rows, int64_t count, float* keys, float* values) {
+  const int64_t to_values = p.cache.stride(0) * p.cache.element_size();
+  for (int64_t first = 0; first < count; first += kLanes) {
+    KvRow<C> row[kLanes];
+    for (int i = 0; i < kLanes; ++i) row[i] = {rows[std::min(first + i, count - 1)], p.head_dim};
+    for_vectors(p.head_dim, [&](int64_t d, auto n) {
+      Floats block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) block[i] = row[i].load(d, n);
+      transpose(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < n; ++i) store(keys + (d + i) * kKeys + first, block[i]);
+    });
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const KvRow<C> row(rows[i] + to_values, p.head_dim);
+    for_vectors(p.head_dim, [&](int64_t d, auto n) { store(values + i * p.padded + d, row.load(d, n)); });
+  }
+}
+
+void prefetch(const Problem& p, const char* const* rows, int64_t count) {
+  const int64_t size = p.cache.element_size(), bytes = p.cache.size(4) * size, to_values = p.cache.stride(0) * size;
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t at = 0; at < bytes; at += 64) {
+      __builtin_prefetch(rows[i] + at);
+      __builtin_prefetch(rows[i] + to_values + at);
+    }
+  }
+}
+
+// One row's scores of a tile's keys, of which it sees the first `visible`, become weights. Returns what the sums
+// before are to be multiplied by.
+float soften(float* scores, int64_t columns, int64_t visible, float& largest, Floats& weight) {
+  Floats top = broadcast(kLowest);
+  for (int64_t i = 0; i < columns; ++i) {
+    Floats x = load(scores + i * kLanes);
+    if ((i + 1) * kLanes > visible) {
+      x = lane_numbers() + static_cast<int32_t>(i * kLanes) < static_cast<int32_t>(visible)
+              ? x
+              : broadcast(-std::numeric_limits<float>::infinity());
+      store(scores + i * kLanes, x);
+    }
+    top = max(x, top);
+  }
+  const float before = largest;
+  largest = std::max(before, max(top));
+  const float factor = before == largest ? 1.0f : exp2(broadcast(before - largest))[0];
+  weight *= factor;
+  for (int64_t i = 0; i < columns; ++i) {
+    const Floats x = exp2(load(scores + i * kLanes) - largest);
+    weight += x;
+    store(scores + i * kLanes, x);
+  }
+  return factor;
+}
+
+// What a thread needs for an item. Grows, and stays with its thread.
+struct Scratch {
+  std::vector<float> memory;
+  float *queries, *sums, *keys, *values, *scores, *largest;
+  Floats* weights;
+
+  void fit(int64_t rows, int64_t head_dim, int64_t padded) {
+    const int64_t needed = rows * (head_dim + padded + 1 + kLanes) + kKeys * (head_dim + padded + kBlockRows);
+    memory.resize(std::max<size_t>(memory.size(), needed + 8 * kLanes));
+    auto* at = reinterpret_cast<Floats*>((reinterpret_cast<uintptr_t>(memory.data()) + sizeof(Floats) - 1) /
+                                         sizeof(Floats) * sizeof(Floats));
+    const auto take = [&](int64_t size) { return reinterpret_cast<float*>(std::exchange(at, at + vectors(size))); };
+    queries = take(rows * head_dim);
+    sums = take(rows * padded);
+    keys = take(kKeys * head_dim);
+    values = take(kKeys * padded);
+    scores = take(kKeys * kBlockRows);
+    largest = take(rows);
+    weights = at;
+  }
+};
+
+template <typename T>
+void load_queries(const Problem& p, const Tile& tile, float* to) {
+  const float factor = p.scale * 1.44269504088896341f;
+  for (int64_t row = 0; row < p.rows(tile); ++row) {
+    const int64_t token = p.starts[tile.request] + tile.first + row / p.group;
+    const int64_t head = tile.head * p.group + row % p.group;
+    const T* from = p.query.const_data_ptr<T>() + token * p.query.stride(0) + head * p.query.stride(1);
+    for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + row * p.head_dim + d, load(from + d, n) * factor, n); });
+  }
+}
+
+template <typename T>
+void store_row(const Problem& p, const Tile& tile, int64_t row, const float* sums, float factor) {
+  const int64_t token = p.starts[tile.request] + tile.first + row / p.group;
+  const int64_t head = tile.head * p.group + row % p.group;
+  T* to = p.output.mutable_data_ptr<T>() + (token * p.output.size(1) + head) * p.head_dim;
+  for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + d, load(sums + d) * factor, n); });
+}
+
+void attend(Problem& p, const Item& item, Scratch& scratch) {
+  const Tile& tile = p.tiles[item.tile];
+  const int64_t rows = p.rows(tile), position = p.position(tile);
+  scratch.fit(std::max(rows, kTileRows), p.head_dim, p.padded);
+  for_type(p.query.scalar_type(), [&]<typename T>() { load_queries<T>(p, tile, scratch.queries); });
+  std::fill_n(scratch.sums, rows * p.padded, 0.0f);
+  std::fill_n(scratch.largest, rows, kLowest);
+  std::fill_n(scratch.weights, rows, Floats{});
+  const char* found[kKeys];
+  for (int64_t key = item.begin; key < item.end; key += kKeys) {
+    const int64_t count = std::min(kKeys, item.end - key), columns = vectors(count);
+    find_rows(p, tile, key, count, found);
+    for_kv_type(p.cache.scalar_type(), [&]<typename C>() { gather<C>(p, found, count, scratch.keys, scratch.values); });
+    if (key + kKeys < item.end) {
+      const int64_t next = std::min(kKeys, item.end - key - kKeys);
+      find_rows(p, tile, key + kKeys, next, found);
+      prefetch(p, found, next);
+    }
+    const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int64_t first = block * rows / blocks, few = (block + 1) * rows / blocks - first;
+      const auto visible = [&](int64_t row) { return std::min(count, position + row / p.group + 1 - key); };
+      const int64_t depth = visible(first + few - 1);
+      if (depth <= 0) continue;
+      multiply(few, columns, scratch.queries + first * p.head_dim, p.head_dim, scratch.keys, kKeys, scratch.scores,
+               kKeys, p.head_dim, nullptr);
+      float factors[kBlockRows];
+      for (int64_t i = 0; i < few; ++i) {
+        factors[i] = soften(scratch.scores + i * kKeys, columns, visible(first + i), scratch.largest[first + i],
+                            scratch.weights[first + i]);
+      }
+      multiply(few, p.padded / kLanes, scratch.scores, kKeys, scratch.values, p.padded,
+               scratch.sums + first * p.padded, p.padded, depth, factors);
+    }
+  }
+  if (tile.splits == 1) {
+    for_type(p.query.scalar_type(), [&]<typename T>() {
+      for (int64_t row = 0; row < rows; ++row) {
+        store_row<T>(p, tile, row, scratch.sums + row * p.padded, 1.0f / sum(scratch.weights[row]));
+      }
+    });
+    return;
+  }
+  float* partial = p.partials.get() + tile.partial + item.split * p.partial_size(tile);
+  partial = std::copy_n(scratch.sums, rows * p.padded, partial);
+  partial = std::copy_n(scratch.largest, rows, partial);
+  for (int64_t row = 0; row < rows; ++row) partial[row] = sum(scratch.weights[row]);
+}
+
+template <typename T>
+void merge(Problem& p, const Tile& tile) {
+  const int64_t rows = p.rows(tile), size = p.partial_size(tile);
+  float* first = p.partials.get() + tile.partial;
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t to_largest = rows * p.padded + row, to_weight = to_largest + rows;
+    float largest = kLowest, weight = 0.0f;
+    for (int64_t split = 0; split < tile.splits; ++split) largest = std::max(largest, first[split * size + to_largest]);
+    float* sums = first + row * p.padded;
+    for (int64_t split = 0; split < tile.splits; ++split) {
+      const float* part = first + split * size;
+      const float factor = exp2(broadcast(part[to_largest] - largest))[0];
+      weight += part[to_weight] * factor;
+      for (int64_t d = 0; d < p.padded; d += kLanes) {
+        const Floats x = load(part + row * p.padded + d) * factor;
+        store(sums + d, split ? load(sums + d) + x : x);
+      }
+    }
+    store_row<T>(p, tile, row, sums, 1.0f / weight);
+  }
+}
+
+// Tiles from a request's last to its first: the longest items come first, so that threads end together.
+int64_t plan(Problem& p, int64_t requests, int64_t kv_heads) {
+  int64_t work = 0, partials = 0;
+  const int64_t width = std::max<int64_t>(1, kTileRows / p.group);
+  for (int64_t request = 0; request < requests; ++request) {
+    const int64_t count = p.starts[request + 1] - p.starts[request];
+    for (int64_t first = (count - 1) / width * width; first >= 0; first -= width) {
+      for (int64_t head = 0; head < kv_heads; ++head) {
+        Tile tile{request, head, first, std::min(width, count - first), 1, partials};
+        const int64_t keys = p.position(tile) + tile.queries, rows = p.rows(tile);
+        const int64_t length = rows <= kFewRows ? kSplitFewRows : kSplitManyRows;
+        tile.splits = (keys + length - 1) / length;
+        if (tile.splits > 1) partials += tile.splits * p.partial_size(tile);
+        work += rows * keys * p.head_dim;
+        const int64_t number = static_cast<int64_t>(p.tiles.size());
+        for (int64_t split = 0; split < tile.splits; ++split) {
+          p.items.push_back({number, split, split * length, std::min(keys, (split + 1) * length)});
+        }
+        p.tiles.push_back(tile);
+      }
+    }
+  }
+  if (partials) p.partials = std::make_unique_for_overwrite<float[]>(partials);
+  return work;
+}
+
+at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_tables,
+                           const at::Tensor& sequence_lengths, const at::Tensor& query_starts, double scale) {
+  const int64_t head_dim = query.size(2), kv_heads = cache.size(2);
+  TORCH_CHECK(cache.size(4) == kv_row_size(cache.scalar_type(), head_dim) && cache.stride(4) == 1,
+              "the cache's rows do not fit heads of ", head_dim);
+  TORCH_CHECK(query.size(1) % kv_heads == 0 && block_tables.stride(1) == 1);
+  const at::Tensor rows = query.stride(2) == 1 ? query : query.contiguous();
+  const at::Tensor lengths = sequence_lengths.contiguous(), starts = query_starts.contiguous();
+  Problem p{rows, cache, block_tables, lengths.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
+            static_cast<float>(scale), at::empty(query.sizes(), query.options()), query.size(1) / kv_heads, head_dim,
+            vectors(head_dim) * kLanes, {}, {}, nullptr};
+  const int64_t work = plan(p, lengths.size(0), kv_heads);
+  const int64_t threads = std::min<int64_t>({at::get_num_threads(), 1 + work / kThreadWork,
+                                             static_cast<int64_t>(p.items.size())});
+  std::atomic<size_t> next = 0;
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    static thread_local Scratch scratch;
+    for (size_t item; (item = next++) < p.items.size();) attend(p, p.items[item], scratch);
+  });
+  if (!p.partials) return p.output;
+  at::parallel_for(0, p.tiles.size(), grain(p.padded * p.group), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (p.tiles[i].splits > 1) for_type(query.scalar_type(), [&]<typename T>() { merge<T>(p, p.tiles[i]); });
+    }
+  });
+  return p.output;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(quire, m) {
+  m.def(
+      "paged_attention(Tensor query, Tensor cache, Tensor block_tables, Tensor sequence_lengths, Tensor query_starts, "
+      "float scale) -> Tensor",
+      paged_attention);
+}
+
+}  // namespace quire

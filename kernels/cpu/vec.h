@@ -1,0 +1,201 @@
+// Vectors of float in the host's widest registers, as the compiler's own vector types: operators work lane by lane.
+//
+// Elements are loaded to and stored from float32, whatever their type; `n` lanes where a row ends, the others are 0.
+
+#pragma once
+
+#include "common.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include <bit>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+namespace quire {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
+using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
+using Bytes = int8_t __attribute__((vector_size(kLanes)));
+
+constexpr int64_t vectors(int64_t width) { return (width + kLanes - 1) / kLanes; }
+
+inline Floats broadcast(float x) { return Floats{} + x; }
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats min(Floats a, Floats b) { return a < b ? a : b; }
+
+// 0, 1, 2, …
+inline Ints lane_numbers() {
+  Ints numbers;
+  for (int i = 0; i < kLanes; ++i) numbers[i] = i;
+  return numbers;
+}
+
+// The lanes, folded into one by `combine`.
+template <int Half = kLanes / 2, typename Combine>
+inline float reduce(Floats x, Combine combine) {
+  const auto far = [&]<int... I>(std::integer_sequence<int, I...>) {
+    return __builtin_shufflevector(x, x, ((I + Half) % kLanes)...);
+  }(std::make_integer_sequence<int, kLanes>());
+  x = combine(x, far);
+  if constexpr (Half > 1) return reduce<Half / 2>(x, combine);
+  else return x[0];
+}
+
+inline float sum(Floats x) {
+  return reduce(x, [](Floats a, Floats b) { return a + b; });
+}
+
+inline float max(Floats x) {
+  return reduce(x, [](Floats a, Floats b) { return max(a, b); });
+}
+
+template <typename To, typename From>
+inline To read(const From* from) {
+  To to;
+  std::memcpy(&to, from, sizeof(To));
+  return to;
+}
+
+inline Floats load(const float* x) { return read<Floats>(x); }
+
+inline Floats load(const at::BFloat16* x) {
+  return std::bit_cast<Floats>(__builtin_convertvector(read<Halves>(x), Words) << 16);
+}
+
+inline Floats load(const at::Half* x) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(read<__m256i>(x));
+#elif defined(__F16C__) && defined(__AVX2__)
+  return _mm256_cvtph_ps(read<__m128i>(x));
+#else
+  Floats out;
+  for (int i = 0; i < kLanes; ++i) out[i] = x[i];
+  return out;
+#endif
+}
+
+inline Floats load(const int8_t* x) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(read<__m128i>(x)));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x))));
+#else
+  return __builtin_convertvector(__builtin_convertvector(read<Bytes>(x), Ints), Floats);
+#endif
+}
+
+inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
+
+inline void store(at::BFloat16* to, Floats x) {
+  const Words bits = std::bit_cast<Words>(x);
+  const Words rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;  // to the nearest, ties to even
+  const Halves halves = __builtin_convertvector(x == x ? rounded : (bits >> 16 | 0x40), Halves);
+  std::memcpy(to, &halves, sizeof(halves));
+}
+
+inline void store(at::Half* to, Floats x) {
+#if defined(__AVX512F__)
+  const __m256i halves = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &halves, sizeof(halves));
+#elif defined(__F16C__) && defined(__AVX2__)
+  const __m128i halves = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &halves, sizeof(halves));
+#else
+  for (int i = 0; i < kLanes; ++i) to[i] = x[i];
+#endif
+}
+
+// Integers from -128 to 127.
+inline void store(int8_t* to, Floats x) {
+  const Bytes bytes = __builtin_convertvector(__builtin_convertvector(x, Ints), Bytes);
+  std::memcpy(to, &bytes, sizeof(bytes));
+}
+
+using AllLanes = std::integral_constant<int, kLanes>;
+
+template <typename T>
+inline Floats load(const T* x, AllLanes) {
+  return load(x);
+}
+
+template <typename T>
+inline Floats load(const T* x, int n) {
+  T row[kLanes] = {};
+  std::memcpy(row, x, n * sizeof(T));
+  return load(row);
+}
+
+template <typename T>
+inline void store(T* to, Floats x, AllLanes) {
+  store(to, x);
+}
+
+template <typename T>
+inline void store(T* to, Floats x, int n) {
+  T row[kLanes];
+  store(row, x);
+  std::memcpy(to, row, n * sizeof(T));
+}
+
+// Calls `body(i, n)` for the vectors of a row: `n` is `AllLanes` but for the last, which may have fewer.
+template <typename Body>
+inline void for_vectors(int64_t width, Body&& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) body(i, AllLanes());
+  if (i < width) body(i, static_cast<int>(width - i));
+}
+
+constexpr float kToInteger = 12582912.0f;  // 1.5 · 2²³: adding it rounds |x| < 2²² to an integer, ties to even
+
+inline Floats round(Floats x) { return x + kToInteger - kToInteger; }
+
+// `x` times 2 to the power of the integer that was added to `kToInteger`, from -127 (which makes it 0) to 127.
+inline Floats times_power(Floats x, Floats shifted) {
+  const Words exponent = (std::bit_cast<Words>(shifted) - std::bit_cast<uint32_t>(kToInteger) + 127) << 23;
+  return x * std::bit_cast<Floats>(exponent);
+}
+
+// 2ˣ to 2 units in the last place; 0 below 2⁻¹²⁶·⁵; NaN stays. The polynomials here are those of Cephes (S. Moshier).
+inline Floats exp2(Floats x) {
+  x = x < -127.0f ? broadcast(-127.0f) : x;
+  x = x > 127.0f ? broadcast(127.0f) : x;
+  const Floats shifted = x + kToInteger;
+  const Floats r = x - (shifted - kToInteger);
+  Floats y = r * 1.535336188319500e-4f + 1.339887440266574e-3f;
+  y = y * r + 9.618437357674640e-3f;
+  y = y * r + 5.550332471162809e-2f;
+  y = y * r + 2.402264791363012e-1f;
+  y = y * r + 6.931472028550421e-1f;
+  return times_power(y * r + 1.0f, shifted);
+}
+
+// eˣ to 2 units in the last place; 0 below e⁻⁸⁷·⁶, at most e⁸⁸; NaN stays.
+inline Floats exp(Floats x) {
+  x = x < -88.0f ? broadcast(-88.0f) : x;
+  x = x > 88.0f ? broadcast(88.0f) : x;
+  const Floats shifted = x * 1.44269504088896341f + kToInteger;
+  const Floats n = shifted - kToInteger;
+  const Floats r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  Floats y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  y = y * r + 8.3334519073e-3f;
+  y = y * r + 4.1665795894e-2f;
+  y = y * r + 1.6666665459e-1f;
+  y = y * r + 5.0000001201e-1f;
+  return times_power(y * r * r + r + 1.0f, shifted);
+}
+
+}  // namespace quire
