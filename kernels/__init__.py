@@ -23,6 +23,7 @@ __all__ = [
     "prepare",
     "rms_norm",
     "rotary_write_kv",
+    "sample",
     "silu_mul",
     "uniform_noise",
 ]
@@ -32,5 +33,6 @@ add_rms_norm = by_device(reference.add_rms_norm)
 rotary_write_kv = by_device(reference.rotary_write_kv)
 silu_mul = by_device(reference.silu_mul)
 paged_attention = by_device(reference.paged_attention)
+sample = by_device(reference.sample)
 uniform_noise = by_device(reference.uniform_noise)
 gumbel_noise = by_device(reference.gumbel_noise)

@@ -24,6 +24,7 @@ __all__ = [
     "quantize_weight",
     "rms_norm",
     "rotary_write_kv",
+    "sample",
     "scale_rows",
     "silu_mul",
     "uniform_noise",
@@ -244,3 +245,60 @@ def int4_linear(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor) -> Ten
     group = weight.shape[1] // scales.shape[1]
     wide = halves * scales.repeat_interleave(group, dim=1) + zeros.repeat_interleave(group, dim=1)
     return F.linear(x, wide.transpose(1, 2).flatten(0, 1))
+
+
+GREEDY_BELOW = 1e-5
+"""Lower temperatures are 0."""
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
+    """One token id for each row of `logits` (float32 `[rows, vocab]`), int64 `[rows]` on the same device.
+
+    The controls are `[rows]` each and on the host: float32, but for int64 `top_k`, `seeds` and `positions`. A row of
+    no temperature takes the arg max; ties go to the lowest id. The others draw
+    `argmax(logits / temperature + gumbel_noise)` over what min_p (above 0), then top_k (above 0), then top_p (below 1)
+    leave: a function of the row's own numbers alone. What a row does without, it does not pay for.
+    """
+    tokens = logits.argmax(dim=-1)
+    drawn = torch.nonzero(temperature >= GREEDY_BELOW)[:, 0]
+    if not len(drawn):
+        return tokens
+    temperature, top_k, top_p, min_p = temperature[drawn], top_k[drawn], top_p[drawn], min_p[drawn]
+    seeds, positions, rows = (host.to(logits.device) for host in (seeds[drawn], positions[drawn], drawn))
+    x = logits[rows]
+    x /= _column(temperature, x)
+    some = torch.nonzero(min_p > 0.0)[:, 0]
+    if len(some):
+        part = some.to(x.device)
+        x[part] = _keep_probable(x[part], min_p[some])
+    some = torch.nonzero((top_k > 0) | (top_p < 1.0))[:, 0]
+    if len(some):
+        part = some.to(x.device)
+        x[part] = _keep_top(x[part], top_k[some], top_p[some])
+    x += gumbel_noise(seeds, positions, x.shape[1])
+    tokens[rows] = x.argmax(dim=-1)
+    return tokens
+
+
+def _keep_probable(x: Tensor, min_p: Tensor) -> Tensor:
+    """Min-p (Nguyen et al. 2024): drop what is less than `min_p` times as probable as the likeliest token."""
+    return x.masked_fill_(x < x.amax(dim=-1, keepdim=True) + _column(min_p, x).log(), -torch.inf)
+
+
+def _keep_top(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the k likeliest tokens, then of these the fewest that reach `top_p`; ties with the last one stay."""
+    top_k = torch.where(top_k > 0, top_k.clamp(max=x.shape[1]), x.shape[1])
+    likeliest = x.topk(int(top_k.max()), dim=-1).values  # [rows, k], falling
+    place = torch.arange(likeliest.shape[1], device=x.device)
+    likeliest.masked_fill_(place >= _column(top_k, x), -torch.inf)
+    probable = likeliest.softmax(dim=-1)
+    before = probable.cumsum(dim=-1) - probable
+    kept = (likeliest > -torch.inf) & (before < _column(torch.where(top_p < 1.0, top_p, 2.0), x))
+    last = likeliest.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+    return x.masked_fill_(x < last, -torch.inf)
+
+
+def _column(host: Tensor, beside: Tensor) -> Tensor:
+    return host.to(beside.device)[:, None]

@@ -15,15 +15,11 @@ from quire import kernels
 from quire.engine.messages import SamplingParams, TokenLogprobs
 from quire.engine.worker.batch import Ints, RequestStates
 
-_GREEDY_BELOW = 1e-5
-"""Lower temperatures are 0."""
-
 
 class Sampler:
-    """Samples the next token of each row: bias, minimum length and penalties, then the arg max or a draw.
+    """Samples the next token of each row: bias, minimum length and penalties, then `kernels.sample`.
 
-    A draw is `argmax(logits / temperature + noise)` over what min_p, top_k and top_p leave, where the noise depends
-    on the request's seed, the token's position and its id alone. Ties go to the lowest id. Rows that do without a
+    The noise of a draw depends on the request's seed, the token's position and its id alone. Rows that do without a
     feature do not pay for it.
     """
 
@@ -43,12 +39,9 @@ class Sampler:
         self._bias(logits, states, slots)
         self._forbid_early_stop(logits, states, slots)
         self._penalize(logits, states, slots)
-        tokens = logits.argmax(dim=-1)
-        drawn = np.flatnonzero(controls["temperature"] >= _GREEDY_BELOW)
-        if len(drawn):
-            rows = self._send(drawn)
-            positions = self._send(states.num_known[slots[drawn]])
-            tokens[rows] = self._draw(logits[rows], controls[drawn], positions)
+        drawing = (np.ascontiguousarray(controls[name]) for name in ("temperature", "top_k", "top_p", "min_p", "seed"))
+        hosts = (torch.from_numpy(values) for values in (*drawing, states.num_known[slots]))
+        tokens = kernels.sample(logits, *hosts)
         if raw is None:
             return tokens.tolist(), []
         return tokens.tolist(), self._logprobs(raw, tokens, controls["logprobs"], asked)
@@ -96,38 +89,6 @@ class Sampler:
         counts = torch.zeros(len(tokens), self._vocab_size + 1, device=self._device)
         ids = self._send(tokens)
         return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))[:, :-1]
-
-    def _draw(self, logits: Tensor, controls: npt.NDArray[np.void], positions: Tensor) -> Tensor:
-        logits /= self._column(controls["temperature"])
-        rows = np.flatnonzero(controls["min_p"] > 0.0)
-        if len(rows):
-            self._keep_probable(logits, rows, controls["min_p"][rows])
-        rows = np.flatnonzero((controls["top_k"] > 0) | (controls["top_p"] < 1.0))
-        if len(rows):
-            self._keep_top(logits, rows, controls["top_k"][rows], controls["top_p"][rows])
-        seeds = self._send(controls["seed"])
-        logits += kernels.gumbel_noise(seeds, positions, self._vocab_size)
-        return logits.argmax(dim=-1)
-
-    def _keep_probable(self, logits: Tensor, rows: Ints, min_p: npt.NDArray[np.float32]) -> None:
-        """Min-p (Nguyen et al. 2024): drop what is less than `min_p` times as probable as the likeliest token."""
-        index = self._send(rows)
-        x = logits[index]
-        logits[index] = x.masked_fill_(x < x.amax(dim=-1, keepdim=True) + self._column(min_p).log(), -torch.inf)
-
-    def _keep_top(self, logits: Tensor, rows: Ints, top_k: Ints, top_p: npt.NDArray[np.float32]) -> None:
-        """Keep the k likeliest tokens, then of these the fewest that reach `top_p`; ties with the last one stay."""
-        index = self._send(rows)
-        x = logits[index]
-        top_k = np.where(top_k > 0, np.minimum(top_k, self._vocab_size), self._vocab_size)
-        likeliest = x.topk(int(top_k.max()), dim=-1).values  # [rows, k], falling
-        place = torch.arange(likeliest.shape[1], device=self._device)
-        likeliest.masked_fill_(place >= self._column(top_k), -torch.inf)
-        probable = likeliest.softmax(dim=-1)
-        before = probable.cumsum(dim=-1) - probable
-        kept = (likeliest > -torch.inf) & (before < self._column(np.where(top_p < 1.0, top_p, np.float32(2.0))))
-        last = likeliest.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
-        logits[index] = x.masked_fill_(x < last, -torch.inf)
 
     def _logprobs(self, raw: Tensor, tokens: Tensor, counts: Ints, asked: Ints) -> list[TokenLogprobs | None]:
         """`raw` holds the log-probabilities of the rows `asked`, `counts` how many each row wants."""

@@ -16,8 +16,10 @@ __all__ = [
     "quantize_rows",
     "rms_norm",
     "rotary_write_kv",
+    "sample",
     "scale_rows",
     "silu_mul",
+    "uniform_noise",
     "widened_linear",
 ]
 
@@ -73,4 +75,16 @@ def paged_attention(
     scale: float,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.paged_attention(query, cache, block_tables, sequence_lengths, query_starts, scale)
+    return out
+
+
+def sample(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
+) -> Tensor:
+    out: Tensor = torch.ops.quire.sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    return out
+
+
+def uniform_noise(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    out: Tensor = torch.ops.quire.uniform_noise(seeds, positions, ids)
     return out

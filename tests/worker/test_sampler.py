@@ -16,6 +16,7 @@ from quire import kernels
 from quire.engine.messages import NewRequest, SamplingParams, StepPlan, TokenLogprobs
 from quire.engine.worker.batch import Ints, RequestStates
 from quire.engine.worker.sampler import Sampler
+from quire.kernels import reference
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -179,9 +180,10 @@ def test_logprobs_are_those_of_the_model(features: dict[str, Any]) -> None:
 
 
 def test_plain_greedy_rows_pay_for_one_argmax_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("gumbel_noise", "uniform_noise"):
-        monkeypatch.setattr(kernels, name, None)
-    for name in ("_draw", "_logprobs", "_keep_top", "_keep_probable", "_counts"):
+    monkeypatch.setattr(kernels, "_PLATFORMS", {})
+    for name in ("gumbel_noise", "uniform_noise", "_keep_top", "_keep_probable"):
+        monkeypatch.setattr(reference, name, None)
+    for name in ("_logprobs", "_counts"):
         monkeypatch.setattr(Sampler, name, None)
     rows = [Row(torch.randn(VOCAB), temperature=0.0) for _ in range(5)]
     best = [int(row.logits.argmax()) for row in rows]
