@@ -96,7 +96,8 @@ def _quantized(rows: Tensor) -> Tensor:
 def _dequantized(rows: Tensor) -> Tensor:
     """What `_quantized` made, in float32."""
     head_dim = rows.shape[-1] - 4
-    return rows[..., :head_dim] * rows[..., head_dim:].contiguous().view(torch.float32)
+    scale = rows[..., head_dim:].clone(memory_format=torch.contiguous_format)  # aligned
+    return rows[..., :head_dim] * scale.view(torch.float32)
 
 
 _GATHER_ELEMENTS = 1 << 19

@@ -140,13 +140,20 @@ void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count,
   }
 }
 
+inline void prefetch(const char* row, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+}
+
 // Keys into `keys` `[head_dim, kKeys]`, whole vectors with zeros behind the last key; values into `[kKeys, padded]`.
+// Meanwhile the `following` rows behind them, the next to be gathered, are called into the second-level cache.
 template <typename C>
-void gather(const Problem& p, const char* const* rows, int64_t count, float* keys, float* values) {
+void gather(const Problem& p, const char* const* rows, int64_t count, int64_t following, float* keys, float* values) {
   const int64_t to_values = p.cache.stride(0) * p.cache.element_size();
+  const int64_t bytes = p.cache.size(4) * p.cache.element_size();
   for (int64_t first = 0; first < count; first += kLanes) {
     KvRow<C> row[kLanes];
     for (int i = 0; i < kLanes; ++i) row[i] = {rows[std::min(first + i, count - 1)], p.head_dim};
+    for (int64_t i = first; i < std::min(first + kLanes, following); ++i) prefetch(rows[count + i], bytes);
     for_vectors(p.head_dim, [&](int64_t d, auto n) {
       Floats block[kLanes];
 #pragma GCC unroll 16
@@ -157,18 +164,9 @@ void gather(const Problem& p, const char* const* rows, int64_t count, float* key
     });
   }
   for (int64_t i = 0; i < count; ++i) {
+    if (i < following) prefetch(rows[count + i] + to_values, bytes);
     const KvRow<C> row(rows[i] + to_values, p.head_dim);
     for_vectors(p.head_dim, [&](int64_t d, auto n) { store(values + i * p.padded + d, row.load(d, n)); });
-  }
-}
-
-void prefetch(const Problem& p, const char* const* rows, int64_t count) {
-  const int64_t size = p.cache.element_size(), bytes = p.cache.size(4) * size, to_values = p.cache.stride(0) * size;
-  for (int64_t i = 0; i < count; ++i) {
-    for (int64_t at = 0; at < bytes; at += 64) {
-      __builtin_prefetch(rows[i] + at);
-      __builtin_prefetch(rows[i] + to_values + at);
-    }
   }
 }
 
@@ -247,16 +245,14 @@ void attend(Problem& p, const Item& item, Scratch& scratch) {
   std::fill_n(scratch.sums, rows * p.padded, 0.0f);
   std::fill_n(scratch.largest, rows, kLowest);
   std::fill_n(scratch.weights, rows, Floats{});
-  const char* found[kKeys];
+  const char* found[2 * kKeys];
   for (int64_t key = item.begin; key < item.end; key += kKeys) {
     const int64_t count = std::min(kKeys, item.end - key), columns = vectors(count);
-    find_rows(p, tile, key, count, found);
-    for_kv_type(p.cache.scalar_type(), [&]<typename C>() { gather<C>(p, found, count, scratch.keys, scratch.values); });
-    if (key + kKeys < item.end) {
-      const int64_t next = std::min(kKeys, item.end - key - kKeys);
-      find_rows(p, tile, key + kKeys, next, found);
-      prefetch(p, found, next);
-    }
+    const int64_t following = std::min(kKeys, item.end - key - count);
+    find_rows(p, tile, key, count + following, found);
+    for_kv_type(p.cache.scalar_type(), [&]<typename C>() {
+      gather<C>(p, found, count, following, scratch.keys, scratch.values);
+    });
     const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
     for (int64_t block = 0; block < blocks; ++block) {
       const int64_t first = block * rows / blocks, few = (block + 1) * rows / blocks - first;

@@ -39,6 +39,12 @@ def test_norms_are_those_of_the_reference(shape: tuple[int, ...], dtype: torch.d
     assert torch.equal(found[1], expected[1])
 
 
+def test_int8_rows_of_one_element_in_a_cache_of_one_row() -> None:
+    cache = kernels.allocate_kv_cache(1, 1, 1, 1, 1, torch.int8, torch.device("cpu"))[0]
+    reference.write_kv(torch.full((1, 1, 1), 3.0), torch.full((1, 1, 1), -2.0), cache, torch.tensor([0]))
+    assert reference._dequantized(cache).flatten().tolist() == [3.0, -2.0]
+
+
 def test_rms_norm_of_heads_inside_of_wider_rows() -> None:
     qkv, weight = torch.randn(7, 9, 33), torch.randn(33)
     for part in qkv.split_with_sizes([5, 2, 2], dim=1):
@@ -93,9 +99,11 @@ def test_rotary_write_kv_is_that_of_the_reference(
         torch.testing.assert_close(cache, filled)
 
 
-def test_int8_rows_are_within_half_a_step() -> None:
-    rows = torch.cat((torch.randn(50, 3, 33) * 10, torch.zeros(1, 3, 33), torch.full((1, 3, 33), 1e-44)))
-    cache = kernels.allocate_kv_cache(1, 4, 3, 16, 33, torch.int8, torch.device("cpu"))[0]
+@pytest.mark.parametrize("head_dim", [1, 33, 64])
+def test_int8_rows_are_within_half_a_step(head_dim: int) -> None:
+    zeros, tiny = torch.zeros(1, 3, head_dim), torch.full((1, 3, head_dim), 1e-44)
+    rows = torch.cat((torch.randn(50, 3, head_dim) * 10, zeros, tiny))
+    cache = kernels.allocate_kv_cache(1, 4, 3, 16, head_dim, torch.int8, torch.device("cpu"))[0]
     reference.write_kv(rows, -rows, cache, torch.arange(len(rows)))
     found = reference._dequantized(cache).transpose(2, 3).flatten(1, 2)[:, : len(rows)]
     step = rows.abs().amax(-1, keepdim=True) / 127

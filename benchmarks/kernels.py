@@ -1,0 +1,184 @@
+"""Each CPU kernel against the reference, at the sizes of Qwen2.5-0.5B, and for attention against the machine's floor.
+
+.venv/bin/python benchmarks/kernels.py --threads 2 [--only attention] [--json]
+
+Times are minima over repeats, with one thread of that thread's own time: on a machine shared with others they say what
+a kernel takes, not what it had to wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.kernels import reference
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, BLOCK = 14, 2, 64, 896, 4864, 16
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Machine:
+    copy_gb_s: float
+    read_gb_s: float
+    f32_gflop_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    us: float
+    reference_us: float
+    floor_us: float | None = None
+    """The larger of its bytes over the read bandwidth and its operations over the matmul rate."""
+
+
+def fastest(work: Callable[[], Any], seconds: float) -> float:
+    """Seconds of the fastest of the runs that fit, of three at least."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < end:
+        begun = clock()
+        work()
+        times.append(clock() - begun)
+    return min(times)
+
+
+def measure(seconds: float) -> Machine:
+    source, target = torch.ones(1 << 25), torch.ones(1 << 25)
+    square = torch.randn(1536, 1536)
+    return Machine(
+        copy_gb_s=2 * source.nbytes / fastest(lambda: target.copy_(source), seconds) / 1e9,
+        read_gb_s=source.nbytes / fastest(source.sum, seconds) / 1e9,
+        f32_gflop_s=2 * len(square) ** 3 / fastest(lambda: square @ square, seconds) / 1e9,
+    )
+
+
+class Bench:
+    def __init__(self, machine: Machine, seconds: float) -> None:
+        self._machine, self._seconds = machine, seconds
+
+    def compare(self, label: str, name: str, *arguments: Any, floor_s: float | None = None) -> Result:
+        mine, oracle = getattr(kernels, name), getattr(reference, name)
+        return Result(
+            label,
+            fastest(lambda: mine(*arguments), self._seconds) * 1e6,
+            fastest(lambda: oracle(*arguments), self._seconds / 4) * 1e6,
+            None if floor_s is None else floor_s * 1e6,
+        )
+
+    def attention(self) -> Iterator[Result]:
+        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+            for count, context, queries in (
+                (1, 300, 1),
+                (1, 4000, 1),
+                (32, 300, 1),
+                (32, 4000, 1),
+                (1, 0, 512),
+                (1, 3500, 512),
+            ):
+                length = context + queries
+                width = -(-length // BLOCK)
+                cache = kernels.allocate_kv_cache(1, count * width, KV_HEADS, BLOCK, HEAD_DIM, dtype, CPU)[0]
+                keys = torch.randn(2, cache[0, :, 0, :, 0].numel(), KV_HEADS, HEAD_DIM)
+                reference.write_kv(keys[0], keys[1], cache, torch.arange(keys.shape[1]))
+                multiplications = 2 * count * HEADS * HEAD_DIM * (context * queries + queries * (queries + 1) // 2)
+                row_bytes = cache.shape[4] * cache.element_size()
+                floor_s = max(
+                    count * length * 2 * KV_HEADS * row_bytes / (self._machine.read_gb_s * 1e9),
+                    2 * multiplications / (self._machine.f32_gflop_s * 1e9),
+                )
+                what = f"prefill {queries}" if queries > 1 else f"decode x{count}"
+                yield self.compare(
+                    f"attention {str(dtype)[6:]}, {what}, context {context}",
+                    "paged_attention",
+                    torch.randn(count * queries, HEADS, HEAD_DIM),
+                    cache,
+                    torch.randperm(count * width).view(count, width),
+                    torch.full((count,), length),
+                    torch.arange(count + 1) * queries,
+                    HEAD_DIM**-0.5,
+                    floor_s=floor_s,
+                )
+
+    def elementwise(self) -> Iterator[Result]:
+        weight = torch.ones(HIDDEN)
+        for tokens in (1, 32, 512):
+            x, gates = torch.randn(tokens, HIDDEN), torch.randn(tokens, 2 * INTERMEDIATE)
+            qkv = torch.randn(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
+            heads = qkv.split_with_sizes([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            cache = kernels.allocate_kv_cache(1, 64, KV_HEADS, BLOCK, HEAD_DIM, torch.float32, CPU)[0]
+            slots, turns = torch.randperm(64 * BLOCK)[:tokens], torch.randn(tokens, HEAD_DIM)
+            yield self.compare(f"rms_norm, {tokens} tokens", "rms_norm", x, weight, 1e-6)
+            yield self.compare(f"add_rms_norm, {tokens} tokens", "add_rms_norm", x, x.clone(), weight, 1e-6)
+            yield self.compare(f"rotary_write_kv, {tokens} tokens", "rotary_write_kv", *heads, turns, cache, slots)
+            yield self.compare(f"silu_mul, {tokens} tokens", "silu_mul", gates)
+
+    def sampling(self) -> Iterator[Result]:
+        filters: dict[str, dict[str, float]] = {
+            "greedy": {"temperature": 0.0},
+            "plain": {},
+            "min_p 0.05": {"min_p": 0.05},
+            "top_k 50": {"top_k": 50},
+            "top_p 0.95": {"top_p": 0.95},
+            "top_k 50, top_p 0.95": {"top_k": 50, "top_p": 0.95},
+        }
+        for vocab in (32_000, 151_936):
+            for rows in (1, 32):
+                logits = torch.randn(rows, vocab) * 3
+                for label, changed in filters.items():
+                    controls: dict[str, float] = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **changed}
+                    columns: list[Tensor] = [
+                        torch.full((rows,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
+                        for name, value in controls.items()
+                    ]
+                    numbers = torch.arange(rows)
+                    name = f"sample, {rows} x {vocab}, {label}"
+                    yield self.compare(name, "sample", logits, *columns, numbers, numbers)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each measurement")
+    parser.add_argument("--only", choices=("attention", "elementwise", "sampling"))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    kernels.prepare("cpu")()
+    machine = measure(options.seconds)
+    if not options.json:
+        print(
+            f"{options.threads} threads: copy {machine.copy_gb_s:.1f} GB/s, read {machine.read_gb_s:.1f} GB/s, "
+            f"f32 matmul {machine.f32_gflop_s:.0f} GFLOP/s"
+        )
+    bench, results = Bench(machine, options.seconds), []
+    for group in ("attention", "elementwise", "sampling"):
+        if options.only not in (None, group):
+            continue
+        for result in getattr(bench, group)():
+            results.append(result)
+            if not options.json:
+                floor = f"{result.floor_us:10.1f} floor" if result.floor_us is not None else ""
+                ratio = result.reference_us / result.us
+                print(
+                    f"{result.name:46}{result.us:10.1f} us{result.reference_us:12.1f} reference{ratio:8.1f}x{floor}",
+                    flush=True,
+                )
+    if options.json:
+        rows = [asdict(result) | {"ratio": result.reference_us / result.us} for result in results]
+        print(json.dumps({"threads": options.threads, "machine": asdict(machine), "results": rows}))
+
+
+if __name__ == "__main__":
+    main()
