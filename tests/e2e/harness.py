@@ -80,6 +80,8 @@ class Ranks:
         scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
         assert scheduler.keys() | cache.keys() == settings.keys()
+        if "max_num_batched_tokens" in scheduler:
+            scheduler.setdefault("is_tuned", False)  # as where the user gives a number
         blocks = num_blocks or self.config.cache.num_blocks
         assert blocks <= self.config.cache.num_blocks
         config = replace(
