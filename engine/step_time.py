@@ -19,7 +19,7 @@ _SURPRISE = 3.0
 """A step counts as at most so many times as long as it was predicted, unless several in a row took longer."""
 _SURPRISES = 4
 _SURPRISED_AFTER = 16
-_EVERY = 4
+_EVERY = 16
 """Of steps in a row without prompt tokens, one in so many is learned from: they are alike, and learning takes time."""
 _SWEEPS = 8
 _SCALE = (1.0, 1 / 256, 1 / 32, 1 / 2**14, 1 / 2**18)
@@ -63,7 +63,8 @@ class StepTime:
         """A step with this load took so long."""
         self._seen += 1
         self._without_prompts = 0 if load.prompt_tokens else self._without_prompts + 1
-        if self._seen <= _WARM_UP or seconds <= 0.0 or self._without_prompts % _EVERY > 1:
+        is_alike = self._seen > _EVERY and self._without_prompts > 0 and self._without_prompts % _EVERY != 1
+        if self._seen <= _WARM_UP or seconds <= 0.0 or is_alike:
             return
         if self._seen > _SURPRISED_AFTER and 0.0 < (expected := _SURPRISE * self.predict(load)) < seconds:
             self._surprises += 1
