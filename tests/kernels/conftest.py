@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire import kernels
+from quire.kernels import dispatch
 
 
 @pytest.fixture(autouse=True, scope="module", params=["reference", "cpu"])
@@ -14,7 +14,7 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     """The name of what `quire.kernels` calls during the test."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "reference":
-            patch.setattr(kernels, "_PLATFORMS", {})
-        elif request.param not in kernels._PLATFORMS:
+            patch.setattr(dispatch, "PLATFORMS", {})
+        elif request.param not in dispatch.PLATFORMS:
             pytest.skip(f"the {request.param} kernels cannot be compiled here")
         yield request.param

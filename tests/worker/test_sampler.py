@@ -16,7 +16,7 @@ from quire import kernels
 from quire.engine.messages import NewRequest, SamplingParams, StepPlan, TokenLogprobs
 from quire.engine.worker.batch import Ints, RequestStates
 from quire.engine.worker.sampler import Sampler
-from quire.kernels import reference
+from quire.kernels import dispatch, reference
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -180,7 +180,7 @@ def test_logprobs_are_those_of_the_model(features: dict[str, Any]) -> None:
 
 
 def test_plain_greedy_rows_pay_for_one_argmax_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_PLATFORMS", {})
+    monkeypatch.setattr(dispatch, "PLATFORMS", {})
     for name in ("gumbel_noise", "uniform_noise", "_keep_top", "_keep_probable"):
         monkeypatch.setattr(reference, name, None)
     for name in ("_logprobs", "_counts"):
