@@ -58,6 +58,7 @@ def config(requests: int, length: int) -> EngineConfig:
             tokenizer=Path(),
             architecture=architecture,
             dtype="float32",
+            quantization=None,
             max_model_len=length,
             load_format="dummy",
             eos_token_ids=(EOS,),
