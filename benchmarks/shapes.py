@@ -1,0 +1,227 @@
+"""Random-weight checkpoints in the shapes of public models, with a tokenizer trained on the spot."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 32_000
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_QUIET = 0.05
+"""Scale of the embeddings of tokens that a benchmark must not generate; with tied embeddings their logits shrink too."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a decoder with grouped-query attention, a gated MLP and tied embeddings."""
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    rope_theta: float
+    vocabulary: int = VOCABULARY
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the matrices of all layers: what every token is multiplied with."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_weights(self) -> int:
+        """Weights of the matrix that gives the logits: needed only where a token is sampled."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def kv_numbers(self) -> int:
+        """Numbers that a token leaves in the KV cache."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+    def attention_operations(self, context: int) -> int:
+        """Multiplications and additions of one token's attention over `context` tokens, in all layers."""
+        return 4 * self.layers * self.heads * self.head_dim * context
+
+
+SHAPES = {
+    "qwen2.5-0.5b": Shape("Qwen2.5-0.5B", "qwen2", 24, 896, 14, 2, 64, 4864, 1e6),
+    "llama-3.2-1b": Shape("Llama-3.2-1B", "llama", 16, 2048, 32, 8, 64, 8192, 5e5),
+    "tiny": Shape("tiny", "qwen2", 2, 256, 4, 2, 64, 512, 1e4),
+}
+
+
+def make_checkpoint(shape: Shape, cache: Path) -> Path:
+    """The checkpoint of `shape` in bfloat16, as it would come from a hub; made at the first call."""
+    folder = cache / shape.name / "bfloat16"
+    if (folder / "complete").exists():
+        return folder
+    print(f"making {folder}: random weights in the shape of {shape.name}", file=sys.stderr, flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    quiet = _write_tokenizer(folder)
+    _write_config(shape, folder)
+    _write_weights(shape, folder, quiet)
+    (folder / "complete").touch()
+    return folder
+
+
+def _texts() -> Iterator[str]:
+    """Python's own sources, as far as they are ASCII, then made-up words until there are enough for the vocabulary."""
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        yield "".join(character for character in text if character.isascii())
+    random_words = random.Random(0)
+    syllables = [first + last for first in "bcdfghjklmnprstvwz" for last in ("a", "e", "i", "o", "u", "an", "er", "ing")]
+    words = ["".join(random_words.choices(syllables, k=random_words.randint(2, 4))) for _ in range(40_000)]
+    for _ in range(400):
+        yield " ".join(random_words.choices(words, k=1000))
+
+
+def _write_tokenizer(folder: Path) -> list[int]:
+    """A byte-level BPE tokenizer of exactly `VOCABULARY` tokens; returns the ids that must not be generated."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    built = Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.train_from_iterator(
+        _texts(),
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=list(SPECIAL),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    assert built.get_vocab_size() == VOCABULARY, built.get_vocab_size()
+    built.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 8192,
+        "eos_token": SPECIAL[0],
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    # A token that is not whole characters on its own would be held back by the servers' detokenizers.
+    return [i for i in range(VOCABULARY) if not (text := built.decode([i])) or not text.isascii() or not text.strip()]
+
+
+def words(folder: Path) -> list[int]:
+    """Token ids that any sequence of decodes to text which encodes to the same sequence: single words after a space."""
+    from tokenizers import Tokenizer
+
+    built = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [built.decode([token]) for token in range(VOCABULARY)]
+    return [
+        token
+        for token, text in enumerate(texts)
+        if text[:1] == " " and text[1:].isalpha() and text.isascii() and built.encode(text).ids == [token]
+    ]
+
+
+def _write_config(shape: Shape, folder: Path) -> None:
+    config = {
+        "architectures": [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[shape.family]],
+        "model_type": shape.family,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": 8192,
+        "rope_theta": shape.rope_theta,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    # No end of sequence here: servers without ignore_eos generate to the length asked for.
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+
+
+def _write_weights(shape: Shape, folder: Path, quiet: list[int]) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    noise = torch.Generator().manual_seed(0)
+
+    def normal(*sizes: int) -> Any:
+        return torch.empty(sizes).normal_(std=0.02, generator=noise)
+
+    tensors = {"model.embed_tokens.weight": normal(shape.vocabulary, shape.hidden)}
+    tensors["model.embed_tokens.weight"][quiet] *= _QUIET
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            tensors[f"{prefix}.self_attn.{name}_proj.weight"] = normal(rows, shape.hidden)
+            if shape.family == "qwen2":
+                tensors[f"{prefix}.self_attn.{name}_proj.bias"] = normal(rows)
+        tensors[f"{prefix}.self_attn.o_proj.weight"] = normal(shape.hidden, queries)
+        for name in ("gate", "up"):
+            tensors[f"{prefix}.mlp.{name}_proj.weight"] = normal(shape.intermediate, shape.hidden)
+        tensors[f"{prefix}.mlp.down_proj.weight"] = normal(shape.hidden, shape.intermediate)
+        for name in ("input", "post_attention"):
+            tensors[f"{prefix}.{name}_layernorm.weight"] = torch.ones(shape.hidden)
+    tensors["model.norm.weight"] = torch.ones(shape.hidden)
+    halved = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    save_file(halved, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_w8a8(shape: Shape, cache: Path) -> Path:
+    """The same checkpoint with int8 weights, one scale a channel, in the compressed-tensors format that vLLM reads.
+
+    Activations are int8 too, quantized per token as they come. The head stays as it is, as in checkpoints of this
+    kind on the hub.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = make_checkpoint(shape, cache)
+    folder = cache / shape.name / "w8a8"
+    if (folder / "complete").exists():
+        return folder
+    print(f"making {folder}: int8 weights for vLLM", file=sys.stderr, flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        weight = tensors.pop(name).float()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        tensors[name] = (weight / scale).round().clamp(-127, 127).to(torch.int8)
+        tensors[f"{name}_scale"] = scale.to(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    scheme = {"num_bits": 8, "type": "int", "symmetric": True}
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**scheme, "strategy": "channel", "dynamic": False},
+                "input_activations": {**scheme, "strategy": "token", "dynamic": True},
+            }
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    (folder / "complete").touch()
+    return folder
