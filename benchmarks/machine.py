@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import platform
@@ -130,10 +131,10 @@ def _measure(threads: int, seconds: float) -> Machine:
     size = source.numel() * 4
     matrix = source.view(-1, 8192)
     vector = torch.ones(8192)
-    copy = 2 * size / _fastest(lambda: target.copy_(source), seconds)
-    reads: list[Callable[[], object]] = [lambda: source.sum(), lambda: torch.mv(matrix, vector)]
+    copy = 2 * size / _fastest(functools.partial(target.copy_, source), seconds)
+    reads = [source.sum, functools.partial(torch.mv, matrix, vector)]
     read = max(size / _fastest(work, seconds) for work in reads)
-    del source, target, matrix
+    del source, target, matrix, reads
     rates: dict[int, dict[str, float]] = {}
     for rows in (_SIZE, _FEW):
         rates[rows] = {}
@@ -160,7 +161,7 @@ def _matmuls(torch: Any, rows: int) -> dict[str, list[Callable[[], object]]]:
 
     def prepacked(key: str, value: Any, weight: Any) -> object:
         if key not in packed:
-            packed[key] = mkldnn._reorder_linear_weight(weight.to_mkldnn(), rows)
+            packed[key] = mkldnn._reorder_linear_weight(weight, rows)
         return mkldnn._linear_pointwise(value, packed[key], None, "none", [], "")
 
     def quantized() -> object:

@@ -89,7 +89,9 @@ async def serve(options: argparse.Namespace) -> None:
             if head.startswith("GET"):
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
                 return
-            length = next(int(line.split(":")[1]) for line in head.split("\r\n") if line.lower().startswith("content-l"))
+            length = next(
+                int(line.split(":")[1]) for line in head.split("\r\n") if line.lower().startswith("content-l")
+            )
             body = json.loads(await reader.readexactly(length))
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n")
             await answer(engine, body, writer)

@@ -312,8 +312,14 @@ def _environment(executable: Path) -> dict[str, str]:
     return kept | quiet | {"PATH": f"{executable.parent}:{kept.get('PATH', '')}"}
 
 
+def _portable(part: str, cache: str) -> str:
+    if part.startswith(cache):
+        return f"CACHE{part.removeprefix(cache)}"
+    return Path(part).name if part.startswith("/") else part
+
+
 def _convert(command: list[str], target: Path) -> None:
-    print(f"making {target}: {' '.join(command[:4])} …", file=sys.stderr, flush=True)
+    print(f"making {target} with {Path(command[0]).name}", file=sys.stderr, flush=True)
     done = subprocess.run(
         command, env=_environment(Path(command[0])), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -340,10 +346,11 @@ class Server:
 
     @property
     def command(self) -> str:
-        """What is started, for a person to repeat."""
+        """What is started, for a person to repeat: without this machine's folders."""
         launch = self._launch
-        ours = {name: value for name, value in launch.environment.items() if name != "PYTHONPATH"}
-        return " ".join([*(f"{name}={value}" for name, value in ours.items()), *launch.command])
+        ours = [f"{name}={value}" for name, value in launch.environment.items() if name != "PYTHONPATH"]
+        shared = str(self.model.parent.parent)
+        return " ".join([*ours, *(_portable(part, shared) for part in launch.command)])
 
     def body(self, prompt: list[int], text: str, output_tokens: int) -> dict[str, Any]:
         return self.peer.body(self.model, prompt, text, output_tokens)
@@ -369,7 +376,9 @@ class Server:
         while not await asyncio.to_thread(self._healthy):
             if self._process.poll() is not None or time.perf_counter() - begun > limit:
                 self.stop()
-                raise RequestFailed(f"{self.name} did not start; the end of {self._log}:\n{self._tail()}")
+                raise RequestFailed(
+                    f"{self.name} did not start; the end of its log ({self._log.name}):\n{self._tail()}"
+                )
             await asyncio.sleep(0.05)
         try:
             answer = await asyncio.wait_for(complete(self.address, self.body(prompt, text, 1)), limit)

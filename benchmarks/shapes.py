@@ -14,7 +14,7 @@ from typing import Any
 VOCABULARY = 32_000
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QUIET = 0.05
-"""Scale of the embeddings of tokens that a benchmark must not generate; with tied embeddings their logits shrink too."""
+"""Scale of the embeddings of tokens that must not be generated; with tied embeddings their logits shrink too."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def _texts() -> Iterator[str]:
         text = path.read_text(encoding="utf-8", errors="ignore")
         yield "".join(character for character in text if character.isascii())
     random_words = random.Random(0)
-    syllables = [first + last for first in "bcdfghjklmnprstvwz" for last in ("a", "e", "i", "o", "u", "an", "er", "ing")]
+    syllables = [
+        first + last for first in "bcdfghjklmnprstvwz" for last in ("a", "e", "i", "o", "u", "an", "er", "ing")
+    ]
     words = ["".join(random_words.choices(syllables, k=random_words.randint(2, 4))) for _ in range(40_000)]
     for _ in range(400):
         yield " ".join(random_words.choices(words, k=1000))
@@ -117,12 +119,12 @@ def _write_tokenizer(folder: Path) -> list[int]:
     return [i for i in range(VOCABULARY) if not (text := built.decode([i])) or not text.isascii() or not text.strip()]
 
 
-def words(folder: Path) -> list[int]:
+def words(folder: Path, vocabulary: int = VOCABULARY) -> list[int]:
     """Token ids that any sequence of decodes to text which encodes to the same sequence: single words after a space."""
     from tokenizers import Tokenizer
 
     built = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = [built.decode([token]) for token in range(VOCABULARY)]
+    texts = [built.decode([token]) for token in range(vocabulary)]
     return [
         token
         for token, text in enumerate(texts)

@@ -1,0 +1,202 @@
+"""The figures of benchmarks/compare.py as tables, and as docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from machine import Floor, Machine, describe
+from shapes import SHAPES, Shape
+
+_BY_NAME = {shape.name: shape for shape in SHAPES.values()}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of a workload, and how it is shown."""
+
+    title: str
+    workload: str
+    key: str
+    scale: float
+    digits: int
+    higher_is_better: bool = False
+
+
+COLUMNS = (
+    Column("batch: output tok/s", "batch", "throughput", 1, 1, True),
+    Column("batch: TTFT ms", "batch", "ttft", 1e3, 0),
+    Column("stream: TTFT ms", "stream", "ttft", 1e3, 0),
+    Column("stream: ITL ms", "stream", "itl", 1e3, 1),
+    Column("online: TTFT ms", "online", "ttft", 1e3, 0),
+    Column("online: ITL ms", "online", "itl", 1e3, 1),
+    Column("online: p99 ITL ms", "online", "itl_p99", 1e3, 0),
+)
+
+
+def merge(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs as one; of two groups with the same shape and precision the later one counts."""
+    groups = {(group["shape"], group["precision"]): group for result in results for group in result["groups"]}
+    command = "\n".join(dict.fromkeys(result["command"] for result in results))
+    return results[-1] | {"groups": list(groups.values()), "command": command}
+
+
+def values(server: dict[str, Any], column: Column) -> list[float]:
+    """A column's figure of every round."""
+    return [figures[column.key] * column.scale for figures in server["figures"].get(column.workload, [])]
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Quire / peer of each round that both have."""
+    return [a / b for a, b in zip(ours, theirs, strict=False) if b]
+
+
+def spread(found: Sequence[float], digits: int) -> str:
+    """Median and range."""
+    if not found:
+        return "–"
+    if len(found) == 1:
+        return f"{found[0]:.{digits}f}"
+    return f"{statistics.median(found):.{digits}f} ({min(found):.{digits}f}–{max(found):.{digits}f})"
+
+
+def floors(group: dict[str, Any]) -> dict[str, float]:
+    """Column title → the floor in the column's unit, where there is one."""
+    floor = Floor(Machine(**group["machine"]), _shape(group), group["precision"])
+    requests, prompt, output = group["sizes"]["batch"]
+    _, alone, length = group["sizes"]["stream"]
+    return {
+        "batch: output tok/s": floor.throughput(requests, prompt, output),
+        "stream: TTFT ms": floor.prefill(alone) * 1e3,
+        "stream: ITL ms": floor.decode(alone + length // 2) * 1e3,
+    }
+
+
+def _shape(group: dict[str, Any]) -> Shape:
+    return _BY_NAME[group["shape"]]
+
+
+def tables(results: dict[str, Any]) -> str:
+    """Every group: figures beside floors, ratios, start and memory, accuracy."""
+    return "\n".join(_group(group) for group in results["groups"])
+
+
+def _group(group: dict[str, Any]) -> str:
+    shape, machine = _shape(group), Machine(**group["machine"])
+    weights = shape.layer_weights + shape.head_weights
+    parts = [f"## {group['shape']} ({weights / 1e6:.0f} M weights), {group['precision']}\n"]
+    rate = f"{group['rate']:.2f} requests/s" if group["rate"] else "not run"
+    parts.append(f"Online: {rate}, the same arrivals for all. Median and range over rounds.\n")
+    running = [server for server in group["servers"] if server["figures"]]
+    least = floors(group)
+    rows = [[_label(server), *(spread(values(server, c), c.digits) for c in COLUMNS)] for server in running]
+    rows.append(["floor", *(f"{least[c.title]:.{c.digits}f}" if c.title in least else "" for c in COLUMNS)])
+    parts.append(_table(["server", *(column.title for column in COLUMNS)], rows))
+
+    ours = next((server for server in running if server["peer"] == "quire"), None)
+    others = [server for server in running if server is not ours]
+    if ours is not None:
+        share = statistics.median(values(ours, COLUMNS[0]) or [0.0]) / least[COLUMNS[0].title]
+        parts.append(f"Quire's batch runs at {share:.0%} of the floor.\n")
+    if ours is not None and others:
+        parts.append("Quire / peer, round by round (throughput: above 1 Quire is ahead; times: below 1):\n")
+        rows = [
+            [_label(other), *(spread(ratios(values(ours, c), values(other, c)), 2) for c in COLUMNS)]
+            for other in others
+        ]
+        parts.append(_table(["peer", *(column.title for column in COLUMNS)], rows))
+
+    rows = [
+        [
+            _label(server),
+            spread(server["start"], 1),
+            f"{server['memory']:.2f}",
+            f"{server['idle']:.2f}",
+            _likeness(server["logprobs"]),
+        ]
+        for server in running
+    ]
+    heads = ["server", "start to first token s", "memory GiB", "cores busy when idle"]
+    parts.append(_table([*heads, "prompt logprobs against f32: correlation, largest difference"], rows))
+    failed = [server for server in group["servers"] if server["failure"]]
+    parts += [f"{server['peer']} failed: {server['failure'].strip().splitlines()[0]}\n" for server in failed]
+    parts.append("Measured in the same run: " + "; ".join(describe(machine)) + ".\n")
+    return "\n".join(parts)
+
+
+def _likeness(found: dict[str, float] | None) -> str:
+    return f"{found['correlation']:.5f}, {found['largest']:.3f}" if found else "not told"
+
+
+def _label(server: dict[str, Any]) -> str:
+    return f"{server['peer']}, {server['kind']}"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cells)} |"
+
+    return "\n".join([line(heads), "|" + "---|" * len(heads), *map(line, rows)]) + "\n"
+
+
+def document(results: dict[str, Any]) -> str:
+    """docs/benchmarks.md."""
+    groups = results["groups"]
+    servers = [server for group in groups for server in group["servers"]]
+    versions = ", ".join(dict.fromkeys(f"{server['peer']} {server['version']}" for server in servers))
+    cpus = ", ".join(dict.fromkeys(group["machine"]["cpu"] for group in groups))
+    command = "".join(f"    {line}\n" for line in results["command"].split("\n"))
+    missing = "".join(f"- {entry['peer']}: {entry['why']}\n" for entry in results["missing"])
+    rounds = results["rounds"]
+    without = f"\nNot measured:\n\n{missing}" if missing else ""
+    return f"""# Benchmarks
+
+Written by `benchmarks/compare.py`; change that, not this page.
+
+{command}
+{results["date"]}, Quire {results["commit"]}, Python {results["python"]}, torch {results["torch"]}; rounds: {rounds}.
+Servers: {versions}. {cpus}; {results["threads"]} threads for every server.
+{without}
+{_method(groups[0]["sizes"])}
+{tables(results)}
+## Commands
+
+{"".join(map(_commands, groups))}"""
+
+
+def _commands(group: dict[str, Any]) -> str:
+    lines = "".join(f"    {server['command']}\n" for server in group["servers"] if server["command"])
+    return f"{group['shape']}, {group['precision']}:\n\n{lines}\n"
+
+
+def _method(sizes: dict[str, list[int]]) -> str:
+    batch, stream, online = sizes["batch"], sizes["stream"], sizes["online"]
+    return f"""## What is compared
+
+Checkpoints have random weights in the shape of public models with a vocabulary of 32,000 (stored in bfloat16, converted
+for the servers that want their own format). All servers of a table run at once and are measured in turns, round after
+round; one that burns CPU while idle is stopped (SIGSTOP) while another is measured. Prompts are token ids (text that
+encodes to them for transformers), new in every round, the same for all; decoding is greedy, past the end of sequence,
+and every answer is checked for its length. OpenVINO GenAI has no server of its own: `benchmarks/openvino_server.py`
+puts its continuous batching behind the same API.
+
+- **batch**: {batch[0]} requests of {batch[1]} tokens in, {batch[2]} out, sent at once.
+- **stream**: one request of {stream[1]} in, {stream[2]} out; some one after the other.
+- **online**: {online[0]} requests of {online[1]} in, {online[2]} out. Poisson arrivals, the same for all, at 60 % of
+  the requests per second that the slowest useful server managed in the first round's batch, unless --rate says
+  otherwise; useful is one with at least half of the best throughput. Who cannot keep up shows it in the TTFT.
+- **start**: from the command to the first token. **Memory**: PSS of all processes after the last workload.
+- **Prompt logprobs**: of the 252 tokens after the first of four prompts of 64, against transformers in float32.
+
+TTFT and ITL are medians over requests, where a request's ITL is the mean of its gaps; p99 ITL is over all gaps.
+
+**Floors.** A step takes at least the larger of two bounds: *bytes / bandwidth*, where every weight is read once and the
+KV cache of every decoding request once, in the bytes of the precision; and *operations / matmul rate*, two for each
+weight and token (the head's only where a token is sampled) and 4 × heads × head size × layers for each pair of tokens
+in attention. TTFT of a stream is its prefill in one step, ITL its decode step in the middle of the output, the batch
+one prefill of everything and then a decode step for each further token. Bandwidth is the better of copying and reading
+1 GiB, the rate the best of torch's matmuls, measured at the start and at the end of the same run (16-bit weights may be
+multiplied in float32).
+"""
