@@ -25,6 +25,7 @@ import os
 import random
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -216,8 +217,9 @@ class Group:
             if other is not server:
                 other.pause()
         try:
-            return await load.run(server.address, self.prompts.workload(server, seed, size, rate))
-        except RequestFailed as failure:
+            workload = self.prompts.workload(server, seed, size, rate)
+            return await asyncio.wait_for(load.run(server.address, workload), self.options.limit)
+        except (RequestFailed, TimeoutError) as failure:
             self._fail(server.peer.name, failure)
             server.stop()
             self.servers.remove(server)
@@ -256,7 +258,7 @@ class Group:
                 )
 
     def _fail(self, name: str, failure: Exception) -> None:
-        self.results[name].failure = str(failure)
+        self.results[name].failure = str(failure) or "no answer in time"
         say(f"  {name} {self.precision}: {failure}")
 
 
@@ -307,6 +309,7 @@ def main() -> None:
     parser.add_argument("--starts", type=int, help="times that each server is started (default: 3, with --quick 1)")
     parser.add_argument("--streams", type=int, default=3, help="single streams a round, one after the other")
     parser.add_argument("--start-limit", type=float, default=420, metavar="SECONDS", help="for a server to answer")
+    parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="for a workload to be done")
     parser.add_argument("--rate", type=float, help="requests per second of `online`, instead of what is measured")
     parser.add_argument("--quick", action="store_true", help="small workloads, one round: to see whether it works")
     parser.add_argument("--no-logprobs", dest="logprobs", action="store_false", help="skip the comparison with float32")
@@ -330,12 +333,16 @@ def main() -> None:
 
 
 async def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    # Ended from outside, the servers end too.
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     places = dict(pair.partition("=")[::2] for pair in options.peer)
     if unknown := places.keys() - {peer.name for peer in peers.PEERS}:
         parser.error(f"--peer: no peer is called {', '.join(unknown)}")
     found, missing = [], []
     for peer in peers.PEERS:
-        given = places.get(peer.name) or os.environ.get(f"QUIRE_PEER_{peer.name.upper().replace('.', '_')}")
+        given = places.get(peer.name) or os.environ.get(f"QUIRE_PEER_{re.sub(r'[.-]', '_', peer.name.upper())}")
         if options.only and peer.name not in options.only:
             missing.append({"peer": peer.name, "why": "not asked for (--only)"})
         elif there := peers.find(peer, Path(given).expanduser().absolute() if given else None):

@@ -141,6 +141,21 @@ class Vllm(Peer):
         return [at[str(token)]["logprob"] for token, at in zip(prompt[1:], found[1:], strict=True)]
 
 
+class VllmZen(Vllm):
+    """vLLM with AMD's plugin, which vLLM takes by itself on AMD's CPUs where it is installed."""
+
+    name = "vllm-zen"
+    remedy = "pip install zentorch beside a vLLM for CPUs, and name the environment (AMD only)"
+
+    @classmethod
+    def find(cls, given: Path | None) -> Path | None:
+        found = _executable(given, "vllm") if given is not None else None
+        return found if found is not None and _distribution(found.parent / "python", "zentorch") else None
+
+    def version(self) -> str:
+        return f"{super().version()} with zentorch {_distribution(self.place.parent / 'python', 'zentorch')}"
+
+
 class LlamaCpp(Peer):
     name = "llama.cpp"
     remedy = "build llama-server (its sources are in the llama-cpp-python sdist, too); keep the sources for conversions"
@@ -276,7 +291,7 @@ class Transformers(Peer):
         return None
 
 
-PEERS: tuple[type[Peer], ...] = (Quire, Vllm, LlamaCpp, OpenVino, Transformers)
+PEERS: tuple[type[Peer], ...] = (Quire, Vllm, VllmZen, LlamaCpp, OpenVino, Transformers)
 
 
 def find(peer: type[Peer], given: Path | None) -> Peer | None:
