@@ -220,7 +220,7 @@ class OpenVino(Peer):
     remedy = "pip install openvino-genai optimum-intel[openvino], in an environment of its own"
     precisions: ClassVar = {
         "f32": "float32, KV float32",
-        "16-bit": "float16 weights, computed in bfloat16",
+        "16-bit": "float16 weights, its default precision of computation",
         "int8": "int8 weights (per channel, asymmetric), its defaults for the rest",
     }
 
