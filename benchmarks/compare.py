@@ -136,13 +136,14 @@ class Group:
     async def run(self) -> dict[str, Any]:
         """Start, measure and end the servers; returns what goes into the JSON file."""
         say(f"\n{self.shape.name}, {self.precision}")
-        limits = [machine.measure(self.options.threads, 0.2 if self.options.quick else 0.5)]
+        limits = [self._measure()]
         try:
             for server in list(self.servers):
                 await self._start(server)
             for round_number in range(self.options.rounds):
                 for workload in WORKLOADS:
                     await self._round(round_number, workload)
+                limits.append(self._measure())
             for server in self.servers:
                 self.results[server.peer.name].memory = server.memory()
             if self.options.logprobs:
@@ -150,7 +151,6 @@ class Group:
         finally:
             for server in self.servers:
                 server.stop()
-        limits.append(machine.measure(self.options.threads, 0.2 if self.options.quick else 0.5))
         return {
             "shape": self.shape.name,
             "precision": self.precision,
@@ -159,6 +159,16 @@ class Group:
             "machine": asdict(machine.best(limits)),
             "servers": [asdict(result) for result in self.results.values()],
         }
+
+    def _measure(self) -> machine.Machine:
+        """The machine's limits, while nothing is asked of the servers."""
+        for server in self.servers:
+            server.pause()
+        try:
+            return machine.measure(self.options.threads, 0.2 if self.options.quick else 0.5)
+        finally:
+            for server in self.servers:
+                server.resume()
 
     async def _start(self, server: Server) -> None:
         """Start a server as often as asked for; the last one stays."""

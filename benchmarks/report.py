@@ -197,6 +197,6 @@ KV cache of every decoding request once, in the bytes of the precision; and *ope
 weight and token (the head's only where a token is sampled) and 4 × heads × head size × layers for each pair of tokens
 in attention. TTFT of a stream is its prefill in one step, ITL its decode step in the middle of the output, the batch
 one prefill of everything and then a decode step for each further token. Bandwidth is the better of copying and reading
-1 GiB, the rate the best of torch's matmuls, measured at the start and at the end of the same run (16-bit weights may be
-multiplied in float32).
+1 GiB, the rate the best of torch's matmuls, measured in the same run, at its start and after every round: the best
+of each counts (16-bit weights may be multiplied in float32).
 """
