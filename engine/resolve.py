@@ -21,7 +21,7 @@ from quire.engine.config import (
 from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
 
-_STEP_TOKENS = {"cpu": 2048, "cuda": 8192}
+_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 """The most that a tuned step computes, and what its workspace is made for: larger steps are hardly cheaper by token."""
 _CPU_KV_CACHE_BYTES = 4 << 30
 """On CPU the KV cache of all ranks together stops here unless --kv-cache-memory-bytes asks for more."""

@@ -26,6 +26,10 @@ from quire.engine.worker.runner import Runner
 
 logger = logging.getLogger(__name__)
 
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""malloc.h"""
+_KEPT_BYTES = 1 << 30
+
 
 class Worker:
     """A loaded rank. `init_method` is where the ranks meet (torch.distributed); a single rank needs none."""
@@ -44,6 +48,8 @@ class Worker:
         self._links = connect(parallel, rank, init_method, device)
         connected = time.perf_counter()
         self._runner = Runner(config, rank, self._links, device)
+        if parallel.device == "cpu":
+            _keep_freed_memory()
         self.execute = self._runner.execute
         loaded = time.perf_counter()
         kernels_ready()
@@ -95,6 +101,18 @@ def main(
         return
     results.send_bytes(encode(failure))
     os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
+
+
+def _keep_freed_memory() -> None:
+    """Serve large activations from the heap, and keep it.
+
+    glibc maps and unmaps what is larger than 32 MiB each time; the faults of fresh pages then cost as much as the
+    matmul that fills them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _end_with_parent() -> None:

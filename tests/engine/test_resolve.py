@@ -83,9 +83,9 @@ def test_a_single_stage_of_processes_runs_one_plan_ahead(tmp_path: Path, tp: int
 def test_the_size_of_a_step_is_tuned_unless_it_is_given(tmp_path: Path) -> None:
     model = folder(tmp_path)
     tuned = resolve(options(model, itl_target_ms=50.0))
-    assert (tuned.scheduler.max_num_batched_tokens, tuned.scheduler.is_tuned) == (2048, True)
+    assert (tuned.scheduler.max_num_batched_tokens, tuned.scheduler.is_tuned) == (512, True)
     assert tuned.scheduler.itl_target == 0.05
-    assert "up to 2,048 tokens a step" in plan_text(tuned)
+    assert "up to 512 tokens a step" in plan_text(tuned)
     fixed = resolve(options(model, max_num_batched_tokens=512))
     assert (fixed.scheduler.max_num_batched_tokens, fixed.scheduler.is_tuned) == (512, False)
     whole = resolve(options(model, enable_chunked_prefill=False))
