@@ -68,7 +68,12 @@ def config(requests: int, length: int) -> EngineConfig:
         parallel=ParallelConfig(
             tensor_parallel_size=1, pipeline_parallel_size=1, stages=(range(1),), executor="uni", device="cpu"
         ),
-        cache=CacheConfig(block_size=BLOCK, num_blocks=requests * (length // BLOCK + 1), enable_prefix_caching=True),
+        cache=CacheConfig(
+            block_size=BLOCK,
+            num_blocks=requests * (length // BLOCK + 1),
+            dtype="float32",
+            enable_prefix_caching=True,
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=requests,
             max_num_batched_tokens=max(8192, requests),

@@ -78,9 +78,9 @@ class Architecture:
         count += (embedding * (not (self.tie_embeddings and first)) + self.hidden_size) * last
         return count
 
-    def kv_block_bytes(self, layers: int, tp: int, block_size: int, dtype_bytes: int) -> int:
-        """Bytes of one KV block on a rank that holds `layers` layers."""
-        return 2 * layers * block_size * self.kv_heads_per_rank(tp) * self.head_dim * dtype_bytes
+    def kv_block_bytes(self, layers: int, tp: int, block_size: int, row_bytes: int) -> int:
+        """Bytes of one KV block on a rank that holds `layers` layers; a row is one token's keys or values of a head."""
+        return 2 * layers * block_size * self.kv_heads_per_rank(tp) * row_bytes
 
     def check_divides(self, tp: int) -> None:
         """Refuse a tensor-parallel size that does not cut heads and feed-forward evenly."""

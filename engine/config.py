@@ -41,7 +41,7 @@ class EngineOptions:
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs (auto: CUDA when there is a GPU)")
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "precision of weights and KV cache (auto: the checkpoint's on CUDA, float32 on CPU)"
+        "auto", "precision of weights and activations (auto: the checkpoint's on CUDA, float32 on CPU)"
     )
     quantization: Literal["int8", "int4"] | None = flag(
         None,
@@ -76,6 +76,9 @@ class EngineOptions:
         0.9, "share of the device's free memory for weights, activations and KV cache together"
     )
     kv_cache_memory_bytes: int | None = flag(None, "KV cache per rank, in bytes (instead of what the share leaves)")
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = flag(
+        "auto", "precision of the KV cache (auto: that of the model; int8: each token and head has a scale)"
+    )
     block_size: int = flag(16, "tokens in a block of KV cache")
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of prompts that start alike")
 
@@ -123,6 +126,8 @@ class CacheConfig:
 
     block_size: int
     num_blocks: int
+    dtype: str
+    """A float type, or int8."""
     enable_prefix_caching: bool
 
 

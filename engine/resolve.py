@@ -48,10 +48,12 @@ def resolve(options: EngineOptions) -> EngineConfig:
         device=found.kind,
     )
     scheduler = _resolve_scheduler(options, model, found)
-    sizes = Sizes.of(model, parallel, scheduler, options.block_size)
+    kv_dtype = model.dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    sizes = Sizes.of(model, parallel, scheduler, options.block_size, kv_dtype)
     cache = CacheConfig(
         block_size=options.block_size,
         num_blocks=_count_blocks(options, model, parallel, scheduler, sizes, found),
+        dtype=kv_dtype,
         enable_prefix_caching=options.enable_prefix_caching,
     )
     return EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler)
@@ -77,14 +79,17 @@ class Sizes:
     """Activations and logits of the largest step, estimated."""
 
     @staticmethod
-    def of(model: ModelConfig, parallel: ParallelConfig, scheduler: SchedulerConfig, block_size: int) -> Sizes:
+    def of(
+        model: ModelConfig, parallel: ParallelConfig, scheduler: SchedulerConfig, block_size: int, kv_dtype: str
+    ) -> Sizes:
         arch, tp, stages = model.architecture, parallel.tensor_parallel_size, parallel.stages
         width = DTYPE_BYTES[model.dtype]
+        row = arch.head_dim + 4 if kv_dtype == "int8" else arch.head_dim * DTYPE_BYTES[kv_dtype]  # a scale is 4 bytes
         hidden = 6 * arch.hidden_size + 3 * arch.intermediate_size // tp
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
         return Sizes(
             weights=tuple(_weight_bytes(model, parallel, stage) for stage in range(len(stages))),
-            kv_block=tuple(arch.kv_block_bytes(len(layers), tp, block_size, width) for layers in stages),
+            kv_block=tuple(arch.kv_block_bytes(len(layers), tp, block_size, row) for layers in stages),
             workspace=scheduler.max_num_batched_tokens * hidden * width + logits,
         )
 
@@ -118,9 +123,10 @@ def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) 
 def plan_text(config: EngineConfig) -> str:
     """The resolved plan as `serve` prints it."""
     model, parallel, cache = config.model, config.parallel, config.cache
-    arch, sizes = model.architecture, Sizes.of(model, parallel, config.scheduler, cache.block_size)
+    arch, sizes = model.architecture, Sizes.of(model, parallel, config.scheduler, cache.block_size, cache.dtype)
     tokens = cache.num_blocks * cache.block_size
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
     weights = f" with {model.quantization} weights" if model.quantization else ""
     lines = [
         f"{arch.name} from {model.path}",
@@ -133,7 +139,7 @@ def plan_text(config: EngineConfig) -> str:
         lines.append(
             f"  stage {stage} ({ranks}): layers {layers.start}-{layers.stop - 1}, per rank weights "
             f"{human(sizes.weights[stage])}, KV cache {human(sizes.kv_block[stage] * cache.num_blocks)} "
-            f"in {cache.num_blocks:,} blocks of {cache.block_size} tokens"
+            f"in {cache.num_blocks:,} blocks of {cache.block_size} tokens{kv_type}"
         )
     lines.append(
         f"KV cache holds {tokens:,} tokens: {tokens / model.max_model_len:.1f} requests at the full length of "

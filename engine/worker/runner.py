@@ -33,7 +33,7 @@ class Runner:
             kv_heads=arch.kv_heads_per_rank(links.tp.size),
             block_size=cache.block_size,
             head_dim=arch.head_dim,
-            dtype=self._dtype,
+            dtype=getattr(torch, cache.dtype),
             device=device,
         ).unbind()
         self._states = RequestStates(config.scheduler.max_num_seqs, model.max_model_len, cache.block_size)

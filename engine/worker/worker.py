@@ -113,6 +113,7 @@ def _keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        ctypes.CDLL(None).malloc_trim(0)  # but not what loading left behind
 
 
 def _end_with_parent() -> None:

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from quire import kernels
 from quire.engine import devices
 from quire.engine.architecture import from_hf_config
 from quire.engine.config import EngineOptions
 from quire.engine.errors import ConfigError
-from quire.engine.resolve import fetch_weights, plan_text, resolve
+from quire.engine.resolve import Sizes, fetch_weights, plan_text, resolve
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -287,3 +289,18 @@ def test_quantization_that_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"int4 needs .* multiple of 32; with --tensor-parallel-size 4 .* has"):
         resolve(options(narrow, quantization="int4", tensor_parallel_size=4))
     assert resolve(options(narrow, quantization="int8", tensor_parallel_size=4)).model.quantization == "int8"
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("auto", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8")])
+def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: str) -> None:
+    """And takes the memory that the plan says."""
+    config = resolve(options(folder(tmp_path), kv_cache_dtype=asked, kv_cache_memory_bytes=1 << 24))
+    arch, cache = config.model.architecture, config.cache
+    assert cache.dtype == dtype
+    assert (f"tokens in {dtype}" in plan_text(config)) == (asked != "auto")
+    allocated = kernels.allocate_kv_cache(
+        *(arch.num_layers, 3, arch.num_kv_heads, cache.block_size, arch.head_dim, getattr(torch, dtype)),
+        torch.device("cpu"),
+    )
+    block = Sizes.of(config.model, config.parallel, config.scheduler, cache.block_size, dtype).kv_block[0]
+    assert allocated.nbytes == 3 * block

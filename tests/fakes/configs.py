@@ -64,7 +64,7 @@ def engine_config(
             executor="uni" if stages == 1 else "mp",
             device="cpu",
         ),
-        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, enable_prefix_caching=prefix),
+        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, dtype="float32", enable_prefix_caching=prefix),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

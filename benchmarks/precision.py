@@ -1,0 +1,120 @@
+"""What each precision costs in accuracy, on the bundled demo model and its held-out questions.
+
+    .venv/bin/python benchmarks/precision.py [--json FILE]
+
+For each precision: the share of held-out chats answered right (greedy, equal to the expected reply character for
+character, as scripts/train_demo_model.py scores), how many replies are those of float32, and the perplexity of the
+expected replies, given their prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from quire import LLM, SamplingParams, kernels
+from quire.engine.config import DEMO_MODEL, EngineOptions
+from quire.engine.layers.attention import Batch
+from quire.engine.models.loading import load
+from quire.engine.parallel import Parallel
+from quire.engine.resolve import resolve
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
+from demo_chats import NEW_CITIES, held_out
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "int8": {"quantization": "int8"},
+    "int8, int8 KV": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "int8, bfloat16": {"quantization": "int8", "dtype": "bfloat16"},
+    "int4": {"quantization": "int4"},
+}
+_CPU = torch.device("cpu")
+_BLOCK = 16
+
+
+def questions() -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and expected replies as token ids, each reply with its end."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    prompts, replies = [], []
+    for chat in held_out():
+        if chat.kind == NEW_CITIES:
+            continue
+        options = {"tools": chat.tools, "tokenize": False}
+        prompt = tokenizer.apply_chat_template(chat.messages[:-1], add_generation_prompt=True, **options)
+        whole = tokenizer.apply_chat_template(chat.messages, **options)
+        prompts.append(tokenizer.encode(prompt, add_special_tokens=False))
+        reply = tokenizer.encode(whole.removeprefix(prompt).removesuffix("\n"), add_special_tokens=False)
+        replies.append(reply)
+    return prompts, replies
+
+
+def answers(prompts: Sequence[list[int]], options: dict[str, Any]) -> list[list[int]]:
+    """Greedy replies with their end, by the engine as it serves."""
+    with LLM(max_model_len=1024, **options) as llm:
+        found = llm.generate(list(prompts), SamplingParams(temperature=0, max_tokens=120))
+    return [result.outputs[0].token_ids for result in found]
+
+
+@torch.inference_mode()
+def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], options: dict[str, Any]) -> float:
+    """Of all reply tokens, each given what stands before it."""
+    config = resolve(EngineOptions(device="cpu", max_model_len=1024, **options))
+    arch = config.model.architecture
+    decoder = load(config, 0, Parallel(), _CPU)
+    caches = kernels.allocate_kv_cache(
+        arch.num_layers, 64, arch.num_kv_heads, _BLOCK, arch.head_dim, getattr(torch, config.cache.dtype), _CPU
+    )
+    loss, count = 0.0, 0
+    for prompt, reply in zip(prompts, replies, strict=True):
+        tokens = torch.tensor(prompt + reply)
+        positions = torch.arange(len(tokens) - 1)
+        batch = Batch(
+            token_ids=tokens[:-1],
+            positions=positions,
+            slots=positions,
+            block_tables=torch.arange(64)[None],
+            sequence_lengths=torch.tensor([len(positions)]),
+            query_starts=torch.tensor([0, len(positions)]),
+            sampled=positions[len(prompt) - 1 :],
+        )
+        logits = decoder.logits(decoder(None, batch, caches.unbind())[batch.sampled])
+        loss += torch.nn.functional.cross_entropy(logits, tokens[len(prompt) :], reduction="sum").item()
+        count += len(reply)
+    return math.exp(loss / count)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    kernels.prepare("cpu")()
+    prompts, replies = questions()
+    figures: dict[str, dict[str, float]] = {}
+    exact: list[list[int]] = []
+    print(f"{len(prompts)} held-out chats, {sum(map(len, replies))} reply tokens\n")
+    print(f"{'precision':<16}{'right':>8}{'as float32':>12}{'perplexity':>12}")
+    for name, options in PRECISIONS.items():
+        found = answers(prompts, options)
+        exact = exact or found
+        right = sum(one == other for one, other in zip(found, replies, strict=True)) / len(replies)
+        same = sum(one == other for one, other in zip(found, exact, strict=True)) / len(replies)
+        measured = perplexity(prompts, replies, options)
+        figures[name] = {"right": right, "same_as_float32": same, "perplexity": measured}
+        print(f"{name:<16}{right:>8.1%}{same:>12.1%}{measured:>12.4f}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
