@@ -197,6 +197,8 @@ class Group:
         say(f"  {server.name}: first token after {shown} s, idle it keeps {result.idle:.2f} cores busy")
 
     async def _round(self, round_number: int, workload: str) -> None:
+        if workload == "online" and not self._running():
+            return
         if workload == "online" and self.rate is None:
             self.rate = self._useful_rate()
         rate = self.rate if workload == "online" else None

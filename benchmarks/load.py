@@ -161,7 +161,7 @@ async def _lines(address: Address, body: dict[str, Any]) -> AsyncIterator[bytes]
                 yield line.rstrip(b"\r")
         if pending:
             yield pending
-    except (OSError, asyncio.IncompleteReadError) as error:
+    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
         raise RequestFailed(f"the connection broke: {error!r}") from error
     finally:
         writer.close()

@@ -45,7 +45,7 @@ _BLOCK = 16
 
 def questions() -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and expected replies as token ids, each reply with its end."""
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
     prompts, replies = [], []
     for chat in held_out():
         if chat.kind == NEW_CITIES:

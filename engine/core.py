@@ -142,8 +142,9 @@ class Core:
         plan, pending, begun = self.in_flight.popleft()
         result = pending.result()
         now = time.perf_counter()
-        if is_full or self.scheduler.stages == 1:  # a pipeline that fills or drains shows no stage's time
-            self.scheduler.learn(plan, now - max(begun, self.result_taken))
+        # A pipeline that fills or drains shows no stage's time.
+        shows = is_full or self.scheduler.stages == 1
+        self.scheduler.learn(plan, now - max(begun, self.result_taken) if shows else None)
         self.result_taken = now
         self.deliver(self.scheduler.update(plan, result))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -160,6 +161,13 @@ def human(count: int) -> str:
 
 
 def _check_ranges(options: EngineOptions) -> None:
+    for name, hint in typing.get_type_hints(EngineOptions).items():
+        kinds = [kind for kind in (hint, *typing.get_args(hint)) if typing.get_origin(kind) is Literal]
+        value = getattr(options, name)
+        if kinds and isinstance(value, str) and value not in typing.get_args(kinds[0]):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be one of {', '.join(typing.get_args(kinds[0]))}, got {value}"
+            )
     for name, low in (
         ("tensor_parallel_size", 1),
         ("pipeline_parallel_size", 1),

@@ -280,10 +280,10 @@ class Scheduler:
             context += row.num_tokens * (request.num_computed - row.num_tokens / 2)
         return Load(tokens, decodes, self._context_of(decodes), context)
 
-    def learn(self, plan: StepPlan, seconds: float) -> None:
-        """The step of this plan took so long."""
+    def learn(self, plan: StepPlan, seconds: float | None) -> None:
+        """The step of this plan took so long; None: nobody can say. To be called for every plan."""
         load = self._loads.pop(plan.step, None)
-        if load is not None and self.step_time is not None:
+        if load is not None and seconds is not None and self.step_time is not None:
             self.step_time.learn(load, seconds)
 
     def _plan_decodes(self, plan: StepPlan, limit: int) -> list[Request]:

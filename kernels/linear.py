@@ -1,7 +1,7 @@
 """The matmul of a linear layer. Its weight is packed once, into the form that the device multiplies by fastest.
 
 On CPUs the products are oneDNN's, through torch: prepacked, they run at 85 % of the processor's peak where `F.linear`
-(MKL) stays at 40 % on processors not made by Intel (benchmarks/linear.py).
+(MKL) stays at 40 % on processors not made by Intel (benchmarks/machine.py prints both).
 """
 
 from __future__ import annotations

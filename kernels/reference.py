@@ -297,7 +297,7 @@ def _keep_top(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     probable = likeliest.softmax(dim=-1)
     before = probable.cumsum(dim=-1) - probable
     kept = (likeliest > -torch.inf) & (before < _column(torch.where(top_p < 1.0, top_p, 2.0), x))
-    last = likeliest.gather(1, kept.sum(dim=-1, keepdim=True) - 1)
+    last = likeliest.gather(1, kept.sum(dim=-1, keepdim=True).clamp(min=1) - 1)
     return x.masked_fill_(x < last, -torch.inf)
 
 

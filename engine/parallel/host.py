@@ -55,7 +55,8 @@ class HostParallel(GroupParallel):
                 os.close(fd)
         self.memory = None if reason else memory
         if self.rank == 0:
-            logger.debug("collectives of a stage: %s", f"gloo, since {reason}" if reason else "shared memory")
+            say = logger.warning if reason else logger.debug
+            say("collectives of a stage: %s", f"gloo, since {reason}" if reason else "shared memory")
 
     def _exchange(self, mine: T) -> list[T]:
         everyone: list[T] = [mine] * self.size

@@ -39,7 +39,7 @@ class Worker:
         started = time.perf_counter()
         if parallel.device == "cpu":
             cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(max(1, cores // parallel.world_size))
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.world_size)))
             device = torch.device("cpu")
         else:
             device = torch.device("cuda", rank)

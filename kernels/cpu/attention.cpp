@@ -144,7 +144,7 @@ inline void prefetch(const char* row, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
 }
 
-// Keys into `keys` `[head_dim, kKeys]`, whole vectors with zeros behind the last key; values into `[kKeys, padded]`.
+// Keys into `keys` `[head_dim, kKeys]`, whole vectors with the last key again behind it; values into `[kKeys, padded]`.
 // Meanwhile the `following` rows behind them, the next to be gathered, are called into the second-level cache.
 template <typename C>
 void gather(const Problem& p, const char* const* rows, int64_t count, int64_t following, float* keys, float* values) {

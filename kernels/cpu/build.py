@@ -1,7 +1,7 @@
 """Compiling the C++ kernels for this host, once: the library stays in a cache, named by all that it depends on.
 
 The cache is `quire/kernels` in `XDG_CACHE_HOME` (`~/.cache`); `QUIRE_KERNEL_CACHE` names another folder, which may be
-filled beforehand (in an image) and be read-only then.
+filled beforehand (in an image, by the same compiler on the same kind of processor) and be read-only then.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -32,22 +33,32 @@ class CannotBuild(Exception):
 def load() -> None:
     """Make `torch.ops.quire` there, from the cache or compiled now, which takes some seconds. Raises `CannotBuild`.
 
-    Ranks that start together compile once: the others wait for the first.
+    Ranks that start together compile once: the others wait for the first, and share its failure.
     """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        raise CannotBuild("no C++ compiler was found (c++, or what $CXX names); g++ is one")
-    built = _cache() / _key(compiler) / f"{_LIBRARY}.so"
+        raise CannotBuild("no C++ compiler was found (c++, or what $CXX names); g++ 12 or newer is one")
     try:
+        built = _cache() / _key(compiler) / f"{_LIBRARY}.so"
         if not built.exists():
-            built.parent.mkdir(parents=True, exist_ok=True)
-            with open(built.parent / "lock", "w") as lock:
+            built.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(built.parent)
+            with open(built.parent / "lock", "a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # let go of when this process ends, however it ends
                 if not built.exists():
                     return _compile(built)
+        _check_owner(built.parent, built)
         torch.ops.load_library(built)  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise CannotBuild(f"{built}: {error.strerror or error}; QUIRE_KERNEL_CACHE names another folder") from error
+    except (OSError, RuntimeError, ImportError) as error:
+        raise CannotBuild(f"{error}; QUIRE_KERNEL_CACHE names another folder for the library") from error
+
+
+def _check_owner(*paths: Path) -> None:
+    """What is loaded runs as this user, so nobody else may have written it."""
+    for path in paths:
+        status = path.stat()
+        if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise CannotBuild(f"{path} can be written by others")
 
 
 def _cache() -> Path:
@@ -77,13 +88,20 @@ def _processor() -> str:
 
 
 def _compile(built: Path) -> None:
-    """Compile and load; the file appears under its name when it is whole."""
+    """Compile and load; the file appears under its name when it is whole.
+
+    What a compiler refused once it is not asked again: a note beside the library keeps what it said.
+    """
+    failed = built.with_name("failed.txt")
+    if failed.exists():
+        raise CannotBuild(f"the compiler failed before; {failed} has its words, remove it to try again")
     import ninja
     from torch.utils import cpp_extension
 
     begun = time.monotonic()
     logger.info("compiling the CPU kernels for this host, once")
     os.environ["PATH"] = os.pathsep.join((ninja.BIN_DIR, os.environ.get("PATH", os.defpath)))
+    os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
     with tempfile.TemporaryDirectory(dir=built.parent) as work:
         try:
             cpp_extension.load(
@@ -95,6 +113,7 @@ def _compile(built: Path) -> None:
                 with_cuda=False,
             )
         except (RuntimeError, subprocess.SubprocessError) as error:
-            raise CannotBuild(f"the compiler failed: {error}") from error
+            failed.write_text(f"{error}\n")
+            raise CannotBuild(f"the compiler failed (g++ 12 or newer is needed, or clang); see {failed}") from error
         os.replace(Path(work) / built.name, built)
     logger.info("compiled the CPU kernels in %.1f s; they stay in %s", time.monotonic() - begun, built.parent)

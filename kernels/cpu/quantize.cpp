@@ -74,7 +74,7 @@ at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& scales, const std::
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def("quantize_rows(Tensor x) -> (Tensor, Tensor)", quantize_rows);
-  m.def("scale_rows(Tensor(a!) x, Tensor scales, Tensor? bias, ScalarType dtype) -> Tensor", scale_rows);
+  m.def("scale_rows(Tensor(a!) x, Tensor scales, Tensor? bias, ScalarType dtype) -> Tensor(a!)", scale_rows);
 }
 
 }  // namespace quire

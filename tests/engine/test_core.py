@@ -24,6 +24,7 @@ from quire.engine.messages import (
     ToCore,
     ToServer,
 )
+from quire.engine.step_time import StepTime
 from tests.engine.test_scheduler import continuation
 from tests.fakes.configs import engine_config
 from tests.fakes.model import FakeModel
@@ -110,6 +111,15 @@ def test_each_api_process_gets_its_own_outputs_once_a_step(stages: int, depth: i
     core.end("the engine was shut down")
     assert wire.outputs(0, "long")[-1].finish_reason == "error"
     assert wire.outputs(0, "long")[-1].error == "the engine was shut down"
+
+
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2)])
+def test_nothing_is_kept_of_plans_whose_time_does_not_show(stages: int, depth: int) -> None:
+    """One request alone never fills a pipeline."""
+    core = core_with({40: [Shutdown()]}, [submit(0, "a", [1], 100)], stages, depth=depth)
+    core.scheduler.step_time = StepTime()
+    core.run()
+    assert len(core.scheduler._loads) <= depth
 
 
 def test_an_abort_is_answered_and_frees_the_blocks() -> None:

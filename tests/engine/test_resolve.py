@@ -304,3 +304,9 @@ def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: s
     )
     block = Sizes.of(config.model, config.parallel, config.scheduler, cache.block_size, dtype).kv_block[0]
     assert allocated.nbytes == 3 * block
+
+
+@pytest.mark.parametrize("wrong", [{"quantization": "awq"}, {"dtype": "float8"}, {"kv_cache_dtype": "int4"}])
+def test_words_that_are_not_choices_are_refused_from_python_too(tmp_path: Path, wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=f"must be one of .*, got {next(iter(wrong.values()))}"):
+        resolve(options(folder(tmp_path), **wrong))

@@ -117,3 +117,11 @@ def test_uniform_noise_is_that_of_the_reference_bit_by_bit(width: int) -> None:
     positions = torch.randint(0, 2**40, (30,))
     found = kernels.uniform_noise(seeds, positions, ids)
     assert torch.equal(found, reference.uniform_noise(seeds, positions, ids))
+
+
+def test_a_row_without_any_token_left_costs_nobody_else() -> None:
+    logits = torch.stack((torch.full((40,), -INF), torch.arange(40.0)))
+    controls = {"temperature": torch.ones(2), "top_p": torch.tensor([0.9, 0.01])}
+    found, expected = both(logits, **controls)
+    assert torch.equal(found, expected)
+    assert found[1] == 39
