@@ -64,7 +64,7 @@ class EngineOptions:
     itl_target_ms: float | None = flag(
         None,
         "with automatic step size, longest time from token to token while prompts are computed "
-        "(default: ten measured decode steps)",
+        "(default: fifteen measured decode steps)",
         metavar="MS",
     )
     enable_chunked_prefill: bool = flag(True, "split long prompts over steps, beside running decodes")

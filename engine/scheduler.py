@@ -45,7 +45,7 @@ _FIRST_CHUNK = 256
 """Prompt tokens of a tuned step before anything is known of its time. From there, at most twice what was measured."""
 _LEAST_CHUNK = 32
 """Prompt tokens that a tuned step may always take, whatever its target, so that prompts get on."""
-_DECODE_STEPS = 10.0
+_DECODE_STEPS = 15.0
 """A step with prompt tokens takes by default as long as so many of decodes alone: only one part in so many of its time
 goes into the decodes, so that prompts are computed at nearly the best rate, however many there are."""
 _ALONE_EVERY = 64

@@ -442,7 +442,7 @@ class TimedEngine(Engine):
         return went_on
 
 
-@pytest.mark.parametrize(("target", "expected"), [(0.1, 0.1), (0.05, 0.05), (0.001, 0.045), (None, 0.12)])
+@pytest.mark.parametrize(("target", "expected"), [(0.1, 0.1), (0.05, 0.05), (0.001, 0.045), (None, 0.18)])
 @pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2)])
 def test_prompt_chunks_are_sized_by_the_time_they_take(
     target: float | None, expected: float, stages: int, depth: int
