@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import torch
 
-from quire.engine.architecture import Architecture, Rope
+from quire.engine.architecture import Architecture, Attention, FeedForward, Layer, Norm
 from quire.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.messages import SamplingParams, StepPlan, StepResult, Submit
 from quire.engine.scheduler import Scheduler
@@ -38,18 +38,20 @@ PARTS = ("schedule", "encode", "update", "encode_outputs")
 
 
 def config(requests: int, length: int) -> EngineConfig:
+    norm = Norm(eps=1e-6)
+    layer = Layer(
+        attention=Attention(num_heads=4, num_kv_heads=4, head_dim=8, scale=0.35, rope=None),
+        attention_norm=norm,
+        feed_forward=FeedForward(size=64),
+        feed_forward_norm=norm,
+    )
     architecture = Architecture(
         name="LlamaForCausalLM",
         hidden_size=32,
-        intermediate_size=64,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=4,
-        head_dim=8,
         vocab_size=32000,
         max_position=length,
-        norm_eps=1e-6,
-        rope=Rope(theta=10000.0),
+        layers=(layer,),
+        norm=norm,
         tie_embeddings=False,
     )
     return EngineConfig(

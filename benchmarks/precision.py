@@ -72,9 +72,9 @@ def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], optio
     config = resolve(EngineOptions(device="cpu", max_model_len=1024, **options))
     arch = config.model.architecture
     decoder = load(config, 0, Parallel(), _CPU)
-    caches = kernels.allocate_kv_cache(
-        arch.num_layers, 64, arch.num_kv_heads, _BLOCK, arch.head_dim, getattr(torch, config.cache.dtype), _CPU
-    )
+    sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
+    dtype = getattr(torch, config.cache.dtype)
+    caches = kernels.allocate_kv_cache(arch.num_layers, 64, kv_heads, _BLOCK, head_dim, dtype, _CPU, sides)
     loss, count = 0.0, 0
     for prompt, reply in zip(prompts, replies, strict=True):
         tokens = torch.tensor(prompt + reply)

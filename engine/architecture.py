@@ -1,207 +1,332 @@
-"""A model as numbers: Hugging Face `config.json` → `Architecture` → parameter and KV-cache sizes. No torch here.
+"""A decoder as numbers: what each of its layers is made of, and what that takes on a rank. No torch here.
 
-Llama, Mistral, Qwen2 and Qwen3 are one decoder with other numbers; what differs is in the fields below.
+`quire.engine.families` makes an `Architecture` of Hugging Face's `config.json`; `quire.engine.models` builds modules.
+Every layer has a description of its own (equal ones are one object), so that windows, dense first layers or layers
+without positions are no special cases anywhere. Sizes are in features and parameters; `hidden` is the model's width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import gcd
-from typing import Any
+from typing import Literal, NamedTuple
 
 from quire.engine.errors import ConfigError
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+
+
+class Matrices(NamedTuple):
+    """`number` weights `[rows, columns]` of linear layers on one rank."""
+
+    rows: int
+    columns: int
+    number: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Norm:
+    """Normalization: by root mean square (Zhang & Sennrich 2019), or by mean and variance (Ba et al. 2016)."""
+
+    eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    bias: bool = False
+    offset: float = 0.0
+    """Added to the weight: Gemma's are stored less 1."""
+
+    def parameters(self, size: int) -> int:
+        return size * (1 + self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary positions. `kind` is transformers' rope_type; Llama 3's extra numbers are 0 elsewhere."""
+    """Rotary positions (Su et al. 2021) of a head's first `dim` features. `kind` is transformers' rope_type."""
 
     theta: float
-    kind: str = "default"
+    dim: int
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
+    original_max_position: int = 0
+    """Positions that the model was trained with before it was stretched."""
     low_freq_factor: float = 0.0
     high_freq_factor: float = 0.0
-    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    amplitude: float = 1.0
+    """Factor on cosines and sines, and so its square on scores."""
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_interleaved: bool = False
+    """The checkpoint's pairs are neighbours. Loading reorders them to halves, which no dot product notices."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """The numbers that fix every shape of a Llama-like decoder."""
+class Attention:
+    """Grouped-query attention (Ainslie et al. 2023) over `num_kv_heads` heads of keys and values."""
 
-    name: str
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int
-    max_position: int
-    norm_eps: float
-    rope: Rope
-    tie_embeddings: bool
+    scale: float
+    rope: Rope | None
+    window: int | None = None
+    """Keys that a query sees, its own included; None: all."""
+    softcap: float = 0.0
+    """Scores become `softcap * tanh(score / softcap)`; 0: they stay."""
+    has_sinks: bool = False
+    """A logit for each head that takes part in the softmax and has no value."""
+    alibi: float = 0.0
+    """Scores fall with the distance (Press et al. 2022), by slopes times this; 0: they do not."""
     qkv_bias: bool = False
     output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    sliding_window: int | None = None
+    qk_norm: Norm | None = None
+    qk_norm_over: Literal["head", "each head", "all heads"] = "head"
+    """A head's features with one weight for all heads, or one for each; or the features of all heads together."""
 
     def kv_heads_per_rank(self, tp: int) -> int:
         """KV heads held by each rank; with fewer heads than ranks, each head is replicated."""
         return max(1, self.num_kv_heads // tp)
 
-    def layer_linears(self, tp: int) -> tuple[tuple[int, int], ...]:
-        """`(out, in)` features of one layer's linear layers on one rank: qkv, output, gate and up, down."""
-        heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
-        hidden, ffn = self.hidden_size, self.intermediate_size // tp
-        qkv_rows = (heads + 2 * kv_heads) * self.head_dim
-        return (qkv_rows, hidden), (hidden, heads * self.head_dim), (2 * ffn, hidden), (hidden, ffn)
+    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+        heads = self.num_heads // tp
+        yield Matrices((heads + 2 * self.kv_heads_per_rank(tp)) * self.head_dim, hidden)
+        yield Matrices(hidden, heads * self.head_dim)
 
-    def layer_parameters(self, tp: int) -> int:
-        """Parameters of one layer on one rank."""
-        qkv, output, gate_up, down = linears = self.layer_linears(tp)
-        biases = self.qkv_bias * qkv[0] + self.output_bias * output[0] + self.mlp_bias * (gate_up[0] + down[0])
-        norms = 2 * self.hidden_size + self.qk_norm * 2 * self.head_dim
-        return sum(rows * columns for rows, columns in linears) + biases + norms
+    def vectors(self, hidden: int, tp: int) -> int:
+        """Parameters beside the matrices."""
+        heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
+        count = self.qkv_bias * (heads + 2 * kv_heads) * self.head_dim + self.output_bias * hidden
+        if self.qk_norm is not None:
+            normed = 2 if self.qk_norm_over == "head" else heads + kv_heads
+            count += self.qk_norm.parameters(normed * self.head_dim)
+        return count + self.has_sinks * heads
+
+    def kv_shape(self, tp: int) -> tuple[int, int, int]:
+        """What the KV cache of a rank holds of each token: keys and values, heads, numbers of a head."""
+        return 2, self.kv_heads_per_rank(tp), self.head_dim
+
+    def misfits(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot share."""
+        if self.num_heads % tp:
+            yield f"{self.num_heads} attention heads"
+        if self.num_kv_heads % tp and tp % self.num_kv_heads:
+            yield f"{self.num_kv_heads} KV heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come out of one vector a token.
+
+    The cache holds that vector, `latent_dim` numbers, and the rotary part of the key, which all heads share.
+    """
+
+    num_heads: int
+    query_latent_dim: int | None
+    """Queries come out of a vector of this size; None: out of the hidden state."""
+    latent_dim: int
+    plain_dim: int
+    """Features of a head's queries and keys that are not turned; `rope.dim` more are."""
+    value_dim: int
+    scale: float
+    rope: Rope
+    norm: Norm
+    bias: bool = False
+    window: int | None = None
+
+    @property
+    def head_dim(self) -> int:
+        return self.plain_dim + self.rope.dim
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+        heads = self.num_heads // tp
+        yield Matrices((self.query_latent_dim or 0) + self.latent_dim + self.rope.dim, hidden)
+        yield Matrices(heads * self.head_dim, self.query_latent_dim or hidden)
+        yield Matrices(hidden, heads * self.value_dim)
+
+    def vectors(self, hidden: int, tp: int) -> int:
+        """Parameters beside the matrices; what makes keys and values is among them, as it is never quantized."""
+        count = self.num_heads // tp * (self.plain_dim + self.value_dim) * self.latent_dim
+        count += self.bias * ((self.query_latent_dim or 0) + self.latent_dim + self.rope.dim + hidden)
+        return count + self.norm.parameters(self.latent_dim) + self.norm.parameters(self.query_latent_dim or 0)
+
+    def kv_shape(self, tp: int) -> tuple[int, int, int]:
+        """What the KV cache of every rank holds of each token: one vector, which is key and value of all heads."""
+        return 1, 1, self.latent_dim + self.rope.dim
+
+    def misfits(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot share."""
+        if self.num_heads % tp:
+            yield f"{self.num_heads} attention heads"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForward:
+    """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
+
+    size: int
+    activation: Activation = "silu"
+    is_gated: bool = True
+    bias: bool = False
+
+    def width(self, tp: int) -> int:
+        """Inner features of a token on one rank."""
+        return self.size // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+        yield Matrices((1 + self.is_gated) * self.size // tp, hidden)
+        yield Matrices(hidden, self.size // tp)
+
+    def vectors(self, hidden: int, tp: int) -> int:
+        """Parameters beside the matrices."""
+        return self.bias * ((1 + self.is_gated) * self.size // tp + hidden)
+
+    def misfits(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot share."""
+        if self.size % tp:
+            yield f"{self.size} feed-forward columns"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts: a router chooses `top_k` of `num_experts` gated feed-forwards for each token."""
+
+    num_experts: int
+    top_k: int
+    size: int
+    """Inner features of each expert."""
+    activation: Activation | Literal["swiglu_oai"] = "silu"
+    """swiglu_oai is gpt-oss's: `min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, ±7) + 1)`."""
+    scoring: Literal["softmax", "sigmoid", "topk_softmax"] = "softmax"
+    """topk_softmax: the softmax of the chosen ones' logits."""
+    renormalize: bool = False
+    """Make the chosen weights sum to 1."""
+    scale: float = 1.0
+    groups: int = 1
+    """Only experts of the `top_groups` best groups are eligible (DeepSeek)."""
+    top_groups: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"
+    correction_bias: bool = False
+    """A bias of each expert that counts for choosing only."""
+    router_bias: bool = False
+    bias: bool = False
+    """Of the experts' own linear layers."""
+    shared: FeedForward | None = None
+    """What every token passes, beside its experts."""
+    shared_gate: bool = False
+    """Weigh the shared output by `sigmoid(x @ gate)`."""
+
+    def width(self, tp: int) -> int:
+        """Inner features of a token on one rank."""
+        return (self.top_k * self.size + (self.shared.size if self.shared is not None else 0)) // tp
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+        yield Matrices(2 * self.size // tp, hidden, self.num_experts)
+        yield Matrices(hidden, self.size // tp, self.num_experts)
+        if self.shared is not None:
+            yield from self.shared.matrices(hidden, tp)
+
+    def vectors(self, hidden: int, tp: int) -> int:
+        """Parameters beside the matrices; the router is among them, as it is never cut or quantized."""
+        count = self.num_experts * (hidden + self.router_bias + self.correction_bias)
+        count += self.bias * self.num_experts * (2 * self.size // tp + hidden) + self.shared_gate * hidden
+        return count if self.shared is None else count + self.shared.vectors(hidden, tp)
+
+    def misfits(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot share."""
+        if self.size % tp:
+            yield f"{self.size} feed-forward columns of an expert"
+        if self.shared is not None:
+            yield from self.shared.misfits(tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Attention and a feed-forward, each with norms before and after (None: none), added to the residual stream."""
+
+    attention: Attention | LatentAttention
+    feed_forward: FeedForward | Experts
+    attention_norm: Norm | None
+    attention_post_norm: Norm | None = None
+    feed_forward_norm: Norm | None
+    feed_forward_post_norm: Norm | None = None
+    is_parallel: bool = False
+    """Both start from the same residual stream; without a feed_forward_norm, even from the same normalized one."""
+    residual_multiplier: float = 1.0
+    """On what is added to the residual stream."""
+
+    @property
+    def norms(self) -> list[Norm]:
+        norms = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm)
+        return [norm for norm in norms if norm is not None]
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+        """The linear layers' weights on one rank."""
+        yield from self.attention.matrices(hidden, tp)
+        yield from self.feed_forward.matrices(hidden, tp)
+
+    def parameters(self, hidden: int, tp: int) -> int:
+        """Parameters on one rank."""
+        count = sum(rows * columns * number for rows, columns, number in self.matrices(hidden, tp))
+        count += self.attention.vectors(hidden, tp) + self.feed_forward.vectors(hidden, tp)
+        return count + sum(norm.parameters(hidden) for norm in self.norms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The numbers that fix every shape of a decoder."""
+
+    name: str
+    """As config.json's `architectures` names it."""
+    hidden_size: int
+    vocab_size: int
+    max_position: int
+    layers: tuple[Layer, ...]
+    norm: Norm | None
+    """Before the head."""
+    tie_embeddings: bool
+    position_embeddings: int = 0
+    """Learned positions (0: none), of which the first `position_offset` are no token's."""
+    position_offset: int = 0
+    embedding_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    logit_softcap: float = 0.0
+    head_bias: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     def vocab_per_rank(self, tp: int) -> int:
         """Rows of the embedding and the head on each rank; the last rank's are padded."""
         return -(-self.vocab_size // tp)
 
-    def stage_parameters(self, stages: tuple[range, ...], stage: int, tp: int) -> int:
+    def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
         """Parameters of one rank of a stage; a tied head is stored again when first and last stage differ."""
         embedding = self.vocab_per_rank(tp) * self.hidden_size
         first, last = stage == 0, stage == len(stages) - 1
-        count = len(stages[stage]) * self.layer_parameters(tp)
-        count += embedding * first
-        count += (embedding * (not (self.tie_embeddings and first)) + self.hidden_size) * last
+        count = sum(self.layers[number].parameters(self.hidden_size, tp) for number in stages[stage])
+        if first:
+            count += embedding + self.position_embeddings * self.hidden_size
+        if last:
+            count += 0 if self.tie_embeddings and first else embedding
+            count += self.head_bias * self.vocab_per_rank(tp)
+            count += self.norm.parameters(self.hidden_size) if self.norm is not None else 0
         return count
 
-    def kv_block_bytes(self, layers: int, tp: int, block_size: int, row_bytes: int) -> int:
-        """Bytes of one KV block on a rank that holds `layers` layers; a row is one token's keys or values of a head."""
-        return 2 * layers * block_size * self.kv_heads_per_rank(tp) * row_bytes
+    def misfits(self, tp: int) -> list[str]:
+        """What `tp` ranks cannot share."""
+        found: dict[str, None] = {}
+        for layer in dict.fromkeys(self.layers):
+            found |= dict.fromkeys((*layer.attention.misfits(tp), *layer.feed_forward.misfits(tp)))
+        return list(found)
 
     def check_divides(self, tp: int) -> None:
         """Refuse a tensor-parallel size that does not cut heads and feed-forward evenly."""
-        problems = []
-        if self.num_heads % tp:
-            problems.append(f"{self.num_heads} attention heads")
-        if self.num_kv_heads % tp and tp % self.num_kv_heads:
-            problems.append(f"{self.num_kv_heads} KV heads")
-        if self.intermediate_size % tp:
-            problems.append(f"{self.intermediate_size} feed-forward columns")
-        if problems:
-            limit = gcd(self.num_heads, self.intermediate_size)
-            fits = [
-                t
-                for t in range(1, limit + 1)
-                if limit % t == 0 and (self.num_kv_heads % t == 0 or t % self.num_kv_heads == 0)
-            ]
+        if problems := self.misfits(tp):
+            most = max(layer.attention.num_heads for layer in self.layers)
+            fits = [str(size) for size in range(1, most + 1) if not self.misfits(size)]
             raise ConfigError(
                 f"--tensor-parallel-size {tp} does not divide this model's {' and '.join(problems)}; "
-                f"sizes that do: {', '.join(map(str, fits))}"
+                f"sizes that do: {', '.join(fits)}"
             )
-
-
-def from_hf_config(config: Mapping[str, Any]) -> Architecture:
-    """Map a Hugging Face config to an `Architecture`; raises `ConfigError` for what is not served yet."""
-    names = config.get("architectures") or []
-    name = next((n for n in names if n in FAMILIES), None)
-    if name is None:
-        raise ConfigError(
-            f"architecture {', '.join(names) or '(none named in config.json)'} is not served; "
-            f"served are: {', '.join(FAMILIES)}"
-        )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(
-            f"this checkpoint is quantized ({method}), which is not served yet; use the full-precision one"
-        )
-    try:
-        return _decoder(name, {**FAMILIES[name], **config})
-    except KeyError as missing:
-        raise ConfigError(f"config.json lacks {missing}, which {name} needs") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"config.json has a value that {name} cannot use: {error}") from None
-
-
-# What each family's transformers class assumes where config.json is silent.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "LlamaForCausalLM": {"use_sliding_window": False},
-    "MistralForCausalLM": {
-        "use_sliding_window": True,
-        "sliding_window": 4096,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-    },
-    "Qwen2ForCausalLM": {
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "qkv_bias": True,
-        "output_bias": False,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-    },
-    "Qwen3ForCausalLM": {
-        "use_sliding_window": False,
-        "sliding_window": 4096,
-        "qk_norm": True,
-        "head_dim": 128,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-    },
-}
-
-
-def _decoder(name: str, config: Mapping[str, Any]) -> Architecture:
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ConfigError(f"hidden_act {activation!r} is not served for {name}; only silu is")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"partial_rotary_factor is not served for {name}")
-    heads = int(config["num_attention_heads"])
-    hidden = int(config["hidden_size"])
-    bias = bool(config.get("attention_bias", False))
-    return Architecture(
-        name=name,
-        hidden_size=hidden,
-        intermediate_size=int(config["intermediate_size"]),
-        num_layers=int(config["num_hidden_layers"]),
-        num_heads=heads,
-        num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or hidden // heads),
-        vocab_size=int(config["vocab_size"]),
-        max_position=int(config.get("max_position_embeddings", 2048)),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=bool(config.get("qkv_bias", bias)),
-        output_bias=bool(config.get("output_bias", bias)),
-        mlp_bias=bool(config.get("mlp_bias", False)),
-        qk_norm=bool(config.get("qk_norm", False)),
-        sliding_window=config["sliding_window"] if config["use_sliding_window"] else None,
-    )
-
-
-def _rope(config: Mapping[str, Any]) -> Rope:
-    """Rotary settings, from transformers 5's `rope_parameters` or the older `rope_theta` + `rope_scaling`."""
-    settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(settings.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind = settings.get("rope_type") or settings.get("type") or "default"
-    if kind == "default":
-        return Rope(theta=theta)
-    if kind == "linear":
-        return Rope(theta=theta, kind=kind, factor=float(settings["factor"]))
-    if kind == "llama3":
-        return Rope(
-            theta=theta,
-            kind=kind,
-            factor=float(settings["factor"]),
-            low_freq_factor=float(settings["low_freq_factor"]),
-            high_freq_factor=float(settings["high_freq_factor"]),
-            original_max_position=int(settings["original_max_position_embeddings"]),
-        )
-    raise ConfigError(f"rope scaling {kind!r} is not served yet; served are default, linear and llama3")

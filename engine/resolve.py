@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine import devices, model_files
-from quire.engine.architecture import Architecture, from_hf_config
+from quire.engine.architecture import Architecture, Attention, LatentAttention, Matrices
 from quire.engine.config import (
     DTYPE_BYTES,
     INT4_GROUPS,
@@ -21,6 +22,7 @@ from quire.engine.config import (
 )
 from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
+from quire.engine.families import from_hf_config
 
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 """The most that a tuned step computes, and what its workspace is made for: larger steps are hardly cheaper by token."""
@@ -88,28 +90,37 @@ class Sizes:
     ) -> Sizes:
         arch, tp, stages = model.architecture, parallel.tensor_parallel_size, parallel.stages
         width = DTYPE_BYTES[model.dtype]
-        row = arch.head_dim + 4 if kv_dtype == "int8" else arch.head_dim * DTYPE_BYTES[kv_dtype]  # a scale is 4 bytes
-        hidden = 6 * arch.hidden_size + 3 * arch.intermediate_size // tp
+        widest = max(layer.feed_forward.width(tp) for layer in arch.layers)
+        hidden = 6 * arch.hidden_size + 3 * widest
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
         return Sizes(
             weights=tuple(_weight_bytes(model, parallel, stage) for stage in range(len(stages))),
-            kv_block=tuple(arch.kv_block_bytes(len(layers), tp, block_size, row) for layers in stages),
+            kv_block=tuple(
+                block_size * sum(kv_token_bytes(arch.layers[number].attention, tp, kv_dtype) for number in layers)
+                for layers in stages
+            ),
             workspace=scheduler.max_num_batched_tokens * hidden * width + logits,
         )
+
+
+def kv_token_bytes(attention: Attention | LatentAttention, tp: int, kv_dtype: str) -> int:
+    """Bytes that a token takes in a layer's KV cache on one rank."""
+    sides, heads, numbers = attention.kv_shape(tp)
+    return sides * heads * (numbers + 4 if kv_dtype == "int8" else numbers * DTYPE_BYTES[kv_dtype])  # a scale: 4 bytes
 
 
 def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Bytes of one rank's weights as they are held: linear layers and head packed, the rest in the model's type."""
     arch, stages, tp = model.architecture, parallel.stages, parallel.tensor_parallel_size
     width, last = DTYPE_BYTES[model.dtype], stage == len(stages) - 1
-    linears = list(arch.layer_linears(tp)) * len(stages[stage])
-    head = [(arch.vocab_per_rank(tp), arch.hidden_size)] * last
-    embedded = last and stage == 0 and arch.tie_embeddings and parallel.device == "cuda"  # there the head needs no copy
-    kept = arch.stage_parameters(stages, stage, tp) - sum(rows * columns for rows, columns in linears)
-    if last and not (stage == 0 and arch.tie_embeddings):
-        kept -= head[0][0] * head[0][1]
-    packed = sum(packed_bytes(*shape, model.quantization, width) for shape in linears)
-    packed += sum(packed_bytes(*shape, model.quantization and "int8", width) for shape in head if not embedded)
+    matrices = [each for number in stages[stage] for each in arch.layers[number].matrices(arch.hidden_size, tp)]
+    head = Matrices(arch.vocab_per_rank(tp), arch.hidden_size)
+    embedded = stage == 0 and arch.tie_embeddings
+    kept = arch.stage_parameters(stages, stage, tp) - sum(math.prod(each) for each in matrices)
+    kept -= math.prod(head) * (last and not embedded)
+    packed = sum(each.number * packed_bytes(*each[:2], model.quantization, width) for each in matrices)
+    if last and not (embedded and parallel.device == "cuda"):  # there a tied head needs no copy
+        packed += packed_bytes(*head[:2], model.quantization and "int8", width)
     return kept * width + packed
 
 
@@ -219,7 +230,8 @@ def _check_quantization(model: ModelConfig, tp: int, found: Devices) -> None:
         return
     if found.kind != "cpu":
         raise ConfigError(f"--quantization {model.quantization} is served on CPU only so far; leave it out")
-    for _, columns in model.architecture.layer_linears(tp):
+    arch = model.architecture
+    for _, columns, _ in {each for layer in set(arch.layers) for each in layer.matrices(arch.hidden_size, tp)}:
         if model.quantization == "int4" and columns % INT4_GROUPS[-1]:
             raise ConfigError(
                 f"--quantization int4 needs linear layers whose input is a multiple of {INT4_GROUPS[-1]}; with "
@@ -238,7 +250,7 @@ def _choose_dtype(options: EngineOptions, found: Devices, hf_config: dict[str, A
 
 def _choose_length(options: EngineOptions, arch: Architecture) -> int:
     """The model's own length, or the sliding window where one begins before it."""
-    window = arch.sliding_window
+    window = min((layer.attention.window for layer in arch.layers if layer.attention.window), default=None)
     limit = arch.max_position if window is None else min(arch.max_position, window)
     asked = options.max_model_len
     if asked is not None and asked > limit:

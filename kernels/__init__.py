@@ -22,6 +22,7 @@ __all__ = [
     "pack_linear",
     "paged_attention",
     "prepare",
+    "read_kv",
     "rms_norm",
     "rotary_write_kv",
     "sample",
@@ -33,6 +34,7 @@ rms_norm = by_device(reference.rms_norm)
 add_rms_norm = by_device(reference.add_rms_norm)
 rotary_write_kv = by_device(reference.rotary_write_kv)
 silu_mul = by_device(reference.silu_mul)
+read_kv = by_device(reference.read_kv)
 paged_attention = by_device(reference.paged_attention)
 apply_bitmask = by_device(reference.apply_bitmask)
 sample = by_device(reference.sample)

@@ -25,13 +25,15 @@ def allocate_kv_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    sides: int = 2,
 ) -> Tensor:
-    """The KV cache of a rank, `[layers, 2 (keys, values), blocks, kv_heads, block_size, row]`, all zeros.
+    """The KV cache of a rank, `[layers, sides, blocks, kv_heads, block_size, row]`, all zeros.
 
+    The sides are keys and values; one side serves where these are the same.
     Zeros, because attention reads whole blocks and weighs what is masked by 0, which must not meet a NaN. On CPU the
     pages are the kernel's own zero pages: memory is taken when a block is first written.
     """
-    shape = (layers, 2, num_blocks, kv_heads, block_size, row_size(head_dim, dtype))
+    shape = (layers, sides, num_blocks, kv_heads, block_size, row_size(head_dim, dtype))
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)

@@ -25,6 +25,7 @@ __all__ = [
     "quantize_groups",
     "quantize_rows",
     "quantize_weight",
+    "read_kv",
     "rms_norm",
     "rotary_write_kv",
     "sample",
@@ -74,6 +75,15 @@ def rotary_write_kv(
     query, key = rotary(query, key, rotations)
     write_kv(key, value, cache, slots)
     return query
+
+
+def read_kv(side: Tensor, table: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """The first `length` rows of the blocks `table`, `[length, kv_heads, head_dim]` of `dtype`.
+
+    `side` is the keys or the values of one layer's cache, `[blocks, kv_heads, block_size, row]`.
+    """
+    rows = side[table[: -(-length // side.shape[2])]].transpose(1, 2).flatten(0, 1)[:length]
+    return (_dequantized(rows) if side.dtype == torch.int8 else rows).to(dtype)
 
 
 def write_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:

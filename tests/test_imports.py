@@ -17,6 +17,7 @@ FLOOR = (
     "engine.config",
     "engine.devices",
     "engine.errors",
+    "engine.families",
     "engine.grammar",
     "engine.launch",
     "engine.log",

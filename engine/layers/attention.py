@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture import Architecture
-from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided, kv_heads
-from quire.engine.layers.norm import RMSNorm
+from quire.engine import architecture
+from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, divided, kv_heads
+from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
+from quire.engine.layers.weight import Weight
 from quire.engine.parallel import Parallel
 
 
@@ -34,34 +36,65 @@ class Batch:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al. 2023), with RMSNorm of queries and keys where the model has it."""
+    """The attention that `quire.engine.architecture.Attention` describes."""
 
-    def __init__(self, arch: Architecture, parallel: Parallel) -> None:
+    def __init__(self, spec: architecture.Attention, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._head_dim = arch.head_dim
-        self._scale = arch.head_dim**-0.5
+        self._spec = spec
         parts = (
-            divided("q", arch.num_heads * arch.head_dim, parallel),
-            kv_heads("k", arch.num_kv_heads, arch.head_dim, parallel),
-            kv_heads("v", arch.num_kv_heads, arch.head_dim, parallel),
+            divided("q", spec.num_heads * spec.head_dim, parallel),
+            kv_heads("k", spec.num_kv_heads, spec.head_dim, parallel),
+            kv_heads("v", spec.num_kv_heads, spec.head_dim, parallel),
         )
-        self._heads = [part.length // arch.head_dim for part in parts]
-        self.qkv = ColumnParallelLinear(arch.hidden_size, parts, bias=arch.qkv_bias)
-        self.output = RowParallelLinear(
-            arch.num_heads * arch.head_dim, arch.hidden_size, parallel, bias=arch.output_bias
-        )
-        self.query_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
-        self.key_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
+        heads = divided("", spec.num_heads, parallel)
+        self._heads = [part.length // spec.head_dim for part in parts]
+        self.qkv = ColumnParallelLinear(hidden_size, parts, bias=spec.qkv_bias)
+        self.output = RowParallelLinear(spec.num_heads * spec.head_dim, hidden_size, parallel, bias=spec.output_bias)
+        self.query_norm, self.key_norm = (_head_norm(spec, part, parallel) for part in parts[:2])
+        self.sinks = Weight((heads.length,), heads.shard()) if spec.has_sinks else None
+        self._slopes = None
+        if spec.alibi:
+            self._slopes = spec.alibi * alibi_slopes(spec.num_heads)[heads.start : heads.start + heads.length]
 
-    def forward(self, x: Tensor, batch: Batch, rotations: Tensor, cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, turns: Tensor, cache: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → the same; writes the tokens' keys and values into this layer's `cache`."""
-        heads = self.qkv(x).unflatten(-1, (-1, self._head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
+        spec = self._spec
+        heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
         query, key, value = heads.split(self._heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query = kernels.rotary_write_kv(query, key, value, rotations, cache, batch.slots)
+        query = kernels.rotary_write_kv(query, key, value, turns, cache, batch.slots)
         mixed = kernels.paged_attention(
-            query, cache, batch.block_tables, batch.sequence_lengths, batch.query_starts, self._scale
+            query,
+            cache,
+            batch.block_tables,
+            batch.sequence_lengths,
+            batch.query_starts,
+            spec.scale,
         )
         out: Tensor = self.output(mixed.flatten(1))
         return out
+
+
+def _head_norm(spec: architecture.Attention, part: Part, parallel: Parallel) -> nn.Module | None:
+    """What normalizes queries or keys."""
+    if spec.qk_norm is None:
+        return None
+    match spec.qk_norm_over:
+        case "head":
+            return make_norm(spec.qk_norm, spec.head_dim)
+        case "each head":
+            return PerHeadNorm(spec.qk_norm, part.shard(), spec.head_dim)
+        case "all heads":
+            return AcrossHeadsNorm(spec.qk_norm, part.shard(), parallel)
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Float32 `[heads]`: powers of 2^(-8/n) for the n heads up to a power of 2, between them for the rest.
+
+    Source: Press et al. 2022, and the authors' code for numbers that are no power of 2.
+    """
+    even = 1 << (heads.bit_length() - 1)
+    powers = torch.arange(1, even + 1) * (-8.0 / even)
+    between = (2 * torch.arange(heads - even) + 1) * (-4.0 / even)
+    return torch.cat((powers, between)).exp2()

@@ -11,12 +11,11 @@ from quire.engine.layers.weight import Shard, Weight
 from quire.engine.parallel import Parallel
 
 
-def vocab_weight(vocab_size: int, hidden_size: int, parallel: Parallel) -> Weight:
-    """This rank's rows `[ceil(vocab_size / ranks), hidden_size]`; the last ranks' are padded."""
+def vocab_weight(vocab_size: int, parallel: Parallel, *columns: int) -> Weight:
+    """This rank's rows `[ceil(vocab_size / ranks), *columns]`; the last ranks' are padded."""
     rows = -(-vocab_size // parallel.size)
     start = min(parallel.rank * rows, vocab_size)
-    shard = Shard((vocab_size, hidden_size), start, min(rows, vocab_size - start))
-    return Weight((rows, hidden_size), shard)
+    return Weight((rows, *columns), Shard((vocab_size, *columns), start, min(rows, vocab_size - start)))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -25,7 +24,7 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._parallel = parallel
-        self.weight = vocab_weight(vocab_size, hidden_size, parallel)
+        self.weight = vocab_weight(vocab_size, parallel, hidden_size)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """`[tokens]` → `[tokens, hidden_size]`, the same on every rank."""
@@ -41,10 +40,13 @@ class VocabParallelEmbedding(nn.Module):
 class VocabParallelHead(Linear):
     """Vectors to logits. A tied head is given the embedding's weight."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel, tied: Weight | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, parallel: Parallel, tied: Weight | None = None, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self._parallel, self._vocab_size, self._tied = parallel, vocab_size, tied is not None
-        self.weight = vocab_weight(vocab_size, hidden_size, parallel) if tied is None else tied
+        self.weight = vocab_weight(vocab_size, parallel, hidden_size) if tied is None else tied
+        self.bias = vocab_weight(vocab_size, parallel) if bias else None
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """As for every linear layer; a tied weight stays for the embedding too. Four bits are too few for logits."""
@@ -55,5 +57,5 @@ class VocabParallelHead(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[rows, hidden_size]` → float32 logits `[rows, vocab_size]`, the same on every rank."""
-        logits = self._parallel.all_gather(self.product(x))
+        logits = self._parallel.all_gather(self.product(x, self.bias))
         return logits[:, : self._vocab_size].float()

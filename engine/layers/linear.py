@@ -22,6 +22,10 @@ class Part:
     start: int
     length: int
 
+    def shard(self, *columns: int, offset: int = 0) -> Shard:
+        """Of a tensor with these features in its rows."""
+        return Shard((self.total, *columns), self.start, self.length, offset=offset, part=self.name)
+
 
 def divided(name: str, total: int, parallel: Parallel) -> Part:
     """An even share of the output features."""
@@ -70,7 +74,7 @@ class ColumnParallelLinear(Linear):
 def _stacked(parts: Sequence[Part], columns: tuple[int, ...]) -> list[Shard]:
     shards, offset = [], 0
     for part in parts:
-        shards.append(Shard((part.total, *columns), part.start, part.length, offset=offset, part=part.name))
+        shards.append(part.shard(*columns, offset=offset))
         offset += part.length
     return shards
 

@@ -1,24 +1,81 @@
-"""Root-mean-square normalization; never cut."""
+"""Normalization; never cut, unless it is over heads that are."""
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.layers.weight import Weight, whole
+from quire.engine.architecture import Norm
+from quire.engine.layers.weight import Shard, Weight, whole
+from quire.engine.parallel import Parallel
 
 
 class RMSNorm(nn.Module):
-    """`x / rms(x) * weight` over the last dimension."""
+    """`x / rms(x) * (weight + offset)` over the last dimension."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, norm: Norm, size: int) -> None:
         super().__init__()
-        self._eps = eps
+        self._norm = norm
         self.weight = Weight((size,), whole(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self._eps)
+        return kernels.rms_norm(x, self.weight, self._norm.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """`residual + x`, normalized and as it is."""
-        return kernels.add_rms_norm(x, residual, self.weight, self._eps)
+        return kernels.add_rms_norm(x, residual, self.weight, self._norm.eps)
+
+
+class LayerNorm(nn.Module):
+    """`(x - mean(x)) / deviation(x) * weight + bias` over the last dimension, in float32."""
+
+    def __init__(self, norm: Norm, size: int) -> None:
+        super().__init__()
+        self._eps = norm.eps
+        self.weight = Weight((size,), whole(size))
+        self.bias = Weight((size,), whole(size)) if norm.bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """`residual + x`, normalized and as it is."""
+        residual = residual + x
+        return self(residual), residual
+
+
+def make_norm(norm: Norm, size: int) -> RMSNorm | LayerNorm:
+    return RMSNorm(norm, size) if norm.kind == "rms" else LayerNorm(norm, size)
+
+
+class PerHeadNorm(nn.Module):
+    """Normalization of each head by itself, with weights of its own (Command R+)."""
+
+    def __init__(self, norm: Norm, shard: Shard, head_dim: int) -> None:
+        super().__init__()
+        self._norm, self._head_dim = norm, head_dim
+        self.weight = Weight((shard.length,), shard)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """`[tokens, heads, head_dim]` → the same."""
+        x = heads.float()
+        x = F.layer_norm(x, x.shape[-1:], eps=self._norm.eps)
+        return (x * self.weight.view(-1, self._head_dim).float()).to(heads.dtype)
+
+
+class AcrossHeadsNorm(nn.Module):
+    """RMSNorm of all heads' features together, the heads being cut over the ranks (OLMo 2)."""
+
+    def __init__(self, norm: Norm, shard: Shard, parallel: Parallel) -> None:
+        super().__init__()
+        self._norm, self._parallel = norm, parallel
+        self.weight = Weight((shard.length,), shard)
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """`[tokens, heads, head_dim]` → the same."""
+        x = heads.flatten(1).float()
+        mean = self._parallel.all_reduce(x.square().mean(dim=-1, keepdim=True)) / self._parallel.size
+        normed = x * torch.rsqrt(mean + self._norm.eps) * self.weight.float()
+        return normed.to(heads.dtype).view_as(heads)

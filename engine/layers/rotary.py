@@ -10,17 +10,44 @@ from torch import Tensor
 from quire.engine.architecture import Rope
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per position, float32 `[head_dim / 2]`."""
-    frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+class Rotary:
+    """The turns of one kind of layer; None turns nothing. Positions go up to `max_length`."""
+
+    def __init__(self, rope: Rope | None, max_length: int) -> None:
+        self._frequencies = torch.empty(0) if rope is None else inverse_frequencies(rope, max_length)
+        self._amplitude = 1.0 if rope is None else rope.amplitude
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """What `kernels.rotary_write_kv` turns each token by, float32 `[tokens, rope.dim]`: cosines, then sines."""
+        angles = positions[:, None] * self._frequencies  # [tokens, dim / 2]
+        turns = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return turns if self._amplitude == 1.0 else turns * self._amplitude
+
+
+def inverse_frequencies(rope: Rope, max_length: int) -> Tensor:
+    """Radians per position, float32 `[rope.dim / 2]`: the same for every sequence of up to `max_length`."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
+    frequencies = 1.0 / rope.theta**exponents
     match rope.kind:
         case "default":
             return frequencies
         case "linear":
             return frequencies / rope.factor
+        case "dynamic":
+            return 1.0 / _ntk_theta(rope, max_length) ** exponents
         case "llama3":
             return _llama3(rope, frequencies)
-    raise AssertionError(rope.kind)
+        case "yarn":
+            return _yarn(rope, frequencies)
+        case "longrope":
+            factors = rope.long_factors if max_length > rope.original_max_position else rope.short_factors
+            return 1.0 / (torch.tensor(factors) * rope.theta**exponents)
+
+
+def _ntk_theta(rope: Rope, max_length: int) -> float:
+    """A base that stretches the longest wave only, by as much as `max_length` is beyond the trained length."""
+    stretch = rope.factor * max(max_length / rope.original_max_position, 1.0) - (rope.factor - 1)
+    return rope.theta * float(stretch ** (rope.dim / (rope.dim - 2)))
 
 
 def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
@@ -34,7 +61,17 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
     return kept * frequencies + (1 - kept) * frequencies / rope.factor
 
 
-def rotations(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """What `kernels.rotary_write_kv` turns each token by, float32 `[tokens, head_dim]`: cosines, then sines."""
-    angles = positions[:, None] * frequencies  # [tokens, head_dim / 2]
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+def _yarn(rope: Rope, frequencies: Tensor) -> Tensor:
+    """YaRN (Peng et al. 2023): as Llama 3's, with a ramp over the pairs between `beta_fast` and `beta_slow` turns."""
+
+    def feature(turns: float) -> float:
+        """The pair that makes so many turns over the original context."""
+        return rope.dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    first, last = feature(rope.beta_fast), feature(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.dim - 1)
+    pairs = torch.arange(rope.dim // 2, dtype=torch.float32)
+    slowed = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
+    return (1 - slowed) * frequencies + slowed * frequencies / rope.factor

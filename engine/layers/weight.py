@@ -20,6 +20,10 @@ class Shard:
     offset: int = 0
     part: str = ""
     """Which tensor, where a parameter is made of several: q, k, v."""
+    expert: int | None = None
+    """Which expert's, where a parameter holds several: its number in the model. All sizes are those of one expert."""
+    place: int = 0
+    """That expert's place in the parameter."""
 
     @property
     def source(self) -> tuple[slice, ...]:
@@ -27,9 +31,10 @@ class Shard:
         return (slice(None),) * self.dim + (slice(self.start, self.start + self.length),)
 
     @property
-    def target(self) -> tuple[slice, ...]:
+    def target(self) -> tuple[slice | int, ...]:
         """The slice of the parameter."""
-        return (slice(None),) * self.dim + (slice(self.offset, self.offset + self.length),)
+        within = (slice(None),) * self.dim + (slice(self.offset, self.offset + self.length),)
+        return within if self.expert is None else (self.place, *within)
 
     @property
     def elements(self) -> int:

@@ -1,41 +1,103 @@
-"""One pipeline stage of a Llama-like decoder. What differs between families is in the `Architecture`."""
+"""One pipeline stage of a decoder. What differs between families is in the `Architecture`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.engine import architecture
 from quire.engine.architecture import Architecture
 from quire.engine.layers.attention import Attention, Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from quire.engine.layers.feed_forward import FeedForward
-from quire.engine.layers.norm import RMSNorm
-from quire.engine.layers.rotary import inverse_frequencies, rotations
+from quire.engine.layers.latent import LatentAttention
+from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
+from quire.engine.layers.rotary import Rotary
+from quire.engine.layers.weight import Weight, whole
 from quire.engine.parallel import Parallel
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each normalized before and added to the residual stream after."""
+    """Attention and a feed-forward, one after the other or side by side, added to the residual stream."""
 
-    def __init__(self, arch: Architecture, parallel: Parallel) -> None:
+    def __init__(self, spec: architecture.Layer, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.attention = Attention(arch, parallel)
-        self.feed_forward_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.feed_forward = FeedForward(arch, parallel)
+        self.spec = spec
+        self.attention_norm = _norm(spec.attention_norm, hidden_size)
+        self.attention = _attention(spec.attention, hidden_size, parallel)
+        self.attention_post_norm = _norm(spec.attention_post_norm, hidden_size)
+        self.feed_forward_norm = _norm(spec.feed_forward_norm, hidden_size)
+        self.feed_forward = _feed_forward(spec.feed_forward, hidden_size, parallel)
+        self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, turns: Tensor, cache: Tensor
     ) -> tuple[Tensor, Tensor]:
         """`x` is still to be added to `residual`, in the arguments and in what is returned."""
-        if residual is None:
-            x, residual = self.attention_norm(x), x
+        normed, residual = _add(self.attention_norm, x, residual)
+        mixed = self._scaled(_apply(self.attention_post_norm, self.attention(normed, batch, turns, cache)))
+        if self.spec.is_parallel:
+            normed = normed if self.feed_forward_norm is None else self.feed_forward_norm(residual)
         else:
-            x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, batch, turns, cache)
-        x, residual = self.feed_forward_norm.add(x, residual)
-        return self.feed_forward(x), residual
+            normed, residual = _add(self.feed_forward_norm, mixed, residual)
+        x = self._scaled(_apply(self.feed_forward_post_norm, self.feed_forward(normed)))
+        return (x + mixed if self.spec.is_parallel else x), residual
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
+
+
+def _norm(spec: architecture.Norm | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
+    return None if spec is None else make_norm(spec, hidden_size)
+
+
+def _add(norm: RMSNorm | LayerNorm | None, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`residual + x`, normalized and as it is."""
+    if norm is not None and residual is not None:
+        return norm.add(x, residual)
+    residual = x if residual is None else residual + x
+    return _apply(norm, residual), residual
+
+
+def _apply(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
+    out: Tensor = norm(x)
+    return out
+
+
+def _attention(
+    spec: architecture.Attention | architecture.LatentAttention, hidden_size: int, parallel: Parallel
+) -> nn.Module:
+    match spec:
+        case architecture.Attention():
+            return Attention(spec, hidden_size, parallel)
+        case architecture.LatentAttention():
+            return LatentAttention(spec, hidden_size, parallel)
+
+
+def _feed_forward(
+    spec: architecture.FeedForward | architecture.Experts, hidden_size: int, parallel: Parallel
+) -> nn.Module:
+    match spec:
+        case architecture.FeedForward():
+            return FeedForward(spec, hidden_size, parallel)
+    raise AssertionError(spec)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions; never cut."""
+
+    def __init__(self, count: int, hidden_size: int, offset: int) -> None:
+        super().__init__()
+        self._offset = offset
+        self.weight = Weight((count, hidden_size), whole(count, hidden_size))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """`[tokens]` → `[tokens, hidden_size]`"""
+        return F.embedding(positions + self._offset, self.weight)
 
 
 class Decoder(nn.Module):
@@ -44,17 +106,26 @@ class Decoder(nn.Module):
     Layers keep their number in the whole model as their name. Parameters are uninitialized.
     """
 
-    def __init__(self, arch: Architecture, layers: range, parallel: Parallel) -> None:
+    def __init__(self, arch: Architecture, layers: range, max_length: int, parallel: Parallel) -> None:
         super().__init__()
+        self._arch = arch
         first, last = layers.start == 0, layers.stop == arch.num_layers
-        vocabulary = (arch.vocab_size, arch.hidden_size, parallel)
-        self._frequencies = inverse_frequencies(arch.rope, arch.head_dim)
+        width, vocabulary = arch.hidden_size, (arch.vocab_size, arch.hidden_size, parallel)
+        self._rotary = {
+            rope: Rotary(rope, max_length) for rope in {arch.layers[number].attention.rope for number in layers}
+        }
         self.embedding = VocabParallelEmbedding(*vocabulary) if first else None
-        self.layers = nn.ModuleDict({str(number): DecoderLayer(arch, parallel) for number in layers})
+        has_positions = first and arch.position_embeddings
+        self.positions = (
+            PositionEmbedding(arch.position_embeddings, width, arch.position_offset) if has_positions else None
+        )
+        self.layers = nn.ModuleDict(
+            {str(number): DecoderLayer(arch.layers[number], width, parallel) for number in layers}
+        )
         if last:
             tied = self.embedding.weight if self.embedding is not None and arch.tie_embeddings else None
-            self.norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-            self.head = VocabParallelHead(*vocabulary, tied)
+            self.norm = _norm(arch.norm, width)
+            self.head = VocabParallelHead(*vocabulary, tied, bias=arch.head_bias)
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[Tensor]) -> Tensor:
         """The residual stream `[tokens, hidden_size]` after this stage, from that of the stage before.
@@ -62,16 +133,26 @@ class Decoder(nn.Module):
         The first stage takes None and starts from the batch's token ids. `caches` holds each layer's KV cache.
         """
         if x is None:
-            assert self.embedding is not None
-            x = self.embedding(batch.token_ids)
+            x = self._embed(batch)
         residual = None
-        turns = rotations(batch.positions, self._frequencies)
+        turns = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         for layer, cache in zip(self.layers.values(), caches, strict=True):
-            x, residual = layer(x, residual, batch, turns, cache)
+            assert isinstance(layer, DecoderLayer)
+            x, residual = layer(x, residual, batch, turns[layer.spec.attention.rope], cache)
         assert x is not None
         return x if residual is None else residual + x
 
+    def _embed(self, batch: Batch) -> Tensor:
+        assert self.embedding is not None
+        x: Tensor = self.embedding(batch.token_ids)
+        if self._arch.embedding_multiplier != 1.0:
+            x = x * x.new_tensor(self._arch.embedding_multiplier)
+        return x if self.positions is None else x + self.positions(batch.positions)
+
     def logits(self, x: Tensor) -> Tensor:
         """The last stage's `[rows, hidden_size]` → float32 `[rows, vocab_size]`, the same on every rank."""
-        out: Tensor = self.head(self.norm(x))
-        return out
+        arch = self._arch
+        out: Tensor = self.head(_apply(self.norm, x))
+        if arch.logit_multiplier != 1.0:
+            out = out * arch.logit_multiplier
+        return out if not arch.logit_softcap else (out / arch.logit_softcap).tanh() * arch.logit_softcap

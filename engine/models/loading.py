@@ -18,11 +18,12 @@ from quire import kernels
 from quire.engine import model_files
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
+from quire.engine.families import FAMILIES
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.model_files import TensorInfo
+from quire.engine.models.checkpoint import Stored, find
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.registry import FAMILIES
 from quire.engine.parallel import Parallel
 
 logger = logging.getLogger(__name__)
@@ -32,8 +33,8 @@ _NAMED_PROBLEMS = 8
 _DUMMY_DEVIATION = 0.02
 _DUMMY_ELEMENTS = 1 << 20
 
-Needed = dict[str, list[tuple[Weight, Shard]]]
-"""Checkpoint tensor → where its slices go."""
+Needed = dict[str, list[tuple[Weight, Shard, Stored]]]
+"""Checkpoint tensor → where its slices go, and how they lie in it."""
 
 
 def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.device, *, pack: bool = True) -> Decoder:
@@ -45,11 +46,10 @@ def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.devi
     tensors missing or of another shape.
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
-    family = FAMILIES[model.architecture.name]
     with _defaults(device, getattr(torch, model.dtype)):
-        decoder = family.decoder(model.architecture, stage, parallel)
+        decoder = Decoder(model.architecture, stage, model.max_model_len, parallel)
     needed = needed_tensors(decoder, model)
-    missing = Counter({id(weight): len(weight.shards) for weight, _ in chain(*needed.values())})
+    missing = Counter({id(weight): len(weight.shards) for weight, _, _ in chain(*needed.values())})
     layers = {id(layer.weight): layer for layer in decoder.modules() if isinstance(layer, Linear)}
 
     def on_put(weight: Weight) -> None:
@@ -60,7 +60,7 @@ def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.devi
     if model.load_format == "dummy":
         _fill_randomly(needed, model.seed, on_put)
     else:
-        headers = model_files.read_headers(model.path)
+        headers = _without_prefix(model_files.read_headers(model.path), needed, model)
         _check(needed, headers, model)
         if rank == 0:
             _warn_of_surplus(headers, model)
@@ -70,12 +70,21 @@ def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.devi
 
 def needed_tensors(decoder: Decoder, model: ModelConfig) -> Needed:
     """The checkpoint tensors that this stage is made of."""
-    family, needed = FAMILIES[model.architecture.name], defaultdict(list)
+    needed: Needed = defaultdict(list)
     for path, weight in decoder.named_parameters():
         assert isinstance(weight, Weight)
         for shard in weight.shards:
-            needed[family.tensor(path, shard, model.architecture)].append((weight, shard))
+            stored = find(path, weight, shard, model.architecture)
+            needed[stored.name].append((weight, shard, stored))
     return needed
+
+
+def _without_prefix(headers: dict[str, TensorInfo], needed: Needed, model: ModelConfig) -> dict[str, TensorInfo]:
+    """The headers under the names that are needed: a checkpoint of the model without its head lacks their prefix."""
+    prefix = FAMILIES[model.architecture.name].prefix
+    if any(name.startswith(prefix) for name in headers):
+        return headers
+    return {name if name in needed else prefix + name: info for name, info in headers.items()}
 
 
 @contextmanager
@@ -92,7 +101,7 @@ def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
 def _check(needed: Needed, headers: dict[str, TensorInfo], model: ModelConfig) -> None:
     problems = []
     for name, slices in needed.items():
-        expected = slices[0][1].shape
+        expected = slices[0][2].shape
         if name not in headers:
             problems.append(f"{name} is missing")
         elif headers[name].shape != expected:
@@ -110,7 +119,7 @@ def _warn_of_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None
     """Name the tensors that no stage needs, such as biases that config.json does not announce."""
     arch = model.architecture
     with torch.device("meta"):
-        everything = FAMILIES[arch.name].decoder(arch, range(arch.num_layers), Parallel())
+        everything = Decoder(arch, range(arch.num_layers), model.max_model_len, Parallel())
     known = set(needed_tensors(everything, model))
     known.update({"lm_head.weight"} if arch.tie_embeddings else ())
     surplus = sorted(name for name in headers.keys() - known if not name.endswith("rotary_emb.inv_freq"))
@@ -130,14 +139,14 @@ def _read(needed: Needed, headers: dict[str, TensorInfo], on_put: Callable[[Weig
     total = 0
     for name, slices in needed.items():
         by_file[headers[name].file].append(name)
-        total += sum(shard.elements * weight.element_size() for weight, shard in slices)
+        total += sum(shard.elements * weight.element_size() for weight, shard, _ in slices)
     with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not bar) as progress:
         for file, names in by_file.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
                     source = tensors.get_slice(name)
-                    for weight, shard in needed[name]:
-                        _put(weight, shard, source[shard.source])
+                    for weight, shard, stored in needed[name]:
+                        _put(weight, shard, stored.arranged(shard, source[stored.slice(shard)]))
                         on_put(weight)
                         progress.update(shard.elements * weight.element_size())
 
@@ -145,7 +154,7 @@ def _read(needed: Needed, headers: dict[str, TensorInfo], on_put: Callable[[Weig
 def _put(weight: Weight, shard: Shard, values: Tensor) -> None:
     """Fill the shard's place; the padding after the last shard becomes zero."""
     weight.data[shard.target].copy_(values)
-    if shard is weight.shards[-1]:
+    if shard is weight.shards[-1] and shard.expert is None:
         end = shard.offset + shard.length
         weight.data.narrow(shard.dim, end, weight.shape[shard.dim] - end).zero_()
 
@@ -153,8 +162,8 @@ def _put(weight: Weight, shard: Shard, values: Tensor) -> None:
 def _fill_randomly(needed: Needed, seed: int, on_put: Callable[[Weight], None]) -> None:
     """Dummy weights: an element depends on seed, tensor name and place alone, so that the ranks' slices agree."""
     for name, slices in needed.items():
-        key = seed << 32 ^ zlib.crc32(name.encode())
-        for weight, shard in slices:
+        for weight, shard, stored in slices:
+            key = seed << 32 ^ zlib.crc32(f"{name} {shard.part} {stored.expert}".encode())
             _put(weight, shard, torch.ones(()) if len(shard.shape) == 1 else _random(key, shard, weight))
             on_put(weight)
 

@@ -34,14 +34,16 @@ class Runner:
         least, most = _SCORED_AT_ONCE
         self._scored_at_once = max(least, min(most, config.scheduler.max_num_seqs))
         self._decoder = load(config, rank, links.tp, device)
+        sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(links.tp.size)
         self._caches = kernels.allocate_kv_cache(
             layers=len(config.parallel.stages[links.pipeline.stage]),
             num_blocks=cache.num_blocks,
-            kv_heads=arch.kv_heads_per_rank(links.tp.size),
+            kv_heads=kv_heads,
             block_size=cache.block_size,
-            head_dim=arch.head_dim,
+            head_dim=head_dim,
             dtype=getattr(torch, cache.dtype),
             device=device,
+            sides=sides,
         ).unbind()
         self._states = RequestStates(config.scheduler.max_num_seqs, model.max_model_len, cache.block_size)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)

@@ -11,6 +11,7 @@ import torch
 from quire.engine import executor as executors
 from quire.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.core import Core, Inbound, Wire
+from quire.engine.executor import Executor
 from quire.engine.messages import (
     Alive,
     EngineStats,
@@ -59,9 +60,9 @@ class CheckedCore(Core):
 class Ranks:
     """Workers that are loaded once, and serve under any scheduler settings afterwards."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         self.config = config
-        self.executor = executors.start(config, "warning", on_end=lambda: None)
+        self.executor = executor or executors.start(config, "warning", on_end=lambda: None)
         torch.set_num_threads(1)  # for a rank in this process: its matrices are too small to be shared
         self.stats = EngineStats()
         """Of the last `run`."""

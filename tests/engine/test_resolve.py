@@ -12,9 +12,9 @@ import torch
 
 from quire import kernels
 from quire.engine import devices
-from quire.engine.architecture import from_hf_config
 from quire.engine.config import EngineOptions
 from quire.engine.errors import ConfigError
+from quire.engine.families import from_hf_config
 from quire.engine.resolve import Sizes, fetch_weights, plan_text, resolve
 
 LLAMA: dict[str, Any] = {
@@ -135,10 +135,9 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not served; served are: Llama"),
         ({"architectures": None}, r"none named in config.json"),
-        ({"hidden_act": "gelu"}, "'gelu' is not served"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not served yet"),
+        ({"hidden_act": "mish"}, "'mish' is not served"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "'axial' is not served"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not served"),
         ({"hidden_size": "wide"}, "config.json has a value that LlamaForCausalLM cannot use"),
     ],
 )
@@ -149,7 +148,7 @@ def test_what_the_model_has_and_we_lack_is_named(tmp_path: Path, changes: dict[s
 
 def test_a_config_that_lacks_a_number_names_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(ConfigError, match="lacks 'num_attention_heads'"):
+    with pytest.raises(ConfigError, match="lacks 'hidden_size'"):
         resolve(options(str(tmp_path)))
 
 
@@ -308,9 +307,9 @@ def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: s
     arch, cache = config.model.architecture, config.cache
     assert cache.dtype == dtype
     assert (f"tokens in {dtype}" in plan_text(config)) == (asked != "auto")
+    sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
     allocated = kernels.allocate_kv_cache(
-        *(arch.num_layers, 3, arch.num_kv_heads, cache.block_size, arch.head_dim, getattr(torch, dtype)),
-        torch.device("cpu"),
+        *(arch.num_layers, 3, kv_heads, cache.block_size, head_dim, getattr(torch, dtype), torch.device("cpu"), sides),
     )
     block = Sizes.of(config.model, config.parallel, config.scheduler, cache.block_size, dtype).kv_block[0]
     assert allocated.nbytes == 3 * block

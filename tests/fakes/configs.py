@@ -5,21 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.engine.architecture import Architecture, Rope
+from quire.engine.architecture import Architecture, Attention, FeedForward, Layer, Norm, Rope
 from quire.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 
+NORM = Norm(eps=1e-6)
+TINY_ATTENTION = Attention(num_heads=8, num_kv_heads=4, head_dim=4, scale=0.5, rope=Rope(theta=10000.0, dim=4))
+TINY_FEED_FORWARD = FeedForward(size=64)
+TINY_LAYER = Layer(
+    attention=TINY_ATTENTION,
+    attention_norm=NORM,
+    feed_forward=TINY_FEED_FORWARD,
+    feed_forward_norm=NORM,
+)
 TINY = Architecture(
     name="LlamaForCausalLM",
     hidden_size=32,
-    intermediate_size=64,
-    num_layers=6,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=4,
     vocab_size=97,
     max_position=512,
-    norm_eps=1e-6,
-    rope=Rope(theta=10000.0),
+    layers=(TINY_LAYER,) * 6,
+    norm=NORM,
     tie_embeddings=False,
 )
 

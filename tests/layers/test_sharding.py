@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -11,15 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture import Architecture, Rope
+from quire.engine import architecture
+from quire.engine.architecture import Norm, Rope
 from quire.engine.layers.attention import Attention, Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from quire.engine.layers.feed_forward import FeedForward
 from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, divided, kv_heads
-from quire.engine.layers.rotary import inverse_frequencies, rotations
+from quire.engine.layers.rotary import Rotary, inverse_frequencies
 from quire.engine.layers.weight import Weight
 from quire.engine.parallel import Parallel
-from tests.fakes.configs import TINY
+from tests.fakes.configs import NORM, TINY_ATTENTION, TINY_FEED_FORWARD
 from tests.fakes.ranks import on_ranks
 
 SIZES = (1, 2, 4)
@@ -86,27 +88,46 @@ def test_embedding_and_head_with_uneven_vocabulary(vocab: int) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_feed_forward(bias: bool) -> None:
-    arch = replace(TINY, mlp_bias=bias)
-    check(lambda parallel: FeedForward(arch, parallel), torch.randn(7, arch.hidden_size))
+    spec = replace(TINY_FEED_FORWARD, bias=bias)
+    check(lambda parallel: FeedForward(spec, 32, parallel), torch.randn(7, 32))
+    ungated = replace(spec, is_gated=False, activation="gelu_tanh")
+    check(lambda parallel: FeedForward(ungated, 32, parallel), torch.randn(7, 32))
 
 
 @pytest.mark.parametrize("heads", [8, 4, 2, 1])
 def test_attention_replicates_kv_heads_where_there_are_fewer_than_ranks(heads: int) -> None:
-    arch = replace(TINY, num_kv_heads=heads, qkv_bias=True, output_bias=True, qk_norm=True)
-    check(lambda parallel: CachedAttention(arch, parallel), torch.randn(6, arch.hidden_size), (1, 2, 4, 8))
+    spec = replace(TINY_ATTENTION, num_kv_heads=heads, qkv_bias=True, output_bias=True, qk_norm=NORM)
+    check(lambda parallel: CachedAttention(spec, parallel), torch.randn(6, 32), (1, 2, 4, 8))
+
+
+@pytest.mark.parametrize("heads", [8, 2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": NORM, "qk_norm_over": "all heads"},
+        {"qk_norm": Norm(eps=1e-5, kind="layer"), "qk_norm_over": "each head"},
+        {"has_sinks": True},
+        {"alibi": 0.5, "rope": None},
+        {"window": 3, "softcap": 5.0},
+    ],
+    ids=str,
+)
+def test_what_belongs_to_heads_is_cut_with_them(heads: int, changes: dict[str, Any]) -> None:
+    spec = replace(TINY_ATTENTION, num_kv_heads=heads, **changes)
+    check(lambda parallel: CachedAttention(spec, parallel), torch.randn(6, 32), (1, 2, 4, 8))
 
 
 class CachedAttention(nn.Module):
     """One request's prefill, as a function of its hidden states alone."""
 
-    def __init__(self, arch: Architecture, parallel: Parallel) -> None:
+    def __init__(self, spec: architecture.Attention, parallel: Parallel) -> None:
         super().__init__()
-        self.attention = Attention(arch, parallel)
-        self.arch, self.size = arch, parallel.size
+        self.attention = Attention(spec, 32, parallel)
+        self.spec, self.size = spec, parallel.size
 
     def forward(self, x: Tensor) -> Tensor:
-        arch, count = self.arch, len(x)
-        shape = (1, 3, arch.kv_heads_per_rank(self.size), 4, arch.head_dim)
+        spec, count = self.spec, len(x)
+        shape = (1, 3, spec.kv_heads_per_rank(self.size), 4, spec.head_dim)
         cache = kernels.allocate_kv_cache(*shape, torch.float32, torch.device("cpu"))[0]
         positions = torch.arange(count)
         batch = Batch(
@@ -118,7 +139,7 @@ class CachedAttention(nn.Module):
             query_starts=torch.tensor([0, count]),
             sampled=torch.tensor([count - 1]),
         )
-        turns = rotations(positions, inverse_frequencies(arch.rope, arch.head_dim))
+        turns = Rotary(spec.rope, 100)(positions)
         out: Tensor = self.attention(x, batch, turns, cache)
         return out
 
@@ -132,8 +153,7 @@ def test_kv_head_of_each_rank() -> None:
     assert kv_heads("k", 6, 10, Rank(1, 2)) == Part("k", 60, 30, 30)
 
 
-def test_rope_scaling_is_named_or_a_mistake() -> None:
-    plain = inverse_frequencies(Rope(theta=10000.0), 8)
-    torch.testing.assert_close(inverse_frequencies(Rope(theta=10000.0, kind="linear", factor=4.0), 8), plain / 4)
-    with pytest.raises(AssertionError, match="yarn"):
-        inverse_frequencies(Rope(theta=10000.0, kind="yarn"), 8)
+def test_linear_rope_is_slower_by_its_factor() -> None:
+    plain = inverse_frequencies(Rope(theta=10000.0, dim=8), 100)
+    slow = inverse_frequencies(Rope(theta=10000.0, dim=8, kind="linear", factor=4.0), 100)
+    torch.testing.assert_close(slow, plain / 4)

@@ -39,8 +39,8 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
     )
     for stage, layers in enumerate(config.parallel.stages):
         decoder = load(config, stage * parallel.size + parallel.rank, parallel, CPU)
-        kv_heads = arch.kv_heads_per_rank(parallel.size)
-        caches = kernels.allocate_kv_cache(len(layers), blocks, kv_heads, 4, arch.head_dim, dtype, CPU)
+        sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(parallel.size)
+        caches = kernels.allocate_kv_cache(len(layers), blocks, kv_heads, 4, head_dim, dtype, CPU, sides)
         hidden = decoder(hidden, batch, caches.unbind())
     assert hidden is not None
     return decoder.logits(hidden)

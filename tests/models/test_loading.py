@@ -6,13 +6,14 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.architecture import Architecture
+from quire.engine.architecture import Architecture, Norm
 from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError
 from quire.engine.layers.linear import Linear
@@ -24,7 +25,7 @@ from quire.engine.parallel import Parallel
 from quire.engine.resolve import Sizes
 from quire.kernels import Quantization
 from tests.fakes.checkpoints import write_checkpoint
-from tests.fakes.configs import TINY, engine_config
+from tests.fakes.configs import NORM, TINY, TINY_ATTENTION, TINY_FEED_FORWARD, TINY_LAYER, engine_config
 from tests.fakes.ranks import on_ranks
 from tests.models.common import CPU, configure, logits
 
@@ -124,11 +125,24 @@ def test_dummy_weights_do_not_depend_on_the_ranks() -> None:
     assert not torch.allclose(logits(other, tokens, Parallel()), expected)
 
 
+def variant(attention: dict[str, Any], feed_forward: dict[str, Any], **model: Any) -> Architecture:
+    layer = replace(
+        TINY_LAYER,
+        attention=replace(TINY_ATTENTION, **attention),
+        feed_forward=replace(TINY_FEED_FORWARD, **feed_forward),
+        attention_post_norm=NORM if attention else None,
+    )
+    return replace(TINY, layers=(layer, *[TINY_LAYER] * 5), **model)
+
+
 VARIANTS = [
     TINY,
     replace(TINY, tie_embeddings=True, vocab_size=101),
-    replace(TINY, num_kv_heads=1, qkv_bias=True, qk_norm=True),
-    replace(TINY, num_kv_heads=2, output_bias=True, mlp_bias=True, head_dim=6),
+    variant({"num_kv_heads": 1, "qkv_bias": True, "qk_norm": NORM}, {}),
+    variant({"num_kv_heads": 2, "output_bias": True, "head_dim": 6}, {"bias": True}),
+    variant({"qk_norm": NORM, "qk_norm_over": "all heads", "has_sinks": True}, {"is_gated": False, "bias": True}),
+    variant({"num_kv_heads": 2, "qk_norm": Norm(eps=0.1, kind="layer"), "qk_norm_over": "each head"}, {}),
+    replace(TINY, position_embeddings=70, head_bias=True, norm=Norm(eps=0.1, kind="layer", bias=True)),
 ]
 
 
@@ -140,7 +154,7 @@ def test_parameters_are_as_many_as_the_plan_says(arch: Architecture) -> None:
         parallel.size = tp
         for number, layers in enumerate(stages):
             with torch.device("meta"):
-                decoder = Decoder(arch, layers, parallel)
+                decoder = Decoder(arch, layers, 100, parallel)
             held = sum(weight.numel() for weight in decoder.parameters())
             assert held == arch.stage_parameters(stages, number, tp)
 
@@ -153,7 +167,7 @@ def test_ranks_together_hold_every_element(folder: Path) -> None:
         parallel.rank, parallel.size = config.parallel.tp_rank_of(rank), 2
         decoder = load(config, rank, parallel, CPU)
         for name, slices in needed_tensors(decoder, config.model).items():
-            held[name] = held.get(name, 0) + sum(shard.elements for _, shard in slices)
+            held[name] = held.get(name, 0) + sum(shard.elements for _, shard, _ in slices)
     for name, tensor in load_file(folder / "model.safetensors").items():
         copies = 2 if held[name] == 2 * tensor.numel() and tensor.ndim == 1 else 1
         assert held[name] == copies * tensor.numel(), name

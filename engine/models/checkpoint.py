@@ -1,0 +1,141 @@
+"""Where a slice of a parameter lies in the checkpoint: the family's names and layouts, applied."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.architecture import Architecture, Attention, Experts, LatentAttention, Layer, Rope
+from quire.engine.families import FAMILIES
+from quire.engine.families.family import Family, Rows
+from quire.engine.layers.weight import Shard, Weight
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where the whole tensor that a shard is cut from lies in the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the checkpoint's tensor."""
+    rows: Rows | None = None
+    """The checkpoint's row that each of the tensor's rows is; None: the same."""
+    is_transposed: bool = False
+    expert: int | None = None
+    """Its place in a stack."""
+    is_grid: bool = False
+    """A small tensor that has a dimension for heads where ours has them in a row; read whole."""
+
+    def slice(self, shard: Shard) -> tuple[slice, ...]:
+        """What is to be read: the shard, with rows between its own where they are scattered."""
+        if self.is_grid:
+            return (slice(None),)
+        cut = [slice(0, size) for size in shard.shape]
+        cut[shard.dim] = slice(shard.start, shard.start + shard.length)
+        if self.rows is not None:
+            rows = self.rows[cut[0]]
+            cut[0] = slice(int(rows.min()), int(rows.max()) + 1)
+        if self.is_transposed:
+            cut.reverse()
+        return tuple(cut) if self.expert is None else (slice(self.expert, self.expert + 1), *cut)
+
+    def arranged(self, shard: Shard, read: Tensor) -> Tensor:
+        """The shard's own values, of what `slice` has read."""
+        if self.is_grid:
+            read = read.flatten()
+            return read[shard.source] if self.rows is None else read[torch.from_numpy(self.rows[shard.source[0]])]
+        if self.expert is not None:
+            read = read[0]
+        if self.is_transposed:
+            read = read.T
+        if self.rows is not None:
+            rows = self.rows[shard.source[0]] if shard.dim == 0 else self.rows
+            rows = rows - rows.min()
+            read = read if np.array_equal(rows, np.arange(len(read))) else read[torch.from_numpy(rows)]
+        return read
+
+
+def find(path: str, weight: Weight, shard: Shard, arch: Architecture) -> Stored:
+    """The checkpoint's tensor behind a shard of the parameter `path`, such as layers.3.attention.qkv.weight."""
+    family = FAMILIES[arch.name]
+    module, _, kind = path.rpartition(".")
+    if module == "head" and kind == "weight" and arch.tie_embeddings:
+        module = "embedding"
+    number = re.search(r"\d+", module)
+    module = re.sub(r"\.\d+", "", module)
+    layer = None if number is None else arch.layers[int(number[0])]
+    name, is_joint = _name(family.names_of(arch), module, shard.part, kind)
+    sizes = {other.part: other.shape[0] for other in weight.shards}
+    is_joint = is_joint and len(sizes) > 1
+    shape = (sum(sizes.values()) if is_joint else shard.shape[0], *shard.shape[1:])
+    if is_transposed := len(shape) == 2 and family.is_transposed(module):
+        shape = shape[::-1]
+    if is_stacked := shard.expert is not None and "{expert}" not in name:
+        assert layer is not None
+        assert isinstance(layer.feed_forward, Experts)
+        shape = (layer.feed_forward.num_experts, *shape)
+    is_grid = False
+    if layer is not None and isinstance(layer.attention, Attention) and layer.attention.qk_norm_over == "each head":
+        is_grid = module in ("layers.attention.query_norm", "layers.attention.key_norm")
+        shape = (shape[0] // layer.attention.head_dim, layer.attention.head_dim) if is_grid else shape
+    return Stored(
+        name=name.format(layer=number and number[0], part=shard.part, expert=shard.expert),
+        shape=shape,
+        rows=_rows(family, layer, module, shard, sizes if is_joint else None),
+        is_transposed=is_transposed,
+        expert=shard.expert if is_stacked else None,
+        is_grid=is_grid,
+    )
+
+
+def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> tuple[str, bool]:
+    """The name, still to be formatted, and whether all parts of the module are in that tensor."""
+    for key, rest in ((f"{module}.{part}.{kind}", ""), (f"{module}.{part}", f".{kind}")):
+        if part and key in names:
+            return names[key] + rest, False
+    whole = f"{module}.{kind}"
+    name = names[whole] if whole in names else f"{names[module]}.{kind}"
+    return name, "{part}" not in name
+
+
+def _rows(family: Family, layer: Layer | None, module: str, shard: Shard, joint: dict[str, int] | None) -> Rows | None:
+    """The checkpoint's rows of a module's part, which may stand behind others in one tensor."""
+    rows = None
+    if layer is not None:
+        rows = family.rows(layer, module, shard.part)
+        if rows is not None:
+            return rows
+        rows = _turned_first(layer, module, shard)
+    if joint is None:
+        return rows
+    before = sum(size for part, size in list(joint.items())[: list(joint).index(shard.part)])
+    return before + (np.arange(shard.shape[0]) if rows is None else rows)
+
+
+def _turned_first(layer: Layer, module: str, shard: Shard) -> Rows | None:
+    """The rows of queries and keys in the order that ours have: what is turned comes first, pairs in halves."""
+    attention, name = layer.attention, module.removeprefix("layers.attention.")
+    if isinstance(attention, LatentAttention):
+        if name == "query":
+            return _per_head(shard.shape[0], attention.head_dim, attention.plain_dim, attention.rope)
+        if name == "down" and shard.part == "kv":
+            return _per_head(shard.shape[0], shard.shape[0], attention.latent_dim, attention.rope)
+        return None
+    is_turned = name in ("query_norm", "key_norm") or (name == "qkv" and shard.part != "v")
+    if is_turned and attention.rope is not None and attention.rope.is_interleaved:
+        return _per_head(shard.shape[0], attention.head_dim, 0, attention.rope)
+    return None
+
+
+def _per_head(rows: int, head: int, first: int, rope: Rope) -> Rows:
+    """For heads of `head` rows, of which those from `first` on are turned: these, in halves, and then the others."""
+    turned = np.arange(first, first + rope.dim)
+    if rope.is_interleaved:
+        turned = np.concatenate((turned[::2], turned[1::2]))
+    order = np.concatenate((turned, np.setdiff1d(np.arange(head), turned)))
+    return (np.arange(0, rows, head)[:, None] + order).ravel()

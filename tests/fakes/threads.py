@@ -1,0 +1,81 @@
+"""The ranks of a whole grid as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.engine.config import EngineConfig
+from quire.engine.executor import Pending
+from quire.engine.messages import StepPlan
+from quire.engine.parallel import Links
+from quire.engine.parallel.pipeline import Pipeline
+from quire.engine.worker.runner import Runner
+from tests.fakes.ranks import ThreadParallel
+
+
+class QueuePipeline(Pipeline):
+    """Hidden states through queues, one before each stage."""
+
+    def __init__(self, stage: int, size: int, queues: list[SimpleQueue[Tensor]]) -> None:
+        self.stage, self.size, self._queues = stage, size, queues
+
+    def send(self, message: Tensor) -> None:
+        self._queues[self.stage + 1].put(message.clone())
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        message = self._queues[self.stage].get(timeout=60)
+        assert (message.shape, message.dtype) == (shape, dtype)
+        return message
+
+
+class ThreadExecutor:
+    """Loads as it is made, and runs each rank's plans in a thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        parallel = config.parallel
+        tp, stages = parallel.tensor_parallel_size, len(parallel.stages)
+        self.seconds: dict[str, float] = {}
+        self._plans: list[SimpleQueue[tuple[StepPlan, Future[Any]] | None]] = []
+        self._threads: list[threading.Thread] = []
+        queues: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(stages)] for _ in range(tp)]
+        for stage in range(stages):
+            barrier, shared = threading.Barrier(tp), [torch.empty(0)] * tp
+            for rank in range(tp):
+                links = Links(ThreadParallel(rank, tp, barrier, shared), QueuePipeline(stage, stages, queues[rank]))
+                runner = Runner(config, stage * tp + rank, links, torch.device("cpu"))
+                plans: SimpleQueue[tuple[StepPlan, Future[Any]] | None] = SimpleQueue()
+                self._plans.append(plans)
+                self._threads.append(threading.Thread(target=self._run, args=(runner, plans), daemon=True))
+        for thread in self._threads:
+            thread.start()
+        self._last = (stages - 1) * tp
+
+    @staticmethod
+    def _run(runner: Runner, plans: SimpleQueue[tuple[StepPlan, Future[Any]] | None]) -> None:
+        while (entry := plans.get()) is not None:
+            plan, future = entry
+            try:
+                future.set_result(runner.execute(plan))
+            except BaseException as error:
+                future.set_exception(error)
+
+    def submit(self, plan: StepPlan) -> Pending:
+        futures: list[Future[Any]] = [Future() for _ in self._plans]
+        for plans, future in zip(self._plans, futures, strict=True):
+            plans.put((plan, future))
+        return futures[self._last]
+
+    def check(self) -> None:
+        """Threads do not die."""
+
+    def close(self) -> None:
+        for plans in self._plans:
+            plans.put(None)
+        for thread in self._threads:
+            thread.join(60)

@@ -1,0 +1,122 @@
+"""A tiny random checkpoint of every family that is served, as transformers writes it. A line for each family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 131,  # no multiple of 2 or 4: the last rank's rows are padded
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # far enough from uniform that rounding cannot change the likeliest token
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 130,
+    "pad_token_id": None,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
+}
+_WINDOWS = {"sliding_window": 24}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("LlamaForCausalLM", {}),
+    "Llama, multi-head, tied": ("LlamaForCausalLM", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "Llama, llama3 rope": ("LlamaForCausalLM", {"rope_parameters": _LLAMA3}),
+    "Llama, linear rope": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}},
+    ),
+    "Llama, yarn rope": ("LlamaForCausalLM", {"rope_parameters": _YARN}),
+    "Llama, biases, head_dim": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
+    "Mistral": ("MistralForCausalLM", {"sliding_window": None}),
+    "Mistral, windows": ("MistralForCausalLM", _WINDOWS),
+    "Qwen2, tied": ("Qwen2ForCausalLM", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "Qwen2, some windows": ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 2, **_WINDOWS}),
+    "Qwen3": ("Qwen3ForCausalLM", {"head_dim": 24}),
+    "Granite": (
+        "GraniteForCausalLM",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "SmolLM3": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2}),
+    "Phi-3": ("Phi3ForCausalLM", {}),
+    "Phi-3, longrope": (
+        "Phi3ForCausalLM",
+        {"rope_parameters": _LONG, "original_max_position_embeddings": 256, "max_position_embeddings": 1024},
+    ),
+    "Phi-4-mini, partial rotary": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
+    "Gemma": ("GemmaForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
+    "Gemma 2": (
+        "Gemma2ForCausalLM",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "final_logit_softcapping": 5.0,
+            "attn_logit_softcapping": 3.0,
+            "tie_word_embeddings": True,
+            **_WINDOWS,
+        },
+    ),
+    "Gemma 3": (
+        "Gemma3ForCausalLM",
+        {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window_pattern": 3, "tie_word_embeddings": True}
+        | _WINDOWS,
+    ),
+    "OLMo 2": ("Olmo2ForCausalLM", {}),
+    "OLMo 3": ("Olmo3ForCausalLM", _WINDOWS),
+    "Command R": ("CohereForCausalLM", {"tie_word_embeddings": True}),
+    "Command R+": ("CohereForCausalLM", {"use_qk_norm": True, "tie_word_embeddings": True}),
+    "Command R7B": ("Cohere2ForCausalLM", {"sliding_window_pattern": 2, "tie_word_embeddings": True, **_WINDOWS}),
+    "GPT-2": ("GPT2LMHeadModel", {"tie_word_embeddings": True}),
+    "OPT": ("OPTForCausalLM", {"ffn_dim": 80, "word_embed_proj_dim": 48, "tie_word_embeddings": True}),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
+    "GPT-NeoX, sequential": ("GPTNeoXForCausalLM", {"use_parallel_residual": False}),
+    "Falcon, one KV head": ("FalconForCausalLM", {"tie_word_embeddings": True}),
+    "Falcon, groups": (
+        "FalconForCausalLM",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "tie_word_embeddings": True},
+    ),
+    "Phi-2": ("PhiForCausalLM", {"partial_rotary_factor": 0.5}),
+    "StarCoder2": ("Starcoder2ForCausalLM", {"tie_word_embeddings": True, **_WINDOWS}),
+}
+
+
+def write(case: str, folder: Path) -> Any:
+    """The case's model in `folder`, and as transformers has it, in float32 and ready to be asked."""
+    architecture, changes = CASES[case]
+    kind: Any = getattr(transformers, architecture)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the matrices are too small to be shared
+    model = kind(kind.config_class(**(SIZES | changes))).train(False)
+    with torch.no_grad():
+        for parameter in model.parameters():  # transformers starts biases at 0 and norms at 1, which hides them
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(folder)
+    return model

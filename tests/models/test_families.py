@@ -1,0 +1,78 @@
+"""Every family against transformers: the same weights in float32, logits at every position and greedy tokens."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire.engine.families import FAMILIES
+from quire.engine.messages import SamplingParams
+from tests.e2e.harness import Ranks
+from tests.fakes.ranks import on_ranks
+from tests.fakes.threads import ThreadExecutor
+from tests.models.common import configure, logits
+from tests.models.families import CASES, write
+
+STEPS = 64
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model = write(case, tmp_path)
+    tokens = torch.randint(0, 131, (150,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 3)):
+        config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=256)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def continuations(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy ones by transformers, one prompt at a time, not stopping at the end of sequence."""
+    settings: Any = transformers.GenerationConfig
+    model.generation_config = settings(max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
+    results = []
+    for prompt in prompts:
+        tokens = torch.tensor([prompt])
+        output = model.generate(tokens, attention_mask=torch.ones_like(tokens))
+        results.append(output[0, len(prompt) :].tolist())
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_of_transformers_in_every_layout(case: str, tmp_path: Path) -> None:
+    """With chunked prefill, and with prefix hits where a prompt begins as one before."""
+    model, rng = write(case, tmp_path), random.Random(0)
+    shared = [rng.randrange(3, 130) for _ in range(40)]
+    prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in (1, 33)]
+    prompts += [[*shared, 5, 6], [*shared, 7, 8, 9]]
+    expected = continuations(model, prompts)
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=256)
+        with Ranks(config, ThreadExecutor(config)) as ranks:
+            tokens = ranks.tokens([(prompt, params) for prompt in prompts], max_num_batched_tokens=16)
+            assert tokens == expected
+            assert ranks.stats.prefix_hit_tokens >= 32
+
+
+def test_every_family_has_a_case() -> None:
+    assert {architecture for architecture, _ in CASES.values()} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_close(dtype: str, tmp_path: Path) -> None:
+    write("Qwen3", tmp_path)
+    tokens = torch.randint(0, 101, (60,))
+    exact, rounded = (
+        on_ranks(1, partial(logits, configure(tmp_path, dtype=name), tokens))[0] for name in ("float32", dtype)
+    )
+    assert rounded.dtype == torch.float32
+    assert (rounded - exact).abs().mean() <= 0.03 * exact.abs().mean()
