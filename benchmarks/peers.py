@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -26,11 +27,11 @@ from load import Address, RequestFailed, complete, events, post
 from shapes import Shape, make_checkpoint, make_w8a8
 
 KV_GIB = 1
-"""KV cache of every server that can be told: enough for 32 requests of 320 tokens in every shape here."""
+"""KV cache of the servers that are told whole GiB: enough for 32 requests of 320 tokens in every shape here."""
 MAX_TOKENS = 2048
 """Longest request that every server is made ready for."""
 _SLOTS, _SLOT_TOKENS = 32, 512
-"""llama.cpp gives every request that runs at once a slot of a fixed size."""
+"""llama.cpp gives every request that runs at once a slot of a fixed size. Quire gets as much in all."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,10 @@ class Quire(Peer):
     def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch:
         dtype = {"f32": ["--dtype", "float32"], "16-bit": ["--dtype", "bfloat16"], "int8": ["--quantization", "int8"]}
         command = [str(self.place), "serve", str(model), *dtype[precision], "--max-model-len", str(MAX_TOKENS)]
-        command += ["--kv-cache-memory-bytes", str(KV_GIB * 2**30), "--port", str(port)]
+        config = json.loads((model / "config.json").read_text())
+        numbers = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+        cache = _SLOTS * _SLOT_TOKENS * numbers * (4 if precision == "f32" else 2)
+        command += ["--kv-cache-memory-bytes", str(cache), "--port", str(port)]
         return Launch(command, {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ})
 
 
