@@ -39,6 +39,23 @@ _LONG = {
 }
 _WINDOWS = {"sliding_window": 24}
 
+_EXPERTS = {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
+_LATENT = {
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_DEEPSEEK_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", {}),
     "Llama, multi-head, tied": ("LlamaForCausalLM", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -104,7 +121,73 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Phi-2": ("PhiForCausalLM", {"partial_rotary_factor": 0.5}),
     "StarCoder2": ("Starcoder2ForCausalLM", {"tie_word_embeddings": True, **_WINDOWS}),
+    "Mixtral": ("MixtralForCausalLM", {"num_local_experts": 5, "sliding_window": None}),
+    "Qwen2 MoE": (
+        "Qwen2MoeForCausalLM",
+        _EXPERTS | {"num_experts": 6, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2},
+    ),
+    "Qwen3 MoE": ("Qwen3MoeForCausalLM", _EXPERTS | {"num_experts": 6, "norm_topk_prob": True, "head_dim": 12}),
+    "Granite MoE": (
+        "GraniteMoeForCausalLM",
+        {
+            "num_local_experts": 5,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "GLM-4 MoE": (
+        "Glm4MoeForCausalLM",
+        _EXPERTS | {"n_routed_experts": 6, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "gpt-oss": ("GptOssForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, **_WINDOWS}),
+    "DeepSeek V2": ("DeepseekV2ForCausalLM", _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
+    "DeepSeek V2, greedy": ("DeepseekV2ForCausalLM", _LATENT),
+    "DeepSeek V3": ("DeepseekV3ForCausalLM", _LATENT | {"routed_scaling_factor": 1.5}),
+    "DeepSeek V3, yarn rope": ("DeepseekV3ForCausalLM", _LATENT | {"rope_parameters": _DEEPSEEK_YARN}),
 }
+
+MODELS = {
+    "LlamaForCausalLM": "Llama 2, 3, 3.1 (8B, 70B, 405B), 3.2, 3.3; Yi; DeepSeek-R1-Distill-Llama",
+    "MistralForCausalLM": "Mistral 7B, Nemo, Small",
+    "Qwen2ForCausalLM": "Qwen1.5 and Qwen2.5, QwQ; DeepSeek-R1-Distill-Qwen",
+    "Qwen3ForCausalLM": "Qwen3, dense",
+    "GraniteForCausalLM": "Granite 3",
+    "SmolLM3ForCausalLM": "SmolLM3",
+    "Phi3ForCausalLM": "Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
+    "GemmaForCausalLM": "Gemma",
+    "Gemma2ForCausalLM": "Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3, text (270M, 1B)",
+    "Olmo2ForCausalLM": "OLMo 2",
+    "Olmo3ForCausalLM": "OLMo 3",
+    "CohereForCausalLM": "Command R, Command R+, Aya",
+    "Cohere2ForCausalLM": "Command R7B, Command A",
+    "GPT2LMHeadModel": "GPT-2",
+    "OPTForCausalLM": "OPT, but for 350M, which transformers' implementation runs",
+    "GPTNeoXForCausalLM": "Pythia, GPT-NeoX",
+    "FalconForCausalLM": "Falcon 7B, 40B, 180B, RW",
+    "PhiForCausalLM": "Phi-1, Phi-1.5, Phi-2",
+    "Starcoder2ForCausalLM": "StarCoder2",
+    "MixtralForCausalLM": "Mixtral 8x7B, 8x22B",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B",
+    "Qwen3MoeForCausalLM": "Qwen3-30B-A3B, 235B-A22B, Coder",
+    "GraniteMoeForCausalLM": "PowerMoE, Granite 3 MoE",
+    "Glm4MoeForCausalLM": "GLM-4.5, 4.6, 4.7",
+    "GptOssForCausalLM": "gpt-oss 20B, 120B",
+    "DeepseekV2ForCausalLM": "DeepSeek V2, V2-Lite, Coder-V2",
+    "DeepseekV3ForCausalLM": "DeepSeek V3, V3.1, R1; Kimi K2",
+}
+"""What people call the models of an architecture."""
+
+
+def table() -> str:
+    """The table of docs/models.md."""
+    lines = ["| architecture in config.json | models | variants that are tested |", "|---|---|---|"]
+    for architecture, models in MODELS.items():
+        cases = [name for name, (of, _) in CASES.items() if of == architecture]
+        lines.append(f"| {architecture} | {models} | {'; '.join(cases)} |")
+    return "\n".join(lines)
 
 
 def write(case: str, folder: Path) -> Any:
@@ -120,3 +203,7 @@ def write(case: str, folder: Path) -> Any:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(folder)
     return model
+
+
+if __name__ == "__main__":
+    print(table())

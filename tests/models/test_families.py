@@ -17,7 +17,7 @@ from tests.e2e.harness import Ranks
 from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
 from tests.models.common import configure, logits
-from tests.models.families import CASES, write
+from tests.models.families import CASES, MODELS, table, write
 
 STEPS = 64
 
@@ -63,8 +63,10 @@ def test_greedy_tokens_are_those_of_transformers_in_every_layout(case: str, tmp_
             assert ranks.stats.prefix_hit_tokens >= 32
 
 
-def test_every_family_has_a_case() -> None:
-    assert {architecture for architecture, _ in CASES.values()} == FAMILIES.keys()
+def test_every_family_has_a_case_and_a_line_in_the_document() -> None:
+    """`python -m tests.models.families` prints the table anew."""
+    assert {architecture for architecture, _ in CASES.values()} == FAMILIES.keys() == MODELS.keys()
+    assert table() in (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
