@@ -38,7 +38,12 @@ def _gpt2(name: str, config: Config) -> Architecture:
     layers = [
         Layer(
             attention=attention(
-                config, None, scale=scale / (number + 1 if falls else 1), qkv_bias=True, output_bias=True
+                config,
+                None,
+                num_kv_heads=int(config["n_head"]),
+                scale=scale / (number + 1 if falls else 1),
+                qkv_bias=True,
+                output_bias=True,
             ),
             attention_norm=norm,
             feed_forward=feed_forward(
@@ -74,7 +79,9 @@ def _opt(name: str, config: Config) -> Architecture:
     norm, bias = layer_norm(1e-5), bool(config.get("enable_bias", True))
     config = {**config, "intermediate_size": config["ffn_dim"]}
     layer = Layer(
-        attention=attention(config, None, qkv_bias=bias, output_bias=bias),
+        attention=attention(
+            config, None, num_kv_heads=int(config["num_attention_heads"]), qkv_bias=bias, output_bias=bias
+        ),
         attention_norm=norm,
         feed_forward=feed_forward(
             config, activation=activation(config["activation_function"]), is_gated=False, bias=bias

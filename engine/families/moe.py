@@ -65,7 +65,7 @@ def _qwen_moe(name: str, config: Config) -> Architecture:
     dense = feed_forward(config)
     shared = feed_forward(config, size=int(config["shared_expert_intermediate_size"])) if is_second else None
     experts = Experts(
-        num_experts=int(config["num_experts"]),
+        num_experts=int(config.get("num_local_experts") or config["num_experts"]),
         top_k=int(config["num_experts_per_tok"]),
         size=int(config["moe_intermediate_size"]),
         activation=activation(config.get("hidden_act", "silu")),
