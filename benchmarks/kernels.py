@@ -121,7 +121,7 @@ class Bench:
             yield self.compare(f"rms_norm, {tokens} tokens", "rms_norm", x, weight, 1e-6)
             yield self.compare(f"add_rms_norm, {tokens} tokens", "add_rms_norm", x, x.clone(), weight, 1e-6)
             yield self.compare(f"rotary_write_kv, {tokens} tokens", "rotary_write_kv", *heads, turns, cache, slots)
-            yield self.compare(f"silu_mul, {tokens} tokens", "silu_mul", gates)
+            yield self.compare(f"act_mul silu, {tokens} tokens", "act_mul", gates, "silu")
 
     def sampling(self) -> Iterator[Result]:
         filters: dict[str, dict[str, float]] = {

@@ -15,6 +15,8 @@ from quire.kernels.linear import Linear, Quantization, pack_linear
 __all__ = [
     "Linear",
     "Quantization",
+    "act_mul",
+    "activate",
     "add_rms_norm",
     "allocate_kv_cache",
     "apply_bitmask",
@@ -26,15 +28,15 @@ __all__ = [
     "rms_norm",
     "rotary_write_kv",
     "sample",
-    "silu_mul",
     "uniform_noise",
 ]
 
 rms_norm = by_device(reference.rms_norm)
 add_rms_norm = by_device(reference.add_rms_norm)
 rotary_write_kv = by_device(reference.rotary_write_kv)
-silu_mul = by_device(reference.silu_mul)
 read_kv = by_device(reference.read_kv)
+act_mul = by_device(reference.act_mul)
+activate = by_device(reference.activate)
 paged_attention = by_device(reference.paged_attention)
 apply_bitmask = by_device(reference.apply_bitmask)
 sample = by_device(reference.sample)

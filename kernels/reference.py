@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ __all__ = [
     "INT8_OFFSET",
     "INT8_ZERO",
     "PANEL",
+    "act_mul",
+    "activate",
     "add_rms_norm",
     "gumbel_noise",
     "int4_linear",
@@ -30,42 +33,63 @@ __all__ = [
     "rotary_write_kv",
     "sample",
     "scale_rows",
-    "silu_mul",
     "uniform_noise",
     "widened_linear",
 ]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm (Zhang & Sennrich 2019) over the last dimension of `x`; sums are float32."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """RMSNorm (Zhang & Sennrich 2019) over the last dimension of `x`; sums are float32.
+
+    With an `offset` (Gemma's is 1) the factor is `weight + offset`, and all but the result is float32.
+    """
+    if offset == 0.0:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, weight.float() + offset, eps).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
     """`residual + x`, normalized and as it is: `(rms_norm(residual + x), residual + x)`."""
     residual = residual + x
-    return rms_norm(residual, weight, eps), residual
+    return rms_norm(residual, weight, eps, offset), residual
 
 
 def rotary(query: Tensor, key: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary position embedding (Su et al. 2021), first half of each head against its second half.
+    """Rotary position embedding (Su et al. 2021), first half of the turned features against the second half.
 
-    `query` and `key` are `[tokens, heads, head_dim]`, `rotations` is `[tokens, head_dim]` in float32: the cosines of
-    each token's head_dim / 2 angles, then their sines.
+    `query` and `key` are `[tokens, heads, head_dim]`, `rotations` is `[tokens, rotary_dim]` in float32: the cosines of
+    each token's rotary_dim / 2 angles, then their sines. The first rotary_dim features of a head are turned; it may
+    be 0.
     """
-    cos, sin = rotations.unsqueeze(1).chunk(2, dim=-1)  # [tokens, 1, head_dim / 2]
+    cos, sin = rotations.unsqueeze(1).tensor_split(2, dim=-1)  # [tokens, 1, rotary_dim / 2]
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    half = cos.shape[-1]
+    first, second, passed = x.tensor_split((half, 2 * half), dim=-1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), passed), dim=-1)
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    """SwiGLU's gate (Shazeer 2020): `silu(gate) * up` for `x = [..., gate ‖ up]`."""
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """`x` through "silu", "gelu" (by the error function), "gelu_tanh" (nearly that), "relu" or "relu2" (its square)."""
+    return _ACTIVATIONS[activation](x)
+
+
+def act_mul(x: Tensor, activation: str) -> Tensor:
+    """A gated feed-forward's middle (Shazeer 2020): `activate(gate, activation) * up` for `x = [..., gate ‖ up]`."""
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activate(gate, activation) * up
 
 
 def rotary_write_kv(

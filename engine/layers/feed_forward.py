@@ -16,11 +16,12 @@ class FeedForward(nn.Module):
     def __init__(self, spec: architecture.FeedForward, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._activation = spec.activation
+        self._activate = kernels.act_mul if spec.is_gated else kernels.activate
         parts = [divided(name, spec.size, parallel) for name in (("gate", "up") if spec.is_gated else ("up",))]
         self.gate_up = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
         self.down = RowParallelLinear(spec.size, hidden_size, parallel, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
-        out: Tensor = self.down(kernels.silu_mul(self.gate_up(x)))
+        out: Tensor = self.down(self._activate(self.gate_up(x), self._activation))
         return out

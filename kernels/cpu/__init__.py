@@ -9,6 +9,7 @@ from quire.kernels.cpu.build import CannotBuild, load
 
 __all__ = [
     "CannotBuild",
+    "act_mul",
     "add_rms_norm",
     "apply_bitmask",
     "int4_linear",
@@ -23,19 +24,18 @@ __all__ = [
     "rotary_write_kv",
     "sample",
     "scale_rows",
-    "silu_mul",
     "uniform_noise",
     "widened_linear",
 ]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    out: Tensor = torch.ops.quire.rms_norm(x, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    out: Tensor = torch.ops.quire.rms_norm(x, weight, eps, offset)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    out: tuple[Tensor, Tensor] = torch.ops.quire.add_rms_norm(x, residual, weight, eps)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = torch.ops.quire.add_rms_norm(x, residual, weight, eps, offset)
     return out
 
 
@@ -46,8 +46,8 @@ def rotary_write_kv(
     return out
 
 
-def silu_mul(x: Tensor) -> Tensor:
-    out: Tensor = torch.ops.quire.silu_mul(x)
+def act_mul(x: Tensor, activation: str) -> Tensor:
+    out: Tensor = torch.ops.quire.act_mul(x, activation)
     return out
 
 

@@ -1,12 +1,13 @@
 // Operations on one row at a time.
 
+#include "activation.h"
 #include "kv_row.h"
 #include "vec.h"
 
 namespace quire {
 namespace {
 
-at::Tensor silu_mul(const at::Tensor& x) {
+at::Tensor act_mul(const at::Tensor& x, std::string_view activation) {
   const at::Tensor rows = x.contiguous();
   const int64_t width = rows.size(-1) / 2, count = width ? rows.numel() / (2 * width) : 0;
   std::vector<int64_t> shape = rows.sizes().vec();
@@ -15,14 +16,15 @@ at::Tensor silu_mul(const at::Tensor& x) {
   for_type(rows.scalar_type(), [&]<typename T>() {
     const T* from = rows.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
-    at::parallel_for(0, count, grain(2 * width), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const T* gate = from + row * 2 * width;
-        for_vectors(width, [&](int64_t i, auto n) {
-          const Floats g = load(gate + i, n);
-          store(to + row * width + i, g / (1.0f + exp(-g)) * load(gate + width + i, n), n);
-        });
-      }
+    for_activation(activation, [&](auto activate) {
+      at::parallel_for(0, count, grain(2 * width), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const T* gate = from + row * 2 * width;
+          for_vectors(width, [&](int64_t i, auto n) {
+            store(to + row * width + i, activate(load(gate + i, n)) * load(gate + width + i, n), n);
+          });
+        }
+      });
     });
   });
   return out;
@@ -51,14 +53,16 @@ struct Rows {
   }
 };
 
-// `out = row / rms(row) · weight`, with the sum of squares in float32.
+// `out = row / rms(row) · (weight + offset)`, with the sum of squares in float32.
 template <typename T>
-void normalize(const T* row, Floats squares, const T* weight, T* out, int64_t width, float eps) {
+void normalize(const T* row, Floats squares, const T* weight, T* out, int64_t width, float eps, float offset) {
   const float factor = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + eps);
-  for_vectors(width, [&](int64_t i, auto n) { store(out + i, load(row + i, n) * factor * load(weight + i, n), n); });
+  for_vectors(width, [&](int64_t i, auto n) {
+    store(out + i, load(row + i, n) * factor * (load(weight + i, n) + offset), n);
+  });
 }
 
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, double offset) {
   const Rows rows(x);
   const at::Tensor weights = weight.to(x.scalar_type()).contiguous();
   at::Tensor out = at::empty(x.sizes(), x.options());
@@ -73,7 +77,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
           const Floats part = load(from + i, n);
           squares += part * part;
         });
-        normalize(from, squares, w, to + row * rows.width, rows.width, eps);
+        normalize(from, squares, w, to + row * rows.width, rows.width, eps, offset);
       }
     });
   });
@@ -81,7 +85,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
 }
 
 std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::Tensor& residual,
-                                                const at::Tensor& weight, double eps) {
+                                                const at::Tensor& weight, double eps, double offset) {
   TORCH_CHECK(x.sizes() == residual.sizes() && x.scalar_type() == residual.scalar_type());
   const Rows rows(x), residuals(residual);
   const at::Tensor weights = weight.to(x.scalar_type()).contiguous();
@@ -100,22 +104,23 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::T
           const Floats part = load(added + i, n);  // as rounded to T
           squares += part * part;
         });
-        normalize(added, squares, w, to + row * rows.width, rows.width, eps);
+        normalize(added, squares, w, to + row * rows.width, rows.width, eps, offset);
       }
     });
   });
   return {out, total};
 }
 
-// The first half of a head against its second half; `turns` holds the cosines, then the sines.
+// The first `half` features of a head against the second; those behind them pass. `turns`: the cosines, then the sines.
 template <typename T>
-void rotate(const T* head, const float* turns, T* out, int64_t half) {
+void rotate(const T* head, const float* turns, T* out, int64_t half, int64_t head_dim) {
   for_vectors(half, [&](int64_t i, auto n) {
     const Floats first = load(head + i, n), second = load(head + half + i, n);
     const Floats cos = load(turns + i, n), sin = load(turns + half + i, n);
     store(out + i, first * cos - second * sin, n);
     store(out + half + i, second * cos + first * sin, n);
   });
+  std::copy(head + 2 * half, head + head_dim, out + 2 * half);
 }
 
 template <typename T>
@@ -126,8 +131,10 @@ void widen(const T* row, float* out, int64_t width) {
 at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const at::Tensor& rotations, at::Tensor cache, const at::Tensor& slots) {
   const int64_t tokens = query.size(0), head_dim = query.size(2), block_size = cache.size(3);
+  const int64_t half = rotations.size(1) / 2;
   TORCH_CHECK(cache.size(4) == kv_row_size(cache.scalar_type(), head_dim) && cache.stride(4) == 1,
               "the cache's rows do not fit heads of ", head_dim);
+  TORCH_CHECK(rotations.size(1) == 2 * half && 2 * half <= head_dim, "no rotations for heads of ", head_dim);
   TORCH_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type());
   const Rows queries(query), keys(key), values(value);
   const at::Tensor turns = rotations.contiguous(), places = slots.contiguous();
@@ -146,15 +153,15 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
       std::vector<T> turned(head_dim);
       std::vector<float> wide(head_dim);
       for (int64_t token = begin; token < end; ++token) {
-        const float* turn = turns.const_data_ptr<float>() + token * head_dim;
+        const float* turn = turns.const_data_ptr<float>() + token * 2 * half;
         const int64_t slot = places.const_data_ptr<int64_t>()[token];
         for (int64_t head = 0; head < queries.inner; ++head) {
           const int64_t row = token * queries.inner + head;
-          rotate(queries.row<T>(row), turn, to + row * head_dim, head_dim / 2);
+          rotate(queries.row<T>(row), turn, to + row * head_dim, half, head_dim);
         }
         for (int64_t head = 0; head < keys.inner; ++head) {
           const int64_t row = token * keys.inner + head;
-          rotate(keys.row<T>(row), turn, turned.data(), head_dim / 2);
+          rotate(keys.row<T>(row), turn, turned.data(), half, head_dim);
           widen(turned.data(), wide.data(), head_dim);  // by way of T: the cache sees what T keeps
           store_row(wide.data(), place(0, slot, head), head_dim);
           widen(values.row<T>(row), wide.data(), head_dim);
@@ -169,9 +176,10 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.def("silu_mul(Tensor x) -> Tensor", silu_mul);
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm);
-  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", add_rms_norm);
+  m.def("act_mul(Tensor x, str activation) -> Tensor", act_mul);
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, float offset) -> Tensor", rms_norm);
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
+        add_rms_norm);
   m.def(
       "rotary_write_kv(Tensor query, Tensor key, Tensor value, Tensor rotations, Tensor(a!) cache, Tensor slots) -> "
       "Tensor",

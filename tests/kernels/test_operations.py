@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -39,6 +40,20 @@ def test_norms_are_those_of_the_reference(shape: tuple[int, ...], dtype: torch.d
     assert torch.equal(found[1], expected[1])
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 2, 64), (17, 257)])
+def test_norms_with_an_offset_are_float32_to_the_end(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual, weight = ((torch.randn(size) * 2).to(dtype) for size in (shape, shape, shape[-1:]))
+    normed, total = kernels.add_rms_norm(x, residual, weight, 1e-5, 1.0)
+    assert torch.equal(total, x + residual)
+    for found, of in ((normed, total), (kernels.rms_norm(x, weight, 1e-5, 1.0), x)):
+        wide = of.double()
+        exact = wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + 1.0)
+        assert found.dtype == dtype
+        # The one rounding is that of the result: half a step, and float32's own error.
+        torch.testing.assert_close(found.double(), exact, rtol=0.5 * torch.finfo(dtype).eps + 2e-6, atol=1e-6)
+
+
 def test_int8_rows_of_one_element_in_a_cache_of_one_row() -> None:
     cache = kernels.allocate_kv_cache(1, 1, 1, 1, 1, torch.int8, torch.device("cpu"))[0]
     reference.write_kv(torch.full((1, 1, 1), 3.0), torch.full((1, 1, 1), -2.0), cache, torch.tensor([0]))
@@ -51,37 +66,40 @@ def test_rms_norm_of_heads_inside_of_wider_rows() -> None:
         torch.testing.assert_close(kernels.rms_norm(part, weight, 1e-6), reference.rms_norm(part, weight, 1e-6))
 
 
-def turns(tokens: int, head_dim: int) -> Tensor:
-    angles = torch.randn(tokens, head_dim // 2)
+def turns(tokens: int, rotary_dim: int) -> Tensor:
+    angles = torch.randn(tokens, rotary_dim // 2)
     return torch.cat((angles.cos(), angles.sin()), -1)
 
 
-@pytest.mark.parametrize("head_dim", [2, 6, 64])
-def test_rotary_turns_pairs_as_complex_numbers(head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"), [(2, 2), (6, 6), (64, 64), (64, 32), (80, 20), (128, 78), (7, 2), (5, 0), (96, 0)]
+)
+def test_rotary_turns_pairs_as_complex_numbers(head_dim: int, rotary_dim: int) -> None:
     cache = kernels.allocate_kv_cache(1, 2, 2, 3, head_dim, torch.float32, torch.device("cpu"))[0]
     query, key, value = torch.randn(5, 4, head_dim), torch.randn(5, 2, head_dim), torch.randn(5, 2, head_dim)
-    rotations = turns(5, head_dim)
-    turn = torch.complex(*rotations.chunk(2, -1))[:, None]
+    rotations = turns(5, rotary_dim)
+    turn = torch.complex(*rotations.tensor_split(2, -1))[:, None]
     turned = kernels.rotary_write_kv(query, key, value, rotations, cache, torch.arange(5))
     written = cache[0].transpose(1, 2).flatten(0, 1)[:5]
     for before, after in ((query, turned), (key, written)):
-        pairs = torch.complex(*before.chunk(2, -1)) * turn
-        torch.testing.assert_close(after, torch.cat((pairs.real, pairs.imag), -1))
+        pairs = torch.complex(*before[..., :rotary_dim].tensor_split(2, -1)) * turn
+        torch.testing.assert_close(after[..., :rotary_dim], torch.cat((pairs.real, pairs.imag), -1))
+        assert torch.equal(after[..., rotary_dim:], before[..., rotary_dim:])
     assert torch.equal(cache[1].transpose(1, 2).flatten(0, 1)[:5], value)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("of_cache", [*FLOATS, torch.int8])
-@pytest.mark.parametrize("head_dim", [6, 80, 128])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(6, 6), (80, 80), (128, 128), (80, 34), (33, 10), (64, 0)])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_rotary_write_kv_is_that_of_the_reference(
-    dtype: torch.dtype, of_cache: torch.dtype, head_dim: int, block_size: int
+    dtype: torch.dtype, of_cache: torch.dtype, head_dim: int, rotary_dim: int, block_size: int
 ) -> None:
     """With queries, keys and values as split() gives them, all slots shuffled, and a head of zeros."""
     qkv = torch.randn(7, 4 + 2 * 2, head_dim).to(dtype)
     qkv[3, 4] = 0.0
     query, key, value = qkv.split_with_sizes([4, 2, 2], dim=1)
-    slots, rotations = torch.randperm(9 * block_size)[:7], turns(7, head_dim)
+    slots, rotations = torch.randperm(9 * block_size)[:7], turns(7, rotary_dim)
     results = []
     for module in (kernels, reference):
         cache = kernels.allocate_kv_cache(2, 9, 2, block_size, head_dim, of_cache, torch.device("cpu"))
@@ -112,18 +130,43 @@ def test_int8_rows_are_within_half_a_step(head_dim: int) -> None:
     assert torch.equal(found[1], -found[0])
 
 
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: x * torch.special.erfc(-x / math.sqrt(2)) / 2,
+    "gelu_tanh": lambda x: x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)).tanh()) / 2,
+    "relu": lambda x: x.where(x > 0, 0.0),
+    "relu2": lambda x: x.where(x > 0, 0.0) ** 2,
+}
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 22), (9, 2 * 4864), (2, 3, 66)])
-def test_silu_mul_is_that_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_act_mul_is_that_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype, activation: str) -> None:
     x = (torch.randn(shape) * 20).to(dtype)
     tolerance = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps  # the reference rounds in between
-    torch.testing.assert_close(kernels.silu_mul(x), reference.silu_mul(x), rtol=tolerance, atol=1e-5)
+    found, expected = (module.act_mul(x, activation) for module in (kernels, reference))
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=1e-5)
 
 
-def test_silu_mul() -> None:
-    gate, up = torch.randn(3, 11), torch.randn(3, 11)
-    expected = gate / (1 + (-gate).exp()) * up
-    torch.testing.assert_close(kernels.silu_mul(torch.cat((gate, up), -1)), expected)
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_activations_are_their_formulas(activation: str) -> None:
+    gate = torch.cat((torch.linspace(-12, 12, 4001), torch.tensor([0.0, 1e-20, -1e-20, 30.0, -30.0])))
+    up = torch.randn(len(gate))
+    exact = FORMULAS[activation](gate.double())
+    torch.testing.assert_close(kernels.activate(gate, activation).double(), exact, rtol=1e-6, atol=1e-6)
+    found = kernels.act_mul(torch.cat((gate, up)), activation)
+    torch.testing.assert_close(found.double(), exact * up.double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_a_gate_that_is_no_number_shows(activation: str) -> None:
+    assert kernels.act_mul(torch.tensor([[torch.nan, 1.0, 2.0, 3.0]]), activation).isnan().tolist() == [[True, False]]
+
+
+def test_an_unknown_activation_is_an_error() -> None:
+    with pytest.raises((KeyError, RuntimeError), match="swoosh"):
+        kernels.act_mul(torch.randn(2, 4), "swoosh")
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])

@@ -1,0 +1,43 @@
+// The activations of feed-forward layers, by the names that `quire.kernels.reference` gives them.
+
+#pragma once
+
+#include <string_view>
+
+#include "vec.h"
+
+namespace quire {
+
+// x Φ(x) (Hendrycks & Gimpel 2016), Φ by formula 7.1.26 of Abramowitz & Stegun: within 1e-7 · |x|.
+inline Floats gelu(Floats x) {
+  const Floats z = max(x, -x) * 0.707106781f;
+  const Floats t = 1.0f / (z * 0.3275911f + 1.0f);
+  Floats y = t * 1.061405429f - 1.453152027f;
+  y = y * t + 1.421413741f;
+  y = y * t - 0.284496736f;
+  y = y * t + 0.254829592f;
+  const Floats tail = y * t * exp(-z * z) * 0.5f;
+  return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+// Gelu with 0.5 + 0.5 tanh(√(2/π) (x + 0.044715 x³)) for Φ: a logistic function of twice that.
+inline Floats gelu_tanh(Floats x) { return x / (1.0f + exp(x * (x * x * -0.0713548163f - 1.59576912f))); }
+
+inline Floats silu(Floats x) { return x / (1.0f + exp(-x)); }
+
+inline Floats relu(Floats x) { return x < 0.0f ? Floats{} : x; }
+
+inline Floats relu2(Floats x) { return relu(x) * relu(x); }
+
+// Calls `body(f)` for the activation of that name, `f` from `Floats` to `Floats`.
+template <typename Body>
+void for_activation(std::string_view name, Body&& body) {
+  if (name == "silu") return body([](Floats x) { return silu(x); });
+  if (name == "gelu") return body([](Floats x) { return gelu(x); });
+  if (name == "gelu_tanh") return body([](Floats x) { return gelu_tanh(x); });
+  if (name == "relu") return body([](Floats x) { return relu(x); });
+  if (name == "relu2") return body([](Floats x) { return relu2(x); });
+  TORCH_CHECK(false, "no CPU kernel for the activation ", name);
+}
+
+}  // namespace quire
