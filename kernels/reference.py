@@ -149,6 +149,11 @@ def paged_attention(
     sequence_lengths: Tensor,
     query_starts: Tensor,
     scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over a paged KV cache (Kwon et al. 2023), prefill chunks and decodes in one batch.
 
@@ -157,22 +162,37 @@ def paged_attention(
     whose keys and values stand in `cache` `[2, blocks, kv_heads, block_size, row]`, in the blocks `block_tables[r]`
     (`[requests, max_blocks]`; entries beyond the sequence are any valid block). Query head `h` reads KV head
     `h // (heads // kv_heads)`. Scores are scaled by `scale` and summed in float32. Returns the shape of `query`.
+    Keys and values may be the same memory (`cache` expanded from one side, as for multi-head latent attention).
+
+    - `window` above 0: a query sees that many keys, the last its own. Blocks that no query of a request sees any more
+      are not read; their entries in `block_tables` are any valid block.
+    - `softcap` above 0: a score s becomes `softcap * tanh(s / softcap)` (Gemma 2).
+    - `slopes` float32 `[heads]`: ALiBi (Press et al. 2022), adds `slope * (key's position - query's position)`, after
+      the cap.
+    - `sinks` float32 `[heads]`: one more score for each query, whose value is 0 (gpt-oss).
     """
     kv_heads, block_size = cache.shape[2:4]
     output = torch.empty_like(query)
     counts = query_starts.diff()  # [requests]
-    blocks = (sequence_lengths + block_size - 1) // block_size
+    firsts = sequence_lengths - counts  # [requests], the first query's position
+    begins = (firsts - window + 1).clamp_(min=0) // block_size if window else torch.zeros_like(counts)
+    blocks = (sequence_lengths + block_size - 1) // block_size - begins  # [requests], from number `begins` on
     for requests, count, width in _alike(counts, blocks, kv_heads * block_size * query.shape[2]):
-        rows = query_starts[requests, None] + torch.arange(count, device=query.device)  # [requests, count]
-        keys, values = _gather(cache, block_tables[requests, :width])
+        step = torch.arange(count, device=query.device)
+        rows = query_starts[requests, None] + step  # [requests, count]
+        columns = begins[requests, None] + torch.arange(width, device=query.device)  # [requests, width]
+        tables = block_tables[requests[:, None], columns.clamp(max=block_tables.shape[1] - 1)]
+        keys, values = _gather(cache, tables)
+        place = torch.arange(block_size, device=query.device)
+        positions = (columns[..., None] * block_size + place).flatten(1)  # [requests, tokens], of the keys
         # What lies behind a sequence's end is another's or old: it weighs 0, and 0 times a NaN would be NaN.
-        behind = torch.arange(keys.shape[2], device=query.device) >= sequence_lengths[requests, None]
+        behind = positions >= sequence_lengths[requests, None]
         values.masked_fill_(behind[:, None, :, None], 0.0)
-        first = sequence_lengths[requests] - count  # [requests]
         piece = max(1, _SCORE_ELEMENTS // (query.shape[1] * keys.shape[2] * len(rows)))
-        for start in range(0, count, piece):
-            part = rows[:, start : start + piece]
-            output[part] = _attend(query[part].float(), keys, values, first + start, scale).to(query.dtype)
+        for part, steps in zip(torch.split(rows, piece, dim=1), torch.split(step, piece), strict=True):
+            distances = positions[:, None] - (firsts[requests, None] + steps)[..., None]  # [requests, count, tokens]
+            mixed = _attend(query[part].float(), keys, values, distances, scale, window, softcap, sinks, slopes)
+            output[part] = mixed.to(query.dtype)
     return output
 
 
@@ -205,17 +225,33 @@ def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     return widen(keys.view(shape)), widen(values.view(shape))
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, first: Tensor, scale: float) -> Tensor:
-    """Dense causal attention; `query` is `[requests, count, heads, head_dim]`, its first position `first`."""
-    requests, count, _, head_dim = query.shape
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    distances: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+) -> Tensor:
+    """Dense attention; `query` is `[requests, count, heads, head_dim]`, `distances` `[requests, count, tokens]`."""
+    requests, count, heads, head_dim = query.shape
     kv_heads, tokens = keys.shape[1:3]
-    grouped = query.view(requests, count, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-    scores = grouped.reshape(requests, kv_heads, -1, head_dim) @ keys.transpose(2, 3) * scale
-    last = first[:, None] + torch.arange(count, device=query.device)  # [requests, count]: the last key each sees
-    hidden = torch.arange(tokens, device=query.device) > last[..., None]  # [requests, count, tokens]
-    scores = scores.view(requests, kv_heads, -1, count, tokens).masked_fill_(hidden[:, None, None], -torch.inf)
-    mixed = scores.softmax(dim=-1).view(requests, kv_heads, -1, tokens) @ values
-    return mixed.view(requests, kv_heads, -1, count, head_dim).permute(0, 3, 1, 2, 4).reshape(query.shape)
+    grouped = query.transpose(1, 2).reshape(requests, kv_heads, -1, head_dim)
+    scores = (grouped @ keys.transpose(2, 3) * scale).view(requests, heads, count, tokens)
+    if softcap:
+        scores = (scores / softcap).tanh_() * softcap
+    if slopes is not None:
+        scores += slopes[:, None, None] * distances[:, None]
+    hidden = (distances > 0) | (distances <= -window) if window else distances > 0
+    scores.masked_fill_(hidden[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(requests, heads, count, 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., :tokens]
+    mixed = weights.reshape(requests, kv_heads, -1, tokens) @ values
+    return mixed.view(requests, heads, count, head_dim).transpose(1, 2)
 
 
 INT8_ZERO = 128

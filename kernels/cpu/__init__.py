@@ -106,8 +106,15 @@ def paged_attention(
     sequence_lengths: Tensor,
     query_starts: Tensor,
     scale: float,
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.paged_attention(query, cache, block_tables, sequence_lengths, query_starts, scale)
+    out: Tensor = torch.ops.quire.paged_attention(
+        query, cache, block_tables, sequence_lengths, query_starts, scale, window, softcap, sinks, slopes
+    )
     return out
 
 

@@ -8,6 +8,9 @@
 // depend on the request alone, so neither threads nor the other requests change a result; where a tile has several
 // items, they leave unnormalized sums, their largest score and their weight, which `merge` puts together.
 //
+// What models add: with a window, items begin where a tile's first query begins to see; a cap and ALiBi change scores
+// before they are softened (`bend`); a sink is a key without a value that a tile's first item has seen beforehand.
+//
 // Scores are kept as powers of 2: the queries carry `scale · log2 e`.
 
 #include <array>
@@ -28,9 +31,12 @@ constexpr int kBlockRows = 6;
 constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;  // with kBlockRows: the sums fill three quarters of the registers
 constexpr int kDirectRows = 8;
 constexpr int64_t kFewRows = 32;
-constexpr int64_t kSplitFewRows = 512, kSplitManyRows = 2048;  // keys of an item
+constexpr int64_t kSplitFewRows = 512, kSplitManyRows = 2048;  // keys of an item at least, where there are as many
+constexpr int64_t kPlenty = 256;          // items of a request that keep all threads busy
 constexpr int64_t kThreadWork = 1 << 16;  // multiplications that make a thread worth waking
 constexpr float kLowest = -1e30f;         // a largest score of nothing: finite, so that differences are no NaN
+constexpr int64_t kNoWindow = int64_t{1} << 60;
+constexpr float kLog2E = 1.44269504088896341f;
 
 struct Tile {
   int64_t request, head, first, queries;  // `first` counts from the request's first query
@@ -47,7 +53,9 @@ struct Problem {
   const at::Tensor& tables;
   const int64_t* lengths;
   const int64_t* starts;
-  float scale;
+  float scale, cap;             // 0: no cap
+  int64_t window;               // keys that a query sees at most
+  const float *sinks, *slopes;  // of heads, or null
   at::Tensor output;
   int64_t group, head_dim, padded;  // `padded`: head_dim up to whole vectors
   std::vector<Tile> tiles;
@@ -59,6 +67,21 @@ struct Problem {
   int64_t position(const Tile& tile) const {  // of its first query
     return lengths[tile.request] - (starts[tile.request + 1] - starts[tile.request]) + tile.first;
   }
+  // Calls `body(row, query, head)` for a tile's rows; `query` counts from the tile's first.
+  template <typename Body>
+  void for_rows(const Tile& tile, Body&& body) const {
+    for (int64_t query = 0, row = 0; query < tile.queries; ++query) {
+      for (int64_t head = tile.head * group; head < (tile.head + 1) * group; ++head) body(row++, query, head);
+    }
+  }
+  int64_t begin(int64_t position) const { return std::max<int64_t>(0, position + 1 - window); }  // of what it sees
+};
+
+// A row of a tile, while keys pass by.
+struct Row {
+  Floats weight;  // in lanes
+  float largest, slope;
+  int64_t position;  // of its query
 };
 
 // `c = a b`, or `c · factors + a b` where there are factors: M rows, N vectors of columns.
@@ -145,7 +168,7 @@ void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count,
 // The rows of the keys that a thread is at, and of those that it comes to next, of this item or of its following one.
 struct Found {
   const char *rows[kKeys], *next[kKeys];
-  int64_t count, coming;
+  int64_t first, count, coming;  // `first`: the position of the first key
   int64_t bytes, to_values;
 
   Found(const Problem& p)
@@ -161,11 +184,14 @@ struct Found {
   void prefetch_keys(int64_t begin, int64_t some) const { prefetch(begin, some, 0); }
   void prefetch_values(int64_t begin, int64_t some) const { prefetch(begin, some, to_values); }
 
-  // The rows of kLanes keys from `first` on; behind the last one it stands again.
+  // The rows of kLanes keys from number `begin` on; behind the last one it stands again.
   template <typename C>
-  void keys(int64_t first, int64_t head_dim, KvRow<C> (&row)[kLanes]) const {
-    for (int i = 0; i < kLanes; ++i) row[i] = {rows[std::min(first + i, count - 1)], head_dim};
+  void keys(int64_t begin, int64_t head_dim, KvRow<C> (&row)[kLanes]) const {
+    for (int i = 0; i < kLanes; ++i) row[i] = {rows[std::min(begin + i, count - 1)], head_dim};
   }
+
+  // How many of the keys stand at a row's query or before it.
+  int64_t end(const Row& row) const { return std::min(count, row.position + 1 - first); }
 };
 
 // Keys into `keys` `[head_dim, kKeys]`, whole vectors with the last key again behind it; values into `[kKeys, padded]`.
@@ -192,69 +218,82 @@ void gather(const Problem& p, const Found& found, float* keys, float* values) {
   }
 }
 
-// One row's scores of a tile's keys, of which it sees the first `visible`, become weights. Returns what the sums
-// before are to be multiplied by.
-float soften(float* scores, int64_t columns, int64_t visible, float& largest, Floats& weight) {
-  Floats top = broadcast(kLowest);
+// A row's scores, capped, and lowered with their keys' distance.
+void bend(const Problem& p, const Row& row, int64_t first, int64_t columns, float* scores) {
+  const float cap = p.cap * kLog2E;
   for (int64_t i = 0; i < columns; ++i) {
     Floats x = load(scores + i * kLanes);
-    if ((i + 1) * kLanes > visible) {
-      x = lane_numbers() + static_cast<int32_t>(i * kLanes) < static_cast<int32_t>(visible)
-              ? x
-              : broadcast(-std::numeric_limits<float>::infinity());
-      store(scores + i * kLanes, x);
-    }
-    top = max(x, top);
+    if (cap > 0.0f) x = tanh(x * (1.0f / cap)) * cap;
+    const Ints distance = lane_numbers() + static_cast<int32_t>(first + i * kLanes - row.position);
+    store(scores + i * kLanes, x + __builtin_convertvector(distance, Floats) * (row.slope * kLog2E));
   }
-  const float before = largest;
-  largest = std::max(before, max(top));
+}
+
+// All scores but those of the keys from `begin` to `end` become those of nothing.
+void hide(int64_t begin, int64_t end, int64_t columns, float* scores) {
+  for (int64_t i = 0; i < columns; ++i) {
+    const Ints key = lane_numbers() + static_cast<int32_t>(i * kLanes);
+    const Ints is_seen = (key >= static_cast<int32_t>(begin)) & (key < static_cast<int32_t>(end));
+    const Floats nothing = broadcast(-std::numeric_limits<float>::infinity());
+    store(scores + i * kLanes, is_seen ? load(scores + i * kLanes) : nothing);
+  }
+}
+
+// One row's scores become weights. Returns what the sums before are to be multiplied by.
+float soften(const Problem& p, const Found& found, Row& row, float* scores) {
+  const int64_t columns = vectors(found.count);
+  if (p.cap > 0.0f || p.slopes) bend(p, row, found.first, columns, scores);
+  const int64_t begin = p.begin(row.position) - found.first, end = found.end(row);
+  if (begin > 0 || end < columns * kLanes) hide(begin, end, columns, scores);
+  Floats top = broadcast(kLowest);
+  for (int64_t i = 0; i < columns; ++i) top = max(load(scores + i * kLanes), top);
+  const float before = row.largest, largest = std::max(before, max(top));
   const float factor = before == largest ? 1.0f : exp2(broadcast(before - largest))[0];
-  weight *= factor;
+  Floats weight = row.weight * factor;
   for (int64_t i = 0; i < columns; ++i) {
     const Floats x = exp2(load(scores + i * kLanes) - largest);
     weight += x;
     store(scores + i * kLanes, x);
   }
+  row.largest = largest;
+  row.weight = weight;
   return factor;
 }
 
 // What a thread needs for an item. Grows, and stays with its thread.
 struct Scratch {
+  std::vector<Row> rows;
   std::vector<float> memory;
-  float *queries, *sums, *keys, *values, *scores, *largest;
-  Floats* weights;
+  float *queries, *sums, *keys, *values, *scores;
 
-  void fit(int64_t rows, int64_t head_dim, int64_t padded) {
-    const int64_t needed = rows * (head_dim + padded + 1 + kLanes) + kKeys * (head_dim + padded + kDirectRows);
+  void fit(int64_t count, int64_t head_dim, int64_t padded) {
+    const int64_t needed = count * (head_dim + padded) + kKeys * (head_dim + padded + kDirectRows);
+    rows.resize(std::max<size_t>(rows.size(), count));
     memory.resize(std::max<size_t>(memory.size(), needed + 8 * kLanes));
     auto* at = reinterpret_cast<Floats*>((reinterpret_cast<uintptr_t>(memory.data()) + sizeof(Floats) - 1) /
                                          sizeof(Floats) * sizeof(Floats));
     const auto take = [&](int64_t size) { return reinterpret_cast<float*>(std::exchange(at, at + vectors(size))); };
-    queries = take(rows * head_dim);
-    sums = take(rows * padded);
+    queries = take(count * head_dim);
+    sums = take(count * padded);
     keys = take(kKeys * head_dim);
     values = take(kKeys * padded);
     scores = take(kKeys * kDirectRows);
-    largest = take(rows);
-    weights = at;
   }
 };
 
 template <typename T>
 void load_queries(const Problem& p, const Tile& tile, float* to) {
-  const float factor = p.scale * 1.44269504088896341f;
-  for (int64_t row = 0; row < p.rows(tile); ++row) {
-    const int64_t token = p.starts[tile.request] + tile.first + row / p.group;
-    const int64_t head = tile.head * p.group + row % p.group;
-    const T* from = p.query.const_data_ptr<T>() + token * p.query.stride(0) + head * p.query.stride(1);
+  const float factor = p.scale * kLog2E;
+  const T* first = p.query.const_data_ptr<T>() + (p.starts[tile.request] + tile.first) * p.query.stride(0);
+  p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
+    const T* from = first + query * p.query.stride(0) + head * p.query.stride(1);
     for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + row * p.head_dim + d, load(from + d, n) * factor, n); });
-  }
+  });
 }
 
 template <typename T>
-void store_row(const Problem& p, const Tile& tile, int64_t row, const float* sums, float factor) {
-  const int64_t token = p.starts[tile.request] + tile.first + row / p.group;
-  const int64_t head = tile.head * p.group + row % p.group;
+void store_row(const Problem& p, const Tile& tile, int64_t query, int64_t head, const float* sums, float factor) {
+  const int64_t token = p.starts[tile.request] + tile.first + query;
   T* to = p.output.mutable_data_ptr<T>() + (token * p.output.size(1) + head) * p.head_dim;
   for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + d, load(sums + d) * factor, n); });
 }
@@ -312,7 +351,7 @@ void mix(const float* scores, const KvRow<C>* values, const Found& found, int64_
 
 // All R rows of a tile pass by keys and values where they lie.
 template <typename C, int R>
-void attend_directly(const Problem& p, const Scratch& scratch, const Found& found, const int64_t* visible) {
+void attend_directly(const Problem& p, Scratch& scratch, const Found& found) {
   constexpr int N = kLanes == 16 ? (R <= 6 ? 4 : 2) : (R <= 6 ? 2 : 1);  // the sums leave registers for a row
   const int64_t columns = vectors(found.count);
   KvRow<C> values[kKeys];
@@ -321,9 +360,7 @@ void attend_directly(const Problem& p, const Scratch& scratch, const Found& foun
   }
   for (int64_t i = 0; i < found.count; ++i) values[i] = {found.rows[i] + found.to_values, p.head_dim};
   float factors[R];
-  for (int r = 0; r < R; ++r) {
-    factors[r] = soften(scratch.scores + r * kKeys, columns, visible[r], scratch.largest[r], scratch.weights[r]);
-  }
+  for (int r = 0; r < R; ++r) factors[r] = soften(p, found, scratch.rows[r], scratch.scores + r * kKeys);
   int64_t d = 0;
   for (; d + N * kLanes <= p.head_dim; d += N * kLanes) {
     mix<C, R, N>(scratch.scores, values, found, d, scratch.sums, p.padded, factors);
@@ -339,74 +376,78 @@ constexpr auto direct(std::integer_sequence<int, R...>) {
 }
 
 // A block of rows at a time, past gathered keys and values.
-void attend_gathered(const Problem& p, const Scratch& scratch, const Found& found, int64_t rows, auto visible) {
+void attend_gathered(const Problem& p, Scratch& scratch, const Found& found, int64_t rows) {
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, columns = vectors(found.count);
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t first = block * rows / blocks, few = (block + 1) * rows / blocks - first;
-    const int64_t depth = visible(first + few - 1);
+    const int64_t begin = std::max<int64_t>(0, p.begin(scratch.rows[first].position) - found.first);
+    const int64_t depth = found.end(scratch.rows[first + few - 1]) - begin;
     if (depth <= 0) continue;
     multiply(few, columns, scratch.queries + first * p.head_dim, p.head_dim, scratch.keys, kKeys, scratch.scores,
              kKeys, p.head_dim, nullptr);
     float factors[kBlockRows];
     for (int64_t i = 0; i < few; ++i) {
-      factors[i] = soften(scratch.scores + i * kKeys, columns, visible(first + i), scratch.largest[first + i],
-                          scratch.weights[first + i]);
+      factors[i] = soften(p, found, scratch.rows[first + i], scratch.scores + i * kKeys);
     }
-    multiply(few, p.padded / kLanes, scratch.scores, kKeys, scratch.values, p.padded, scratch.sums + first * p.padded,
-             p.padded, depth, factors);
+    multiply(few, p.padded / kLanes, scratch.scores + begin, kKeys, scratch.values + begin * p.padded, p.padded,
+             scratch.sums + first * p.padded, p.padded, depth, factors);
   }
 }
 
 // `following`: the item that this thread takes next, if there is one.
 void attend(Problem& p, const Item& item, const Item* following, Scratch& scratch) {
   const Tile& tile = p.tiles[item.tile];
-  const int64_t rows = p.rows(tile), position = p.position(tile);
+  const int64_t rows = p.rows(tile);
   const bool is_direct = rows <= kDirectRows && p.head_dim % kLanes == 0;
   scratch.fit(std::max(rows, kTileRows), p.head_dim, p.padded);
   for_type(p.query.scalar_type(), [&]<typename T>() { load_queries<T>(p, tile, scratch.queries); });
   std::fill_n(scratch.sums, rows * p.padded, 0.0f);
-  std::fill_n(scratch.largest, rows, kLowest);
-  std::fill_n(scratch.weights, rows, Floats{});
+  const bool has_sink = p.sinks && item.split == 0;
+  p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
+    scratch.rows[row] = {Floats{has_sink ? 1.0f : 0.0f},
+                         has_sink ? std::max(p.sinks[head] * kLog2E, kLowest) : kLowest,
+                         p.slopes ? p.slopes[head] : 0.0f, p.position(tile) + query};
+  });
   Found found(p);
   for (int64_t key = item.begin; key < item.end; key += kKeys) {
+    found.first = key;
     found.count = std::min(kKeys, item.end - key);
     find_rows(p, tile, key, found.count, found.rows);
     const Item* next = key + kKeys < item.end ? &item : following;
     const int64_t begin = next == &item ? key + kKeys : next ? next->begin : 0;
     found.coming = next ? std::min(kKeys, next->end - begin) : 0;
     if (next) find_rows(p, p.tiles[next->tile], begin, found.coming, found.next);
-    const auto visible = [&](int64_t row) { return std::min(found.count, position + row / p.group + 1 - key); };
     for_kv_type(p.cache.scalar_type(), [&]<typename C>() {
       if (is_direct) {
         static constexpr auto kDirect = direct<C>(std::make_integer_sequence<int, kDirectRows>());
-        int64_t seen[kDirectRows];
-        for (int64_t row = 0; row < rows; ++row) seen[row] = visible(row);
-        kDirect[rows - 1](p, scratch, found, seen);
+        kDirect[rows - 1](p, scratch, found);
       } else {
         gather<C>(p, found, scratch.keys, scratch.values);
-        attend_gathered(p, scratch, found, rows, visible);
+        attend_gathered(p, scratch, found, rows);
       }
     });
   }
   if (tile.splits == 1) {
     for_type(p.query.scalar_type(), [&]<typename T>() {
-      for (int64_t row = 0; row < rows; ++row) {
-        store_row<T>(p, tile, row, scratch.sums + row * p.padded, 1.0f / sum(scratch.weights[row]));
-      }
+      p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
+        store_row<T>(p, tile, query, head, scratch.sums + row * p.padded, 1.0f / sum(scratch.rows[row].weight));
+      });
     });
     return;
   }
   float* partial = p.partials.get() + tile.partial + item.split * p.partial_size(tile);
   partial = std::copy_n(scratch.sums, rows * p.padded, partial);
-  partial = std::copy_n(scratch.largest, rows, partial);
-  for (int64_t row = 0; row < rows; ++row) partial[row] = sum(scratch.weights[row]);
+  for (int64_t row = 0; row < rows; ++row) {
+    partial[row] = scratch.rows[row].largest;
+    partial[rows + row] = sum(scratch.rows[row].weight);
+  }
 }
 
 template <typename T>
 void merge(Problem& p, const Tile& tile) {
   const int64_t rows = p.rows(tile), size = p.partial_size(tile);
   float* first = p.partials.get() + tile.partial;
-  for (int64_t row = 0; row < rows; ++row) {
+  p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
     const int64_t to_largest = rows * p.padded + row, to_weight = to_largest + rows;
     float largest = kLowest, weight = 0.0f;
     for (int64_t split = 0; split < tile.splits; ++split) largest = std::max(largest, first[split * size + to_largest]);
@@ -420,8 +461,8 @@ void merge(Problem& p, const Tile& tile) {
         store(sums + d, split ? load(sums + d) + x : x);
       }
     }
-    store_row<T>(p, tile, row, sums, 1.0f / weight);
-  }
+    store_row<T>(p, tile, query, head, sums, 1.0f / weight);
+  });
 }
 
 // Tiles from a request's last to its first: the longest items come first, so that threads end together.
@@ -430,18 +471,22 @@ int64_t plan(Problem& p, int64_t requests, int64_t kv_heads) {
   const int64_t width = std::max<int64_t>(1, kTileRows / p.group);
   for (int64_t request = 0; request < requests; ++request) {
     const int64_t count = p.starts[request + 1] - p.starts[request];
+    const int64_t tiles = (count + width - 1) / width * kv_heads;
     if (count == 0) continue;
     for (int64_t first = (count - 1) / width * width; first >= 0; first -= width) {
       for (int64_t head = 0; head < kv_heads; ++head) {
         Tile tile{request, head, first, std::min(width, count - first), 1, partials};
-        const int64_t keys = p.position(tile) + tile.queries, rows = p.rows(tile);
-        const int64_t length = rows <= kFewRows ? kSplitFewRows : kSplitManyRows;
-        tile.splits = (keys + length - 1) / length;
+        const int64_t begin = p.begin(p.position(tile));
+        const int64_t end = p.position(tile) + tile.queries, rows = p.rows(tile);
+        const int64_t length = std::max(rows <= kFewRows || count == 1 ? kSplitFewRows : kSplitManyRows,
+                                        (end - begin) * tiles / kPlenty);
+        tile.splits = (end - begin + length - 1) / length;
         if (tile.splits > 1) partials += tile.splits * p.partial_size(tile);
-        work += rows * keys * p.head_dim;
+        work += rows * (end - begin) * p.head_dim;
         const int64_t number = static_cast<int64_t>(p.tiles.size());
         for (int64_t split = 0; split < tile.splits; ++split) {
-          p.items.push_back({number, split, split * length, std::min(keys, (split + 1) * length)});
+          const int64_t from = begin + split * length;
+          p.items.push_back({number, split, from, std::min(end, from + length)});
         }
         p.tiles.push_back(tile);
       }
@@ -452,16 +497,23 @@ int64_t plan(Problem& p, int64_t requests, int64_t kv_heads) {
 }
 
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_tables,
-                           const at::Tensor& sequence_lengths, const at::Tensor& query_starts, double scale) {
+                           const at::Tensor& sequence_lengths, const at::Tensor& query_starts, double scale,
+                           int64_t window, double softcap, const std::optional<at::Tensor>& sinks,
+                           const std::optional<at::Tensor>& slopes) {
   const int64_t head_dim = query.size(2), kv_heads = cache.size(2);
   TORCH_CHECK(cache.size(4) == kv_row_size(cache.scalar_type(), head_dim) && cache.stride(4) == 1,
               "the cache's rows do not fit heads of ", head_dim);
   TORCH_CHECK(query.size(1) % kv_heads == 0 && block_tables.stride(1) == 1);
   const at::Tensor rows = query.stride(2) == 1 ? query : query.contiguous();
   const at::Tensor lengths = sequence_lengths.contiguous(), starts = query_starts.contiguous();
+  const auto of_heads = [&](const std::optional<at::Tensor>& x) {
+    TORCH_CHECK(!x || (x->numel() == query.size(1) && x->is_contiguous()), "sinks and slopes are [heads]");
+    return x ? x->const_data_ptr<float>() : nullptr;
+  };
   Problem p{rows, cache, block_tables, lengths.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
-            static_cast<float>(scale), at::empty(query.sizes(), query.options()), query.size(1) / kv_heads, head_dim,
-            vectors(head_dim) * kLanes, {}, {}, nullptr};
+            static_cast<float>(scale), static_cast<float>(softcap), window ? window : kNoWindow,
+            of_heads(sinks), of_heads(slopes), at::empty(query.sizes(), query.options()), query.size(1) / kv_heads,
+            head_dim, vectors(head_dim) * kLanes, {}, {}, nullptr};
   const int64_t work = plan(p, lengths.size(0), kv_heads);
   const int64_t threads = std::min<int64_t>({at::get_num_threads(), 1 + work / kThreadWork,
                                              static_cast<int64_t>(p.items.size())});
@@ -489,7 +541,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
 TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def(
       "paged_attention(Tensor query, Tensor cache, Tensor block_tables, Tensor sequence_lengths, Tensor query_starts, "
-      "float scale) -> Tensor",
+      "float scale, int window=0, float softcap=0.0, Tensor? sinks=None, Tensor? slopes=None) -> Tensor",
       paged_attention);
 }
 

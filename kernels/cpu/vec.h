@@ -207,4 +207,15 @@ inline Floats exp(Floats x) {
   return times_power(y * r * r + r + 1.0f, shifted);
 }
 
+// To 3 units in the last place; NaN stays.
+inline Floats tanh(Floats x) {
+  const Floats square = x * x;
+  Floats y = square * -5.70498872745e-3f + 2.06390887954e-2f;
+  y = y * square - 5.37397155531e-2f;
+  y = y * square + 1.33314422036e-1f;
+  y = y * square - 3.33332819422e-1f;
+  const Floats far = 1.0f - 2.0f / (exp(x + x) + 1.0f);
+  return square < 0.390625f ? y * square * x + x : far;
+}
+
 }  // namespace quire

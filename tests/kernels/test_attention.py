@@ -1,13 +1,12 @@
-"""Paged attention against torch's dense attention, request by request."""
+"""Paged attention against a dense computation, request by request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,17 +22,49 @@ class Case(NamedTuple):
     lengths: list[int]
     counts: list[int]
     expected: Tensor
+    options: Mapping[str, Any] = {}
 
     def run(self, operation: Callable[..., Tensor] = kernels.paged_attention) -> Tensor:
         starts = torch.tensor([0, *self.counts]).cumsum(0)
         lengths = torch.tensor(self.lengths)
         scale = self.query.shape[-1] ** -0.5
-        out = operation(self.query, self.cache, self.tables, lengths, starts, scale)
+        out = operation(self.query, self.cache, self.tables, lengths, starts, scale, **self.options)
         assert out.shape == self.query.shape
         return out
 
 
-def build(requests: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, block_size: int) -> Case:
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """`[queries, heads, head_dim]` in float64; the queries are the last of the tokens that have keys and values."""
+    queries, heads, head_dim = query.shape
+    tokens, kv_heads, _ = key.shape
+    q, k, v = (x.double().transpose(0, 1) for x in (query, key, value))
+    scores = q.reshape(kv_heads, -1, head_dim) @ k.mT * head_dim**-0.5
+    scores = scores.view(heads, queries, tokens)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    distance = torch.arange(tokens) - torch.arange(tokens - queries, tokens)[:, None]
+    if slopes is not None:
+        scores = scores + slopes.double()[:, None, None] * distance
+    seen = (distance <= 0) & (distance > -window) if window else distance <= 0
+    weights = scores.masked_fill(~seen, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += sinks.double().exp()[:, None, None]
+    mixed: Tensor = (weights / total).view(kv_heads, -1, tokens) @ v
+    return mixed.view(heads, queries, head_dim).transpose(0, 1)
+
+
+def build(
+    requests: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, block_size: int, **options: Any
+) -> Case:
     """Random keys and values for requests of (context, queries), written into shuffled blocks of a dirty cache."""
     torch.manual_seed(len(requests) * 1000 + heads)
     lengths, counts = [context + count for context, count in requests], [count for _, count in requests]
@@ -42,15 +73,25 @@ def build(requests: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: 
     cache = torch.randn(2, len(requests) * width + 3, kv_heads, block_size, head_dim) * 100
     queries, expected = [], []
     for table, length, count in zip(tables, lengths, counts, strict=True):
-        query, key, value = (torch.randn(length, n, head_dim) for n in (heads, kv_heads, kv_heads))
+        query = torch.randn(count, heads, head_dim)
+        key, value = torch.randn(2, length, kv_heads, head_dim)
         place = torch.arange(length)
         slots = table[place // block_size] * block_size + place % block_size
         reference.write_kv(key, value, cache, slots)
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-        dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        queries.append(query[-count:])
-        expected.append(dense[0].transpose(0, 1)[-count:])
-    return Case(torch.cat(queries), cache, tables, lengths, counts, torch.cat(expected))
+        queries.append(query)
+        expected.append(dense(query, key, value, **options).float())
+    return Case(torch.cat(queries), cache, tables, lengths, counts, torch.cat(expected), options)
+
+
+def of_heads(heads: int, *names: str, window: int = 0) -> dict[str, Any]:
+    """The options of these names, as models have them."""
+    options = {
+        "window": window,
+        "softcap": 3.0,
+        "sinks": torch.linspace(-2.0, 3.0, heads),
+        "slopes": 2.0 ** -torch.linspace(1.0, 8.0, heads),
+    }
+    return {name: options[name] for name in names}
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
@@ -116,7 +157,9 @@ def test_what_lies_behind_a_sequence_cannot_reach_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 1, 80), (4, 2, 128), (2, 2, 256), (14, 2, 64)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(3, 1, 80), (4, 2, 128), (2, 2, 256), (14, 2, 64), (9, 3, 96), (5, 1, 112)]
+)
 def test_long_contexts_are_those_of_the_reference(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
     """Contexts that are split over keys, prompts of several tiles, and every type of cache."""
     requests = [(700, 1), (2100, 33), (0, 250), (1500, 2), (511, 1), (512, 1)]
@@ -126,6 +169,108 @@ def test_long_contexts_are_those_of_the_reference(dtype: torch.dtype, heads: int
     else:
         torch.testing.assert_close(case.run(), case.expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(case.run(), case.run(reference.paged_attention), rtol=1e-5, atol=1e-5)
+
+
+ALL = ("window", "softcap", "sinks", "slopes")
+
+
+@pytest.mark.parametrize(
+    ("window", "names"), [*((window, names) for window in (1, 100, 600) for names in (ALL[:1], ALL)), (0, ALL[1:])]
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (14, 2, 40), (64, 1, 16)])
+def test_options_are_those_of_dense_attention(
+    window: int, names: tuple[str, ...], heads: int, kv_heads: int, head_dim: int
+) -> None:
+    """Over contexts that are split, tiles of few rows and of many, and first tokens, which see themselves alone."""
+    requests = [(700, 1), (2300, 40), (0, 130), (1500, 2), (511, 1), (0, 1)]
+    case = build(requests, heads, kv_heads, head_dim, 16, **of_heads(heads, *names, window=window))
+    torch.testing.assert_close(case.run(), case.expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 40)), min_size=1, max_size=6),
+    block_size=st.sampled_from([1, 3, 16]),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.sampled_from([1, 8, 16, 21, 48])),
+    names=st.sets(st.sampled_from(ALL)),
+    window=st.integers(1, 200),
+    dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])] * 2),
+)
+def test_options_hold_for_any_batch(
+    requests: list[tuple[int, int]],
+    block_size: int,
+    shape: tuple[int, int, int],
+    names: set[str],
+    window: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> None:
+    kv_heads, group, head_dim = shape
+    options = of_heads(kv_heads * group, *sorted(names), window=window)
+    case = build(requests, kv_heads * group, kv_heads, head_dim, block_size, **options)
+    torch.testing.assert_close(case.run(), case.expected, rtol=1e-4, atol=1e-5)
+    of_query = torch.float32 if dtypes[0] == torch.int8 else dtypes[0]
+    case = case._replace(query=case.query.to(of_query), cache=converted(case.cache, dtypes[1]))
+    tolerance = 1e-5 if of_query == torch.float32 else torch.finfo(of_query).eps
+    torch.testing.assert_close(case.run(), case.run(reference.paged_attention), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 64), (10, 24)])
+@pytest.mark.parametrize("window", [1, 16, 17, 300])
+def test_what_lies_behind_the_window_is_not_read(dtype: torch.dtype, heads: int, head_dim: int, window: int) -> None:
+    """Blocks that no query of a request sees any more belong to others: their entries name a block of NaN."""
+    requests = [(700, 1), (37, 1), (330, 40), (0, 5), (64, 2), (2300, 1)]
+    case = build(requests, heads, 2, head_dim, 16, window=window)
+    case = case._replace(cache=converted(case.cache, dtype))
+    whole, tables, cache = case.run(), case.tables.clone(), case.cache.clone()
+    (poison, *_) = set(range(cache.shape[1])) - set(tables.flatten().tolist())
+    cache[:, poison] = torch.nan if dtype != torch.int8 else -1  # four such bytes are a scale that is no number
+    used = torch.zeros(cache.shape[1], dtype=torch.bool)
+    for table, length, count in zip(tables, case.lengths, case.counts, strict=True):
+        first = max(0, length - count - window + 1) // 16
+        table[:first] = poison
+        used[table[first:]] = True
+    assert not used[poison]
+    assert torch.equal(case._replace(tables=tables, cache=cache).run(), whole)
+
+
+def test_a_window_costs_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, shapes, gather = build([(3000, 1), (2900, 7)], 2, 1, 8, 16, window=50), [], reference._gather
+
+    def counted(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
+        shapes.append(tables.shape)
+        return gather(cache, tables)
+
+    monkeypatch.setattr(reference, "_gather", counted)
+    torch.testing.assert_close(case.run(reference.paged_attention), case.expected, rtol=1e-4, atol=1e-5)
+    assert all(columns <= 5 for _, columns in shapes)
+
+
+def test_a_window_that_shows_all_changes_nothing() -> None:
+    case = build([(1300, 1), (3, 1), (700, 60)], 6, 2, 16, 16)
+    assert torch.equal(case._replace(options={"window": 4000}).run(), case.run())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize(("heads", "head_dim"), [(128, 576), (16, 192)])
+def test_one_row_is_key_and_value_of_many_heads(dtype: torch.dtype, heads: int, head_dim: int) -> None:
+    """As multi-head latent attention has it: a cache of one side, expanded."""
+    case = build([(700, 1), (0, 3), (1100, 1), (60, 9)], heads, 1, head_dim, 16)
+    side = converted(case.cache, dtype)[:1]
+    case = case._replace(cache=side.expand(2, -1, -1, -1, -1))
+    doubled = case._replace(cache=side.repeat(2, 1, 1, 1, 1))
+    expected = doubled.run(reference.paged_attention)
+    torch.testing.assert_close(case.run(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(case.run(), doubled.run())
+
+
+def test_a_sink_that_outweighs_all_leaves_nothing() -> None:
+    sinks = torch.tensor([1e30, -1e30, -torch.inf, 90.0])
+    case = build([(1300, 1), (3, 1), (700, 60)], 4, 2, 16, 16)
+    out = case._replace(options={"sinks": sinks}).run()
+    assert not out[:, 0].any()
+    assert out[:, 3].abs().max() < 1e-30
+    torch.testing.assert_close(out[:, 1:3], case.run()[:, 1:3], rtol=1e-5, atol=1e-6)
 
 
 def converted(cache: Tensor, dtype: torch.dtype) -> Tensor:
@@ -159,10 +304,12 @@ def test_any_batch_is_that_of_the_reference(
     torch.testing.assert_close(case.run(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_neither_threads_nor_the_batch_change_a_bit(implementation: str) -> None:
+@pytest.mark.parametrize("names", [(), ALL])
+def test_neither_threads_nor_the_batch_change_a_bit(implementation: str, names: tuple[str, ...]) -> None:
     if implementation == "reference":
         pytest.skip("matrix products of torch depend on their size")
-    case = build([(1300, 1), (3, 1), (2100, 60), (0, 70), (600, 1)], 6, 2, 64, 16)
+    options = of_heads(6, *names, window=1000)
+    case = build([(1300, 1), (3, 1), (2100, 60), (0, 70), (600, 1)], 6, 2, 64, 16, **options)
     together, threads = case.run(), torch.get_num_threads()
     try:
         for count in (1, 2, 3):
@@ -173,8 +320,8 @@ def test_neither_threads_nor_the_batch_change_a_bit(implementation: str) -> None
     first = 0
     for number, count in enumerate(case.counts):
         rows, one = slice(first, first + count), slice(number, number + 1)
-        alone = Case(
-            case.query[rows], case.cache, case.tables[one], case.lengths[one], case.counts[one], case.expected[rows]
+        alone = case._replace(
+            query=case.query[rows], tables=case.tables[one], lengths=case.lengths[one], counts=case.counts[one]
         )
         assert torch.equal(alone.run(), together[rows])
         first += count
