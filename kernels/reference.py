@@ -93,7 +93,7 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
 
 
 def rotary_write_kv(
-    query: Tensor, key: Tensor, value: Tensor, rotations: Tensor, cache: Tensor, slots: Tensor
+    query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
     """Turn queries and keys as `rotary` does, store keys and values as `write_kv` does, and return the queries."""
     query, key = rotary(query, key, rotations)
@@ -110,15 +110,15 @@ def read_kv(side: Tensor, table: Tensor, length: int, dtype: torch.dtype) -> Ten
     return (_dequantized(rows) if side.dtype == torch.int8 else rows).to(dtype)
 
 
-def write_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor) -> None:
+def write_kv(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor) -> None:
     """Store keys and values `[tokens, kv_heads, head_dim]` into one layer's `cache`, in place.
 
-    `cache` is `[2, blocks, kv_heads, block_size, row]` (see `quire.kernels.cache`); `slots` `[tokens]` is
-    block * block_size + offset.
+    `cache` is `[2, blocks, kv_heads, block_size, row]` (see `quire.kernels.cache`), or has one side for keys that are
+    the values, too (None); `slots` `[tokens]` is block * block_size + offset.
     """
     block_size = cache.shape[3]
     blocks, offsets = slots // block_size, slots % block_size
-    for side, rows in zip(cache, (key, value), strict=True):
+    for side, rows in zip(cache, (key,) if value is None else (key, value), strict=True):
         side[blocks, :, offsets] = _quantized(rows) if cache.dtype == torch.int8 else rows.to(cache.dtype)
 
 

@@ -71,6 +71,10 @@ class Attention(nn.Module):
             batch.sequence_lengths,
             batch.query_starts,
             spec.scale,
+            window=spec.window or 0,
+            softcap=spec.softcap,
+            sinks=None if self.sinks is None else self.sinks.float(),
+            slopes=self._slopes,
         )
         out: Tensor = self.output(mixed.flatten(1))
         return out

@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
         query = self.query(x).unflatten(-1, (self._heads, spec.head_dim))  # a head's rotary features come first
         rotary_key, latent = down.split((spec.rope.dim, spec.latent_dim), dim=-1)
         key = torch.cat((rotary_key, self.latent_norm(latent)), dim=-1)[:, None]
-        query = kernels.rotary_write_kv(query, key, key, turns, cache, batch.slots)
+        query = kernels.rotary_write_kv(query, key, None, turns, cache, batch.slots)
         mixed = self._attend(query, batch, cache)
         out: Tensor = self.output(mixed.flatten(1))
         return out

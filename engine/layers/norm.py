@@ -21,11 +21,11 @@ class RMSNorm(nn.Module):
         self.weight = Weight((size,), whole(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.rms_norm(x, self.weight, self._norm.eps)
+        return kernels.rms_norm(x, self.weight, self._norm.eps, self._norm.offset)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """`residual + x`, normalized and as it is."""
-        return kernels.add_rms_norm(x, residual, self.weight, self._norm.eps)
+        return kernels.add_rms_norm(x, residual, self.weight, self._norm.eps, self._norm.offset)
 
 
 class LayerNorm(nn.Module):

@@ -128,15 +128,17 @@ void widen(const T* row, float* out, int64_t width) {
   for_vectors(width, [&](int64_t i, auto n) { store(out + i, load(row + i, n), n); });
 }
 
-at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+// Without values, the cache has one side, of keys.
+at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& value,
                            const at::Tensor& rotations, at::Tensor cache, const at::Tensor& slots) {
   const int64_t tokens = query.size(0), head_dim = query.size(2), block_size = cache.size(3);
   const int64_t half = rotations.size(1) / 2;
   TORCH_CHECK(cache.size(4) == kv_row_size(cache.scalar_type(), head_dim) && cache.stride(4) == 1,
               "the cache's rows do not fit heads of ", head_dim);
   TORCH_CHECK(rotations.size(1) == 2 * half && 2 * half <= head_dim, "no rotations for heads of ", head_dim);
-  TORCH_CHECK(key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type());
-  const Rows queries(query), keys(key), values(value);
+  TORCH_CHECK(cache.size(0) == (value ? 2 : 1), "the cache has ", cache.size(0), " sides");
+  TORCH_CHECK(key.scalar_type() == query.scalar_type() && (!value || value->scalar_type() == query.scalar_type()));
+  const Rows queries(query), keys(key), values(value ? *value : key);
   const at::Tensor turns = rotations.contiguous(), places = slots.contiguous();
   at::Tensor out = at::empty(query.sizes(), query.options());
   decltype(&store_kv_row<float>) store_row;
@@ -164,6 +166,7 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
           rotate(keys.row<T>(row), turn, turned.data(), half, head_dim);
           widen(turned.data(), wide.data(), head_dim);  // by way of T: the cache sees what T keeps
           store_row(wide.data(), place(0, slot, head), head_dim);
+          if (!value) continue;
           widen(values.row<T>(row), wide.data(), head_dim);
           store_row(wide.data(), place(1, slot, head), head_dim);
         }
@@ -181,7 +184,7 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
         add_rms_norm);
   m.def(
-      "rotary_write_kv(Tensor query, Tensor key, Tensor value, Tensor rotations, Tensor(a!) cache, Tensor slots) -> "
+      "rotary_write_kv(Tensor query, Tensor key, Tensor? value, Tensor rotations, Tensor(a!) cache, Tensor slots) -> "
       "Tensor",
       rotary_write_kv);
 }
