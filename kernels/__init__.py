@@ -10,9 +10,11 @@ from __future__ import annotations
 from quire.kernels import reference
 from quire.kernels.cache import allocate_kv_cache
 from quire.kernels.dispatch import by_device, prepare
+from quire.kernels.experts import Experts, fused_experts, pack_experts
 from quire.kernels.linear import Linear, Quantization, pack_linear
 
 __all__ = [
+    "Experts",
     "Linear",
     "Quantization",
     "act_mul",
@@ -20,13 +22,16 @@ __all__ = [
     "add_rms_norm",
     "allocate_kv_cache",
     "apply_bitmask",
+    "fused_experts",
     "gumbel_noise",
+    "pack_experts",
     "pack_linear",
     "paged_attention",
     "prepare",
     "read_kv",
     "rms_norm",
     "rotary_write_kv",
+    "route",
     "sample",
     "uniform_noise",
 ]
@@ -34,6 +39,7 @@ __all__ = [
 rms_norm = by_device(reference.rms_norm)
 add_rms_norm = by_device(reference.add_rms_norm)
 rotary_write_kv = by_device(reference.rotary_write_kv)
+route = by_device(reference.route)
 read_kv = by_device(reference.read_kv)
 act_mul = by_device(reference.act_mul)
 activate = by_device(reference.activate)

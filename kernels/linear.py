@@ -43,20 +43,25 @@ def pack_linear(weight: Tensor, quantization: Quantization | None = None) -> Lin
     int8: one scale for each output feature, and one for each row of `x`, found when it comes (W8A8, dynamic).
     int4: a scale and a zero for each group of up to 128 weights of an output feature; `in` is a multiple of 32.
     """
+    return packing(weight, quantization)(weight)
+
+
+def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tensor], Linear]:
+    """The class below that packs weights like this one, `[out, in]`."""
     if weight.device.type != "cpu":
-        return Plain(weight)
+        return Plain
     if quantization == "int4":
-        return Int4(weight)
+        return Int4
     if quantization == "int8":
-        return Int8(weight) if _is_ours("vnni") else Int8OneDNN(weight)
+        return Int8 if _is_ours("vnni") else Int8OneDNN
     if weight.dtype == torch.float32:
-        return Panels(weight) if _is_ours("f") else OneDNN(weight) if _has_onednn() else Plain(weight)
+        return Panels if _is_ours("f") else OneDNN if _has_onednn() else Plain
     if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _is_ours("bf16"):
-        return Panels(weight)
+        return Panels
     if weight.dtype == torch.bfloat16 and _has_onednn() and (torch.cpu._is_avx512_bf16_supported() or _has_tiles()):
-        return OneDNN(weight)
+        return OneDNN
     # oneDNN emulates bfloat16 where the processor does not have it, at half the speed of float32.
-    return Widened(weight)
+    return Widened
 
 
 def _is_ours(extension: Literal["f", "bf16", "vnni"]) -> bool:
@@ -105,7 +110,7 @@ class Panels:
 
     def __init__(self, weight: Tensor) -> None:
         self._features = len(weight)
-        self._weight = _panels(weight.detach(), 4 // weight.element_size())
+        self._weight = word_panels(weight)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _panel_linear(x, self._weight, bias, self._features)
@@ -133,15 +138,25 @@ class Widened:
         return _widened_linear(x.float(), self._weight, bias, self._features, x.dtype)
 
 
+def word_panels(weight: Tensor) -> Tensor:
+    """`weight` `[out, in]`, float32 or bfloat16, as `panels`."""
+    return _panels(weight.detach(), 4 // weight.element_size())
+
+
+def int8_panels(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`weight` `[out, in]` rounded to 8 bits, as `panels` of unsigned bytes, and the scales `[panels * PANEL]`."""
+    quantized, scales = _quantize_weight(weight.detach())
+    unsigned = quantized.view(torch.uint8).add_(reference.INT8_OFFSET)  # which wraps around
+    padded = F.pad(scales, (0, -len(scales) % reference.PANEL))
+    return _panels(unsigned, 4, padding=reference.INT8_OFFSET), padded
+
+
 class Int8:
     """Our own products of 8-bit integers: exact but for the rounding of weights and of `x` to 255 steps."""
 
     def __init__(self, weight: Tensor) -> None:
         self._features = len(weight)
-        quantized, scales = _quantize_weight(weight.detach())
-        unsigned = quantized.view(torch.uint8).add_(reference.INT8_OFFSET)  # which wraps around
-        self._weight = _panels(unsigned, 4, padding=reference.INT8_OFFSET)
-        self._scales = F.pad(scales, (0, -len(scales) % reference.PANEL))
+        self._weight, self._scales = int8_panels(weight)
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _int8_linear(x, self._weight, self._scales, bias, self._features)

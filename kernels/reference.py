@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,9 +20,13 @@ __all__ = [
     "act_mul",
     "activate",
     "add_rms_norm",
+    "by_expert",
+    "fused_experts",
+    "gated",
     "gumbel_noise",
     "int4_linear",
     "int8_linear",
+    "packed_experts",
     "paged_attention",
     "panel_linear",
     "panels",
@@ -31,6 +36,7 @@ __all__ = [
     "read_kv",
     "rms_norm",
     "rotary_write_kv",
+    "route",
     "sample",
     "scale_rows",
     "uniform_noise",
@@ -351,6 +357,147 @@ def int4_linear(
     group = weight.shape[1] // scales.shape[1]
     wide = halves * scales.repeat_interleave(group, dim=1) + zeros.repeat_interleave(group, dim=1)
     return widened_linear(x, wide, bias, features, dtype)
+
+
+Scoring = Literal["softmax", "sigmoid", "topk_softmax"]
+GroupScore = Literal["max", "top2_sum"]
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    scoring: Scoring,
+    *,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: GroupScore = "max",
+    correction_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The `top_k` experts of each token, the best first: weights, float32, and numbers, int64, `[tokens, top_k]` each.
+
+    `logits` are float32 `[tokens, experts]`. Experts are chosen by their scores, which are also the weights; by
+    "topk_softmax" the weights are the softmax of the chosen ones' logits. `correction_bias` (float32 `[experts]`) is
+    added for choosing only (Wang et al. 2024). With `groups`, an expert is eligible in the `top_groups` best ones, each
+    as good as its best expert or its two best together (DeepSeek-V2 and V3). Of equal experts, and groups, the lower
+    number comes first. `renormalize` makes weights sum to 1, before `scale`.
+    """
+    scores = logits.softmax(dim=-1) if scoring == "softmax" else logits.sigmoid() if scoring == "sigmoid" else logits
+    choice = scores if correction_bias is None else scores + correction_bias
+    if scoring == "softmax" and correction_bias is None and (groups == 1 or group_score == "max"):
+        choice = logits  # which have the order of their softmax, where some that differ may have become equal
+    if groups > 1:
+        members = choice.view(len(choice), groups, -1)  # [tokens, groups, experts of a group]
+        best = members.topk(2 if group_score == "top2_sum" else 1, dim=-1).values.sum(dim=-1)
+        closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, _highest(best, top_groups), False)
+        choice = members.masked_fill(closed[..., None], -torch.inf).flatten(-2)
+    ids = _highest(choice, top_k)
+    weights = scores.gather(-1, ids)
+    if scoring == "topk_softmax":
+        weights = weights.softmax(dim=-1)
+    if renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * scale, ids
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """As torch.topk's indices, the lower of equal ones first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`activation(gate) * up`; "swiglu_oai" is gpt-oss's: `gate * sigmoid(1.702 * gate) * (up + 1)`, both at most 7."""
+    match activation:
+        case "silu":
+            return F.silu(gate) * up
+        case "gelu":
+            return F.gelu(gate) * up
+        case "gelu_tanh":
+            return F.gelu(gate, approximate="tanh") * up
+        case "relu":
+            return F.relu(gate) * up
+        case "relu2":
+            return F.relu(gate).square() * up
+        case "swiglu_oai":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    raise ValueError(f"no activation {activation!r}")
+
+
+def fused_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """The weighted sum of what each token's experts make of it: `[tokens, hidden]` → the same, summed in float32.
+
+    An expert is `down(gated(gate(x), up(x)))`: `gate_up` is `[experts, 2 * size, hidden]`, gates before ups, `down` is
+    `[experts, hidden, size]`; the biases are `[experts, 2 * size]` and `[experts, hidden]`. Expert `ids[t, i]` of token
+    `t` weighs `weights[t, i]`, both `[tokens, top_k]`; an id below 0 or beyond the last expert adds nothing (it is
+    another rank's).
+    """
+
+    def feed_forward(expert: int, rows: Tensor) -> Tensor:
+        both = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        gate, up = both.chunk(2, dim=-1)
+        return F.linear(gated(gate, up, activation), down[expert], None if down_bias is None else down_bias[expert])
+
+    return by_expert(x, weights, ids, len(gate_up), feed_forward)
+
+
+def by_expert(
+    x: Tensor, weights: Tensor, ids: Tensor, experts: int, feed_forward: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """The weighted sum of `feed_forward(expert, rows)` over each token's experts, those without rows left out."""
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for expert in torch.unique(ids).tolist():
+        if 0 <= expert < experts:
+            tokens, places = torch.nonzero(ids == expert, as_tuple=True)
+            rows = feed_forward(expert, x[tokens])
+            total.index_add_(0, tokens, rows.float() * weights[tokens, places, None])
+    return total.to(x.dtype)
+
+
+def packed_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    """`fused_experts` by weights as `panels`, each expert's one after the other: `[experts, panels, words, PANEL, …]`.
+
+    Weights are of the type of `x`, float32 or bfloat16, or bytes as for `int8_linear`. A panel of `gate_up` holds
+    PANEL / 2 gates, then their ups; `down` has an input for each. Scales and biases are float32 `[experts, panels *
+    PANEL]`.
+    """
+    hidden = x.shape[1]
+
+    def product(rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
+        features = weight.shape[1] * PANEL
+        if scales is None:
+            out = panel_linear(rows, weight[expert], None, features)
+        else:
+            out = int8_linear(rows, weight[expert], scales[expert], None, features)
+        return out if bias is None else (out + bias[expert]).to(x.dtype)
+
+    def feed_forward(expert: int, rows: Tensor) -> Tensor:
+        both = product(rows, gate_up, gate_up_scales, gate_up_bias, expert).view(len(rows), -1, 2, PANEL // 2)
+        inner = gated(both[..., 0, :], both[..., 1, :], activation).flatten(-2)
+        return product(inner, down, down_scales, down_bias, expert)[:, :hidden]
+
+    return by_expert(x, weights, ids, len(gate_up), feed_forward)
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "int4_linear",
     "int8_linear",
     "load",
+    "packed_experts",
     "paged_attention",
     "panel_linear",
     "panels",
@@ -22,6 +23,7 @@ __all__ = [
     "quantize_weight",
     "rms_norm",
     "rotary_write_kv",
+    "route",
     "sample",
     "scale_rows",
     "uniform_noise",
@@ -96,6 +98,42 @@ def int4_linear(
     dtype: torch.dtype,
 ) -> Tensor:
     out: Tensor = torch.ops.quire.int4_linear(x, weight, scales, zeros, bias, features, dtype)
+    return out
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    scoring: str,
+    *,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "max",
+    correction_bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    weights, ids = torch.ops.quire.route(
+        logits, top_k, scoring, renormalize, scale, groups, top_groups, group_score, correction_bias
+    )
+    return weights, ids
+
+
+def packed_experts(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    gate_up_scales: Tensor | None,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scales: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    out: Tensor = torch.ops.quire.packed_experts(
+        *(x, weights, ids, gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, activation)
+    )
     return out
 
 

@@ -1,0 +1,101 @@
+"""Fused experts against a call for each expert that has rows, at a layer like Qwen3-30B-A3B's, by number of tokens.
+
+.venv/bin/python benchmarks/experts.py --threads 2 [--only int8] [--experts 64] [--hidden 1024] [--size 384] [--json]
+
+Both take turns; times are minima over the turns. Each run goes through several copies of the layer and several
+choices of experts, so that weights come from memory as they do in a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.kernels import linear
+from quire.kernels.experts import ExpertByExpert, PanelExperts
+
+COPIES = 4
+TOKENS = (1, 8, 32, 512)
+KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], kernels.Linear]]] = {
+    "float32": (torch.float32, linear.Panels),
+    "bfloat16": (torch.bfloat16, linear.Panels),
+    "int8": (torch.float32, linear.Int8),
+}
+
+
+def copies(kind: str, num_experts: int, hidden: int, size: int) -> Iterator[tuple[kernels.Experts, kernels.Experts]]:
+    """Layers, fused and as a loop each."""
+    dtype, pack = KINDS[kind]
+    for _ in range(COPIES):
+        gate_up, down = torch.randn(num_experts, 2 * size, hidden), torch.randn(num_experts, hidden, size)
+        gate_up, down = gate_up.to(dtype), down.to(dtype)
+        loop = ExpertByExpert([*map(pack, gate_up)], [*map(pack, down)], "silu", None, None)
+        fused = PanelExperts(gate_up, down, "silu", None, None, is_int8=kind == "int8")
+        yield fused, loop
+
+
+def compare(kind: str, num_experts: int, hidden: int, size: int, top_k: int, turns: int) -> Iterator[dict[str, Any]]:
+    layers = list(copies(kind, num_experts, hidden, size))
+    expert_bytes = 3 * size * hidden * (1 if kind == "int8" else KINDS[kind][0].itemsize)
+    for tokens in TOKENS:
+        inputs = [
+            (
+                torch.randn(tokens, hidden).to(KINDS[kind][0]),
+                *kernels.route(torch.randn(tokens, num_experts), top_k, "softmax"),
+            )
+            for _ in layers
+        ]
+        best = [float("inf")] * 2
+        for _ in range(turns):
+            for which in range(2):
+                begun = time.perf_counter()
+                for layer, arguments in zip(layers, inputs, strict=True):
+                    layer[which](*arguments)
+                best[which] = min(best[which], time.perf_counter() - begun)
+        read = sum(len(torch.unique(ids)) for _, _, ids in inputs) * expert_bytes
+        yield {
+            "kind": kind,
+            "tokens": tokens,
+            "fused_us": best[0] / COPIES * 1e6,
+            "loop_us": best[1] / COPIES * 1e6,
+            "time_ratio": best[0] / best[1],
+            "weights_gb_per_s": read / best[0] / 1e9,
+            "g_per_s": 6 * tokens * top_k * size * hidden * COPIES / best[0] / 1e9,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--size", type=int, default=384)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--only", choices=KINDS, nargs="+", default=[*KINDS])
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    kernels.prepare("cpu")()
+    torch.set_num_threads(arguments.threads)
+    results = []
+    for kind in arguments.only:
+        sizes = (arguments.experts, arguments.hidden, arguments.size, arguments.top_k)
+        for result in compare(kind, *sizes, arguments.turns):
+            results.append(result)
+            if not arguments.json:
+                rates = f"{result['weights_gb_per_s']:5.1f} GB/s, {result['g_per_s']:4.0f} G/s"
+                times = f"{result['fused_us']:7.0f} µs, loop {result['loop_us']:7.0f} µs; {result['time_ratio']:.2f}"
+                print(f"{kind:9} {result['tokens']:4} tokens: {times} of its time; {rates}")
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

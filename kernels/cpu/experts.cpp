@@ -1,0 +1,390 @@
+// Mixtures of experts: which experts a token goes to, and the sum of what they make of it.
+//
+// Tokens are sorted by expert, and each expert's rows go through its panels (see panels.h); experts without rows cost
+// nothing. First all experts' gates and ups: a panel holds 16 of each, so that the activation is applied to sums that
+// are still in registers. Threads share all experts' panels, by the work that they are. Then the downs: there a thread
+// takes the same panels of every expert, so that it adds up its features of a token alone, in the order of experts.
+// So a token's result depends neither on the other tokens nor on the number of threads.
+
+#include "panels.h"
+
+namespace quire {
+namespace {
+
+constexpr int kHalf = kPanel / 2;    // gates, or ups, in a panel
+constexpr int64_t kReadingRows = 16;  // a panel is read from memory in the time that takes to multiply so many rows
+
+using Gated = Floats (*)(Floats gate, Floats up);
+
+Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+Floats silu_gated(Floats gate, Floats up) { return gate * sigmoid(gate) * up; }
+
+Floats gelu_gated(Floats gate, Floats up) {
+  Floats part;
+  for (int i = 0; i < kLanes; ++i) part[i] = 0.5f + 0.5f * std::erf(gate[i] * 0.70710678118654752f);
+  return gate * part * up;
+}
+
+Floats gelu_tanh_gated(Floats gate, Floats up) {  // (1 + tanh(x)) / 2 is the sigmoid of 2 x
+  return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)) * up;
+}
+
+Floats relu_gated(Floats gate, Floats up) { return (gate < 0.0f ? Floats{} : gate) * up; }
+Floats relu2_gated(Floats gate, Floats up) { return relu_gated(gate, relu_gated(gate, up)); }
+
+Floats swiglu_oai(Floats gate, Floats up) {
+  const Floats limit = broadcast(7.0f);
+  gate = gate > limit ? limit : gate;  // a NaN stays one
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return gate * sigmoid(1.702f * gate) * (up + 1.0f);
+}
+
+Gated gated(c10::string_view name) {
+  if (name == "silu") return silu_gated;
+  if (name == "gelu") return gelu_gated;
+  if (name == "gelu_tanh") return gelu_tanh_gated;
+  if (name == "relu") return relu_gated;
+  if (name == "relu2") return relu2_gated;
+  if (name == "swiglu_oai") return swiglu_oai;
+  TORCH_CHECK(false, "no activation ", name);
+}
+
+// The numbers of the `count` highest of `size` scores, falling; of two that are equal the lower number comes first.
+void find_highest(const float* scores, int64_t size, int64_t count, int64_t* best) {
+  for (int64_t i = 0, found = 0; i < size; ++i) {
+    if (found == count && !(scores[i] > scores[best[count - 1]])) continue;
+    int64_t at = found < count ? found++ : count - 1;
+    for (; at > 0 && scores[i] > scores[best[at - 1]]; --at) best[at] = best[at - 1];
+    best[at] = i;
+  }
+}
+
+// What a group of experts is chosen by: the best of them, or the sum of the two best.
+float group_score(const float* scores, int64_t size, bool is_sum_of_two) {
+  float first = -INFINITY, second = -INFINITY;
+  for (int64_t i = 0; i < size; ++i) {
+    second = std::max(second, std::min(first, scores[i]));
+    first = std::max(first, scores[i]);
+  }
+  return is_sum_of_two ? first + second : first;
+}
+
+enum class Scoring { kSoftmax, kSigmoid, kTopKSoftmax };
+
+Scoring scoring_named(c10::string_view name) {
+  if (name == "softmax") return Scoring::kSoftmax;
+  if (name == "sigmoid") return Scoring::kSigmoid;
+  if (name == "topk_softmax") return Scoring::kTopKSoftmax;
+  TORCH_CHECK(false, "no scoring ", name);
+}
+
+void softmax(float* x, int64_t size) {
+  float top = x[0], total = 0.0f;
+  for (int64_t i = 1; i < size; ++i) top = std::max(top, x[i]);
+  for (int64_t i = 0; i < size; ++i) total += x[i] = std::exp(x[i] - top);
+  for (int64_t i = 0; i < size; ++i) x[i] /= total;
+}
+
+// logits: float32 [tokens, experts]. Returns weights float32 and numbers int64, [tokens, top_k] each.
+std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits, int64_t top_k, c10::string_view scoring,
+                                         bool renormalize, double scale, int64_t groups, int64_t top_groups,
+                                         c10::string_view group_scoring, const std::optional<at::Tensor>& bias) {
+  const int64_t tokens = logits.size(0), experts = logits.size(1), group = experts / groups;
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.dim() == 2, "logits are to be float32 [tokens, experts]");
+  TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == experts));
+  TORCH_CHECK(experts % groups == 0 && top_groups <= groups && top_k <= top_groups * group, "too few to choose from");
+  const Scoring kind = scoring_named(scoring);
+  const bool is_sum_of_two = group_scoring == "top2_sum";
+  TORCH_CHECK(groups == 1 || !is_sum_of_two || group > 1, "no two experts in a group");
+  // Logits have the order of their softmax, where some that differ may have become equal.
+  const bool by_logits = kind == Scoring::kSoftmax && !bias && (groups == 1 || !is_sum_of_two);
+  const at::Tensor rows = logits.contiguous();
+  at::Tensor weights = at::empty({tokens, top_k}, rows.options());
+  at::Tensor ids = at::empty({tokens, top_k}, rows.options().dtype(at::kLong));
+  at::parallel_for(0, tokens, grain(experts * top_k), [&](int64_t begin, int64_t end) {
+    std::vector<float> scores(experts), choice(experts), of_groups(groups);
+    std::vector<int64_t> best_groups(top_groups);
+    for (int64_t token = begin; token < end; ++token) {
+      const float* row = rows.const_data_ptr<float>() + token * experts;
+      float* weight = weights.mutable_data_ptr<float>() + token * top_k;
+      int64_t* id = ids.mutable_data_ptr<int64_t>() + token * top_k;
+      std::copy(row, row + experts, scores.begin());
+      if (kind == Scoring::kSoftmax) softmax(scores.data(), experts);
+      if (kind == Scoring::kSigmoid) {
+        for (float& score : scores) score = 1.0f / (1.0f + std::exp(-score));
+      }
+      const float* from = by_logits ? row : scores.data();
+      std::copy(from, from + experts, choice.begin());
+      if (bias) {
+        for (int64_t i = 0; i < experts; ++i) choice[i] += bias->const_data_ptr<float>()[i];
+      }
+      if (groups > 1) {
+        for (int64_t i = 0; i < groups; ++i) of_groups[i] = group_score(&choice[i * group], group, is_sum_of_two);
+        find_highest(of_groups.data(), groups, top_groups, best_groups.data());
+        std::fill(of_groups.begin(), of_groups.end(), -INFINITY);
+        for (const int64_t open : best_groups) of_groups[open] = 0.0f;
+        for (int64_t i = 0; i < experts; ++i) choice[i] += of_groups[i / group];
+      }
+      find_highest(choice.data(), experts, top_k, id);
+      for (int64_t i = 0; i < top_k; ++i) weight[i] = scores[id[i]];
+      if (kind == Scoring::kTopKSoftmax) softmax(weight, top_k);
+      float total = 1e-20f;  // as DeepSeek: a sum of zeros divides too
+      for (int64_t i = 0; i < top_k; ++i) total += weight[i];
+      const float factor = static_cast<float>(scale) / (renormalize ? total : 1.0f);
+      for (int64_t i = 0; i < top_k; ++i) weight[i] *= factor;
+    }
+  });
+  return {weights, ids};
+}
+
+// A row that goes to an expert, and the weight of what comes out.
+struct Visit {
+  int64_t token;
+  float weight;
+};
+
+// The visits of an expert that has some.
+struct Visited {
+  int64_t expert, first, count;
+};
+
+// All visits to experts below `experts`, expert by expert, each expert's in the order of tokens; and where they lie.
+std::tuple<std::vector<Visit>, std::vector<Visited>> sorted(const at::Tensor& weights, const at::Tensor& ids,
+                                                            int64_t experts) {
+  const int64_t top_k = ids.size(1);
+  const int64_t* const id = ids.const_data_ptr<int64_t>();
+  const auto is_here = [&](int64_t i) { return id[i] >= 0 && id[i] < experts; };
+  std::vector<int64_t> place(experts + 1);
+  for (int64_t i = 0; i < ids.numel(); ++i) {
+    if (is_here(i)) ++place[id[i] + 1];
+  }
+  std::vector<Visited> visited;
+  for (int64_t expert = 0; expert < experts; ++expert) {
+    const int64_t count = place[expert + 1];
+    if (count) visited.push_back({expert, place[expert], count});
+    place[expert + 1] += place[expert];
+  }
+  std::vector<Visit> visits(place[experts]);
+  for (int64_t i = 0; i < ids.numel(); ++i) {
+    if (is_here(i)) visits[place[id[i]]++] = {i / top_k, weights.const_data_ptr<float>()[i]};
+  }
+  return {std::move(visits), std::move(visited)};
+}
+
+// One matrix of every expert: words [experts, panels, words, 32]; scales and biases float32 [experts, panels * 32].
+struct Matrices {
+  const char* data;
+  const float *scales, *biases;
+  int64_t experts, panels, words;
+
+  Matrices(const at::Tensor& weight, const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& bias)
+      : data(bytes_of(weight)), scales(features(scale, weight)), biases(features(bias, weight)),
+        experts(weight.size(0)), panels(weight.size(1)), words(weight.size(2)) {
+    TORCH_CHECK(weight.is_contiguous() && weight.stride(2) * weight.element_size() == kPanel * 4, "not panels of words");
+  }
+
+  static const float* features(const std::optional<at::Tensor>& x, const at::Tensor& weight) {
+    if (!x) return nullptr;
+    TORCH_CHECK(x->scalar_type() == at::kFloat && x->is_contiguous() && x->dim() == 2 && x->size(0) == weight.size(0) &&
+                    x->size(1) == weight.size(1) * kPanel,
+                "scales and biases are to be float32 [experts, panels * 32]");
+    return x->const_data_ptr<float>();
+  }
+
+  const char* panel(int64_t expert, int64_t number) const {
+    return data + (expert * panels + number) * words * kPanel * 4;
+  }
+
+  // Of an expert's panels, the last before `end`; behind them `after` is called.
+  auto pieces(int64_t expert, int64_t end, const char* after) const {
+    return [=, this](int64_t number, int64_t begin, int64_t depth, char*) {
+      const char *here = panel(expert, number) + begin * kPanel * 4, *next = here + depth * kPanel * 4;
+      return Piece{here, number + 1 == end && begin + depth == words ? after : next};
+    };
+  }
+
+  // What a panel's sums stand for, lanes from `i` on: scaled by row and feature, and with the bias.
+  template <typename Rows, typename Sum>
+  Floats value(const Rows& rows, int64_t row, int64_t expert, int64_t number, int i, Sum sum) const {
+    const int64_t feature = (expert * panels + number) * kPanel + i;
+    const Floats product = rows.product(row, sum, scales, feature);
+    return biases ? product + load(biases + feature) : product;
+  }
+};
+
+// Rows of float32 or bfloat16 are words as they are.
+template <typename Word>
+struct Rows {
+  const char* data;
+  int64_t stride;
+
+  template <typename T>
+  Rows(const T* x, int64_t, int64_t inputs) : data(reinterpret_cast<const char*>(x)), stride(inputs * sizeof(T)) {}
+
+  Floats product(int64_t, Floats sum, const float*, int64_t) const { return sum; }
+};
+
+#ifdef __AVX512VNNI__
+// Rows as bytes.
+template <>
+struct Rows<Quad> {
+  Quantized quantized;
+  const char* data;
+  int64_t stride;
+
+  template <typename T>
+  Rows(const T* x, int64_t rows, int64_t inputs) : stride((inputs + 3) / 4 * 4) {
+    quantized.fill(x, rows, inputs, stride);
+    data = reinterpret_cast<const char*>(quantized.bytes.data());
+  }
+
+  Floats product(int64_t row, Ints sum, const float* scales, int64_t feature) const {
+    const Ints exact = sum - kOffset * quantized.sums[row];
+    return __builtin_convertvector(exact, Floats) * load(scales + feature) * quantized.scales[row];
+  }
+};
+#endif
+
+// The rows of some visits, one after the other.
+const char* gather(const char* x, int64_t stride, const Visit* visits, int64_t count) {
+  if (count == 1) return x + visits->token * stride;
+  static thread_local std::vector<char> memory;
+  memory.resize(std::max<size_t>(memory.size(), count * stride));
+  for (int64_t i = 0; i < count; ++i) std::memcpy(memory.data() + i * stride, x + visits[i].token * stride, stride);
+  return memory.data();
+}
+
+template <typename Word, typename T>
+struct Mixture {
+  const std::vector<Visit>& visits;
+  const std::vector<Visited>& visited;
+
+  // out: [visits, 16 * panels], `activation` of the gates times the ups.
+  void gate_up(const Rows<Word>& rows, const Matrices& matrices, Gated activation, T* out) const {
+    const int64_t panels = matrices.panels, width = panels * kHalf;
+    int64_t work = 0;  // of a thread and its like, in rows
+    for (const Visited& e : visited) work += panels * (e.count + kReadingRows);
+    const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.words * kPanel));
+    at::parallel_for(0, work, least, [&](int64_t begin, int64_t end) {
+      int64_t start = 0;
+      for (size_t i = 0; i < visited.size(); ++i) {
+        const Visited& e = visited[i];
+        const int64_t each = e.count + kReadingRows;
+        // A panel is the thread's in whose share it begins.
+        const auto panel_at = [&](int64_t at) { return std::clamp<int64_t>((at - start + each - 1) / each, 0, panels); };
+        const int64_t first = panel_at(begin), last = panel_at(end);
+        start += panels * each;
+        if (first == last) continue;
+        const char* after = i + 1 < visited.size() ? matrices.panel(visited[i + 1].expert, 0) : nullptr;
+        const auto from = [&](int64_t row, int64_t count) {
+          return gather(rows.data, rows.stride, &visits[e.first + row], count);
+        };
+        multiply_panels<Word>(
+            e.count, rows.stride, matrices.words, first, last, from, matrices.pieces(e.expert, panels, after),
+            [&](int64_t panel, int64_t row, const auto& sums) {
+              const int64_t token = visits[e.first + row].token;
+              const auto value = [&](int j) {
+                return matrices.value(rows, token, e.expert, panel, j, sums[j / kLanes]);
+              };
+              T* to = out + (e.first + row) * width + panel * kHalf;
+              for (int j = 0; j < kHalf; j += kLanes) store(to + j, activation(value(j), value(j + kHalf)));
+            });
+      }
+    });
+  }
+
+  // total: [tokens, hidden], the weighted sums of the experts' rows.
+  void down(const Rows<Word>& rows, const Matrices& matrices, int64_t tokens, int64_t hidden, float* total,
+            T* out) const {
+    int64_t work = 0;
+    for (const Visited& e : visited) work += e.count + kReadingRows;
+    const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work * matrices.words * kPanel));
+    at::parallel_for(0, matrices.panels, least, [&](int64_t begin, int64_t end) {
+      const int64_t feature = begin * kPanel, width = std::min(end * kPanel, hidden) - feature;
+      for (int64_t token = 0; token < tokens; ++token) std::fill_n(total + token * hidden + feature, width, 0.0f);
+      for (size_t i = 0; i < visited.size(); ++i) {
+        const Visited& e = visited[i];
+        const char* after = i + 1 < visited.size() ? matrices.panel(visited[i + 1].expert, begin) : nullptr;
+        const auto from = [&](int64_t row, int64_t) { return rows.data + (e.first + row) * rows.stride; };
+        multiply_panels<Word>(
+            e.count, rows.stride, matrices.words, begin, end, from, matrices.pieces(e.expert, end, after),
+            [&](int64_t panel, int64_t row, const auto& sums) {
+              const Visit& visit = visits[e.first + row];
+              float* to = total + visit.token * hidden + panel * kPanel;
+              for_vectors(std::min<int64_t>(kPanel, hidden - panel * kPanel), [&](int64_t j, auto n) {
+                const Floats value = matrices.value(rows, e.first + row, e.expert, panel, j, sums[j / kLanes]);
+                store(to + j, load(to + j, n) + visit.weight * value, n);
+              });
+            });
+      }
+      if constexpr (!std::is_same_v<T, float>) {
+        for (int64_t token = 0; token < tokens; ++token) {
+          const int64_t at = token * hidden + feature;
+          for_vectors(width, [&](int64_t j, auto n) { store(out + at + j, load(total + at + j, n), n); });
+        }
+      }
+    });
+  }
+};
+
+// x: [tokens, hidden]; weights float32 and ids int64, [tokens, top_k]: ids that are no expert's here add nothing.
+// Weights of the type of x, in words, or bytes 128 above what they stand for, with scales. gate_up: [experts, panels,
+// hidden / per_word, 32, per_word], 16 gates then 16 ups to a panel; down: [experts, panels, inner / per_word, 32,
+// per_word], where `inner` is 16 * gate_up's panels. Scales and biases: float32 [experts, panels * 32].
+at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& ids,
+                          const at::Tensor& gate_up, const std::optional<at::Tensor>& gate_up_scales,
+                          const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
+                          const std::optional<at::Tensor>& down_scales, const std::optional<at::Tensor>& down_bias,
+                          c10::string_view activation) {
+  const int64_t tokens = x.size(0), hidden = x.size(1);
+  TORCH_CHECK(ids.sizes() == weights.sizes() && ids.size(0) == tokens && ids.scalar_type() == at::kLong &&
+                  weights.scalar_type() == at::kFloat,
+              "weights are to be float32 and ids int64, both [tokens, top_k]");
+  const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
+  const int64_t inner = first.panels * kHalf;
+  const at::Tensor from = x.contiguous();
+  const auto [visits, visited] = sorted(weights.contiguous(), ids.contiguous(), first.experts);
+  at::Tensor out = at::empty(x.sizes(), from.options()), between = at::empty({int64_t(visits.size()), inner}, from.options());
+  at::Tensor total = x.scalar_type() == at::kFloat ? out : at::empty(x.sizes(), from.options().dtype(at::kFloat));
+  const auto run = [&]<typename Word, typename T, int kPerWord>() {
+    TORCH_CHECK((hidden + kPerWord - 1) / kPerWord == first.words && inner / kPerWord == second.words &&
+                    first.experts == second.experts && (hidden + kPanel - 1) / kPanel == second.panels,
+                "x, gates and downs do not fit together");
+    const Mixture<Word, T> mixture{visits, visited};
+    T* const middle = between.mutable_data_ptr<T>();
+    mixture.gate_up(Rows<Word>(from.const_data_ptr<T>(), tokens, hidden), first, gated(activation), middle);
+    mixture.down(Rows<Word>(middle, visits.size(), inner), second, tokens, hidden, total.mutable_data_ptr<float>(),
+                 out.mutable_data_ptr<T>());
+  };
+  if (gate_up.element_size() == 1) {
+#ifdef __AVX512VNNI__
+    TORCH_CHECK(first.scales && second.scales, "bytes need scales");
+    TORCH_CHECK(std::max(hidden, inner) <= (1 << 16), "sums of more than 65,536 products of 8 bits may not fit into 32");
+    for_type(x.scalar_type(), [&]<typename T>() { run.template operator()<Quad, T, 4>(); });
+    return out;
+#endif
+  } else {
+    TORCH_CHECK(x.scalar_type() == gate_up.scalar_type() && x.scalar_type() == down.scalar_type());
+    if (x.scalar_type() == at::kFloat) return run.template operator()<Float, float, 1>(), out;
+#ifdef __AVX512BF16__
+    TORCH_CHECK(hidden % 2 == 0, "rows of x are to be whole words");
+    if (x.scalar_type() == at::kBFloat16) return run.template operator()<BFloat16Pair, at::BFloat16, 2>(), out;
+#endif
+  }
+  TORCH_CHECK(false, "no experts of ", gate_up.scalar_type(), " on this processor");
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(quire, m) {
+  m.def(
+      "route(Tensor logits, int top_k, str scoring, bool renormalize, float scale, int groups, int top_groups, "
+      "str group_score, Tensor? correction_bias) -> (Tensor, Tensor)",
+      route);
+  m.def(
+      "packed_experts(Tensor x, Tensor weights, Tensor ids, Tensor gate_up, Tensor? gate_up_scales, "
+      "Tensor? gate_up_bias, Tensor down, Tensor? down_scales, Tensor? down_bias, str activation) -> Tensor",
+      packed_experts);
+}
+
+}  // namespace quire

@@ -1,0 +1,180 @@
+// Products of rows by weights in panels: the core of every matmul here.
+//
+// Weights lie in panels of 32 output features, [panels][words][32]. A word is what one instruction takes of a row of x
+// and of each feature: a float32, two bfloat16, or four bytes, always 32 bits. A thread takes whole panels; of a panel
+// it takes a piece, kDepth words deep, that stays in the first-level cache while all rows of x pass by, kRows at once
+// with their sums in registers. Meanwhile the piece that comes next is called into the second-level cache. So each
+// weight is read from memory once, and a row's sums are added up in the same order whatever stands beside it.
+
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "vec.h"
+
+namespace quire {
+
+constexpr int kPanel = 32;
+constexpr int64_t kDepth = 256;                        // kDepth x kPanel words are 32 KiB
+constexpr int64_t kPieceBytes = kDepth * kPanel * 4;
+constexpr int64_t kBlockBytes = 256 << 10;             // of x: what stays in the second-level cache
+constexpr int64_t kLeastBlock = 96;                    // rows that a piece is read for at least
+constexpr int kVectors = kPanel / kLanes;
+constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 2 : 1;  // the sums leave some registers for a piece
+constexpr int64_t kThreadWork = 1 << 20;               // multiplications that make a thread worth waking
+
+// Weights and x of float32.
+struct Float {
+  using Sum = Floats;
+  static Sum add(Sum sum, const char* weights, const char* x) {
+    return sum + load(reinterpret_cast<const float*>(weights)) * read<float>(x);
+  }
+};
+
+#ifdef __AVX512BF16__
+// Of bfloat16, two inputs to a word; their products are summed in float32.
+struct BFloat16Pair {
+  using Sum = Floats;
+  static Sum add(Sum sum, const char* weights, const char* x) {
+    return _mm512_dpbf16_ps(sum, read<__m512bh>(weights), std::bit_cast<__m512bh>(_mm512_set1_epi32(read<int32_t>(x))));
+  }
+};
+#endif
+
+#ifdef __AVX512VNNI__
+// Unsigned weights and signed x, four inputs to a word: of the two, the instruction repeats only the signed operand.
+struct Quad {
+  using Sum = Ints;
+  static Sum add(Sum sum, const char* weights, const char* x) {
+    return std::bit_cast<Sum>(_mm512_dpbusd_epi32(std::bit_cast<__m512i>(sum), read<__m512i>(weights),
+                                                  _mm512_set1_epi32(read<int32_t>(x))));
+  }
+};
+#endif
+
+// A thread's sums of a block of rows for one panel.
+template <typename Word>
+using Sums = typename Word::Sum[kVectors];
+
+// The sums of R rows of x by a piece, added to `sums` unless it is the panel's first. Meanwhile `lines` cache lines for
+// each word are called from `next` on.
+template <typename Word, int R>
+void multiply(const char* x, int64_t stride, const char* piece, int64_t words, Sums<Word>* sums, bool is_first,
+              const char* next, int lines) {
+  Sums<Word> acc[R];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) acc[r][v] = is_first ? typename Word::Sum{} : sums[r][v];
+  }
+  for (int64_t k = 0; k < words; ++k) {
+    for (int line = 0; line < lines; ++line) __builtin_prefetch(next + (k * lines + line) * 64, 0, 2);
+    const char* weights = piece + k * kPanel * 4;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = Word::add(acc[r][v], weights + v * kLanes * 4, x + r * stride + k * 4);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = acc[r][v];
+  }
+}
+
+template <typename Word, int... R>
+constexpr auto multiplies(std::integer_sequence<int, R...>) {
+  return std::array{multiply<Word, R + 1>...};
+}
+
+// The largest magnitude of a row.
+template <typename T>
+float largest(const T* x, int64_t count) {
+  Floats top = {};
+  for_vectors(count, [&](int64_t i, auto n) {
+    const Floats part = load(x + i, n);
+    top = max(top, max(part, -part));
+  });
+  return max(top);
+}
+
+// A piece of a panel as words, and where the one behind it lies: null if that is not for this file to call.
+struct Piece {
+  const char *at, *next;
+};
+
+// `rows` rows of `words` words, `stride` bytes apart, by the panels from `begin` to `end`, on this thread.
+// `from(first, count)` returns where so many of the rows lie; `take(panel, begin, depth, buffer)` a `Piece`, maybe made
+// in the buffer; `finish(panel, row, sums)` gets the 32 sums of a row.
+template <typename Word, typename From, typename Take, typename Finish>
+void multiply_panels(int64_t rows, int64_t stride, int64_t words, int64_t begin, int64_t end, From from, Take take,
+                     Finish finish) {
+  static constexpr auto kMultiply = multiplies<Word>(std::make_integer_sequence<int, kRows>());
+  constexpr int64_t kPieceLines = 2;  // cache lines of a word
+  const int64_t most = std::max(kLeastBlock, kBlockBytes / std::max<int64_t>(1, stride));
+  const int64_t blocks = std::max<int64_t>(1, (rows + most - 1) / most), block = (rows + blocks - 1) / blocks;
+  alignas(64) char buffer[kPieceBytes];
+  static thread_local std::vector<Floats> memory;
+  memory.resize(std::max<size_t>(memory.size(), block * kVectors));
+  auto* const sums = reinterpret_cast<Sums<Word>*>(memory.data());
+  for (int64_t first = 0; first < rows; first += block) {
+    const int64_t count = std::min(block, rows - first), parts = (count + kRows - 1) / kRows;
+    const char* const x = from(first, count);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      for (int64_t k = 0; k < words; k += kDepth) {
+        const int64_t depth = std::min(kDepth, words - k);
+        const Piece piece = take(panel, k, depth, buffer);
+        for (int64_t part = 0; part < parts; ++part) {
+          const int64_t row = part * count / parts, few = (part + 1) * count / parts - row;
+          const int lines = piece.next && part < kPieceLines ? (parts == 1 ? 2 : 1) : 0;
+          kMultiply[few - 1](x + row * stride + k * 4, stride, piece.at, depth, sums + row, k == 0,
+                             piece.next + part * depth * 64, lines);
+        }
+      }
+      for (int64_t row = 0; row < count; ++row) finish(panel, first + row, sums[row]);
+    }
+  }
+}
+
+constexpr auto as_it_is = [](int64_t, int64_t, Floats sum) { return sum; };
+
+inline const char* bytes_of(const at::Tensor& x) { return static_cast<const char*>(x.const_data_ptr()); }
+
+constexpr float kSteps = 127.0f;
+constexpr int kOffset = 128;  // on weights, which makes them unsigned
+
+// Rows of x as bytes, followed by zeros up to whole words: a row is about `scale` times its bytes, which add up to `sum`.
+struct Quantized {
+  std::vector<int8_t> bytes;
+  std::vector<float> scales;
+  std::vector<int32_t> sums;
+
+  template <typename T>
+  void fill(const T* x, int64_t rows, int64_t inputs, int64_t stride) {
+    bytes.resize(std::max<size_t>(bytes.size(), rows * stride));
+    scales.resize(std::max<size_t>(scales.size(), rows));
+    sums.resize(scales.size());
+    at::parallel_for(0, rows, grain(inputs), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const T* from = x + row * inputs;
+        int8_t* to = bytes.data() + row * stride;
+        const float scale = largest(from, inputs) / kSteps;
+        const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+        Floats total = {};
+        for_vectors(inputs, [&](int64_t i, auto n) {
+          const Floats steps = round(load(from + i, n) * inverse);
+          total += steps;  // exact: integers of less than 24 bits
+          store(to + i, steps, n);
+        });
+        std::fill(to + inputs, to + stride, 0);
+        const float all = sum(total);
+        scales[row] = all == all ? scale : all;  // a NaN stays one
+        sums[row] = all == all ? static_cast<int32_t>(all) : 0;
+      }
+    });
+  }
+};
+
+}  // namespace quire

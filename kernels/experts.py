@@ -1,0 +1,141 @@
+"""A mixture of experts' feed-forwards in one operation, their weights packed once, as `quire.kernels.linear` packs one.
+
+Where the products are our own, all experts are one call: rows are sorted by expert, experts without rows cost nothing,
+and a token's result depends on nothing but the token (kernels/cpu/experts.cpp). Elsewhere the packed linear layers of
+the experts that have rows are called one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.kernels import linear, reference
+from quire.kernels.dispatch import by_device
+
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`(x, weights, ids)` → the weighted sums `[tokens, hidden]`; see `fused_experts`."""
+
+fused_experts = by_device(reference.fused_experts)
+_packed_experts = by_device(reference.packed_experts)
+
+
+def pack_experts(
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    quantization: linear.Quantization | None = None,
+) -> Experts:
+    """The experts of `gate_up` `[experts, 2 * size, hidden]` and `down` `[experts, hidden, size]`; see `fused_experts`.
+
+    The two may be overwritten: experts are most of a model, so packed ones take the place of those that they are made
+    from where they can. Products and quantization are as in `pack_linear`.
+    """
+    biases = (gate_up_bias, down_bias)
+    packing = linear.packing(gate_up[0], quantization)
+    if packing is linear.Plain:
+        return PlainExperts(gate_up, down, activation, *biases)
+    if packing is linear.Panels or packing is linear.Int8:
+        return PanelExperts(gate_up, down, activation, *biases, is_int8=packing is linear.Int8)
+    products = [[linear.pack_linear(weight, quantization) for weight in weights] for weights in (gate_up, down)]
+    return ExpertByExpert(products[0], products[1], activation, *biases)
+
+
+class PlainExperts:
+    """Weights as they are."""
+
+    def __init__(
+        self, gate_up: Tensor, down: Tensor, activation: str, gate_up_bias: Tensor | None, down_bias: Tensor | None
+    ) -> None:
+        self._weights = gate_up.detach(), down.detach(), activation, gate_up_bias, down_bias
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return fused_experts(x, weights, ids, *self._weights)
+
+
+class PanelExperts:
+    """All experts' panels in one tensor: of float32, of bfloat16, or of bytes."""
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        activation: str,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        *,
+        is_int8: bool = False,
+    ) -> None:
+        stacked = _int8_stack if is_int8 else _stack
+        padding = -down.shape[2] % _HALF
+        first = stacked(gate_up.detach(), _side_by_side)
+        second = stacked(down.detach(), lambda weight: F.pad(weight, (0, padding)))
+        biases = [
+            gate_up_bias if gate_up_bias is None else torch.stack([_side_by_side(bias) for bias in gate_up_bias]),
+            down_bias if down_bias is None else F.pad(down_bias, (0, -down_bias.shape[1] % reference.PANEL)),
+        ]
+        first_bias, second_bias = (bias if bias is None else bias.detach().float() for bias in biases)
+        self._weights = *first, first_bias, *second, second_bias, activation
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return _packed_experts(x, weights, ids, *self._weights)
+
+
+_HALF = reference.PANEL // 2
+
+
+def _side_by_side(gate_up: Tensor) -> Tensor:
+    """`[2 * size, …]`, gates before ups → 16 gates, their ups, the next gates, …; zeros fill up the last."""
+    filled = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % _HALF)) for part in gate_up.chunk(2)]
+    return torch.stack([part.view(-1, _HALF, *part.shape[1:]) for part in filled], dim=1).flatten(0, 2)
+
+
+def _stack(weights: Tensor, arrange: Callable[[Tensor], Tensor]) -> tuple[Tensor, None]:
+    """The panels of every expert's arranged weight, in the memory of `weights` if they fit there."""
+    first = linear.word_panels(arrange(weights[0]))
+    shape = (len(weights), *first.shape)
+    fits = first.numel() == weights[0].numel() and weights.is_contiguous()
+    stack = weights.view(shape) if fits else weights.new_empty(shape)
+    for panels, weight in zip(stack, weights, strict=True):
+        panels.copy_(linear.word_panels(arrange(weight)))
+    return stack, None
+
+
+def _int8_stack(weights: Tensor, arrange: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    first, first_scales = linear.int8_panels(arrange(weights[0]))
+    stack, scales = (x.new_empty((len(weights), *x.shape)) for x in (first, first_scales))
+    for panels, scale, weight in zip(stack, scales, weights, strict=True):
+        for to, packed in zip((panels, scale), linear.int8_panels(arrange(weight)), strict=True):
+            to.copy_(packed)
+    return stack, scales
+
+
+class ExpertByExpert:
+    """A call of two packed linear layers for every expert that has rows."""
+
+    def __init__(
+        self,
+        gate_up: Sequence[linear.Linear],
+        down: Sequence[linear.Linear],
+        activation: str,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+    ) -> None:
+        self._gate_up, self._down, self._activation = gate_up, down, activation
+        self._gate_up_biases, self._down_biases = (
+            [None] * len(down) if bias is None else list(bias.detach()) for bias in (gate_up_bias, down_bias)
+        )
+
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        return reference.by_expert(x, weights, ids, len(self._down), self._feed_forward)
+
+    def _feed_forward(self, expert: int, rows: Tensor) -> Tensor:
+        gate, up = self._gate_up[expert](rows, self._gate_up_biases[expert]).chunk(2, dim=-1)
+        inner = reference.gated(gate, up, self._activation)
+        return self._down[expert](inner, self._down_biases[expert])

@@ -1,0 +1,318 @@
+"""Routing against loops in plain Python, and fused experts against one token and one expert at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quire import kernels
+from quire.kernels import experts, linear, reference
+
+ACTIVATIONS: dict[str, Callable[[float, float], float]] = {
+    "silu": lambda gate, up: gate / (1 + math.exp(-gate)) * up,
+    "gelu": lambda gate, up: gate * (1 + math.erf(gate / math.sqrt(2))) / 2 * up,
+    "gelu_tanh": lambda gate, up: gate * (1 + math.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) / 2 * up,
+    "relu": lambda gate, up: max(gate, 0.0) * up,
+    "relu2": lambda gate, up: max(gate, 0.0) ** 2 * up,
+    "swiglu_oai": lambda gate, up: (
+        min(gate, 7.0) / (1 + math.exp(-1.702 * min(gate, 7.0))) * (min(max(up, -7.0), 7.0) + 1)
+    ),
+}
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+SCORINGS: tuple[reference.Scoring, ...] = ("softmax", "sigmoid", "topk_softmax")
+
+
+def route_by_loops(
+    row: list[float],
+    top_k: int,
+    scoring: str,
+    *,
+    renormalize: bool = False,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "max",
+    bias: list[float] | None = None,
+) -> dict[int, float]:
+    """One token's experts and weights; sorted() keeps the order of equal ones."""
+    total = sum(math.exp(x) for x in row)
+    scores = {
+        "softmax": [math.exp(x) / total for x in row],
+        "sigmoid": [1 / (1 + math.exp(-x)) for x in row],
+        "topk_softmax": row,
+    }[scoring]
+    choice = scores if bias is None else [score + b for score, b in zip(scores, bias, strict=True)]
+    size = len(row) // groups
+    members = [range(group * size, (group + 1) * size) for group in range(groups)]
+    best = 2 if group_score == "top2_sum" else 1
+    worth = [sum(sorted((choice[i] for i in group), reverse=True)[:best]) for group in members]
+    open_groups = sorted(range(groups), key=lambda group: -worth[group])[:top_groups]
+    eligible = sorted(i for group in open_groups for i in members[group])
+    chosen = sorted(eligible, key=lambda i: -choice[i])[:top_k]
+    weights = [scores[i] for i in chosen]
+    if scoring == "topk_softmax":
+        weights = [math.exp(x) / sum(math.exp(row[i]) for i in chosen) for x in weights]
+    divisor = sum(weights) if renormalize else 1.0
+    return {i: weight / divisor * scale for i, weight in zip(chosen, weights, strict=True)}
+
+
+def apart(tokens: int, num_experts: int) -> Tensor:
+    """Random logits, far enough from each other for any rounding."""
+    return (torch.rand(tokens, num_experts).argsort(dim=-1) - num_experts / 2) * 0.05
+
+
+def check_route(logits: Tensor, top_k: int, scoring: reference.Scoring, **options: Any) -> None:
+    weights, ids = kernels.route(logits, top_k, scoring, **options)
+    assert (weights.dtype, ids.dtype) == (torch.float32, torch.int64)
+    assert weights.shape == ids.shape == (len(logits), top_k)
+    bias = options.pop("correction_bias", None)
+    options["bias"] = None if bias is None else bias.double().tolist()
+    for row, some_weights, some_ids in zip(logits.double().tolist(), weights, ids.tolist(), strict=True):
+        expected = route_by_loops(row, top_k, scoring, **options)
+        assert some_ids == list(expected)
+        torch.testing.assert_close(some_weights, torch.tensor(list(expected.values())), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (8, 2), (60, 4), (64, 64), (129, 8)])
+def test_routing_is_that_of_plain_loops(
+    scoring: reference.Scoring, renormalize: bool, num_experts: int, top_k: int
+) -> None:
+    check_route(apart(33, num_experts), top_k, scoring, renormalize=renormalize, scale=2.5)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("group_score", ["max", "top2_sum"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_grouped_routing_is_that_of_plain_loops(
+    scoring: reference.Scoring, group_score: reference.GroupScore, with_bias: bool
+) -> None:
+    bias = torch.randn(24) if with_bias else None
+    options = {"groups": 4, "top_groups": 2, "group_score": group_score, "correction_bias": bias}
+    check_route(apart(50, 24), 5, scoring, renormalize=True, **options)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(-2, 2), min_size=12, max_size=12), min_size=1, max_size=4), st.data())
+def test_of_equal_experts_the_lower_number_comes_first(rows: list[list[int]], data: st.DataObject) -> None:
+    logits = torch.tensor(rows, dtype=torch.float32)
+    scoring = data.draw(st.sampled_from(SCORINGS))
+    check_route(logits, data.draw(st.integers(1, 6)), scoring)
+    check_route(logits, data.draw(st.integers(1, 6)), scoring, groups=4, top_groups=2)
+
+
+def test_no_tokens_and_scores_of_zero() -> None:
+    weights, ids = kernels.route(torch.empty(0, 8), 2, "softmax")
+    assert weights.shape == ids.shape == (0, 2)
+    weights, ids = kernels.route(torch.full((2, 8), -1e4), 2, "sigmoid", renormalize=True)
+    assert ids.tolist() == [[0, 1]] * 2
+    assert not weights.any()
+
+
+def experts_by_loops(
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """In float64, each token by itself."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, (row, numbers) in enumerate(zip(x.double(), ids.tolist(), strict=True)):
+        for weight, expert in zip(weights[token].tolist(), numbers, strict=True):
+            if not 0 <= expert < len(down):
+                continue
+            both = gate_up[expert].double() @ row
+            both = both if gate_up_bias is None else both + gate_up_bias[expert]
+            pairs = zip(*both.view(2, -1).tolist(), strict=True)
+            inner = torch.tensor([ACTIVATIONS[activation](gate, up) for gate, up in pairs], dtype=torch.float64)
+            result = down[expert].double() @ inner
+            out[token] += weight * (result if down_bias is None else result + down_bias[expert])
+    return out
+
+
+def random_experts(
+    num_experts: int, size: int, hidden: int, dtype: torch.dtype = torch.float32, *, bias: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    shapes = (num_experts, 2 * size, hidden), (num_experts, hidden, size)
+    gate_up, down = ((torch.randn(shape) * 2 / shape[2] ** 0.5).to(dtype) for shape in shapes)
+    if not bias:
+        return gate_up, down, None, None
+    return gate_up, down, torch.randn(num_experts, 2 * size).to(dtype), torch.randn(num_experts, hidden).to(dtype)
+
+
+def routed(tokens: int, num_experts: int, top_k: int) -> tuple[Tensor, Tensor]:
+    return kernels.route(torch.randn(tokens, num_experts) * 2, top_k, "softmax")
+
+
+def close(out: Tensor, expected: Tensor, tolerance: float) -> None:
+    assert out.shape == expected.shape
+    assert (out.double() - expected).norm() <= tolerance * (1 + expected.norm())
+
+
+def by_expert(
+    pack: Callable[[Tensor], kernels.Linear],
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str = "silu",
+) -> kernels.Experts:
+    first, second = ([pack(weight) for weight in weights] for weights in (gate_up, down))
+    return experts.ExpertByExpert(first, second, activation, gate_up_bias, down_bias)
+
+
+def forms(
+    gate_up: Tensor, down: Tensor, activation: str, gate_up_bias: Tensor | None, down_bias: Tensor | None
+) -> list[kernels.Experts]:
+    """Every implementation that takes such weights here, of copies: packing may overwrite them."""
+    biases = (gate_up_bias, down_bias)
+    made: list[kernels.Experts] = [
+        experts.PlainExperts(gate_up, down, activation, *biases),
+        by_expert(linear.Widened, gate_up, down, *biases, activation=activation),
+        kernels.pack_experts(gate_up.clone(), down.clone(), activation, gate_up_bias=biases[0], down_bias=biases[1]),
+    ]
+    if gate_up.dtype == torch.float32 or (gate_up.dtype == torch.bfloat16 and linear._is_ours("bf16")):
+        made.append(experts.PanelExperts(gate_up.clone(), down.clone(), activation, *biases))
+    return made
+
+
+SHAPES = [(1, 4, 2, 16, 32), (3, 5, 3, 20, 40), (40, 8, 2, 33, 70), (17, 60, 4, 64, 128), (9, 3, 3, 5, 6)]
+"""Tokens, experts, top_k, size, hidden."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("tokens", "num_experts", "top_k", "size", "hidden"), SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_experts_are_the_loop_over_tokens(
+    tokens: int, num_experts: int, top_k: int, size: int, hidden: int, bias: bool, dtype: torch.dtype
+) -> None:
+    x = torch.randn(tokens, hidden).to(dtype)
+    weights, ids = routed(tokens, num_experts, top_k)
+    parts = random_experts(num_experts, size, hidden, dtype, bias=bias)
+    expected = experts_by_loops(x, weights, ids, *parts[:2], "silu", *parts[2:])
+    for form in forms(*parts[:2], "silu", *parts[2:]):
+        out = form(x, weights, ids)
+        assert out.dtype == dtype
+        close(out, expected, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: str) -> None:
+    x, (weights, ids) = torch.randn(6, 32) * 6, routed(6, 4, 2)
+    gate_up, down, *_ = random_experts(4, 24, 32)
+    expected = experts_by_loops(x, weights, ids, gate_up, down, activation)
+    for form in forms(gate_up, down, activation, None, None):
+        close(form(x, weights, ids), expected, 3e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 13, 1000])
+@pytest.mark.parametrize("spread", ["all to one", "one alone", "even"])
+def test_none_one_and_all_tokens_for_an_expert(tokens: int, spread: str, dtype: torch.dtype) -> None:
+    num_experts, x = 6, torch.randn(tokens, 64).to(dtype)
+    ids = torch.full((tokens, 1), 4)
+    if spread == "one alone":
+        ids[tokens // 2] = 1
+    elif spread == "even":
+        ids[:, 0] = torch.arange(tokens) % num_experts
+    weights = torch.rand(tokens, 1)
+    gate_up, down, *_ = random_experts(num_experts, 48, 64, dtype)
+    gate, up = (gate_up.double()[ids[:, 0]] @ x.double()[..., None]).chunk(2, dim=1)  # [tokens, size, 1]
+    expected = weights * (down.double()[ids[:, 0]] @ (F.silu(gate) * up))[..., 0]
+    for form in forms(gate_up, down, "silu", None, None):
+        close(form(x, weights, ids), expected, TOLERANCES[dtype])
+
+
+def test_the_experts_of_other_ranks_add_nothing() -> None:
+    x, (weights, ids) = torch.randn(30, 32), routed(30, 8, 3)
+    gate_up, down, *_ = random_experts(8, 16, 32)
+    for form, (start, stop) in itertools.product(range(4), [(0, 3), (3, 4), (4, 8)]):
+        part = forms(gate_up[start:stop], down[start:stop], "silu", None, None)[form]
+        expected = experts_by_loops(x, weights, ids - start, gate_up[start:stop], down[start:stop], "silu")
+        close(part(x, weights, ids - start), expected, 2e-6)
+    for form_ in forms(gate_up, down, "silu", None, None):
+        assert not form_(x, weights, ids + 8).any()
+        assert form_(x[:0], weights[:0], ids[:0]).shape == (0, 32)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [32, 96])
+def test_quantized_experts(quantization: kernels.Quantization, dtype: torch.dtype, size: int) -> None:
+    x, (weights, ids) = torch.randn(21, 128).to(dtype), routed(21, 6, 2)
+    parts = random_experts(6, size, 128, dtype, bias=True)
+    options = {"gate_up_bias": parts[2], "down_bias": parts[3]}
+    packed = kernels.pack_experts(parts[0].clone(), parts[1].clone(), "silu", quantization=quantization, **options)
+    expected = experts_by_loops(x, weights, ids, *parts[:2], "silu", *parts[2:])
+    close(packed(x, weights, ids), expected, 0.03 if quantization == "int8" else 0.25)
+    one_by_one = by_expert(lambda weight: linear.pack_linear(weight, quantization), *parts)
+    close(packed(x, weights, ids), one_by_one(x, weights, ids).double(), 1e-2)
+
+
+@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="without VNNI there is no such product")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "hidden"), [(16, 32), (20, 70), (48, 128)])
+def test_int8_panels_are_the_int8_linears(size: int, hidden: int, dtype: torch.dtype) -> None:
+    """To rounding: an inner feature may fall on the next step where it lies between two."""
+    x, (weights, ids) = torch.randn(15, hidden).to(dtype), routed(15, 5, 2)
+    gate_up, down, *_ = random_experts(5, size, hidden)
+    panels = experts.PanelExperts(gate_up, down, "silu", None, None, is_int8=True)
+    one_by_one = by_expert(linear.Int8, gate_up, down)
+    close(panels(x, weights, ids), one_by_one(x, weights, ids).double(), 1e-2)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_a_token_is_the_same_in_any_company_and_by_any_threads(kind: str, implementation: str) -> None:
+    if implementation == "reference":
+        pytest.skip("a property of the compiled kernels")
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    gate_up, down, *_ = random_experts(7, 176, 704, dtype)
+    product = kernels.pack_experts(gate_up, down, "silu", quantization="int8" if kind == "int8" else None)
+    if not isinstance(product, experts.PanelExperts):
+        pytest.skip(f"{kind} is not ours on this processor")
+    x = (torch.randn(240, 704) * torch.logspace(-3, 3, 240)[:, None]).to(dtype)
+    weights, ids = routed(240, 7, 3)
+    together = product(x, weights, ids)
+    for rows in ([0], [17, 3], [239], range(0, 240, 5)):
+        index = torch.tensor(rows)
+        assert torch.equal(product(x[index], weights[index], ids[index]), together[index])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            assert torch.equal(product(x, weights, ids), together)
+            assert torch.equal(product(x[:2], weights[:2], ids[:2]), together[:2])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_token_that_is_not_a_number_harms_no_other() -> None:
+    x, (weights, ids) = torch.randn(5, 64), routed(5, 4, 2)
+    x[1, 5] = torch.nan
+    gate_up, down, *_ = random_experts(4, 16, 64)
+    for form in forms(gate_up, down, "silu", None, None):
+        out = form(x, weights, ids)
+        assert out[1].isnan().all()
+        assert not out[[0, 2, 3, 4]].isnan().any()
+
+
+def test_packing_takes_the_memory_of_the_weights() -> None:
+    gate_up, down, *_ = random_experts(3, 32, 64)
+    packed = experts.PanelExperts(gate_up, down, "silu", None, None)
+    assert packed._weights[0].data_ptr() == gate_up.data_ptr()
+    assert packed._weights[3].data_ptr() == down.data_ptr()
