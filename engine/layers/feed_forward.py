@@ -23,5 +23,12 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
-        out: Tensor = self.down(self._activate(self.gate_up(x), self._activation))
+        out: Tensor = self.down(self._inner(x))
         return out
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of that, which is the sum of all ranks'."""
+        return self.down.partial(self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self._activate(self.gate_up(x), self._activation)

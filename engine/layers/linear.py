@@ -93,5 +93,8 @@ class RowParallelLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, in_features / ranks]` → `[tokens, out_features]`, the same on every rank."""
-        bias = self.bias if self._parallel.rank == 0 else None  # in the sum once
-        return self._parallel.all_reduce(self.product(x, bias))
+        return self._parallel.all_reduce(self.partial(x))
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of that sum."""
+        return self.product(x, self.bias if self._parallel.rank == 0 else None)  # the bias is in the sum once

@@ -33,7 +33,9 @@ def fill(module: nn.Module) -> nn.Module:
         assert isinstance(weight, Weight)
         weight.data.zero_()
         for shard in weight.shards:
-            generator = torch.Generator().manual_seed(crc32(f"{path} {shard.part} {shard.shape}".encode()))
+            generator = torch.Generator().manual_seed(
+                crc32(f"{path} {shard.part} {shard.expert} {shard.shape}".encode())
+            )
             tensor = torch.randn(shard.shape, generator=generator)
             weight.data[shard.target] = tensor[shard.source]
     return module

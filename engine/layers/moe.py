@@ -1,0 +1,180 @@
+"""A mixture of experts: a router that every rank has, experts cut over the ranks of a stage, one sum for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine import architecture
+from quire.engine.layers.feed_forward import FeedForward
+from quire.engine.layers.linear import Linear
+from quire.engine.layers.weight import Shard, Weight, whole
+from quire.engine.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of a layer's experts: some of them, and of each the same slice of its inner features.
+
+    The ranks of a stage together have every slice of every expert once.
+    """
+
+    experts: range
+    """Their numbers in the model."""
+    slice: int
+    slices: int
+
+
+def slice_of_each(num_experts: int, parallel: Parallel) -> Held:
+    """Tensor parallelism inside every expert."""
+    return Held(range(num_experts), parallel.rank, parallel.size)
+
+
+class MixtureOfExperts(nn.Module):
+    """The weighted sum of some experts' outputs for each token (Shazeer et al. 2017), and of a shared expert's."""
+
+    def __init__(
+        self, spec: architecture.Experts, hidden_size: int, parallel: Parallel, held: Held | None = None
+    ) -> None:
+        super().__init__()
+        self._parallel = parallel
+        self.router = Router(spec, hidden_size)
+        self.experts = Experts(spec, hidden_size, held or slice_of_each(spec.num_experts, parallel))
+        self.shared = None if spec.shared is None else FeedForward(spec.shared, hidden_size, parallel)
+        self.shared_gate = SharedGate(hidden_size) if spec.shared_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden_size]` → the same, on every rank."""
+        out: Tensor = self.experts(x, *self.router(x))
+        if self.shared is not None:
+            shared = self.shared.partial(x)
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(x)
+            out = out + shared
+        return self._parallel.all_reduce(out)
+
+
+class WholeLinear(Linear):
+    """A few features that decide much: every rank has them all, in float32 whatever the model is quantized to."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = Weight((out_features, in_features), whole(out_features, in_features))
+        self.bias = Weight((out_features,), whole(out_features)) if bias else None
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        self._product = kernels.pack_linear(self.weight.float())
+        self.weight.data = self.weight.data.new_empty(0)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """`[tokens, in_features]` → float32 `[tokens, out_features]`."""
+        bias = None if self.bias is None else self.bias.float()
+        if self._product is None:
+            return F.linear(x.float(), self.weight.float(), bias)
+        return self._product(x.float(), bias)
+
+
+class SharedGate(WholeLinear):
+    """How much of the shared expert's output a token gets."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden_size]` → `[tokens, 1]`."""
+        return self.logits(x).sigmoid().to(x.dtype)
+
+
+class Router(WholeLinear):
+    """Which experts a token goes to. All ranks choose alike: their logits are the same, and so is who wins a tie."""
+
+    def __init__(self, spec: architecture.Experts, hidden_size: int) -> None:
+        super().__init__(hidden_size, spec.num_experts, bias=spec.router_bias)
+        self._spec = spec
+        self.correction_bias = None
+        if spec.correction_bias:
+            self.correction_bias = Weight((spec.num_experts,), whole(spec.num_experts))
+            self.correction_bias.data = self.correction_bias.data.float()  # fine differences are what it is for
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`[tokens, hidden_size]` → weights, float32, and numbers of experts, int64, `[tokens, top_k]` each."""
+        spec = self._spec
+        return kernels.route(
+            self.logits(x),
+            spec.top_k,
+            spec.scoring,
+            renormalize=spec.renormalize,
+            scale=spec.scale,
+            groups=spec.groups,
+            top_groups=spec.top_groups,
+            group_score=spec.group_score,
+            correction_bias=self.correction_bias,
+        )
+
+
+class Matrices(nn.Module):
+    """One linear layer of every expert that the rank has, `[experts, rows, columns]`, and its biases."""
+
+    def __init__(self, shape: tuple[int, ...], shards: list[Shard], bias_shards: list[Shard] | None) -> None:
+        super().__init__()
+        self.weight = Weight(shape, *shards)
+        self.bias = None if bias_shards is None else Weight(shape[:2], *bias_shards)
+
+
+class Experts(nn.Module):
+    """The experts that a rank has. Once all weights are filled, they take the form that the device multiplies by."""
+
+    def __init__(self, spec: architecture.Experts, hidden_size: int, held: Held) -> None:
+        super().__init__()
+        self._spec, self._held = spec, held
+        self._product: kernels.Experts | None = None
+        size, numbers = spec.size // held.slices, list(enumerate(held.experts))
+        assert size * held.slices == spec.size
+        start = held.slice * size
+
+        def gates_and_ups(*columns: int) -> list[Shard]:
+            return [
+                Shard((spec.size, *columns), start, size, offset=offset, part=part, expert=expert, place=place)
+                for place, expert in numbers
+                for part, offset in (("gate", 0), ("up", size))
+            ]
+
+        downs = [
+            Shard((hidden_size, spec.size), start, size, dim=1, expert=expert, place=place) for place, expert in numbers
+        ]
+        down_biases = [Shard((hidden_size,), 0, hidden_size, expert=expert, place=place) for place, expert in numbers]
+        self.gate_up = Matrices(
+            (len(numbers), 2 * size, hidden_size), gates_and_ups(hidden_size), gates_and_ups() if spec.bias else None
+        )
+        self.down = Matrices((len(numbers), hidden_size, size), downs, down_biases if spec.bias else None)
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        """Replace the weights by their packed form, made in their memory where it fits; parameters are left empty."""
+        self._product = kernels.pack_experts(
+            self.gate_up.weight,
+            self.down.weight,
+            self._spec.activation,
+            gate_up_bias=self.gate_up.bias,
+            down_bias=self._down_bias,
+            quantization=quantization,
+        )
+        for weight in self.parameters():
+            weight.data = weight.data.new_empty(0)
+
+    @property
+    def _down_bias(self) -> Tensor | None:
+        return self.down.bias if self._held.slice == 0 else None  # in the sum once
+
+    def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """This rank's part of the sum; `ids` are the experts' numbers in the model, and others' are left out."""
+        ids = ids - self._held.experts.start if self._held.experts.start else ids
+        if self._product is not None:
+            return self._product(x, weights, ids)
+        return kernels.fused_experts(
+            *(x, weights, ids, self.gate_up.weight, self.down.weight, self._spec.activation),
+            gate_up_bias=self.gate_up.bias,
+            down_bias=self._down_bias,
+        )
