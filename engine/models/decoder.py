@@ -13,6 +13,7 @@ from quire.engine.layers.attention import Attention, Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from quire.engine.layers.feed_forward import FeedForward
 from quire.engine.layers.latent import LatentAttention
+from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
@@ -84,7 +85,8 @@ def _feed_forward(
     match spec:
         case architecture.FeedForward():
             return FeedForward(spec, hidden_size, parallel)
-    raise AssertionError(spec)
+        case architecture.Experts():
+            return MixtureOfExperts(spec, hidden_size, parallel)
 
 
 class PositionEmbedding(nn.Module):

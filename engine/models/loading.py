@@ -20,6 +20,7 @@ from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.families import FAMILIES
 from quire.engine.layers.linear import Linear
+from quire.engine.layers.moe import Experts
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.model_files import TensorInfo
 from quire.engine.models.checkpoint import Stored, find
@@ -50,12 +51,17 @@ def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.devi
         decoder = Decoder(model.architecture, stage, model.max_model_len, parallel)
     needed = needed_tensors(decoder, model)
     missing = Counter({id(weight): len(weight.shards) for weight, _, _ in chain(*needed.values())})
-    layers = {id(layer.weight): layer for layer in decoder.modules() if isinstance(layer, Linear)}
+    owners = defaultdict(list)
+    for layer in decoder.modules():
+        if isinstance(layer, Linear | Experts):
+            for weight in layer.parameters():
+                owners[id(weight)].append(layer)
 
     def on_put(weight: Weight) -> None:
         missing[id(weight)] -= 1
-        if pack and not missing[id(weight)] and id(weight) in layers:
-            layers[id(weight)].pack(model.quantization)
+        for layer in owners[id(weight)] if pack and not missing[id(weight)] else ():
+            if not any(missing[id(other)] for other in layer.parameters()):
+                layer.pack(model.quantization)
 
     if model.load_format == "dummy":
         _fill_randomly(needed, model.seed, on_put)

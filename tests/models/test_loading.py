@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.architecture import Architecture, Norm
+from quire.engine.architecture import Architecture, Experts, FeedForward, Norm
 from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError
+from quire.engine.layers import moe
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models import loading
@@ -125,6 +126,23 @@ def test_dummy_weights_do_not_depend_on_the_ranks() -> None:
     assert not torch.allclose(logits(other, tokens, Parallel()), expected)
 
 
+MIXTURE = Experts(num_experts=6, top_k=2, size=24, shared=FeedForward(size=16), shared_gate=True)
+BIASED_MIXTURE = replace(MIXTURE, bias=True, router_bias=True, correction_bias=True, shared_gate=False)
+MOE = replace(TINY, name="Qwen2MoeForCausalLM", layers=(TINY_LAYER, *[replace(TINY_LAYER, feed_forward=MIXTURE)] * 5))
+
+
+def test_experts_are_packed_once_they_are_whole() -> None:
+    config, tokens = engine_config(architecture=MOE), torch.arange(20)
+    decoder = load(config, 0, Parallel(), CPU)
+    mixtures = [module for module in decoder.modules() if isinstance(module, moe.Experts)]
+    assert len(mixtures) == 5
+    assert not any(weight.numel() for mixture in mixtures for weight in mixture.parameters())
+    expected = logits(config, tokens, Parallel())
+    halved = replace(config, parallel=replace(config.parallel, tensor_parallel_size=2))
+    for result in on_ranks(2, lambda parallel: logits(halved, tokens, parallel)):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
+
 def variant(attention: dict[str, Any], feed_forward: dict[str, Any], **model: Any) -> Architecture:
     layer = replace(
         TINY_LAYER,
@@ -142,6 +160,8 @@ VARIANTS = [
     variant({"num_kv_heads": 2, "output_bias": True, "head_dim": 6}, {"bias": True}),
     variant({"qk_norm": NORM, "qk_norm_over": "all heads", "has_sinks": True}, {"is_gated": False, "bias": True}),
     variant({"num_kv_heads": 2, "qk_norm": Norm(eps=0.1, kind="layer"), "qk_norm_over": "each head"}, {}),
+    MOE,
+    replace(TINY, layers=(replace(TINY_LAYER, feed_forward=BIASED_MIXTURE),) * 6),
     replace(TINY, position_embeddings=70, head_bias=True, norm=Norm(eps=0.1, kind="layer", bias=True)),
 ]
 
