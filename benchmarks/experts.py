@@ -1,9 +1,9 @@
 """Fused experts against a call for each expert that has rows, at a layer like Qwen3-30B-A3B's, by number of tokens.
 
-.venv/bin/python benchmarks/experts.py --threads 2 [--only int8] [--experts 64] [--hidden 1024] [--size 384] [--json]
+.venv/bin/python benchmarks/experts.py --threads 1 [--only int8] [--experts 64] [--hidden 1024] [--size 384] [--json]
 
-Both take turns; times are minima over the turns. Each run goes through several copies of the layer and several
-choices of experts, so that weights come from memory as they do in a model.
+Both take turns; times are minima over the turns, with one thread of that thread's own time. Each run goes through
+several copies of the layer and several choices of experts, so that weights come from memory as they do in a model.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def copies(kind: str, num_experts: int, hidden: int, size: int) -> Iterator[tupl
 
 def compare(kind: str, num_experts: int, hidden: int, size: int, top_k: int, turns: int) -> Iterator[dict[str, Any]]:
     layers = list(copies(kind, num_experts, hidden, size))
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     expert_bytes = 3 * size * hidden * (1 if kind == "int8" else KINDS[kind][0].itemsize)
     for tokens in TOKENS:
         inputs = [
@@ -55,10 +56,10 @@ def compare(kind: str, num_experts: int, hidden: int, size: int, top_k: int, tur
         best = [float("inf")] * 2
         for _ in range(turns):
             for which in range(2):
-                begun = time.perf_counter()
+                begun = clock()
                 for layer, arguments in zip(layers, inputs, strict=True):
                     layer[which](*arguments)
-                best[which] = min(best[which], time.perf_counter() - begun)
+                best[which] = min(best[which], clock() - begun)
         read = sum(len(torch.unique(ids)) for _, _, ids in inputs) * expert_bytes
         yield {
             "kind": kind,
@@ -73,7 +74,7 @@ def compare(kind: str, num_experts: int, hidden: int, size: int, top_k: int, tur
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=1024)
