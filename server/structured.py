@@ -12,6 +12,7 @@ import json
 import math
 import re
 import time
+from collections import Counter, deque
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -145,23 +146,27 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
 
 
 class _Walk:
-    """One pass over a schema and what its references lead to."""
+    """One pass over a schema and what its references lead to; its cost grows with the schema's size, no faster."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = {key: value for key, value in root.items() if key not in _AT_THE_ROOT}
         self._targets: dict[str, Any] = {}
         """What the references lead to, rewritten, by name."""
         self._names: dict[str, str] = {"#": "#"}
+        self._by_target: dict[int, str] = {}
+        """Of schemas that references lead to, by identity, as a pointer can be spelled in many ways."""
+        self._ahead: deque[tuple[str, Any, str]] = deque()
+        """Name, schema and path of the targets that are still to be rewritten."""
+        self._namesakes: Counter[str] = Counter()
 
     def result(self) -> dict[str, Any]:
         checked: dict[str, Any] = self._schema(self._root, "")
+        while self._ahead:
+            name, target, path = self._ahead.popleft()
+            self._targets[name] = self._schema(target, path)
         if self._targets:
             checked["$defs"] = self._targets
-        schemas = [checked, *self._targets.values()]
-        finite: set[int] = set()
-        while more := {id(s) for s in schemas if id(s) not in finite and self._is_finite(s, checked, finite)}:
-            finite |= more
-        if id(checked) not in finite:
+        if not self._is_finite(checked):
             raise self._refusal("$ref", "", "leads back to itself for ever, so that no value is ever complete")
         return checked
 
@@ -228,42 +233,74 @@ class _Walk:
                     target = target[int(part) if isinstance(target, list) else part]
                 except (LookupError, TypeError, ValueError):
                     raise self._refusal("$ref", path, f"leads nowhere: {reference}") from None
-            name = re.sub(r"\W", "_", reference.rpartition("/")[2]) or "_"
-            while name in self._targets:
-                name += "_"
+            if (name := self._by_target.get(id(target))) is None:
+                name = self._new_name(re.sub(r"\W", "_", reference.rpartition("/")[2]) or "_")
+                self._by_target[id(target)] = name
+                self._targets[name] = True  # keeps the order
+                self._ahead.append((name, target, reference[1:]))
             self._names[reference] = f"#/$defs/{name}"
-            self._targets[name] = True  # keeps the order
-            self._targets[name] = self._schema(target, reference[1:])
         return self._names[reference]
 
-    def _is_finite(self, schema: Any, root: dict[str, Any], finite: set[int]) -> bool:
-        """Whether a value can be complete, given which schemas can (those of `finite`); True where it is not clear."""
-        if not isinstance(schema, dict):
-            return True
+    def _new_name(self, wanted: str) -> str:
+        """A name that no target has."""
+        name = wanted
+        while name in self._targets:
+            self._namesakes[wanted] += 1
+            name = f"{wanted}_{self._namesakes[wanted]}"
+        return name
 
-        def all_of(schemas: Any) -> bool:
-            return all(self._is_finite(each, root, finite) for each in schemas)
+    def _is_finite(self, root: dict[str, Any]) -> bool:
+        """Whether a value can be complete; True where it is not clear.
 
+        A schema is finite once each of its needs has an alternative that is. So what is finite spreads from the schemas
+        without needs to those that wait for them, and meets each need once.
+        """
+        unmet: dict[int, int] = {}
+        """Of a schema, by identity: how many of its needs have no finite alternative yet."""
+        waiting: dict[int, list[tuple[int, list[Any]]]] = {}
+        """Of a schema: the schemas that need it, and each of these needs with what else would do; emptied once met."""
+        finite: list[int] = []
+        ahead: list[dict[str, Any]] = [root]
+        while ahead:
+            schema = ahead.pop()
+            if id(schema) in unmet:
+                continue
+            needs = [need for need in self._needs(schema, root) if all(isinstance(each, dict) for each in need)]
+            unmet[id(schema)] = len(needs)
+            if not needs:
+                finite.append(id(schema))
+            for need in needs:
+                for each in need:
+                    waiting.setdefault(id(each), []).append((id(schema), need))
+                    ahead.append(each)
+        while finite and unmet[id(root)]:
+            for waiter, need in waiting.get(finite.pop(), ()):
+                if need:
+                    need.clear()
+                    unmet[waiter] -= 1
+                    if not unmet[waiter]:
+                        finite.append(waiter)
+        return not unmet[id(root)]
+
+    def _needs(self, schema: dict[str, Any], root: dict[str, Any]) -> Iterator[list[Any]]:
+        """What must be complete for a value of this schema to be: of each list of schemas, one."""
         if (reference := schema.get("$ref")) is not None:
-            target = root if reference == "#" else self._targets[reference.removeprefix("#/$defs/")]
-            if isinstance(target, dict) and id(target) not in finite:
-                return False
+            yield [root if reference == "#" else self._targets[reference.removeprefix("#/$defs/")]]
         for keyword in ("anyOf", "oneOf"):
-            options = schema.get(keyword)
-            if options and not any(self._is_finite(each, root, finite) for each in options):
-                return False
+            if options := schema.get(keyword):
+                yield list(options)
         if schema.get("type") == "object" and isinstance(required := schema.get("required"), list):
             properties = schema.get("properties", {})
-            if not all_of(properties[name] for name in required if name in properties):
-                return False
+            yield from ([properties[name]] for name in required if isinstance(name, str) and name in properties)
         least = schema.get("minItems", 0)
         if schema.get("type") == "array" and isinstance(least, int) and least > 0:
             first, rest = schema.get("prefixItems", []), schema.get("items", True)
             if isinstance(rest, list):
                 first, rest = rest, schema.get("additionalItems", True)
-            if not all_of([*first[:least], *([rest] if least > len(first) else [])]):
-                return False
-        return all_of(schema.get("allOf", ()))
+            yield from ([each] for each in first[:least])
+            if least > len(first):
+                yield [rest]
+        yield from ([each] for each in schema.get("allOf", ()))
 
     def _refusal(self, keyword: str, path: str, problem: str) -> ValueError:
         return ValueError(f"the schema's {keyword} (at {path or '/'}) {problem}; it could not be enforced")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +216,50 @@ def test_recursion_that_ends_is_allowed(checker: StructuredOutputCheck) -> None:
     assert schema_of(checker, node)["properties"]["next"]["anyOf"][0] == {"$ref": "#"}
     schema_of(checker, {"type": "array", "items": {"$ref": "#"}})
     schema_of(checker, {"properties": {"a": {"$ref": "#"}}, "required": ["a"]})  # a number will do
+
+
+def refs(count: int) -> dict[str, dict[str, Any]]:
+    """Schemas with so many references: in a row, the last first; of one name; all to one place; all from one place."""
+    to = [{"$ref": f"#/$defs/d{at}"} for at in range(count)]
+    chain = {f"d{at}": {**OBJECT, "properties": {"a": to[at - 1]}, "required": ["a"]} for at in range(1, count)}
+    namesakes = {str(at): {"$defs": {"same": {"const": at}}} for at in range(count)}
+    by_name = {str(at): {"$ref": f"#/$defs/{at}/$defs/same"} for at in range(count)}
+    place = {**OBJECT, "properties": {str(at): {"const": at} for at in range(count)}}
+    spelled = [{"$ref": f"#/$defs/many/anyOf/{'0' * at}1"} for at in range(count // 10)]
+    return {
+        "chain": {"$defs": {**chain, "d0": {"type": "null"}}, **to[-1]},
+        "namesakes": {"$defs": namesakes, **OBJECT, "properties": by_name},
+        "spellings": {"$defs": {"many": {"anyOf": [True, place]}}, "anyOf": spelled},
+        "required": {
+            "$defs": {f"d{at}": {"const": at} for at in range(count)},
+            **OBJECT,
+            "properties": {str(at): to[at] for at in range(count)},
+            "required": [str(at) for at in range(count)],
+        },
+    }
+
+
+@pytest.mark.parametrize("kind", refs(10))
+def test_references_cost_no_more_each_where_there_are_many(kind: str) -> None:
+    def calls(count: int) -> int:
+        """Of functions, while so many references are checked."""
+        seen = 0
+
+        def note(frame: object, event: str, argument: object) -> None:
+            nonlocal seen
+            seen += event in ("call", "c_call")
+
+        schema = refs(count)[kind]
+        earlier = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            checked = structured._checked_schema(schema)
+        finally:
+            sys.setprofile(earlier)
+        assert len(json.dumps(checked)) < 3 * len(json.dumps(schema)) + 200
+        return seen
+
+    assert calls(2000) < 5 * calls(500)
 
 
 def accepts(checker: StructuredOutputCheck, schema: Any, text: str) -> bool:
