@@ -29,6 +29,8 @@ ROUTES = (
 HEALTH_ROUTE, PREDICT_ROUTE = "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"
 """Vertex AI sets these in the container's environment."""
 MAX_INSTANCES = 1024
+MAX_COPIED_BYTES = 64 * 2**20
+"""Of `parameters`, which every instance gets, in all instances."""
 
 router = APIRouter()
 
@@ -77,6 +79,12 @@ async def predict(body: dict[str, Any], request: Request) -> Response:
         raise InvalidParameter(f"instances must be a list of 1 to {MAX_INSTANCES} objects", "instances")
     if not isinstance(parameters, dict):
         raise InvalidParameter("parameters must be an object", "parameters")
+    if (copied := len(json.dumps(parameters)) * len(instances)) > MAX_COPIED_BYTES:
+        raise InvalidParameter(
+            f"parameters: for {len(instances)} instances they come to {copied} bytes, more than the {MAX_COPIED_BYTES} "
+            "allowed; send fewer instances, or put what is long into those that need it",
+            "parameters",
+        )
     asked = [_instance(instance, parameters, f"instances[{at}]") for at, instance in enumerate(instances)]
     replies = await asyncio.gather(
         *(local.post(request.app, *each, like=request.scope, receive=request.receive) for each in asked)

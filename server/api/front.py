@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Collection, Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.api.errors import Refusal, respond
+from quire.server.api.local import SCOPE_DEADLINE
 from quire.server.client import DEADLINE, Deadline
 from quire.server.keys import Keys
 
@@ -89,11 +90,13 @@ class Limits:
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared) > self._max_body:
             return await respond(self._too_large())(scope, receive, send)
-        at = None
-        if self._timeout is not None:
-            at = asyncio.get_running_loop().time() + self._timeout
-            DEADLINE.set(Deadline(at, self._timeout))
-        await self._app(scope, self._bounded(receive, at), send)
+        # What a request asks for inside the process has no longer than it has.
+        deadline: Deadline | None = scope.get(SCOPE_DEADLINE)
+        if deadline is None and self._timeout is not None:
+            deadline = Deadline(asyncio.get_running_loop().time() + self._timeout, self._timeout)
+        DEADLINE.set(deadline)
+        scope = {**scope, SCOPE_DEADLINE: deadline}
+        await self._app(scope, self._bounded(receive, deadline and deadline.at), send)
 
     def _bounded(self, receive: Receive, deadline: float | None) -> Receive:
         """The same, up to the body's last byte; what comes after that is not bounded."""

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 
 logger = logging.getLogger(__name__)
 
+SCOPE_DEADLINE = "quire.deadline"
+"""Key of an ASGI scope: when the request must have ended (`client.Deadline`), if it must."""
 _DROPPED = frozenset({b"content-type", b"content-length", b"transfer-encoding"})
 
 
@@ -51,7 +53,7 @@ async def post(
 
 
 def post_scope(path: str, body: bytes, like: Scope | None = None) -> Scope:
-    """The ASGI scope of a POST of JSON; who asks, and with which headers, is taken from `like`."""
+    """The ASGI scope of a POST of JSON; who asks, with which headers and until when, is taken from `like`."""
     like = like or {}
     headers = [header for header in like.get("headers", ()) if header[0] not in _DROPPED]
     return {
@@ -71,6 +73,7 @@ def post_scope(path: str, body: bytes, like: Scope | None = None) -> Scope:
         ],
         "client": like.get("client"),
         "server": like.get("server"),
+        SCOPE_DEADLINE: like.get(SCOPE_DEADLINE),
     }
 
 

@@ -18,9 +18,9 @@ import pytest
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.messages import EngineStats
-from quire.server.api import errors, protocol
+from quire.server.api import errors, front, protocol
 from quire.server.api.front import MIB
-from quire.server.client import QueueFull
+from quire.server.client import Deadline, QueueFull, Stream
 from quire.server.config import ServerOptions
 from quire.server.keys import Keys
 from tests.server.conftest import Server, run_server
@@ -227,6 +227,37 @@ async def test_a_request_that_takes_too_long(config: EngineConfig, core_mode: Ca
         assert "request_timeout" in parts.text
         assert not server.service.client.num_open
         await server.until_idle()
+
+
+async def test_what_a_request_asks_for_inside_has_no_longer_than_it_has(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Deadline] = []
+    kept: list[Deadline] = []
+    end_at = Stream.end_at
+
+    def make(*given: float) -> Deadline:
+        made.append(Deadline(*given))
+        return made[-1]
+
+    def keep(stream: Stream, deadline: Deadline) -> None:
+        kept.append(deadline)
+        end_at(stream, deadline)
+
+    monkeypatch.setattr(front, "Deadline", make)
+    monkeypatch.setattr(Stream, "end_at", keep)
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/predict")
+    async with run_server(config, request_timeout=60) as server:
+        for path, body, count in (
+            ("/v1/completions", HELLO, 1),
+            ("/invocations", HELLO, 1),
+            ("/predict", {"instances": [HELLO] * 3}, 3),
+        ):
+            made.clear()
+            kept.clear()
+            assert (await server.http.post(path, json=body)).status_code == 200
+            assert len(made) == 1, path
+            assert kept == made * count
 
 
 async def test_a_body_that_does_not_come(config: EngineConfig, core_mode: Callable[[str], None]) -> None:

@@ -205,6 +205,7 @@ async def test_vertex(config: EngineConfig, core_mode: Callable[[str], None], mo
             ({"instances": [{"prompt": "a"}, 1]}, "instances[1]"),
             ({"instances": [{"prompt": "a", "stream": True}]}, "instances[0]"),
             ({"instances": [{"prompt": "a"}], "parameters": []}, "parameters"),
+            ({"instances": [{"prompt": "a"}] * 1024, "parameters": {"user": "x" * 2**16}}, "parameters"),
             ({"instances": [{"prompt": "a"}, {"prompt": "b", "top_p": 2}]}, "top_p"),
         ):
             assert (await post(server, "/predict", wrong, 400))["error"]["param"] == param
