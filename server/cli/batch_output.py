@@ -7,6 +7,7 @@ hash, so that answers to another file are noticed. Each line takes 8 bytes of me
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import re
@@ -56,7 +57,8 @@ class Results:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written has been told
+            self._file.close()
 
     @property
     def last_number(self) -> int:
@@ -74,7 +76,7 @@ class Results:
         return bool(answered)
 
     def answer(self, line: Line, status: int, request_id: str, body: Any) -> None:
-        """Append the answer to a line; it is in the file when this returns."""
+        """Append the answer to a line; it is in the file when this returns. Raises `OSError` with the file's name."""
         self._append(line, {"status_code": status, "request_id": request_id, "body": body}, None)
 
     def refuse(self, line: Line, problem: Problem) -> None:
@@ -83,8 +85,11 @@ class Results:
 
     def _append(self, line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
         record = {"id": f"batch_req_{line.number}", "custom_id": line.custom_id, "response": response, "error": error}
-        self._file.write(_encode(record) + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(_encode(record) + b"\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from None
         self.count += 1
 
     def _lock(self) -> None:

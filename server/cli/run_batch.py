@@ -114,7 +114,10 @@ def run(parsed: argparse.Namespace) -> int:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(asking)
         except (RunFailed, OSError) as failure:
-            print(f"quire: error: {failure}\nThe same command goes on from here.", file=sys.stderr)
+            why = str(failure)
+            if isinstance(failure, OSError) and failure.filename == target:
+                why = f"-o {target}: {failure.strerror}"
+            print(f"quire: error: {why}\nThe same command goes on from here.", file=sys.stderr)
             return 1
     return 0
 

@@ -289,6 +289,7 @@ def test_what_cannot_begin_is_one_line(capsys: pytest.CaptureFixture[str], tmp_p
         (("-i", source, "-o", str(tmp_path)), f"-o {tmp_path}"),
         (("-i", source, "-o", target, "--max-concurrency", "0"), "--max-concurrency 0"),
         (("-i", source, "-o", target, "--url", "localhost"), "--url localhost: a URL"),
+        (("-i", source, "-o", target, "--url", "http://a:b"), "--url http://a:b: "),
         (("-i", source, "-o", target, "--url", "http://a", "-tp", "2"), "--tensor-parallel-size would do nothing"),
         (
             ("-i", source, "-o", target, "--url", "http://a", "--tool-call-parser", "none"),
@@ -403,6 +404,36 @@ def test_a_running_server_is_asked_instead(
     write(source, [line(name, {"prompt": name}) for name in ("a", "busy", "bad", "down", "b", "c")])
     assert main([*arguments, server.url]) == 1  # it has gone
     assert "no server answers at" in capsys.readouterr().err
+
+
+FULL = """
+import resource, sys
+from quire.server.cli.main import main
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def test_a_full_disk_ends_the_run_in_one_line_and_it_can_go_on(tmp_path: Path) -> None:
+    async def script(connection: Connection) -> None:
+        await asyncio.sleep(0)
+        connection.reply(200, {"text": "x" * 1000})
+
+    source, target = write(tmp_path / "in", map(line, range_of_names := [str(n) for n in range(40)])), tmp_path / "out"
+    with fake_server(script) as server:
+        arguments = ["run-batch", "-i", str(source), "-o", str(target), "--url", server.url, "--max-concurrency", "8"]
+        room = (5_000, 12_345, 20_001)
+        for size in room:
+            command = [sys.executable, "-c", FULL, str(size), *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 1, done.stderr
+            assert target.stat().st_size == size
+            complaint, hint = done.stderr.splitlines()[-2:]
+            assert complaint == f"quire: error: -o {target}: File too large"  # as of a disk that is full, but its own
+            assert "goes on from here" in hint
+            assert "Traceback" not in done.stderr
+        assert main(arguments) == 0
+    assert sorted(record["custom_id"] for record in records(target)) == sorted(range_of_names)
 
 
 def test_a_server_that_refuses_the_key_ends_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
