@@ -47,10 +47,7 @@ class Remote:
         self._model = options.model
         self._sampling = {"max_tokens": options.max_tokens, "temperature": options.temperature}
         timeout = httpx.Timeout(CONNECT_SECONDS, read=None)
-        try:
-            self._client = httpx.Client(base_url=self._url, headers=headers(options.api_key), timeout=timeout)
-        except httpx.InvalidURL as error:
-            raise RemoteError(f"--url {options.url}: {error}") from None
+        self._client = httpx.Client(base_url=self._url, headers=headers(options.api_key), timeout=timeout)
 
     def __enter__(self) -> Remote:
         return self
@@ -121,10 +118,17 @@ class _Answer:
         return self._response.iter_lines()
 
 
-def base_url(url: str) -> str:
-    """A server's URL without the `/v1` that OpenAI's clients want at its end."""
-    if not url.startswith(("http://", "https://")):
-        raise RemoteError(f"--url {url}: a URL like http://localhost:8000 is expected")
+def base_url(url: str, flag: str = "--url") -> str:
+    """A server's URL without the `/v1` that OpenAI's clients want at its end; raises `RemoteError` for what is none."""
+    try:
+        parts = httpx.URL(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.host) and 0 < (parts.port or 80) < 2**16
+        why = ""
+    except (httpx.InvalidURL, ValueError) as error:
+        is_url, why = False, f" ({error})"
+    if not is_url or parts.query or parts.fragment:
+        shown = url if url.isprintable() else repr(url)
+        raise RemoteError(f"{flag} {shown}: a URL like http://localhost:8000 is expected{why}")
     return url.rstrip("/").removesuffix("/v1")
 
 
@@ -132,6 +136,8 @@ def headers(api_key: str | None) -> dict[str, str]:
     """What tells the server who asks; the key may stand in the environment."""
     named = os.environ.get("QUIRE_API_KEY", "").replace(",", " ").split() or [os.environ.get("OPENAI_API_KEY", "")]
     key = named[0] if api_key is None else api_key
+    if not (key.isascii() and key.isprintable()):
+        raise RemoteError("the API key has characters that no HTTP header can have")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -134,7 +134,10 @@ def test_what_goes_wrong_is_one_line(capsys: pytest.CaptureFixture[str], monkeyp
     assert "no server answers at" in gone
     assert "start one with `quire serve`" in gone
     assert "a URL like http://localhost:8000" in failure("--url", "localhost:8000")
-    assert "--url http://a:b" in failure("--url", "http://a:b")
+    for wrong in ("http://", "http://a:b", "http://a:99999", "http://[::1", "ftp://a", "http://a?b=c"):
+        assert f"--url {wrong}: a URL like http://localhost:8000 is expected" in failure("--url", wrong)
+    assert r"--url 'http://a\n': a URL" in failure("--url", "http://a\n")
+    assert "API key has characters" in failure("--url", "http://a", "--api-key", "ключ")
 
 
 def test_ctrl_c_gives_a_line_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

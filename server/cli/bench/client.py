@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from quire.engine.errors import ConfigError
+from quire.server.cli import remote
 from quire.server.cli.bench.load import Clock, Moments
 from quire.server.cli.bench.stream import Record, message_of
 
@@ -40,16 +40,11 @@ class Client:
     """Requests to one server, over connections that are kept for the next. Use it as a context manager."""
 
     def __init__(self, base_url: str, api_key: str | None, clock: Clock) -> None:
-        url = urlsplit(base_url)
-        try:
-            port = url.port
-        except ValueError:
-            port = 0
-        if url.scheme not in ("http", "https") or not url.hostname or port == 0:
-            raise ConfigError(f"--base-url {base_url}: a URL is expected, as in http://127.0.0.1:8000")
-        self.base_url = base_url.rstrip("/")
+        self.base_url = remote.base_url(base_url, "--base-url")
+        url = urlsplit(self.base_url)
+        assert url.hostname is not None
         self._host = url.hostname
-        self._port = port or (443 if url.scheme == "https" else 80)
+        self._port = url.port or (443 if url.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if url.scheme == "https" else None
         self._path = url.path.rstrip("/")
         key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
