@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -31,7 +32,27 @@ def create_app(state: State, options: ServerOptions | None = None) -> FastAPI:
 
 
 class _App(FastAPI):
-    """Hands the server's own `send` on, for what is streamed once the answer has begun (see `answer.DIRECT_SEND`)."""
+    """Hands the server's own `send` on, for what is streamed once the answer has begun (see `answer.DIRECT_SEND`).
+
+    Its document tells the errors that are answered, instead of FastAPI's own (422).
+    """
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        schemas = document["components"]["schemas"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        schemas |= {"Error": errors.SCHEMA, "MessagesError": messages.ERROR_SCHEMA}
+        for path, operations in document["paths"].items():
+            name = "MessagesError" if messages.is_ours(path) else "Error"
+            content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+            for operation in operations.values():
+                if operation["responses"].pop("422", None):
+                    operation["responses"] |= {
+                        "400": {"description": "What is wrong with the request", "content": content},
+                        "default": {"description": "Another error", "content": content},
+                    }
+        return document
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send

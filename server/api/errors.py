@@ -19,6 +19,25 @@ from quire.server.render import ContextLengthExceeded
 RETRY_AFTER_SECONDS = 2
 """What a client is told that comes when the queue is full."""
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "description": "An error, as the OpenAI API has it.",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "code": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+"""Of `error_object`, for the OpenAPI document."""
+
 
 class ModelNotFound(InvalidParameter):
     """The request names a model that is not served here."""

@@ -434,9 +434,30 @@ def _error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "description": "An error, as Anthropic's API has it.",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+    },
+    "required": ["type", "error"],
+}
+"""For the OpenAPI document."""
+
+
+def is_ours(path: str) -> bool:
+    """Whether errors on this path have Anthropic's shape."""
+    return "/v1/messages" in path
+
+
 def errors_in_shape(scope: Scope, send: Send) -> Send:
     """`send`, but on these routes whoever refuses a request, from the guard on, does it in Anthropic's shape."""
-    if scope["type"] != "http" or "/v1/messages" not in scope["path"]:
+    if scope["type"] != "http" or not is_ours(scope["path"]):
         return send
     start: AsgiMessage | None = None
     parts: list[bytes] = []

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
+import jsonschema
 from pydantic import BaseModel
+
+from quire.server.api.app import create_app
+from quire.server.api.state import State
+from quire.server.service import Service
+from tests.server.conftest import Server
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "api_docs.py"
 
@@ -27,3 +36,21 @@ def test_the_page_has_the_docstrings_of_all_fields() -> None:
     runpy.run_path(str(SCRIPT))  # imports them
     deaf = [shape.__qualname__ for shape in shapes() if not shape.model_config.get("use_attribute_docstrings")]
     assert not deaf, "give these `use_attribute_docstrings=True`, for docs/api.md"
+
+
+async def test_the_document_declares_the_errors_that_are_answered(server: Server) -> None:
+    document = create_app(State(cast(Service, None), ("",))).openapi()
+    assert "ValidationError" not in document["components"]["schemas"]
+    checked = 0
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            declared: dict[str, Any] = operation["responses"]
+            assert "422" not in declared
+            if "requestBody" in operation:
+                response = await server.http.request(method, path, content=b"{")
+                assert response.status_code == 400
+                said = declared["400"]["content"]["application/json"]["schema"]
+                schema = {**said, "components": document["components"]}
+                jsonschema.validate(json.loads(response.content), schema)
+                checked += 1
+    assert checked >= 8
