@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -49,6 +49,7 @@ _HARMLESS_IN_TOOLS: Mapping[str, Any] = {
     "input_examples": ([],),
 }
 _NAMES = {
+    "continue_final_message": "messages",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     ".function.parameters": ".input_schema",
@@ -173,10 +174,7 @@ class CountTokensRequest(_Shape):
     def as_chat(self) -> ChatRequest:
         """The same in the shape of chat; raises `InvalidParameter` for what it cannot say."""
         refuse_extra(self, _HARMLESS)
-        messages = [] if self.system is None else [{"role": "system", "content": _text(self.system, "system")}]
-        for at, turn in enumerate(self.messages):
-            refuse_extra(turn, {}, f"messages[{at}].")
-            messages += _chat_messages(turn, f"messages[{at}].content")
+        messages = [message for _, message in self._conversation()]
         fields: dict[str, Any] = {"chat_template_kwargs": self.chat_template_kwargs}
         if self.messages and self.messages[-1].role == "assistant":
             if messages[-1].get("tool_calls"):
@@ -196,14 +194,24 @@ class CountTokensRequest(_Shape):
                 fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return ChatRequest.model_validate({"model": self.model, "messages": messages, **fields, **self._sampling()})
 
+    def _conversation(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The messages of chat, and for each where it comes from."""
+        if self.system is not None:
+            yield "system", {"role": "system", "content": _text(self.system, "system")}
+        for at, turn in enumerate(self.messages):
+            refuse_extra(turn, {}, f"messages[{at}].")
+            for message in _chat_messages(turn, f"messages[{at}].content"):
+                yield f"messages[{at}]", message
+
     def _sampling(self) -> dict[str, Any]:
         return {}
 
     async def prepared(self, state: State, *, generates: bool = True) -> Prepared:
         """What the engine is to go on with; raises `InvalidParameter`."""
         thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
-        with renamed(_NAMES):
-            return await prepare(state, self.as_chat(), thinking, generates=generates)
+        chat, places = self.as_chat(), [place for place, _ in self._conversation()]
+        with renamed(_NAMES, places):
+            return await prepare(state, chat, thinking, generates=generates)
 
 
 class MessagesRequest(CountTokensRequest):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -290,17 +291,31 @@ def refuse_extra(model: BaseModel, harmless: Mapping[str, Any], param: str = "")
             raise InvalidParameter(f"{param}{name} is not served" + (" so" if accepted else ""), f"{param}{name}")
 
 
+_MESSAGE = re.compile(r"\bmessages\[([0-9]+)\]")
+
+
 @contextlib.contextmanager
-def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Let an `InvalidParameter` about chat name what the user of another API has sent; `names` are pieces of names."""
+def renamed(names: Mapping[str, str], places: Sequence[str] = ()) -> Iterator[None]:
+    """Let an `InvalidParameter` about chat name what the user of another API has sent.
+
+    `names` are pieces of names; `places` say, for each of chat's messages, where the user wrote what it is made of.
+    """
+
+    def place(found: re.Match[str]) -> str:
+        at = int(found[1])
+        return places[at] if at < len(places) else found[0]
+
     try:
         yield
     except InvalidParameter as error:
         if error.param is None:
             raise
         text, param = str(error), error.param
-        for name, other in names.items():
-            param = param.replace(name, other)
-        if text.startswith(error.param):
-            text = param + text.removeprefix(error.param)
-        raise type(error)(text, param) from None
+        if placed := _MESSAGE.search(text):
+            text = text[: placed.start()] + place(placed) + text[placed.end() :]
+        if (told := _MESSAGE.sub(place, param)) == param:
+            for name, other in names.items():
+                told = told.replace(name, other)
+        if text.startswith(param):
+            text = told + text.removeprefix(param)
+        raise type(error)(text, told) from None

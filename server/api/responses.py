@@ -179,7 +179,7 @@ class ResponsesRequest(_Shape):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's, as in chat."""
 
-    def conversation(self, state: State) -> list[dict[str, Any]]:
+    def conversation(self, state: State) -> _Turns:
         """The messages of chat up to the answer, without instructions; raises `InvalidParameter`."""
         refuse_extra(self, _HARMLESS)
         if other := next((name for name in self.include or () if name not in _INCLUDABLE), None):
@@ -193,7 +193,11 @@ class ResponsesRequest(_Shape):
                 read = variant(_ITEMS, item, where, default="message")
                 refuse_extra(read, _HARMLESS_IN_ITEMS, f"{where}.")
                 turns.add(read, where)
-        return turns.messages
+        return turns
+
+    def places(self, turns: _Turns) -> list[str]:
+        """Where the messages of chat come from."""
+        return [*([] if self.instructions is None else ["instructions"]), *turns.places]
 
     def as_chat(self, conversation: list[dict[str, Any]]) -> ChatRequest:
         """The same in the shape of chat; raises `InvalidParameter`."""
@@ -247,10 +251,11 @@ class ResponsesRequest(_Shape):
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, request: Request, state: AppState) -> Response:
     """Answer a conversation, or go on with an earlier response."""
-    conversation = body.conversation(state)
-    with renamed(_NAMES):
-        chat = await prepare(state, body.as_chat(conversation))
-    response = _Response(body, chat, conversation, state)
+    turns = body.conversation(state)
+    asked = body.as_chat(turns.messages)
+    with renamed(_NAMES, body.places(turns)):
+        chat = await prepare(state, asked)
+    response = _Response(body, chat, turns.messages, state)
     generation = state.service.generate(response.id, [chat.prompt], chat.params, reading=chat.reading)
     if body.stream:
         return EventStream(generation, partial(response.write_events, generation), end=b"")
@@ -476,9 +481,15 @@ class _Turns:
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self.messages = messages
+        self.places = ["previous_response_id"] * len(messages)
+        """For each message, the first item that it is made of."""
 
     def add(self, item: _Shape, param: str) -> None:
         """An item of the input; raises `InvalidParameter` about its content."""
+        self._add(item, param)
+        self.places += [param] * (len(self.messages) - len(self.places))
+
+    def _add(self, item: _Shape, param: str) -> None:
         match item:
             case _Message(role="assistant"):
                 self.say(_text(item.content, f"{param}.content"))

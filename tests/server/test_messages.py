@@ -14,6 +14,8 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from quire.engine.config import EngineConfig
+from quire.engine.errors import InvalidParameter
+from quire.server.api.chat import ChatRequest
 from quire.server.api.messages import CountTokensRequest, MessagesRequest
 from tests.server.conftest import Server, run_server
 from tests.server.test_chat_tools import CALL, CITY, TEMPLATE, says, talking  # noqa: F401
@@ -316,6 +318,39 @@ async def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], na
     error = await refused(server, {**body(), **fields})
     assert error["type"] == "invalid_request_error"
     assert named in error["message"]
+
+
+async def test_an_error_about_a_message_names_the_turn(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each result of a tool is a message of chat, and the system prompt stands before all."""
+    use = {"type": "tool_use", "name": "f", "input": {}}
+    result = {"type": "tool_result", "content": "x"}
+    turns = [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": [{**use, "id": "a"}, {**use, "id": "b"}]},
+        {"role": "user", "content": [{**result, "tool_use_id": "a"}, {**result, "tool_use_id": "b"}]},
+        {"role": "assistant", "content": "So"},
+    ]
+    refuse_unserved = ChatRequest.refuse_unserved
+    expected = ("system", "messages[0]", "messages[1]", "messages[2]", "messages[2]", "messages[3]")
+    for at, place in enumerate(expected):
+
+        def refuse(body: ChatRequest, at: int = at) -> None:
+            refuse_unserved(body)
+            assert len(body.messages) == len(expected)
+            raise InvalidParameter(f"continue_final_message: messages[{at}] is bad", f"messages[{at}]")
+
+        monkeypatch.setattr(ChatRequest, "refuse_unserved", refuse)
+        error = await refused(server, body(system="be kind", messages=turns))
+        assert error["message"] == f"continue_final_message: {place} is bad"
+
+
+async def test_a_last_message_that_cannot_be_gone_on_with(
+    config: EngineConfig, core_mode: Callable[[str], None]
+) -> None:
+    """It is no parameter of this API that says so."""
+    async with run_server(config, chat_template="{{ messages[0].content }}") as server:
+        error = await refused(server, body(messages=[*says("ask"), {"role": "assistant", "content": "So"}]))
+        assert error["message"].startswith("messages: this model's chat template does not show the final message")
 
 
 async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:

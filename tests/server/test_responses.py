@@ -14,6 +14,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from quire.engine.config import EngineConfig
+from quire.engine.errors import InvalidParameter
+from quire.server.api.chat import ChatRequest
 from quire.server.api.responses import ResponsesRequest
 from quire.server.api.store import Kept, ResponseStore
 from tests.server.conftest import Server, run_server
@@ -178,8 +180,8 @@ async def test_items_become_messages(telling: Server) -> None:
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    conversation = ResponsesRequest(input=items).conversation(None)  # type: ignore[arg-type]
-    chat = ResponsesRequest(input=items).as_chat(conversation)
+    turns = ResponsesRequest(input=items).conversation(None)  # type: ignore[arg-type]
+    chat = ResponsesRequest(input=items).as_chat(turns.messages)
     return [message.model_dump(exclude_none=True) for message in chat.messages]
 
 
@@ -359,6 +361,37 @@ async def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], pa
     assert response.status_code == 400, response.text
     error = json.loads(response.content)["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+
+
+async def test_an_error_about_a_message_names_the_item(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and thoughts in a row become one message of chat, and instructions stand before all."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    earlier = await send(server, "earlier")
+    fields: dict[str, Any] = {
+        "instructions": "be kind",
+        "previous_response_id": earlier["id"],
+        "input": [
+            {"role": "user", "content": "ask"},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+            call,
+            {**call, "call_id": "d"},
+            {"type": "function_call_output", "call_id": "c", "output": "1"},
+            {"type": "function_call_output", "call_id": "d", "output": "2"},
+        ],
+    }
+    refuse_unserved = ChatRequest.refuse_unserved
+    expected = ("instructions", *["previous_response_id"] * 2, "input[0]", "input[1]", "input[4]", "input[5]")
+    for at, place in enumerate(expected):
+
+        def refuse(body: ChatRequest, at: int = at) -> None:
+            refuse_unserved(body)
+            assert len(body.messages) == len(expected)
+            raise InvalidParameter(f"messages[{at}].content is bad", f"messages[{at}].content")
+
+        monkeypatch.setattr(ChatRequest, "refuse_unserved", refuse)
+        response = await server.http.post("/v1/responses", json=fields)
+        error = response.json()["error"]
+        assert (error["param"], error["message"]) == (f"{place}.content", f"{place}.content is bad")
 
 
 async def test_an_error_may_tell_half_of_a_surrogate_pair(server: Server) -> None:
