@@ -178,7 +178,8 @@ def notation(outputs: StructuredOutputs) -> str:
         if outputs.regex is not None:
             return LLMatcher.grammar_from_regex(outputs.regex)
         if outputs.choice is not None:
-            choices = (json.dumps(choice, ensure_ascii=False) for choice in outputs.choice)
+            # Of all control characters JSON leaves one as it is, and Lark takes none.
+            choices = (json.dumps(one, ensure_ascii=False).replace("\x7f", r"\u007f") for one in outputs.choice)
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
         if outputs.grammar is not None:
             return grammar_from("grammar", outputs.grammar)

@@ -89,6 +89,13 @@ def test_forced_tokens_are_those_of_the_tokenizer(grammars: Grammars) -> None:
         assert grammars.compile(StructuredOutputs(choice=[text])).forced() == ids(text)
 
 
+def test_choices_may_have_any_character(grammars: Grammars) -> None:
+    for text in ("".join(map(chr, range(32))), "\x7f", "a\x85\u2028", '"\\/|'):
+        grammar = grammars.compile(StructuredOutputs(choice=["other", text]))
+        grammar.advance(ids(text))
+        assert EOS in allowed(grammars, grammar)
+
+
 def test_many_masks_are_those_of_one_at_a_time(grammars: Grammars) -> None:
     many = [grammars.compile(StructuredOutputs(regex=regex)) for regex in ("a+", "[b-f]", "x|yz", ".*", "a+")]
     many[-1].advance([letter("a")])
