@@ -51,8 +51,8 @@ from quire.engine.scheduler import Scheduler
 logger = logging.getLogger("quire.engine.core")
 
 _STATS_SECONDS = 1.0
-_COMPILERS = 2
-"""Threads that compile grammars."""
+_COMPILERS = 8
+"""Threads that compile grammars: more than there are processors, so that quick ones do not wait for slow ones."""
 _SHUTDOWN_GRACE = 10.0
 """Seconds that an orphaned core may take to end by itself, a model half loaded included."""
 

@@ -8,12 +8,14 @@ keys would meet. Schemas leave this room rewritten: of the formats, dates are ma
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
@@ -24,6 +26,7 @@ from quire.engine.config import ModelConfig
 from quire.engine.errors import InvalidParameter
 from quire.engine.grammar import JSON_OPTIONS, Grammars
 from quire.engine.messages import StructuredOutputs
+from quire.server.stoppable import Stoppable, Stopped
 
 MAX_SCHEMA_BYTES = 256 * 1024
 """Of a JSON schema, and of a grammar."""
@@ -31,6 +34,10 @@ MAX_SCHEMA_DEPTH = 64
 """Objects and arrays inside one another in a JSON schema."""
 MAX_REGEX_LENGTH = 16 * 1024
 MAX_CHOICES = 10_000
+COMPILE_SECONDS = 3.0
+"""Of processor time that compiling may take; the engine does it again, in a thread that cannot be stopped."""
+MAX_COMPILING = 16
+"""Grammars that are compiled side by side; others wait for one of these to end."""
 _BLAME_SECONDS = 0.5
 """That may be spent on finding the keyword at fault, by leaving them out one by one."""
 
@@ -75,53 +82,97 @@ _INLINE_JSON = re.compile(r"%json\s*(?=\{)")
 
 
 class StructuredOutputCheck:
-    """Checks structured outputs for one model; the latest that passed are remembered."""
+    """Checks structured outputs for one model; the latest are remembered, with what is wrong with them."""
 
     def __init__(self, model: ModelConfig) -> None:
-        self._grammars = Grammars(model)
+        self.model = model
+        self._compiler = Stoppable(_compiler, model, COMPILE_SECONDS)
+        self._waiting = ThreadPoolExecutor(MAX_COMPILING, "structured")
         self._resolve = lru_cache(maxsize=64)(self._resolved)
 
+    async def resolve_aside(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
+        """`resolve`, while other streams go on."""
+        return await asyncio.get_running_loop().run_in_executor(self._waiting, self.resolve, outputs, param)
+
     def resolve(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
-        """The same for the engine, with schemas as they are enforced. Blocks for milliseconds, or where it has passed
-        before, for microseconds.
+        """The same for the engine, with schemas as they are enforced. Blocks for milliseconds, for the first of a
+        process about a second, and never much longer than `COMPILE_SECONDS`.
 
         Raises `InvalidParameter` that names the keyword, about `param`.
         """
         try:
-            return self._resolve(json.dumps(msgspec.structs.asdict(outputs)))
+            resolved, reason = self._resolve(_encoded(outputs))
+            if reason:
+                raise ValueError(reason)
+            return resolved
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidParameter(f"{param}: {error}", param) from None
 
-    def _resolved(self, encoded: str) -> StructuredOutputs:
-        outputs = StructuredOutputs(**json.loads(encoded))
+    def close(self) -> None:
+        """End the process that compiles."""
+        self._compiler.close()
+        self._waiting.shutdown(wait=False, cancel_futures=True)
+
+    def _resolved(self, encoded: str) -> tuple[StructuredOutputs, str]:
+        """What the engine gets, and why it cannot."""
+        outputs = _decoded(encoded)
         _check_sizes(outputs)
         if outputs.json is not None:
             outputs.json = _checked_schema(outputs.json)
         if outputs.grammar is not None:
             outputs.grammar = _checked_grammar(outputs.grammar)
-        reason = self._grammars.problem(outputs)
-        if reason is not None:
-            keyword = None if outputs.json is None else self._blame(outputs.json)
-            at = f"the schema's {keyword}: " if keyword else ""
-            raise ValueError(at + reason.replace(_ONE_OF, "its alternatives may hold at once; anyOf is supported"))
-        return outputs
+        try:
+            return outputs, self._compiler.ask(_encoded(outputs).encode()).decode()
+        except Stopped:
+            what, hint = "it", ""
+            if outputs.json is not None:
+                what, hint = "the schema", ": patterns and lengths that meet in allOf are costly"
+            took = f"takes more than {COMPILE_SECONDS:g} s to compile, or too much memory"
+            return outputs, f"{what} {took}; simplify it{hint}"
 
-    def _blame(self, schema: Any) -> str | None:
-        """The innermost keyword without which the schema could be enforced."""
-        deadline = time.monotonic() + _BLAME_SECONDS
-        for path, holder, keyword in _keywords(schema, ""):
-            if time.monotonic() > deadline:
-                break
-            items = list(holder.items())
-            del holder[keyword]
-            good = self._grammars.problem(StructuredOutputs(json=schema)) is None
-            holder.clear()
-            holder.update(items)
-            if good and holder in _FORMATS.values():
-                return f"format (at {path.rpartition('/allOf/')[0] or '/'})"
-            if good:
-                return f"{keyword} (at {path or '/'})"
-        return None
+
+def _encoded(outputs: StructuredOutputs) -> str:
+    return json.dumps(msgspec.structs.asdict(outputs))
+
+
+def _decoded(encoded: str | bytes) -> StructuredOutputs:
+    return StructuredOutputs(**json.loads(encoded))
+
+
+def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
+    """What tells, in a process of its own, why an output cannot be held to this; nothing where it can."""
+    grammars = Grammars(model)
+    grammars.problem(StructuredOutputs(regex="a"))  # reads the vocabulary
+
+    def problem(question: bytes) -> bytes:
+        outputs = _decoded(question)
+        reason = grammars.problem(outputs)
+        if reason is None:
+            return b""
+        keyword = None if outputs.json is None else _blame(outputs.json, grammars)
+        at = f"the schema's {keyword}: " if keyword else ""
+        reason = at + reason.replace(_ONE_OF, "its alternatives may hold at once; anyOf is supported")
+        return reason.encode(errors="replace")
+
+    return problem
+
+
+def _blame(schema: Any, grammars: Grammars) -> str | None:
+    """The innermost keyword without which the schema could be enforced."""
+    deadline = time.monotonic() + _BLAME_SECONDS
+    for path, holder, keyword in _keywords(schema, ""):
+        if time.monotonic() > deadline:
+            break
+        items = list(holder.items())
+        del holder[keyword]
+        good = grammars.problem(StructuredOutputs(json=schema)) is None
+        holder.clear()
+        holder.update(items)
+        if good and holder in _FORMATS.values():
+            return f"format (at {path.rpartition('/allOf/')[0] or '/'})"
+        if good:
+            return f"{keyword} (at {path or '/'})"
+    return None
 
 
 def _checked_schema(schema: Any) -> dict[str, Any]:

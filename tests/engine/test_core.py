@@ -9,7 +9,7 @@ from threading import Event
 import msgspec
 import pytest
 
-from quire.engine.core import Core, Inbound, RankEnded
+from quire.engine.core import Compiled, Core, Inbound, RankEnded
 from quire.engine.executor import WorkerError
 from quire.engine.grammar import GrammarError
 from quire.engine.messages import (
@@ -249,6 +249,25 @@ def test_requests_that_are_compiling_can_be_aborted(monkeypatch: pytest.MonkeyPa
     assert ends == [("error", "request id 'a' is in use"), ("abort", None)]
     told = [(o.finish_reason, str(failure) in str(o.error)) for o in wire_of(core).outputs(0, "b")]
     assert told == ([] if failure is None else [("error", True)])
+
+
+def test_grammars_that_take_long_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, go_on = core_with({}, []), Event()
+
+    def compile(outputs: StructuredOutputs) -> object:
+        assert outputs.regex == "quick" or go_on.wait(30)
+        return object()
+
+    monkeypatch.setattr(core.scheduler.grammars, "compile", compile)
+    for request_id in "abcd":
+        core.handle(structured(request_id))
+    quick = structured("quick")
+    quick.params.structured_outputs = StructuredOutputs(regex="quick")
+    core.handle(quick)
+    message = core.wire.inbox.get(timeout=30)
+    go_on.set()
+    assert isinstance(message, Compiled)
+    assert message.submit is quick
 
 
 def test_who_comes_anew_leaves_nothing_compiling_behind(monkeypatch: pytest.MonkeyPatch) -> None:

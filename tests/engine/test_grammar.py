@@ -237,11 +237,15 @@ def test_neither_torch_nor_anything_before_it_is_needed(folder: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
+from quire.engine.grammar import Grammars
 from quire.engine.messages import StructuredOutputs
 from quire.server.structured import StructuredOutputCheck
 from tests.engine.test_grammar import model
 assert "llguidance" not in sys.modules
-StructuredOutputCheck(model(Path({str(folder)!r}))).resolve(StructuredOutputs(json={{"type": "object"}}))
+given, outputs = model(Path({str(folder)!r})), StructuredOutputs(json={{"type": "object"}})
+StructuredOutputCheck(given).resolve(outputs)  # which has a process of its own for it
+assert "llguidance" not in sys.modules
+Grammars(given).compile(outputs)
 assert "llguidance" in sys.modules
 assert not {{"torch", "transformers"}} & sys.modules.keys()
 """

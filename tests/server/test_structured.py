@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from openai.types.shared_params import ResponseFormatJSONSchema
 from quire import SamplingParams, StructuredOutputs
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidParameter
-from quire.engine.grammar import GrammarError
+from quire.engine.grammar import GrammarError, Grammars
 from quire.server import structured
 from quire.server.llm import AsyncLLM
 from quire.server.structured import StructuredOutputCheck
@@ -29,9 +30,11 @@ OBJECT: dict[str, Any] = {"type": "object"}
 
 
 @pytest.fixture(scope="module")
-def checker(model_folder: Path) -> StructuredOutputCheck:
+def checker(model_folder: Path) -> Iterator[StructuredOutputCheck]:
     config = engine_config(tokenizer=model_folder, architecture=replace(TINY, vocab_size=320), eos=(2,))
-    return StructuredOutputCheck(config.model)
+    check = StructuredOutputCheck(config.model)
+    yield check
+    check.close()
 
 
 def schema_of(checker: StructuredOutputCheck, schema: Any) -> dict[str, Any]:
@@ -264,7 +267,7 @@ def test_references_cost_no_more_each_where_there_are_many(kind: str) -> None:
 
 def accepts(checker: StructuredOutputCheck, schema: Any, text: str) -> bool:
     """Whether the grammar allows this whole text, and its end."""
-    grammars = checker._grammars
+    grammars = Grammars(checker.model)
     grammar = grammars.compile(checker.resolve(StructuredOutputs(json=schema)))
     try:
         grammar.advance(byte_level().encode(text, add_special_tokens=False).ids)
@@ -346,6 +349,37 @@ def test_what_is_enforced(checker: StructuredOutputCheck, schema: Any, good: lis
         assert accepts(checker, schema, text), text
     for text in bad:
         assert not accepts(checker, schema, text), text
+
+
+COSTLY = {"allOf": [{"type": "string", "pattern": f"[{c}x].{{8}}[{c}y]"} for c in "abcdefghijklmnopqrstuvwxyz"]}
+"""Takes minutes, and nothing in llguidance stops it."""
+
+
+async def test_what_takes_long_to_compile_is_refused_and_holds_up_nobody(
+    checker: StructuredOutputCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(structured, "COMPILE_SECONDS", 0.3)
+    check = StructuredOutputCheck(checker.model)
+    check.resolve(StructuredOutputs(json={"const": 0}))
+    costly = [
+        asyncio.create_task(check.resolve_aside(StructuredOutputs(json={**COSTLY, "title": str(at)})))
+        for at in range(7)  # more than there are threads for long prompts on a small machine
+    ]
+    while not len(check._waiting._threads) >= len(costly):
+        await asyncio.sleep(0)
+    assert (await check.resolve_aside(StructuredOutputs(regex="a+"))).regex == "a+"
+    with pytest.raises(InvalidParameter, match="uniqueItems"):
+        await check.resolve_aside(StructuredOutputs(json={"uniqueItems": True}))
+    assert await asyncio.to_thread(int, "5") == 5  # where long prompts are encoded
+    assert not any(task.done() for task in costly)
+    for task in costly:
+        with pytest.raises(InvalidParameter, match=r"takes more than 0\.3 s to compile.*simplify it: .*allOf"):
+            await task
+    monkeypatch.setattr(check._compiler, "ask", None)  # known by now
+    with pytest.raises(InvalidParameter, match="to compile"):
+        check.resolve(StructuredOutputs(json={**COSTLY, "title": "0"}))
+    monkeypatch.undo()
+    check.close()
 
 
 def test_what_has_passed_is_not_compiled_again(checker: StructuredOutputCheck, monkeypatch: pytest.MonkeyPatch) -> None:

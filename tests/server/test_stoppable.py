@@ -1,0 +1,97 @@
+"""Questions that are answered in a process of their own, and those that are not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from quire.server import stoppable
+from quire.server.stoppable import Stoppable, Stopped
+
+Make = Callable[..., Stoppable[str]]
+FOR_EVER = "any(iter(int, 1))"
+
+
+@pytest.fixture
+def answering() -> Iterator[Make]:
+    """Makes one that answers with an expression of `q`, the question."""
+    made: list[Stoppable[str]] = []
+    others = {*psutil.Process().children(recursive=True)}
+
+    def make(expression: str, seconds: float = 0.2) -> Stoppable[str]:
+        made.append(Stoppable(eval, f"lambda q: {expression}", seconds))
+        return made[-1]
+
+    yield make
+    children = {*psutil.Process().children(recursive=True)} - others
+    for one in made:
+        one.close()
+    alive = [child for child in psutil.wait_procs(children, timeout=10)[1] if child.status() != psutil.STATUS_ZOMBIE]
+    assert not alive, "forks whose helper has ended"
+
+
+def test_questions_are_answered(answering: Make) -> None:
+    echo = answering("q + b'!'")
+    large = os.urandom(300_000)
+    for question in (b"", b".", b"a", large):
+        assert echo.ask(question) == question + b"!"
+    with ThreadPoolExecutor(32) as pool:
+        questions = [str(number).encode() for number in range(200)]
+        assert list(pool.map(echo.ask, questions)) == [question + b"!" for question in questions]
+
+
+@pytest.mark.parametrize("failure", [FOR_EVER, "bytes(2**31)", "__import__('os').abort()", "b'' + 1"])
+def test_what_takes_too_much_is_stopped_alone(answering: Make, failure: str) -> None:
+    picky = answering(f"q if q else {failure}")
+    with ThreadPoolExecutor(4) as pool:
+        stopped = [pool.submit(picky.ask, b"") for _ in range(3)]
+        assert picky.ask(b"fine") == b"fine"
+        for one in stopped:
+            with pytest.raises(Stopped):
+                one.result()
+    assert picky.ask(b"fine") == b"fine"
+
+
+def test_a_helper_that_died_is_replaced(answering: Make) -> None:
+    pid = answering("b'%d' % __import__('os').getppid()")
+    first = int(pid.ask(b""))
+    os.kill(first, signal.SIGKILL)
+    assert int(pid.ask(b"")) not in (first, os.getpid())
+    pid.close()
+    assert int(pid.ask(b"")) != os.getpid()
+
+
+def test_where_there_is_no_helper_that_is_said() -> None:
+    broken = Stoppable(eval, "1 /", 1.0)
+    with pytest.raises(OSError, match="cannot answer"):
+        broken.ask(b"")
+    broken.close()
+
+
+def test_nothing_is_left_behind_by_one_who_is_killed() -> None:
+    code = """
+import os, signal
+from quire.server.stoppable import Stoppable
+print(Stoppable(eval, "lambda q: b'%d' % __import__('os').getppid()", 1.0).ask(b"").decode(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    (helper,) = map(int, done.stdout.split())
+    psutil.wait_procs([psutil.Process(helper)] if psutil.pid_exists(helper) else [], timeout=10)
+    assert not psutil.pid_exists(helper)
+
+
+def test_a_slow_answer_gives_way(answering: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(os, "setpriority", lambda which, pid, niceness: given.append(niceness))
+    slow = answering(FOR_EVER, seconds=stoppable._PATIENCE + 0.1)
+    with pytest.raises(Stopped):
+        slow.ask(b"")
+    assert given == [stoppable._NICENESS]
