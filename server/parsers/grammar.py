@@ -25,6 +25,9 @@ _SAYS_NOTHING = {"type", "properties", "required", "additionalProperties", "$def
 }  # fmt: skip
 """What keyword arguments can be held to of a schema, and what asks for nothing."""
 
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose value names schemas."""
+
 
 @dataclass(frozen=True)
 class Tool:
@@ -42,22 +45,28 @@ def tool_grammar(
     *,
     required: bool,
     several: bool,
+    answer: Any = None,
     reasoning: ReasoningFormat | None = None,
     is_thinking: bool = False,
 ) -> str:
     """What an answer with calls of these tools looks like.
 
-    `required`: calls and nothing else, their arguments as the schemas say. Else free text too, and only those tools
-    that are `strict` are held to their schemas. `several` calls, or one; in front of them, where the model thinks, its
-    thoughts (`is_thinking`: the prompt has opened them). Raises `InvalidParameter` for schemas that keyword arguments
-    cannot be held to.
+    `required`: calls and nothing else, their arguments as the schemas say. Else free text too, or with `answer` (a JSON
+    schema) what that describes instead of calls; and only those tools that are `strict` are held to their schemas.
+    `several` calls, or one; in front of all, where the model thinks, its thoughts (`is_thinking`: the prompt has opened
+    them). Raises `InvalidParameter` for schemas that keyword arguments cannot be held to.
     """
-    grammar = _Grammar(format, token_id)
+    is_either = answer is not None and not required
+    grammar = _Grammar(format, token_id, as_json=is_either and format.bare == "{")
     for tool in tools:
         is_held = required or tool.strict
         grammar.add_tool(tool.name, tool.parameters if is_held else {"type": "object"})
     grammar.add_blocks(several)
-    body = "calls" if required else grammar.free_text(several, reasoning.open if reasoning else None)
+    if is_either:
+        grammar.rules.append(f"answer: %json {json.dumps(answer)}")
+        body = "(calls | answer)"
+    else:
+        body = "calls" if required else grammar.free_text(several, reasoning.open if reasoning else None)
     if reasoning is not None:
         thoughts = f"{grammar.text_up_to('thoughts', reasoning.close)} SPACE"
         body = f"{thoughts} {body}" if is_thinking else f"({grammar.marker(reasoning.open)} {thoughts})? {body}"
@@ -68,9 +77,15 @@ def tool_grammar(
 class _Grammar:
     """Rules, as they are added."""
 
-    def __init__(self, format: ToolFormat, token_id: TokenId) -> None:
+    def __init__(self, format: ToolFormat, token_id: TokenId, as_json: bool) -> None:
+        """`as_json`: a call is written as JSON that may be spaced in any way, not as the format's own text.
+
+        That is for calls beside other JSON: a lexeme that begins like a longer one, as `{` does like the text of a
+        call, would be taken for the longer one.
+        """
         self.rules: list[str] = []
         self._format = format
+        self._as_json = as_json
         self._token_id = token_id
         self._split = re.compile(f"({any_of(format.all_markers).pattern})")
         self._calls: list[str] = []
@@ -88,13 +103,27 @@ class _Grammar:
     def add_tool(self, name: str, schema: dict[str, Any]) -> None:
         """A call of this function."""
         index, format = len(self._calls), self._format
+        self._calls.append(f"call_{index}")
+        if self._as_json:
+            self.rules.append(f"call_{index}: %json {json.dumps(self._object(name, schema))}")
+            return
         if format.python:
             self.rules.append(f"args_{index}: {' | '.join(self._keywords(index, name, schema))}")
         else:
             self.rules.append(f"args_{index}: %json {json.dumps({'type': 'object', **schema})}")
         before, after = self.literal(f"{format.before}{name}{format.between}"), self.literal(format.after)
         self.rules.append(f"call_{index}: {before} args_{index} {after}")
-        self._calls.append(f"call_{index}")
+
+    def _object(self, name: str, schema: dict[str, Any]) -> dict[str, Any]:
+        """The schema of a call, for formats in which it is an object."""
+        key, _, _ = self._format.between.removeprefix('", "').partition('"')
+        arguments = _moved({"type": "object", **schema}, f"/properties/{key}")
+        return {
+            "type": "object",
+            "properties": {"name": {"const": name}, key: arguments},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
 
     def add_blocks(self, several: bool) -> None:
         """`calls`: one block or more. `rest`: a block without its marker."""
@@ -153,6 +182,25 @@ class _Grammar:
             if is_required:
                 return
         yield '""'
+
+
+def _moved(schema: Any, path: str) -> Any:
+    """A schema that stands at this path of another one; its references lead to the same as before."""
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[keyword] = f"#{path}{value[1:]}"
+        elif keyword in _OF_SCHEMAS and isinstance(value, dict):
+            moved[keyword] = {name: _moved(each, path) for name, each in value.items()}
+        elif isinstance(value, list) and keyword in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
+            moved[keyword] = [_moved(each, path) for each in value]
+        elif keyword in ("items", "additionalItems", "additionalProperties"):
+            moved[keyword] = _moved(value, path)
+        else:
+            moved[keyword] = value
+    return moved
 
 
 def _quoted(text: str) -> str:

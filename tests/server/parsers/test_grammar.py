@@ -13,7 +13,7 @@ from quire.engine.errors import InvalidParameter
 from quire.server.parsers.calls import tool_parser
 from quire.server.parsers.formats import TOOL_FORMATS
 from quire.server.parsers.grammar import Tool, tool_grammar
-from quire.server.parsers.reasoning import REASONING_FORMATS
+from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from tests.fakes.tokenizers import byte_level
 from tests.server.parsers.samples import NAMES, TOOLS, TWO_CALLS, joined
 
@@ -112,6 +112,94 @@ def test_thoughts_go_before_calls(format: str, kind: str, required: bool) -> Non
     for good in (text, f"<think>\nI think\n</think>\n\n{text}"):
         assert verdict(kind, rules, good) == "yes"
     assert verdict(kind, rules, f"<think></think>{wrong(text)[0]}") == "no"
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "name": {"type": "string"},
+        "count": {"$ref": "#/$defs/count"},
+        "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"count": {"type": "integer"}},
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("reasoning", [None, THINK])
+def test_calls_or_an_answer_of_a_schema(
+    format: str, kind: str, several: bool, reasoning: ReasoningFormat | None
+) -> None:
+    rules = tool_grammar(
+        TOOL_FORMATS[format],
+        TOOLS,
+        tokenizers(kind)[0].token_to_id,
+        required=False,
+        several=several,
+        answer=ANSWER,
+        reasoning=reasoning,
+    )
+    for good in (
+        '{"city": "Bonn"}',
+        '{"city":"Bonn","name":"get_weather","count":3}',
+        '{\n  "city": "x", "next": {"city": "y", "next": null}}',
+    ):
+        assert verdict(kind, rules, good) == "yes"
+        assert verdict(kind, rules, f"<think>hm</think>{good}") == ("yes" if reasoning else "no")
+    for bad in (
+        '{"town": "Bonn"}',
+        '{"city": 1}',
+        '{"city": "x", "count": "y"}',
+        '{"city": "x", "next": {}}',
+        "Hello",
+        "[]",
+    ):
+        assert verdict(kind, rules, bad) == "no"
+    assert verdict(kind, rules, "") == "begun"
+    text = TWO_CALLS[format]
+    assert verdict(kind, rules, text) == ("yes" if several else "no")
+    for bad in (*wrong(text), f"Hello {text}", f'{text}{{"city": "Bonn"}}', f'{{"city": "Bonn"}}{text}'):
+        assert verdict(kind, rules, bad) == "no"
+
+
+def test_references_of_a_tool_lead_to_the_same_beside_an_answer() -> None:
+    """There its schema is a part of a call's."""
+    tree = {
+        "type": "object",
+        "properties": {
+            "left": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            "value": {"$ref": "#/$defs/a~1b"},
+            "again": {"$ref": "#/properties/value"},
+            "$ref": {"const": {"$ref": "#"}},
+        },
+        "additionalProperties": {"items": {"$ref": "#/$defs/a~1b"}, "type": "array"},
+        "$defs": {"a/b": {"type": "integer"}},
+    }
+    rules = tool_grammar(
+        TOOL_FORMATS["llama3_json"],
+        [Tool("f", tree, strict=True)],
+        tokenizers("text")[0].token_to_id,
+        required=False,
+        several=False,
+        answer=ANSWER,
+    )
+
+    def says(arguments: str) -> str:
+        return verdict("text", rules, f'{{"name": "f", "parameters": {arguments}}}')
+
+    for good in (
+        '{"left": {"left": null, "value": 1}}',
+        '{"value": 1, "again": 2}',
+        '{"$ref": {"$ref": "#"}}',
+        '{"x": [1]}',
+    ):
+        assert says(good) == "yes"
+    for bad in ('{"left": {"value": "x"}}', '{"value": 1, "again": "x"}', '{"x": ["y"]}', '{"left": {"name": "f"}}'):
+        assert says(bad) == "no"
 
 
 def test_keyword_arguments_in_any_selection() -> None:
