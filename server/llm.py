@@ -84,8 +84,7 @@ class AsyncLLM:
         """
         service = await self.start()
         rendered = await _render(service, prompt)
-        await _prepare(service, sampling_params)
-        request = _Request(service, rendered, sampling_params, request_id, priority)
+        request = _Request(service, rendered, await _resolved(service, sampling_params), request_id, priority)
         async for _ in request.run():
             yield request.result()
 
@@ -99,8 +98,7 @@ class AsyncLLM:
         """Answer a conversation; otherwise like `generate`."""
         service = await self.start()
         rendered = await _render_chat(service, messages)
-        await _prepare(service, sampling_params)
-        request = _Request(service, rendered, sampling_params, request_id, priority)
+        request = _Request(service, rendered, await _resolved(service, sampling_params), request_id, priority)
         async for _ in request.run():
             yield request.result()
 
@@ -203,7 +201,8 @@ class LLM:
                 raise ValueError(f"{what}: {len(given)} for {len(prompts)} prompts")
         with contextlib.ExitStack() as stack, tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
             requests = []
-            for prompt, one, rank in zip(prompts, params, priorities, strict=True):
+            resolved = [await _resolved(self._service, one) for one in params]
+            for prompt, one, rank in zip(prompts, resolved, priorities, strict=True):
                 requests.append(_Request(self._service, prompt, one, None, rank))
                 stack.callback(requests[-1].close)
             async with asyncio.TaskGroup() as group:
@@ -243,12 +242,10 @@ class _Request:
         self,
         service: Service,
         prompt: _Rendered,
-        params: SamplingParams | None,
+        params: SamplingParams,
         request_id: str | None,
         priority: int,
     ) -> None:
-        if params is None:
-            params = SamplingParams(**service.renderer.defaults)
         self._tokenizer = service.renderer.tokenizer
         self._id = request_id or uuid.uuid4().hex
         self._prompt = prompt.text
@@ -297,9 +294,8 @@ def _is_one_prompt(prompts: Any) -> bool:
     )
 
 
-async def _prepare(service: Service, params: SamplingParams | None) -> None:
-    if params is not None:
-        await service.renderer.prepare(params)
+async def _resolved(service: Service, params: SamplingParams | None) -> SamplingParams:
+    return await service.renderer.resolve(SamplingParams(**service.renderer.defaults) if params is None else params)
 
 
 async def _render(service: Service, prompt: PromptLike) -> _Rendered:

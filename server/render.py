@@ -6,10 +6,10 @@ import asyncio
 import itertools
 import json
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,10 +29,12 @@ from quire.server.tools import ToolUse, for_template
 
 Prompt = str | list[int]
 Message = Mapping[str, Any]
+T = TypeVar("T")
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_LONG_TEXT = 16_384
-"""Characters from which a text is encoded in a thread, so that other streams do not wait for it."""
+_SHORT = 2048
+"""Characters (and token ids) of a request up to which it is rendered at once; more of them in a thread, so that other
+streams do not wait."""
 _TAIL = 16
 """Tokens at a prompt's end in which a marker that opens or closes thoughts fits."""
 _END_SIGN = "\ue000end of the final message\ue000 "
@@ -158,14 +160,18 @@ class Renderer:
 
     async def prompt(self, prompt: Prompt, *, add_special_tokens: bool = True, last: int | None = None) -> list[int]:
         """Token ids of a prompt, or the `last` of them; text gets the special tokens that the tokenizer adds to it."""
-        if isinstance(prompt, str):
-            ids = await self._encode(prompt, add_special_tokens=add_special_tokens)
-        else:
-            try:
-                ids = [operator.index(token_id) for token_id in prompt]
-            except TypeError:
-                raise InvalidParameter("prompt: token ids must be integers", "prompt") from None
-        return self._fitting(ids, "prompt", last)
+        (ids,) = await self.prompts([prompt], add_special_tokens=add_special_tokens, last=last)
+        return ids
+
+    async def prompts(
+        self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True, last: int | None = None
+    ) -> list[list[int]]:
+        """The same of each prompt."""
+
+        def render() -> list[list[int]]:
+            return [self._fitting(self._ids(prompt, add_special_tokens), "prompt", last) for prompt in prompts]
+
+        return await aside(sum(map(len, prompts)), render)
 
     async def chat(
         self,
@@ -176,7 +182,11 @@ class Renderer:
         last: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation, or the `last` of them, by default up to where the assistant begins to speak."""
-        return self._fitting(await self.tokenize_chat(messages, tools, options), "messages", last)
+
+        def render() -> list[int]:
+            return self._fitting(self._chat_ids(messages, tools, options or ChatOptions()), "messages", last)
+
+        return await aside(_length(messages, tools), render)
 
     async def tokenize_chat(
         self,
@@ -185,32 +195,15 @@ class Renderer:
         options: ChatOptions | None = None,
     ) -> list[int]:
         """The same, however long it is."""
-        options = options or ChatOptions()
-        template = self._template(bool(tools), options.chat_template)
-        if not messages:
-            raise InvalidParameter("messages must not be empty", "messages")
-        if tools and options.may_call and "tools" not in template.reads:
-            raise InvalidParameter(
-                "tools: this model's chat template does not show them to the model; start the server with a "
-                '--chat-template that does, or send tool_choice: "none"',
-                "tools",
-            )
-        variables = options.variables(template) | {
-            "tools": for_template(tools) or None,
-            "documents": list(options.documents) or None,
-            "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
-        }
-        turns = [_message(message, template.source, at) for at, message in enumerate(messages)]
-        if options.continue_final_message:
-            turns[-1] = _to_be_continued(turns[-1], len(turns) - 1)
-        text = _render(template, turns, variables)
-        if options.continue_final_message:
-            text = _cut(text)
-        return await self._encode(text, add_special_tokens=options.add_special_tokens)
+        return await aside(_length(messages, tools), lambda: self._chat_ids(messages, tools, options or ChatOptions()))
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, however long it is."""
-        return await self._encode(text, add_special_tokens=add_special_tokens)
+        return await aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    async def names(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Tokens as the vocabulary spells them."""
+        return await aside(len(token_ids), lambda: list(map(self.tokenizer.backend.id_to_token, token_ids)))
 
     async def detokenize(self, token_ids: list[int], param: str) -> str:
         """The text of token ids, special tokens included; refuses those that the model does not have."""
@@ -277,36 +270,25 @@ class Renderer:
         )
         return reading, StructuredOutputs(grammar=grammar)
 
-    async def prepare(self, params: SamplingParams, structured_param: str = "structured_outputs") -> None:
-        """Check and compile the structured output, in a thread, so that `resolve` need not; the same errors.
+    async def resolve(self, params: SamplingParams, structured_param: str = "structured_outputs") -> SamplingParams:
+        """The parameters as the engine takes them, `Service.generate` too; errors of a format are about
+        `structured_param`.
 
-        They are about `structured_param`.
+        Refuses what the model or its tokenizer does not have, and more log-probabilities than are served.
         """
-        if params.structured_outputs is not None:
-            await asyncio.to_thread(self._structured.resolve, params.structured_outputs, structured_param)
-
-    def resolve(self, params: SamplingParams) -> SamplingParams:
-        """The parameters as the engine takes them; refuses what the model or its tokenizer does not have, and more
-        log-probabilities than are served."""
+        params = _checked(params)
         self.check_logprobs(params.logprobs, "logprobs")
         self.check_logprobs(params.prompt_logprobs, "prompt_logprobs")
-        self._check_ids(params.stop_token_ids, "stop_token_ids")
-        self._check_ids(params.logit_bias, "logit_bias")
-        self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
-        bad = [ids for word in params.bad_words for ids in self._bad_word(word)]
-        forbidden = {ids[0] for ids in bad if len(ids) == 1}
-        if params.min_tokens:
-            forbidden.update(self._eos, params.stop_token_ids)
-        if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
-            raise InvalidParameter(
-                "allowed_token_ids: bad_words, or min_tokens, forbid every one of them", "allowed_token_ids"
-            )
+        given = (params.stop_token_ids, params.logit_bias, params.allowed_token_ids or (), *params.bad_words)
+        bad = await aside(sum(map(len, given)), lambda: self._bad_word_ids(params))
         outputs = params.structured_outputs
-        return msgspec.structs.replace(
-            params,
-            bad_word_ids=bad,
-            structured_outputs=None if outputs is None else self._structured.resolve(outputs),
-        )
+        if outputs is not None:
+            outputs = await self._structured.resolve_aside(outputs, structured_param)
+        return msgspec.structs.replace(params, bad_word_ids=bad, structured_outputs=outputs)
+
+    def close(self) -> None:
+        """End the process that compiles grammars."""
+        self._structured.close()
 
     def check_logprobs(self, count: int | None, param: str) -> None:
         """Refuse to tell more of the likeliest tokens than --max-logprobs allows."""
@@ -349,6 +331,21 @@ class Renderer:
         self._check_ids(ids, param)
         return ids
 
+    def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        """The tokens of `bad_words`; refuses ids that the model does not have, and those that leave nothing."""
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_ids(params.logit_bias, "logit_bias")
+        self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        bad = [ids for word in params.bad_words for ids in self._bad_word(word)]
+        forbidden = {ids[0] for ids in bad if len(ids) == 1}
+        if params.min_tokens:
+            forbidden.update(self._eos, params.stop_token_ids)
+        if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
+            raise InvalidParameter(
+                "allowed_token_ids: bad_words, or min_tokens, forbid every one of them", "allowed_token_ids"
+            )
+        return bad
+
     def _bad_word(self, word: str) -> list[list[int]]:
         """The tokens of a word as a text begins with it, and as they are behind a space where they begin otherwise."""
         text = word.strip()
@@ -364,12 +361,68 @@ class Renderer:
                 f"{param}: token id {bad} is not in the model's vocabulary (0 to {self._vocab_size - 1})", param
             )
 
-    async def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if len(text) < _LONG_TEXT:
-            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            await asyncio.sleep(0)  # other streams go on between the prompts of a long list
-            return ids
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    def _ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        try:
+            return [operator.index(token_id) for token_id in prompt]
+        except TypeError:
+            raise InvalidParameter("prompt: token ids must be integers", "prompt") from None
+
+    def _chat_ids(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: ChatOptions
+    ) -> list[int]:
+        template = self._template(bool(tools), options.chat_template)
+        if not messages:
+            raise InvalidParameter("messages must not be empty", "messages")
+        if tools and options.may_call and "tools" not in template.reads:
+            raise InvalidParameter(
+                "tools: this model's chat template does not show them to the model; start the server with a "
+                '--chat-template that does, or send tool_choice: "none"',
+                "tools",
+            )
+        variables = options.variables(template) | {
+            "tools": for_template(tools) or None,
+            "documents": list(options.documents) or None,
+            "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
+        }
+        turns = [_message(message, template.source, at) for at, message in enumerate(messages)]
+        if options.continue_final_message:
+            turns[-1] = _to_be_continued(turns[-1], len(turns) - 1)
+        text = _render(template, turns, variables)
+        if options.continue_final_message:
+            text = _cut(text)
+        return self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+
+
+async def aside(size: int, work: Callable[[], T]) -> T:
+    """The result of work on so many characters, tokens or the like: in a thread unless it is short."""
+    return work() if size <= _SHORT else await asyncio.to_thread(work)
+
+
+def _length(*values: Any) -> int:
+    """Characters and items in these, counted no further than it takes to know that they are many."""
+    count, ahead = 0, [*values]
+    while ahead and count <= _SHORT:
+        match ahead.pop():
+            case str(text):
+                count += len(text)
+            case Mapping() as each:
+                count += len(each)
+                ahead += each.values()
+            case Sequence() as each:
+                count += len(each)
+                ahead += each
+    return count
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    """A copy of `params` whose types are those declared: a struct made in Python may hold anything."""
+    try:
+        checked: SamplingParams = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
+    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        raise InvalidParameter(f"sampling parameters: {error}") from None
+    return checked
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
@@ -453,7 +506,7 @@ def _tool_call(call: Mapping[str, Any], at: int) -> dict[str, Any]:
     if arguments is None or isinstance(arguments, str):
         try:
             function["arguments"] = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise InvalidParameter(
                 f"messages[{at}].tool_calls: the arguments of {function.get('name')} are not JSON", "messages"
             ) from None

@@ -213,11 +213,15 @@ class Service:
     ) -> Generation:
         """Continue rendered prompts, each `params.n` times; `reading` says what their text means.
 
-        Cached prefixes are shared only among requests with the same `cache_salt`.
+        `params` are those that `Renderer.resolve` gives. Cached prefixes are shared only among requests with the same
+        `cache_salt`.
 
         Raises `InvalidParameter`, `QueueFull` and `EngineUnavailable` before anything has run.
         """
-        params = self.renderer.resolve(_checked(params, priority))
+        try:
+            msgspec.convert(priority, int)
+        except msgspec.ValidationError as error:
+            raise InvalidParameter(f"priority: {error}", "priority") from None
         if priority and self.config.scheduler.policy != "priority":
             raise InvalidParameter("priority needs a server started with --scheduling-policy priority", "priority")
         if (earlier := self._generations.get(request_id)) is not None and earlier.is_open:
@@ -237,7 +241,9 @@ class Service:
 
     async def close(self) -> None:
         """Abort what runs; the process that started the engine core stops it and removes the sockets."""
-        await asyncio.gather(self._renderer, return_exceptions=True)
+        (renderer,) = await asyncio.gather(self._renderer, return_exceptions=True)
+        if isinstance(renderer, Renderer):
+            renderer.close()
         await self.client.close()
         if self._remove_folder is not None:
             self._remove_folder()
@@ -258,13 +264,3 @@ class Service:
 def _salt(text: str | None) -> bytes:
     """As long as a hash of the prefix cache; the engine sees no text."""
     return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest() if text else b""
-
-
-def _checked(params: SamplingParams, priority: int) -> SamplingParams:
-    """A copy of `params` whose types are those declared: a struct made in Python may hold anything."""
-    try:
-        msgspec.convert(priority, int)
-        checked: SamplingParams = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
-        raise InvalidParameter(f"sampling parameters: {error}") from None
-    return checked

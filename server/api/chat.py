@@ -154,6 +154,7 @@ class Prepared:
     """The name to answer with."""
     prompt: list[int]
     params: SamplingParams
+    """As `Renderer.resolve` gives them."""
     reading: Reading | None
 
 
@@ -184,16 +185,16 @@ async def prepare(state: State, body: ChatRequest, thinking: bool | None = None,
     reading, grammar = renderer.reading(
         prompt, use, continued=body.continued, shows_reasoning=body.include_reasoning is not False
     )
+    param = body.structured_param
     if grammar is not None:
         if params.structured_outputs is not None:
             raise InvalidParameter(
                 "tools: the answer cannot be held to calls of tools (by tool_choice or strict) and to another format",
                 "tools",
             )
-        params = msgspec.structs.replace(params, structured_outputs=grammar)
+        params, param = msgspec.structs.replace(params, structured_outputs=grammar), "tools"
     renderer.check_length(prompt, params.max_tokens, "messages")
-    await renderer.prepare(params, body.structured_param if grammar is None else "tools")
-    return Prepared(model, prompt, params, reading)
+    return Prepared(model, prompt, await renderer.resolve(params, param), reading)
 
 
 @router.post("/v1/chat/completions")

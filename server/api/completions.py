@@ -98,7 +98,7 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
     last = renderer.truncation(body.truncate_prompt_tokens, params.max_tokens)
     special = body.add_special_tokens is not False
     given = body.prompts()
-    prompts = [await renderer.prompt(prompt, add_special_tokens=special, last=last) for prompt in given]
+    prompts = await renderer.prompts(given, add_special_tokens=special, last=last)
     for prompt in prompts:
         renderer.check_length(prompt, params.max_tokens, "prompt")
     echoes = None
@@ -106,7 +106,7 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
         texts = [prompt if isinstance(prompt, str) and last is None else None for prompt in given]
         echoes = await asyncio.to_thread(_spell, renderer.tokenizer, prompts, texts, special, params)
 
-    await renderer.prepare(params, body.structured_param)
+    params = await renderer.resolve(params, body.structured_param)
     request_id = body.response_id("cmpl")
     generation = state.service.generate(request_id, prompts, params, body.priority or 0, body.cache_salt)
     shape = _Completion(renderer.tokenizer, body, prompts, echoes)

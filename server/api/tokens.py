@@ -66,7 +66,7 @@ async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
         last = renderer.truncation(chat.truncate_prompt_tokens, chat.longest)
         tokens = await renderer.tokenize_chat(chat.conversation(), chat.tools or (), options)
         tokens = tokens if last is None else tokens[-last:]
-    strings = [renderer.tokenizer.backend.id_to_token(token) for token in tokens] if body.return_token_strs else None
+    strings = await renderer.names(tokens) if body.return_token_strs else None
     return json_response(
         {"count": len(tokens), "max_model_len": renderer.max_model_len, "tokens": tokens, "token_strs": strings}
     )
