@@ -224,12 +224,19 @@ class Renderer:
         return self._templates.choose(has_tools)
 
     def reading(
-        self, prompt_ids: Sequence[int], use: ToolUse | None, *, continued: str = "", shows_reasoning: bool = True
+        self,
+        prompt_ids: Sequence[int],
+        use: ToolUse | None,
+        answer: StructuredOutputs | None = None,
+        *,
+        answer_param: str = "structured_outputs",
+        continued: str = "",
+        shows_reasoning: bool = True,
     ) -> tuple[Reading | None, StructuredOutputs | None]:
         """How the answers to a chat are to be read, and the grammar that holds the model to its tools, where one must.
 
-        `continued` is the text of a final message that the model continues. Raises `InvalidParameter` where there are
-        tools and nobody knows how this model calls them.
+        With `answer`, the model calls tools or answers in that format. `continued` is the text of a final message that
+        the model continues. Raises `InvalidParameter` where there are tools and nobody knows how this model calls them.
         """
         thoughts, format = self.reasoning_format, self.tool_format
         if use is not None and format is None:
@@ -257,7 +264,7 @@ class Renderer:
             names=frozenset(tool.name for tool in use.tools),
             limit=None if use.several else 1,
         )
-        if not use.needs_grammar:
+        if not use.needs_grammar and answer is None:
             return reading, None
         grammar = tool_grammar(
             format,
@@ -265,6 +272,7 @@ class Renderer:
             self.tokenizer.added_id,
             required=use.required,
             several=use.several,
+            answer=None if answer is None or use.required else _schema_of(answer, answer_param),
             reasoning=thoughts,
             is_thinking=is_thinking,
         )
@@ -285,6 +293,10 @@ class Renderer:
         if outputs is not None:
             outputs = await self._structured.resolve_aside(outputs, structured_param)
         return msgspec.structs.replace(params, bad_word_ids=bad, structured_outputs=outputs)
+
+    async def check_structured(self, outputs: StructuredOutputs, param: str) -> None:
+        """Raise `InvalidParameter` about `param` for what cannot be enforced."""
+        await self._structured.resolve_aside(outputs, param)
 
     def close(self) -> None:
         """End the process that compiles grammars."""
@@ -423,6 +435,19 @@ def _checked(params: SamplingParams) -> SamplingParams:
     except (msgspec.ValidationError, TypeError, OverflowError) as error:
         raise InvalidParameter(f"sampling parameters: {error}") from None
     return checked
+
+
+def _schema_of(answer: StructuredOutputs, param: str) -> Any:
+    """The JSON schema of a format that stands beside tools; raises `InvalidParameter` for one that is no JSON."""
+    if answer.json_object:
+        return {"type": "object"}
+    if answer.json is None:
+        raise InvalidParameter(
+            f"{param}: while the model may call tools, the answer can be held to json or json_object alone; send "
+            'tool_choice: "none", or no tools',
+            param,
+        )
+    return json.loads(answer.json) if isinstance(answer.json, str) else answer.json
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:

@@ -182,16 +182,18 @@ async def prepare(state: State, body: ChatRequest, thinking: bool | None = None,
     last = renderer.truncation(body.truncate_prompt_tokens, params.max_tokens)
     options = replace(body.options(may_call=use is not None), thinking=thinking)
     prompt = await renderer.chat(body.conversation(), body.tools or (), options, last=last)
+    answer, param = params.structured_outputs, body.structured_param
+    if use is not None and answer is not None:
+        await renderer.check_structured(answer, param)
     reading, grammar = renderer.reading(
-        prompt, use, continued=body.continued, shows_reasoning=body.include_reasoning is not False
+        prompt,
+        use,
+        answer,
+        answer_param=param,
+        continued=body.continued,
+        shows_reasoning=body.include_reasoning is not False,
     )
-    param = body.structured_param
     if grammar is not None:
-        if params.structured_outputs is not None:
-            raise InvalidParameter(
-                "tools: the answer cannot be held to calls of tools (by tool_choice or strict) and to another format",
-                "tools",
-            )
         params, param = msgspec.structs.replace(params, structured_outputs=grammar), "tools"
     renderer.check_length(prompt, params.max_tokens, "messages")
     return Prepared(model, prompt, await renderer.resolve(params, param), reading)

@@ -185,6 +185,61 @@ async def test_grammars_reach_the_engine_where_they_must(server: Server, monkeyp
         assert found == ([None] * 3 if expected is None else list(expected)), body
 
 
+ANSWER: Any = {
+    "type": "object",
+    "properties": {"b": {"type": "null"}},
+    "required": ["b"],
+    "additionalProperties": False,
+}
+
+
+def in_format(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+async def test_calls_or_an_answer_in_a_format(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: Any = []
+    send = server.service.client._send
+    monkeypatch.setattr(server.service.client, "_send", lambda message: sent.append(message) or send(message))
+    guide = llguidance.LLTokenizer(server.tokenizer.backend.to_str(), eos_token=2)
+    lax, strict = tool("f", parameters=CITY), tool("f", parameters=CITY, strict=True)
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    texts = (call, call.replace("1", "true"), '{"b": null}', '{"b": 1}', "Hello")
+    for body, expected in (
+        ({"tools": [strict]}, (True, False, True, False, False)),
+        ({"tools": [lax]}, (True, True, True, False, False)),
+        ({"tools": [lax], "response_format": {"type": "json_object"}}, (True, True, True, True, False)),
+        ({"tools": [lax], "tool_choice": "required"}, (True, False, False, False, False)),
+        ({"tools": [lax], "tool_choice": "none"}, None),
+        ({}, None),
+    ):
+        body = {"response_format": in_format(ANSWER), **body}
+        await chat(server, "x", **body)
+        outputs = sent[-1].params.structured_outputs
+        if expected is None:
+            assert outputs.json["required"] == ["b"]
+            continue
+        for text, is_good in zip(texts, expected, strict=True):
+            matcher = llguidance.LLMatcher(guide, outputs.grammar)
+            ids = server.tokenizer.encode(f"<think>hm</think>{text}", add_special_tokens=False)
+            assert (matcher.validate_tokens(ids) == len(ids)) == is_good, (body, text)
+    for body, param in (
+        ({"tools": [lax], "response_format": in_format({"not": {}})}, "response_format"),
+        ({"tools": [lax], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"tools": [lax], "structured_outputs": {"json": "{"}}, "structured_outputs"),
+        ({"tools": [tool("f", parameters={"not": {}}, strict=True)], "response_format": in_format(ANSWER)}, "tools"),
+    ):
+        error = await refused(server, "chat/completions", {"messages": says("x"), **body})
+        assert error["param"] == param, error
+
+
+async def test_an_answer_in_a_format_is_no_call(server: Server) -> None:
+    choice = await chat(server, '{"b": null}', tools=[F], response_format=in_format(ANSWER))
+    assert (choice["message"]["content"], choice["finish_reason"]) == ('{"b": null}', "stop")
+    choice = await chat(server, CALL, tools=[F], response_format=in_format(ANSWER))
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+
+
 async def test_a_result_goes_back_to_the_model(server: Server) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     answer = await server.openai.chat.completions.create(
