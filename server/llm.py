@@ -8,20 +8,26 @@ import threading
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from tqdm import tqdm
 
 from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.messages import SamplingParams
+from quire.engine.messages import RequestOutput, SamplingParams
 from quire.engine.resolve import fetch_weights, resolve
-from quire.server.output import Delta
-from quire.server.render import ChatFormats, Message, Prompt
+from quire.server.output import Delta, SequenceText
+from quire.server.parsers.events import ToolCall
+from quire.server.parsers.output import Reading
+from quire.server.render import ChatFormats, ChatOptions, Message, Prompt
 from quire.server.results import Completion, Logprob, RequestResult, completion, prompt_logprobs
 from quire.server.service import Service
+from quire.server.tools import ToolUse, read_choice, read_tools
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "Logprob", "RequestResult"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "Logprob", "RequestResult", "ToolCall"]
 
 PromptLike = str | list[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with one of them as `prompt` or `prompt_token_ids`, and perhaps a `cache_salt`."""
@@ -83,8 +89,7 @@ class AsyncLLM:
         and `EngineUnavailable`.
         """
         service = await self.start()
-        rendered = await _render(service, prompt)
-        request = _Request(service, rendered, await _resolved(service, sampling_params), request_id, priority)
+        request = _Request(service, await _render(service, prompt, sampling_params), request_id, priority)
         async for _ in request.run():
             yield request.result()
 
@@ -94,11 +99,11 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        **chat: Any,
     ) -> AsyncIterator[RequestResult]:
-        """Answer a conversation; otherwise like `generate`."""
-        service = await self.start()
-        rendered = await _render_chat(service, messages)
-        request = _Request(service, rendered, await _resolved(service, sampling_params), request_id, priority)
+        """Answer a conversation; otherwise like `generate`. `chat` are the options that `LLM.chat` names."""
+        service, how = await self.start(), _Chat.of(**chat)
+        request = _Request(service, await how.render(service, messages, sampling_params), request_id, priority)
         async for _ in request.run():
             yield request.result()
 
@@ -158,21 +163,36 @@ class LLM:
         Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are aborted then.
         """
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        return self._wait(
-            self._run_all([_render(self._service, prompt) for prompt in many], sampling_params, priority, use_tqdm)
-        )
+        return self._wait(self._run_all(partial(_render, self._service), many, sampling_params, priority, use_tqdm))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> list[RequestResult]:
-        """Answer one conversation or many; otherwise like `generate`."""
-        many: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
-        return self._wait(
-            self._run_all([_render_chat(self._service, one) for one in many], sampling_params, None, use_tqdm)
+        """Answer one conversation or many; otherwise like `generate`.
+
+        The model may call `tools` (those of the OpenAI API), and must where `tool_choice` says so. `tool_calls` of a
+        result are what it calls; its `text` is all that the model has written, calls included.
+        """
+        how = _Chat.of(
+            tools,
+            tool_choice,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
+        many: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        return self._wait(self._run_all(partial(how.render, self._service), many, sampling_params, None, use_tqdm))
 
     def shutdown(self) -> None:
         """Stop the engine; the object is of no use afterwards. Called at the script's end if not before."""
@@ -188,22 +208,22 @@ class LLM:
 
     async def _run_all(
         self,
-        rendering: Sequence[Coroutine[Any, Any, _Rendered]],
+        render: Callable[[Any, SamplingParams | None], Coroutine[Any, Any, _Rendered]],
+        prompts: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         use_tqdm: bool,
     ) -> list[RequestResult]:
-        prompts = await asyncio.gather(*rendering)
         params = [sampling_params] * len(prompts) if not isinstance(sampling_params, Sequence) else sampling_params
         priorities = [0] * len(prompts) if priority is None else priority
         for what, given in (("sampling_params", params), ("priority", priorities)):
             if len(given) != len(prompts):
                 raise ValueError(f"{what}: {len(given)} for {len(prompts)} prompts")
+        rendered = await asyncio.gather(*map(render, prompts, params))
         with contextlib.ExitStack() as stack, tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
             requests = []
-            resolved = [await _resolved(self._service, one) for one in params]
-            for prompt, one, rank in zip(prompts, resolved, priorities, strict=True):
-                requests.append(_Request(self._service, prompt, one, None, rank))
+            for one, rank in zip(rendered, priorities, strict=True):
+                requests.append(_Request(self._service, one, None, rank))
                 stack.callback(requests[-1].close)
             async with asyncio.TaskGroup() as group:
                 for request in requests:
@@ -228,11 +248,13 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, llm: AsyncL
 
 
 class _Rendered(NamedTuple):
-    """A prompt: its text, if there is one, and what the engine gets."""
+    """A prompt: its text, if there is one, what the engine gets, and how calls in the answer are to be read."""
 
     text: str | None
     ids: list[int]
+    params: SamplingParams
     cache_salt: str | None = None
+    reading: Reading | None = None
 
 
 class _Request:
@@ -242,14 +264,16 @@ class _Request:
         self,
         service: Service,
         prompt: _Rendered,
-        params: SamplingParams,
         request_id: str | None,
         priority: int,
     ) -> None:
+        params = prompt.params
         self._tokenizer = service.renderer.tokenizer
         self._id = request_id or uuid.uuid4().hex
         self._prompt = prompt.text
         self._ids = prompt.ids
+        self._params = params
+        self._reading = prompt.reading
         self._sequences = [Delta(index) for index in range(params.n)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._generation = service.generate(self._id, [prompt.ids], params, priority, prompt.cache_salt)
@@ -281,11 +305,57 @@ class _Request:
             request_id=self._id,
             prompt=self._prompt,
             prompt_token_ids=self._ids,
-            outputs=[completion(self._tokenizer, sequence) for sequence in self._sequences],
+            outputs=[completion(self._tokenizer, sequence, self._calls(sequence)) for sequence in self._sequences],
             finished=all(sequence.finish_reason is not None for sequence in self._sequences),
             num_cached_tokens=self._sequences[0].num_cached_tokens,
             prompt_logprobs=self._prompt_logprobs,
         )
+
+    def _calls(self, sequence: Delta) -> list[ToolCall]:
+        """What an answer calls, once it has ended; its text is left as it is."""
+        if self._reading is None or sequence.finish_reason is None:
+            return []
+        whole = RequestOutput(self._id, list(sequence.token_ids), finish_reason="stop")
+        return SequenceText(self._tokenizer, 0, self._ids, self._params, self._reading).feed(whole).tool_calls
+
+
+@dataclass(frozen=True)
+class _Chat:
+    """How conversations are rendered, and what the model may call."""
+
+    options: ChatOptions
+    tools: Sequence[Mapping[str, Any]]
+    use: ToolUse | None
+
+    @staticmethod
+    def of(
+        tools: Sequence[Mapping[str, Any]] = (),
+        tool_choice: str | Mapping[str, Any] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> _Chat:
+        """From the options of `LLM.chat`; raises `InvalidParameter` for what is not understood of tools."""
+        use = read_choice(read_tools(tools or ()), tool_choice)
+        kwargs = chat_template_kwargs or {}
+        return _Chat(ChatOptions(may_call=use is not None, chat_template_kwargs=kwargs, **options), tools or (), use)
+
+    async def render(self, service: Service, messages: Sequence[Message], params: SamplingParams | None) -> _Rendered:
+        """A conversation."""
+        renderer = service.renderer
+        ids = await renderer.chat(messages, self.tools, self.options)
+        params = _given(service, params)
+        reading = None
+        if self.use is not None:
+            if params.structured_outputs is not None:
+                await renderer.check_structured(params.structured_outputs, "structured_outputs")
+            continued = messages[-1].get("content") if self.options.continue_final_message else None
+            reading, grammar = renderer.reading(
+                ids, self.use, params.structured_outputs, continued=continued if isinstance(continued, str) else ""
+            )
+            if grammar is not None:
+                params = msgspec.structs.replace(params, structured_outputs=grammar)
+        return _Rendered(None, ids, await renderer.resolve(params), reading=reading)
 
 
 def _is_one_prompt(prompts: Any) -> bool:
@@ -294,19 +364,17 @@ def _is_one_prompt(prompts: Any) -> bool:
     )
 
 
-async def _resolved(service: Service, params: SamplingParams | None) -> SamplingParams:
-    return await service.renderer.resolve(SamplingParams(**service.renderer.defaults) if params is None else params)
+def _given(service: Service, params: SamplingParams | None) -> SamplingParams:
+    return SamplingParams(**service.renderer.defaults) if params is None else params
 
 
-async def _render(service: Service, prompt: PromptLike) -> _Rendered:
+async def _render(service: Service, prompt: PromptLike, params: SamplingParams | None) -> _Rendered:
     salt = None
     if isinstance(prompt, Mapping):
         given: Prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         salt = prompt.get("cache_salt")
     else:
         given = prompt
-    return _Rendered(given if isinstance(given, str) else None, await service.renderer.prompt(given), salt)
-
-
-async def _render_chat(service: Service, messages: Sequence[Message]) -> _Rendered:
-    return _Rendered(None, await service.renderer.chat(messages))
+    ids = await service.renderer.prompt(given)
+    resolved = await service.renderer.resolve(_given(service, params))
+    return _Rendered(given if isinstance(given, str) else None, ids, resolved, salt)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from quire.engine.messages import PromptLogprobs, TokenLogprobs
 from quire.server.output import AnswerEnd, Delta
+from quire.server.parsers.events import ToolCall
 from quire.server.tokenizer import Tokenizer
 
 
@@ -31,6 +32,8 @@ class Completion:
     finish_reason: AnswerEnd | None = None
     stop_reason: int | str | None = None
     """The stop string or stop token that ended it; None for the end of sequence."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """What it calls of the tools that `chat` was given, once it has ended."""
 
 
 @dataclass
@@ -48,7 +51,7 @@ class RequestResult:
     """When asked for: None for the first token of the prompt; then that token and the likeliest ones, by token id."""
 
 
-def completion(tokenizer: Tokenizer, sequence: Delta) -> Completion:
+def completion(tokenizer: Tokenizer, sequence: Delta, tool_calls: list[ToolCall]) -> Completion:
     """A sequence as the Python API shows it; a copy."""
     logprobs = None
     if sequence.logprobs is not None:
@@ -61,6 +64,7 @@ def completion(tokenizer: Tokenizer, sequence: Delta) -> Completion:
         logprobs=logprobs,
         finish_reason=sequence.finish_reason,
         stop_reason=sequence.stop_reason,
+        tool_calls=tool_calls,
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -13,12 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.engine.errors import ConfigError, InvalidParameter
 from quire.server.client import EngineUnavailable
 from quire.server.service import RequestFailed
 from tests.fakes import fake_core
+from tests.server.test_chat_tools import CALL, TEMPLATE
 
 
 @pytest.fixture
@@ -53,6 +58,65 @@ def test_chat(llm: LLM) -> None:
     messages = [{"role": "user", "content": "hi"}]
     for results in (llm.chat(messages, SamplingParams(max_tokens=50)), llm.chat([messages, messages])):
         assert all(result.outputs[0].text == "user\nhi\nassistant\n" for result in results)
+
+
+F: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("marker", ["text", "special"])
+def test_chat_with_tools(
+    model_folder: Path,
+    core_mode: Callable[[str], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    marker: str,
+) -> None:
+    """The model says what the last message says."""
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    if marker == "special":
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_tokens([AddedToken("<tool_call>", special=True), AddedToken("</tool_call>", special=True)])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 330}))
+    said = f"So: {CALL}"
+    says = [[{"role": "user", "content": text}] for text in (said, "hello")]
+    with LLM(str(folder), load_format="dummy", device="cpu") as llm:
+        params = SamplingParams(max_tokens=100)
+        first, second = (result.outputs[0] for result in llm.chat(says, params, tools=[F], use_tqdm=False))
+        assert [(call.index, call.name, call.arguments) for call in first.tool_calls] == [(0, "f", '{"a":1}')]
+        assert first.text == (said if marker == "text" else re.sub("</?tool_call>", "", said))
+        assert (second.text, second.tool_calls) == ("hello", [])
+        assert not llm.chat(says[0], params, use_tqdm=False)[0].outputs[0].tool_calls
+        shown = llm.chat(says[1], params, chat_template_kwargs={"enable_thinking": 5}, use_tqdm=False)
+        assert shown[0].outputs[0].text == "thinking 5 hello"
+        shown = llm.chat(says[1], params, chat_template="{{ messages[0].content | upper }}", use_tqdm=False)
+        assert shown[0].outputs[0].text == "HELLO"
+        asked: list[Any] = []
+        client = llm._service.client
+        send = client._send
+
+        def watch(message: Any) -> None:
+            asked.append(message)
+            send(message)
+
+        monkeypatch.setattr(client, "_send", watch)
+        llm.chat(says[1], params, tools=[F], tool_choice="required", use_tqdm=False)
+        assert "call_0" in asked[-1].params.structured_outputs.grammar
+        wrongs: list[dict[str, Any]] = [{"tools": [F, F]}, {"tool_choice": "none", "tools": [{}]}]
+        for wrong in (*wrongs, {"tool_choice": "required"}, {"tools": [F], "tool_choice": "any"}):
+            with pytest.raises(InvalidParameter, match="tool"):
+                llm.chat(says[1], params, use_tqdm=False, **wrong)
+
+
+async def test_async_chat_with_tools(model_folder: Path, core_mode: Callable[[str], None], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    async with AsyncLLM(str(folder), load_format="dummy", device="cpu") as llm:
+        says = [{"role": "user", "content": CALL}]
+        results = [r async for r in llm.chat(says, SamplingParams(max_tokens=100), tools=[F])]
+        assert [len(result.outputs[0].tool_calls) for result in results] == [0] * (len(results) - 1) + [1]
 
 
 def test_logprobs(llm: LLM) -> None:
