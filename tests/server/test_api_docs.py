@@ -25,6 +25,24 @@ def test_the_page_is_up_to_date() -> None:
     assert script["PAGE"].read_text() == script["render"](), f"docs/api.md is out of date; run {script['COMMAND']}"
 
 
+LIMIT = re.compile(r"^(MAX_[A-Z_]+|COMPILE_SECONDS)(?:: \w+)? = (.+)$", re.MULTILINE)
+
+
+def test_every_limit_stands_in_the_table() -> None:
+    root = SCRIPT.parents[1]
+    page = (root / "docs" / "deploy.md").read_text()
+    found = 0
+    for path in [root / "engine" / "messages.py", *(root / "server").rglob("*.py")]:
+        for name, value in LIMIT.findall(path.read_text()):
+            number = eval(value)
+            sizes = {f"{number:,}", f"{number:g}", f"{number / 2**10:g} KiB", f"{number / 2**20:g} MiB"}
+            rows = [line for line in page.splitlines() if f"`{name}` (" in line]
+            assert len(rows) == 1, f"{name} of {path.relative_to(root)} is not in docs/deploy.md"
+            assert any(f"`{name}` ({size})" in rows[0] for size in (*sizes, f"{number / 2**30:g} GiB")), rows
+            found += 1
+    assert found >= 20
+
+
 def shapes(base: type[BaseModel] = BaseModel) -> Iterator[type[BaseModel]]:
     for shape in base.__subclasses__():
         if shape.__module__.startswith("quire.server.api."):
