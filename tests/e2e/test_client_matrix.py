@@ -25,6 +25,7 @@ KEY = "secret"
 CLIENTS = {
     "openai>=2,<3": "openai_sdk.py",
     "openai>=3,<4": "openai_sdk.py",
+    "anthropic>=2,<3": "anthropic_sdk.py",
     "langchain-openai>=1,<2": "langchain_sdk.py",
     "instructor>=1,<2": "instructor_sdk.py",
 }

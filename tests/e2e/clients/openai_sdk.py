@@ -93,6 +93,66 @@ def parses(client: openai.OpenAI) -> None:
     assert isinstance(call.function.parsed_arguments, Place)
 
 
+def parses_beside_tools(client: openai.OpenAI) -> None:
+    """Both at once: the model calls a tool, or answers in the format."""
+    both: Any = {"tools": [WEATHER], "response_format": Place, "max_tokens": 200, **MODEL}
+    choice = client.chat.completions.parse(messages=ASK_WEATHER, **both).choices[0]
+    (call,) = choice.message.tool_calls or []
+    assert (choice.finish_reason, call.function.parsed_arguments) == ("tool_calls", {"city": "Paris"})
+    messages = [*ASK_WEATHER, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    with client.chat.completions.stream(messages=messages, **both) as events:
+        message = events.get_final_completion().choices[0].message
+    assert message.tool_calls or isinstance(message.parsed, Place)
+    message = client.chat.completions.parse(messages=messages, tool_choice="none", **both).choices[0].message
+    assert isinstance(message.parsed, Place)
+
+
+def responds(client: openai.OpenAI) -> None:
+    asked: Any = {"input": QUESTION[0]["content"], **MODEL}
+    response = client.responses.create(**asked)
+    assert ANSWER in response.output_text
+    assert (response.status, response.error) == ("completed", None)
+    assert client.responses.retrieve(response.id).output_text == response.output_text
+    events = list(client.responses.create(stream=True, **asked))
+    assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    with client.responses.stream(**asked) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response()
+    assert text == final.output_text == response.output_text
+    assert response.usage is not None
+    assert final.usage is not None
+    assert final.usage.total_tokens == response.usage.total_tokens
+    client.responses.delete(response.id)
+    try:
+        client.responses.retrieve(response.id)
+    except openai.NotFoundError as error:
+        assert (error.code, error.param) == ("response_not_found", "response_id")
+    else:
+        raise AssertionError("a response that was deleted is there")
+    parsed = client.responses.parse(text_format=Place, max_output_tokens=200, **asked)
+    assert isinstance(parsed.output_parsed, Place)
+
+
+def responds_with_tools(client: openai.OpenAI) -> None:
+    asked = ASK_WEATHER[0]["content"]
+    request: Any = {"tools": [{"type": "function", **WEATHER["function"]}], **MODEL}
+    response = client.responses.create(input=asked, **request)
+    (call,) = response.output
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Paris"})
+    with client.responses.stream(input=asked, **request) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        stream.get_final_response()
+    assert "".join(pieces) == call.arguments
+    output = '{"temperature": 21, "condition": "sunny"}'
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": output}
+    told = client.responses.create(input=[result], previous_response_id=response.id, **request)
+    assert "sunny" in told.output_text
+    items: Any = [{"role": "user", "content": asked}, *response.output, result]  # as the client's examples do
+    assert client.responses.create(input=items, **request).output_text == told.output_text
+
+
 def completes(client: openai.OpenAI) -> None:
     answer = client.completions.create(prompt=["Quire is", "Pipeline"], max_tokens=5, logprobs=2, echo=True, **MODEL)
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -150,7 +210,10 @@ async def is_asynchronous() -> None:
 
 if __name__ == "__main__":
     with openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0) as client:
-        for part in (chats, streams, calls_tools, parses, completes, lists_models, raises):
+        for part in (
+            *(chats, streams, calls_tools, parses, parses_beside_tools, completes, lists_models, raises),
+            *(responds, responds_with_tools),
+        ):
             part(client)
     retries()
     asyncio.run(is_asynchronous())
