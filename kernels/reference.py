@@ -94,7 +94,15 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 def act_mul(x: Tensor, activation: str) -> Tensor:
     """A gated feed-forward's middle (Shazeer 2020): `activate(gate, activation) * up` for `x = [..., gate ‖ up]`."""
-    gate, up = x.chunk(2, dim=-1)
+    return gated(*x.chunk(2, dim=-1), activation)
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`activate(gate, activation) * up`; "swiglu_oai" is gpt-oss's: `gate * sigmoid(1.702 gate) * (up + 1)`, both
+    clamped at 7."""
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
     return activate(gate, activation) * up
 
 
@@ -404,25 +412,6 @@ def route(
 def _highest(scores: Tensor, count: int) -> Tensor:
     """As torch.topk's indices, the lower of equal ones first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-
-
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`activation(gate) * up`; "swiglu_oai" is gpt-oss's: `gate * sigmoid(1.702 * gate) * (up + 1)`, both at most 7."""
-    match activation:
-        case "silu":
-            return F.silu(gate) * up
-        case "gelu":
-            return F.gelu(gate) * up
-        case "gelu_tanh":
-            return F.gelu(gate, approximate="tanh") * up
-        case "relu":
-            return F.relu(gate) * up
-        case "relu2":
-            return F.relu(gate).square() * up
-        case "swiglu_oai":
-            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-            return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    raise ValueError(f"no activation {activation!r}")
 
 
 def fused_experts(
