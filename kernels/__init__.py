@@ -23,6 +23,7 @@ __all__ = [
     "allocate_kv_cache",
     "apply_bitmask",
     "fused_experts",
+    "attention",
     "gumbel_noise",
     "pack_experts",
     "pack_linear",
@@ -44,6 +45,7 @@ read_kv = by_device(reference.read_kv)
 act_mul = by_device(reference.act_mul)
 activate = by_device(reference.activate)
 paged_attention = by_device(reference.paged_attention)
+attention = by_device(reference.attention)
 apply_bitmask = by_device(reference.apply_bitmask)
 sample = by_device(reference.sample)
 uniform_noise = by_device(reference.uniform_noise)

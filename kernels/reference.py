@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,7 @@ __all__ = [
     "act_mul",
     "activate",
     "add_rms_norm",
+    "attention",
     "by_expert",
     "fused_experts",
     "gated",
@@ -266,6 +268,33 @@ def _attend(
     weights = scores.softmax(dim=-1)[..., :tokens]
     mixed = weights.reshape(requests, kv_heads, -1, tokens) @ values
     return mixed.view(requests, heads, count, head_dim).transpose(1, 2)
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, biases: Tensor | None = None
+) -> Tensor:
+    """Attention without a cache or a mask: every token of a sequence sees all of it, and nothing of the others.
+
+    `query`, `key` and `value` are `[tokens, heads, head_dim]`, sequence `s` in the rows `starts[s]:starts[s + 1]`.
+    `biases` `[heads, 2 * reach + 1]` are added to the scaled scores, by the distance from the query to the key plus
+    `reach`, which no distance exceeds. Returns the shape of `query`. A sequence is computed by itself, so that its
+    result does not depend on those beside it.
+    """
+    output = torch.empty_like(query)
+    ends = starts.tolist()
+    for start, end in pairwise(ends):
+        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, count, head_dim]
+        mask = None if biases is None else _by_distance(biases, end - start).to(query.dtype)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        output[start:end] = mixed[0].transpose(0, 1)
+    return output
+
+
+def _by_distance(biases: Tensor, count: int) -> Tensor:
+    """`[heads, count (queries), count (keys)]` of the `biases` `[heads, 2 * reach + 1]` of distances."""
+    reach = biases.shape[1] // 2
+    near = biases[:, reach - count + 1 : reach + count]  # what the last query sees first
+    return near.unfold(1, count, 1).flip(1)  # a window for each query, one to the left for the next
 
 
 INT8_ZERO = 128
