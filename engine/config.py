@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine.architecture import Architecture
+from quire.engine.pooling import Pooling
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INT4_GROUPS = (128, 64, 32)
@@ -29,6 +30,11 @@ class EngineOptions:
     """Every engine option, unresolved: `None` and "auto" mean that Quire decides. The model itself is positional."""
 
     model: str = str(DEMO_MODEL)
+    runner: Literal["auto", "generate", "pooling"] = flag(
+        "auto",
+        "what the model does: generate text, or embed it as vectors (pooling; auto: that for encoders and "
+        "sentence-transformers folders)",
+    )
 
     tensor_parallel_size: int = flag(1, "ranks that share each layer", short="-tp", metavar="T")
     pipeline_parallel_size: int = flag(1, "stages that the layers are cut into", short="-pp", metavar="P")
@@ -102,6 +108,8 @@ class ModelConfig:
     seed: int
     max_logprobs: int = 20
     """Likeliest tokens that a request may ask for at each position; -1: all."""
+    pooling: Pooling | None = None
+    """The model embeds, and this is how; None: it generates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +139,7 @@ class CacheConfig:
 
     block_size: int
     num_blocks: int
+    """0: the model keeps no KV."""
     dtype: str
     """A float type, or int8."""
     enable_prefix_caching: bool

@@ -48,7 +48,8 @@ class KVCache:
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """Blocks that hold so many tokens; none where the model keeps no KV."""
+        return -(-num_tokens // self.block_size) if self.num_blocks else 0
 
     def match(self, hashes: list[bytes]) -> list[int]:
         """The published blocks of the longest cached prefix of this hash chain. Takes no references."""

@@ -165,7 +165,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
-    """A request. The answer is any number of `RequestOutput`s, the last one with a finish reason."""
+    """A request. The answer is any number of `RequestOutput`s, the last one with a finish reason.
+
+    A model that embeds answers with one, and no parameter concerns it.
+    """
 
     client: int
     """Which API process gets the answer."""
@@ -271,6 +274,8 @@ class RequestOutput(msgspec.Struct, array_like=True):
     """Prompt tokens that the prefix cache spared, known from the first output on."""
     prompt_logprobs: PromptLogprobs | None = None
     """Of the prompt tokens that follow those told of before; all are told of before the first of `token_ids`."""
+    vector: bytes | None = None
+    """Of a model that embeds, in the only output: float32, before it is normalized in the end."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
@@ -394,6 +399,8 @@ class StepResult(msgspec.Struct, tag=True, array_like=True):
     """Empty when no row asked for them."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
     """Of rows, by number, whose tokens stand before prompt tokens that are to be scored."""
+    vectors: dict[int, bytes] = {}
+    """Of a model that embeds: of rows, by number, that end their prompt; float32. No row samples."""
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,13 @@ def locate(model: str, revision: str | None) -> Path:
     return _download(model, revision, _PATTERNS)
 
 
-def fetch_weights(model: str, revision: str | None, folder: Path) -> None:
-    """Download the safetensors of a repository into its snapshot `folder`; a local folder is left as it is."""
+def fetch_weights(model: str, revision: str | None, folder: Path, inner: Sequence[str] = ()) -> None:
+    """Download the safetensors of a repository, and of the folders `inner` in it, into its snapshot `folder`; a local
+    folder is left as it is."""
     if not Path(model).expanduser().is_dir():
         index = folder / _INDEX
         names = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {"model*.safetensors"}
-        _download(model, revision, sorted(names))
+        _download(model, revision, [*sorted(names), *(f"{each}/*.safetensors" for each in inner)])
 
 
 def _download(repository: str, revision: str | None, patterns: list[str]) -> Path:
@@ -78,17 +80,29 @@ def _download(repository: str, revision: str | None, patterns: list[str]) -> Pat
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or `ConfigError` with the file's name."""
+    content = _parse(path)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: a JSON object is expected")
+    return content
+
+
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """A JSON list of objects from a file, or `ConfigError` with the file's name."""
+    content = _parse(path)
+    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
+        raise ConfigError(f"{path}: a JSON list of objects is expected")
+    return content
+
+
+def _parse(path: Path) -> Any:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path.parent}: no {path.name} there; is it a Hugging Face model folder?") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path}: a JSON object is expected")
-    return content
 
 
 @dataclass(frozen=True)
@@ -99,6 +113,8 @@ class TensorInfo:
     dtype: str
     """As safetensors spells it: F32, BF16, F16, …"""
     shape: tuple[int, ...]
+    name: str
+    """In that file."""
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
@@ -119,7 +135,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     for file in files:
         for name, entry in _read_header(file).items():
             if name != "__metadata__":
-                tensors[name] = TensorInfo(file, str(entry.get("dtype")), tuple(entry.get("shape", ())))
+                tensors[name] = TensorInfo(file, str(entry.get("dtype")), tuple(entry.get("shape", ())), name)
     return tensors
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.engine import devices, model_files
+from quire.engine import devices, model_files, pooling
 from quire.engine.architecture import Architecture, Attention, LatentAttention, Matrices
 from quire.engine.config import (
     DTYPE_BYTES,
@@ -21,8 +21,10 @@ from quire.engine.config import (
     SchedulerConfig,
 )
 from quire.engine.devices import Devices
+from quire.engine.encoder import Encoder
 from quire.engine.errors import ConfigError
-from quire.engine.families import from_hf_config
+from quire.engine.families import FAMILIES, from_hf_config
+from quire.engine.pooling import Pooling
 
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 """The most that a tuned step computes, and what its workspace is made for: larger steps are hardly cheaper by token."""
@@ -60,7 +62,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         block_size=options.block_size,
         num_blocks=_count_blocks(options, model, parallel, scheduler, sizes, found),
         dtype=kv_dtype,
-        enable_prefix_caching=options.enable_prefix_caching,
+        enable_prefix_caching=options.enable_prefix_caching and _may_reuse_prefixes(model),
     )
     return EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler)
 
@@ -71,8 +73,11 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
     Apart from `resolve`, so that everything else is checked, and the plan shown, before a large download.
     """
     if config.model.load_format == "safetensors":
-        model_files.fetch_weights(options.model, options.revision, config.model.path)
-        model_files.read_headers(config.model.path)
+        pools = config.model.pooling
+        inner = [dense.folder for dense in pools.dense] if pools is not None else []
+        model_files.fetch_weights(options.model, options.revision, config.model.path, inner)
+        for folder in ("", *inner):
+            model_files.read_headers(config.model.path / folder)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Sizes:
         widest = max(layer.feed_forward.width(tp) for layer in arch.layers)
         hidden = 6 * arch.hidden_size + 3 * widest
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
+        logits *= model.pooling is None
         return Sizes(
             weights=tuple(_weight_bytes(model, parallel, stage) for stage in range(len(stages))),
             kv_block=tuple(
@@ -119,7 +125,8 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     kept = arch.stage_parameters(stages, stage, tp) - sum(math.prod(each) for each in matrices)
     kept -= math.prod(head) * (last and not embedded)
     packed = sum(each.number * packed_bytes(*each[:2], model.quantization, width) for each in matrices)
-    if last and not (embedded and parallel.device == "cuda"):  # there a tied head needs no copy
+    # Vectors are made without a head; on CUDA a tied one needs no copy.
+    if last and model.pooling is None and not (embedded and parallel.device == "cuda"):
         packed += packed_bytes(*head[:2], model.quantization and "int8", width)
     return kept * width + packed
 
@@ -143,11 +150,21 @@ def plan_text(config: EngineConfig) -> str:
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
     weights = f" with {model.quantization} weights" if model.quantization else ""
+    limits = (
+        f"at most {config.scheduler.max_num_seqs} run at once, "
+        f"{'up to ' * config.scheduler.is_tuned}{config.scheduler.max_num_batched_tokens:,} tokens a step"
+    )
     lines = [
         f"{arch.name} from {model.path}",
         f"{model.dtype}{weights} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
     ]
+    if model.pooling is not None:
+        length = f"{model.max_model_len:,} tokens"
+        lines.append(f"embeds prompts of up to {length} (--runner pooling): {model.pooling.text()}")
+    if not cache.num_blocks:
+        lines.append(f"  layers 0-{arch.num_layers - 1}, per rank weights {human(sizes.weights[0])}, no KV cache")
+        return "\n".join([*lines, limits])
     for stage, layers in enumerate(parallel.stages):
         first = stage * tp
         ranks = f"rank {first}" if tp == 1 else f"ranks {first}-{first + tp - 1}"
@@ -158,8 +175,7 @@ def plan_text(config: EngineConfig) -> str:
         )
     lines.append(
         f"KV cache holds {tokens:,} tokens: {tokens / model.max_model_len:.1f} requests at the full length of "
-        f"{model.max_model_len:,}; at most {config.scheduler.max_num_seqs} run at once, "
-        f"{'up to ' * config.scheduler.is_tuned}{config.scheduler.max_num_batched_tokens:,} tokens a step"
+        f"{model.max_model_len:,}; {limits}"
     )
     return "\n".join(lines)
 
@@ -206,7 +222,7 @@ def _check_ranges(options: EngineOptions) -> None:
 def _resolve_model(options: EngineOptions, found: Devices) -> ModelConfig:
     path = model_files.locate(options.model, options.revision)
     hf_config = model_files.read_json(path / "config.json")
-    arch = from_hf_config(hf_config)
+    arch, pools = _architecture(options, path, hf_config)
     tokenizer = path
     if options.tokenizer is not None:
         tokenizer = model_files.locate(options.tokenizer, None)
@@ -216,13 +232,48 @@ def _resolve_model(options: EngineOptions, found: Devices) -> ModelConfig:
         architecture=arch,
         dtype=_choose_dtype(options, found, hf_config),
         quantization=options.quantization,
-        max_model_len=_choose_length(options, arch),
+        max_model_len=_choose_length(options, arch, pools),
         load_format="dummy" if options.load_format == "dummy" else "safetensors",
         eos_token_ids=_eos_token_ids(path, hf_config),
         trust_remote_code=options.trust_remote_code,
         seed=options.seed,
         max_logprobs=options.max_logprobs,
+        pooling=pools,
     )
+
+
+def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> tuple[Architecture, Pooling | None]:
+    """What the model is, and how it embeds if it does."""
+    names = hf_config.get("architectures") or []
+    # A decoder without its head, as AutoModel saves it, is named so: Qwen3Model.
+    whole = [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
+    is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in whole)
+    arch = from_hf_config({**hf_config, "architectures": whole} if is_headless else hf_config)
+    if isinstance(arch, Encoder):
+        if options.runner == "generate":
+            raise ConfigError(f"{arch.name} is an encoder and cannot generate text; leave --runner generate out")
+        if options.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"--pipeline-parallel-size {options.pipeline_parallel_size}: {arch.name} is an encoder, whose layers "
+                "are not cut into stages; use --tensor-parallel-size"
+            )
+        return arch, pooling.read(path, hf_config, arch.hidden_size, default="mean")
+    if options.runner == "generate" and is_headless:
+        raise ConfigError(f"{', '.join(names)} has no head to generate text with; it can embed (--runner pooling)")
+    if options.runner == "generate" or (
+        options.runner == "auto" and not is_headless and not (path / pooling.MODULES).exists()
+    ):
+        return arch, None
+    if hf_config.get("is_causal") is False or hf_config.get("use_bidirectional_attention"):
+        raise ConfigError(f"{arch.name}: a decoder whose tokens see those behind them (is_causal false) is not served")
+    return arch, pooling.read(path, hf_config, arch.hidden_size, default="lasttoken")
+
+
+def _may_reuse_prefixes(model: ModelConfig) -> bool:
+    """Whether what the prefix cache spares is not needed: pooling may want the hidden states of all tokens."""
+    if isinstance(model.architecture, Encoder):
+        return False
+    return model.pooling is None or not model.pooling.needs_all_tokens
 
 
 def _check_quantization(model: ModelConfig, tp: int, found: Devices) -> None:
@@ -248,8 +299,8 @@ def _choose_dtype(options: EngineOptions, found: Devices, hf_config: dict[str, A
     return named if named in DTYPE_BYTES else "bfloat16"
 
 
-def _choose_length(options: EngineOptions, arch: Architecture) -> int:
-    """The model's own length, or the sliding window where one begins before it."""
+def _choose_length(options: EngineOptions, arch: Architecture, pools: Pooling | None) -> int:
+    """The model's own length, or the sliding window where one begins before it; for vectors, what they are made for."""
     window = min((layer.attention.window for layer in arch.layers if layer.attention.window), default=None)
     limit = arch.max_position if window is None else min(arch.max_position, window)
     asked = options.max_model_len
@@ -260,7 +311,8 @@ def _choose_length(options: EngineOptions, arch: Architecture) -> int:
                 f"and windowed attention is not served yet; at most {window} is exact"
             )
         raise ConfigError(f"--max-model-len {asked} is more than the model's {limit} positions")
-    return asked or limit
+    made_for = pools.max_length if pools is not None else None
+    return asked or min(limit, made_for or limit)
 
 
 def _eos_token_ids(path: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
@@ -307,15 +359,18 @@ def _choose_executor(options: EngineOptions, world_size: int) -> Literal["uni", 
 
 
 def _resolve_scheduler(options: EngineOptions, model: ModelConfig, found: Devices) -> SchedulerConfig:
-    least = 1 if options.enable_chunked_prefill else model.max_model_len
+    # The tokens of an encoder see all of their prompt, which therefore goes into one step.
+    is_chunked = options.enable_chunked_prefill and not isinstance(model.architecture, Encoder)
+    least = 1 if is_chunked else model.max_model_len
     asked = options.max_num_batched_tokens
     budget = max(_STEP_TOKENS[found.kind], least) if asked == "auto" else asked
     if budget < least:
+        why = "an encoder" if isinstance(model.architecture, Encoder) else "--no-enable-chunked-prefill"
         raise ConfigError(
-            f"--no-enable-chunked-prefill needs --max-num-batched-tokens of at least the model length ({least}), "
+            f"{why} needs --max-num-batched-tokens of at least the model length ({least}), "
             f"got {budget}; or lower --max-model-len"
         )
-    is_tuned = asked == "auto" and options.enable_chunked_prefill
+    is_tuned = asked == "auto" and is_chunked
     if options.itl_target_ms is not None and not is_tuned:
         raise ConfigError(
             "--itl-target-ms sizes prompt chunks: it needs --max-num-batched-tokens auto and chunked prefill"
@@ -323,7 +378,7 @@ def _resolve_scheduler(options: EngineOptions, model: ModelConfig, found: Device
     return SchedulerConfig(
         max_num_seqs=min(options.max_num_seqs, budget),  # so that every decode finds room in every step
         max_num_batched_tokens=budget,
-        enable_chunked_prefill=options.enable_chunked_prefill,
+        enable_chunked_prefill=is_chunked,
         policy=options.scheduling_policy,
         depth=_choose_depth(options, found),
         is_tuned=is_tuned,
@@ -367,6 +422,8 @@ def _count_blocks(
             f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
             f"--dtype{quantize}, or a lower --max-num-batched-tokens"
         )
+    if not max(sizes.kv_block):
+        return 0
     asked = options.kv_cache_memory_bytes
     if asked is not None:
         if asked > whole - max(fixed):

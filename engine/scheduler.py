@@ -71,7 +71,10 @@ class Scheduler:
         self.stages = config.parallel.pipeline_parallel_size
         self.workers_keep = self.stages == 1
         """The stage that samples is the one that reads tokens, so they need not be sent back to it."""
-        self.max_model_len = config.model.max_model_len
+        self.pools = config.model.pooling is not None
+        """The model embeds: a request ends when its prompt is computed, as if one token were to be sampled then."""
+        self.max_model_len = config.model.max_model_len + self.pools
+        """Tokens of prompt and output together. A prompt that is embedded may fill the model's length."""
         self.eos_token_ids = frozenset(config.model.eos_token_ids)
         self.kv = KVCache(cache.num_blocks, cache.block_size, cache.enable_prefix_caching)
         self.requests: dict[str, Request] = {}
@@ -128,10 +131,11 @@ class Scheduler:
         elif not prompt:
             error = "the prompt is empty"
         elif len(prompt) >= self.max_model_len:
-            error = f"the prompt has {len(prompt)} tokens; the model's length is {self.max_model_len}"
+            error = f"the prompt has {len(prompt)} tokens; the model's length is {self.max_model_len - self.pools}"
         if error:
             return RequestOutput(submit.request_id, [], finish_reason="error", error=error)
-        params, limit = submit.params, submit.params.max_tokens
+        params = submit.params
+        limit = 1 if self.pools else params.max_tokens
         request = Request(
             submit=submit,
             client=submit.client,
@@ -495,6 +499,8 @@ class Scheduler:
         news: dict[int, Outputs] = {}
         if result.prompt_logprobs:
             self._tell_prompts(rows, result.prompt_logprobs, news)
+        if result.vectors:
+            self._tell_vectors(rows, result.vectors, news)
         guided: list[tuple[Request, RequestOutput]] = []
         client, mine = -1, Outputs()
         columns = zip(rows, result.token_ids, result.logprobs or repeat(None), strict=False)  # the last may be endless
@@ -528,6 +534,18 @@ class Scheduler:
             if request.finish_reason is None:
                 request.num_scored += len(scored)
                 output = RequestOutput(request.request_id, [], prompt_logprobs=scored)
+                news.setdefault(request.client, Outputs()).outputs.append(output)
+
+    def _tell_vectors(self, rows: list[Request], vectors: dict[int, bytes], news: dict[int, Outputs]) -> None:
+        """End the requests whose prompts a plan has pooled."""
+        for row, vector in vectors.items():
+            request = rows[row]
+            if request.finish_reason is None:
+                self._finish(request, "stop")
+                cached = request.num_cached or 0
+                output = RequestOutput(
+                    request.request_id, [], finish_reason="stop", num_cached_tokens=cached, vector=vector
+                )
                 news.setdefault(request.client, Outputs()).outputs.append(output)
 
     def _tell(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:

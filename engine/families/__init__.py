@@ -11,7 +11,7 @@ from typing import Any
 
 from quire.engine.architecture import Architecture
 from quire.engine.errors import ConfigError
-from quire.engine.families import cohere, deepseek, gemma, gpt, llama, moe, olmo
+from quire.engine.families import bert, cohere, deepseek, gemma, gpt, llama, moe, olmo
 from quire.engine.families.family import Family
 
 FAMILIES: dict[str, Family] = {
@@ -22,6 +22,7 @@ FAMILIES: dict[str, Family] = {
     **gpt.FAMILIES,
     **moe.FAMILIES,
     **deepseek.FAMILIES,
+    **bert.FAMILIES,
 }
 """By the name of the architecture in config.json."""
 

@@ -41,6 +41,8 @@ class Family:
     rows: Callable[[Layer, str, str], Rows | None] = lambda layer, module, part: None
     """For a layer, a module and its part: the row of the checkpoint's tensor that each of the part's rows is.
     None: in order."""
+    unused: tuple[str, ...] = ()
+    """How the names of tensors begin that stand beside the model and are no surplus."""
 
     def names_of(self, arch: Architecture) -> Mapping[str, str]:
         return self.names(arch) if callable(self.names) else self.names

@@ -28,6 +28,7 @@ class Engine:
             config.cache.num_blocks,
             config.scheduler.max_num_batched_tokens,
             keeps=config.parallel.pipeline_parallel_size == 1,
+            pools=config.model.pooling is not None,
         )
         self.depth, self.stages = config.scheduler.depth, config.parallel.pipeline_parallel_size
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()

@@ -6,6 +6,7 @@ block table, a stale prefix hit or a diff that was lost shows as an assertion, n
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -42,6 +43,8 @@ class FakeModel:
     max_tokens: int
     keeps: bool = True
     """Whether it keeps what it samples, as a single stage does."""
+    pools: bool = False
+    """It embeds: the vector of a prompt is its tokens."""
     rows: dict[int, Row] = field(default_factory=dict)
     kv: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """(block, offset) → the tokens up to and including the one whose KV lies there."""
@@ -73,8 +76,17 @@ class FakeModel:
             for number, (slot, count) in enumerate(zip(slots, counts, strict=True))
             if len(scored := self._score(self.rows[slot], count))
         }
+        if self.pools:
+            return StepResult(plan.step, [-1] * len(slots), vectors=self._pool(slots))
         sampled = [self._sample(self.rows[slot], plan.masks.get(slot)) for slot in slots]
         return StepResult(plan.step, sampled, [], scores)
+
+    def _pool(self, slots: list[int]) -> dict[int, bytes]:
+        rows = [self.rows[slot] for slot in slots]
+        for row in rows:
+            self._check(row)
+        ended = (number for number, row in enumerate(rows) if row.computed == len(row.tokens))
+        return {number: array("f", rows[number].tokens).tobytes() for number in ended}
 
     def _write(self, scheduled: Scheduled) -> None:
         row = self.rows[scheduled.slot]
@@ -83,7 +95,11 @@ class FakeModel:
         assert scheduled.num_tokens > 0
         end = row.computed + scheduled.num_tokens
         assert end <= len(row.tokens)
-        for position in range(row.computed, end):
+        if not self.num_blocks:
+            assert row.computed == 0
+            assert end == len(row.tokens), "without KV a prompt is one row"
+            assert not row.blocks
+        for position in range(row.computed, end) if self.num_blocks else ():
             self.kv[self._place(row, position)] = tuple(row.tokens[: position + 1])
         row.computed = end
 
@@ -92,9 +108,12 @@ class FakeModel:
         ends = range(max(row.computed - count, row.score_from), min(row.computed, row.score_until))
         return prompt_logprobs([(float(row.tokens[at + 1]), at + 1, [], []) for at in ends], 0)
 
-    def _sample(self, row: Row, mask: bytes | None) -> int:
-        for position in range(row.computed):
+    def _check(self, row: Row) -> None:
+        for position in range(row.computed) if self.num_blocks else ():
             assert self.kv.get(self._place(row, position)) == tuple(row.tokens[: position + 1])
+
+    def _sample(self, row: Row, mask: bytes | None) -> int:
+        self._check(row)
         if row.computed < len(row.tokens):
             assert mask is None
             return -1

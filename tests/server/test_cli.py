@@ -35,7 +35,7 @@ FLAGS = """
 --load-format --log-level --max-body-mib --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs
 --max-queue --no-allow-credentials --no-enable-chunked-prefill --no-enable-prefix-caching --no-trust-remote-code
 --no-trust-request-chat-template --pipeline-layer-partition --pipeline-parallel-size --port --quantization
---reasoning-parser --request-timeout --revision --root-path --scheduling-policy --seed --served-model-name
+--reasoning-parser --request-timeout --revision --root-path --runner --scheduling-policy --seed --served-model-name
 --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --tensor-parallel-size --tokenizer --tool-call-parser
 --trust-remote-code --trust-request-chat-template --uds -asc -h -pp -q -tp
 """
