@@ -151,10 +151,14 @@ class Decoder(nn.Module):
             x = x * x.new_tensor(self._arch.embedding_multiplier)
         return x if self.positions is None else x + self.positions(batch.positions)
 
+    def features(self, x: Tensor) -> Tensor:
+        """The last stage's `[rows, hidden_size]`, normalized: what the head reads, and the pooling of a prompt."""
+        return _apply(self.norm, x)
+
     def logits(self, x: Tensor) -> Tensor:
         """The last stage's `[rows, hidden_size]` → float32 `[rows, vocab_size]`, the same on every rank."""
         arch = self._arch
-        out: Tensor = self.head(_apply(self.norm, x))
+        out: Tensor = self.head(self.features(x))
         if arch.logit_multiplier != 1.0:
             out = out * arch.logit_multiplier
         return out if not arch.logit_softcap else (out / arch.logit_softcap).tanh() * arch.logit_softcap

@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire import kernels
-from quire.engine import model_files
+from quire.engine import encoder, model_files
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.families import FAMILIES
@@ -25,7 +25,9 @@ from quire.engine.layers.weight import Shard, Weight
 from quire.engine.model_files import TensorInfo
 from quire.engine.models.checkpoint import Stored, find
 from quire.engine.models.decoder import Decoder
+from quire.engine.models.encoder import Encoder
 from quire.engine.parallel import Parallel
+from quire.engine.pooling import Dense
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,15 @@ Needed = dict[str, list[tuple[Weight, Shard, Stored]]]
 
 
 def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.device, *, pack: bool = True) -> Decoder:
+    """As `load_model`, of a decoder."""
+    decoder = load_model(config, rank, parallel, device, pack=pack)
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+def load_model(
+    config: EngineConfig, rank: int, parallel: Parallel, device: torch.device, *, pack: bool = True
+) -> Decoder | Encoder:
     """The model of this rank's stage on `device`, with its weights.
 
     Only the rank's own slices are read, straight into the parameters. A linear layer is packed (and quantized) as soon
@@ -48,7 +59,7 @@ def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.devi
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)):
-        decoder = Decoder(model.architecture, stage, model.max_model_len, parallel)
+        decoder = build(model, stage, parallel)
     needed = needed_tensors(decoder, model)
     missing = Counter({id(weight): len(weight.shards) for weight, _, _ in chain(*needed.values())})
     owners = defaultdict(list)
@@ -66,7 +77,7 @@ def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.devi
     if model.load_format == "dummy":
         _fill_randomly(needed, model.seed, on_put)
     else:
-        headers = _without_prefix(model_files.read_headers(model.path), needed, model)
+        headers = _by_needed_name(model_files.read_headers(model.path), needed, model)
         _check(needed, headers, model)
         if rank == 0:
             _warn_of_surplus(headers, model)
@@ -74,7 +85,40 @@ def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.devi
     return decoder
 
 
-def needed_tensors(decoder: Decoder, model: ModelConfig) -> Needed:
+def build(model: ModelConfig, layers: range, parallel: Parallel) -> Decoder | Encoder:
+    """The model, or a stage of it, uninitialized; where it makes vectors, without a head."""
+    arch = model.architecture
+    if isinstance(arch, encoder.Encoder):
+        return Encoder(arch, parallel)
+    decoder = Decoder(arch, layers, model.max_model_len, parallel)
+    if model.pooling is not None and hasattr(decoder, "head"):
+        del decoder.head
+    return decoder
+
+
+def load_dense(model: ModelConfig, dense: Dense, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Weight `[out, in]` and bias of a dense module behind the pooling, in float32."""
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (dense.out_features, dense.in_features)}
+    if dense.bias:
+        shapes["linear.bias"] = (dense.out_features,)
+    if model.load_format == "dummy":
+        generator = torch.Generator().manual_seed(model.seed)
+        weight = torch.randn(shapes["linear.weight"], generator=generator) * _DUMMY_DEVIATION
+        return weight.to(device), torch.zeros(dense.out_features, device=device) if dense.bias else None
+    folder = model.path / dense.folder
+    headers = model_files.read_headers(folder)
+    for name, shape in shapes.items():
+        if name not in headers or headers[name].shape != shape:
+            found = f"has the shape {list(headers[name].shape)}" if name in headers else "is missing"
+            raise ConfigError(f"{folder}: {name} {found}, expected {list(shape)}")
+    tensors = []
+    for name in shapes:
+        with safe_open(headers[name].file, framework="pt") as file:
+            tensors.append(file.get_tensor(name).float().to(device))
+    return tensors[0], tensors[1] if dense.bias else None
+
+
+def needed_tensors(decoder: Decoder | Encoder, model: ModelConfig) -> Needed:
     """The checkpoint tensors that this stage is made of."""
     needed: Needed = defaultdict(list)
     for path, weight in decoder.named_parameters():
@@ -85,12 +129,17 @@ def needed_tensors(decoder: Decoder, model: ModelConfig) -> Needed:
     return needed
 
 
-def _without_prefix(headers: dict[str, TensorInfo], needed: Needed, model: ModelConfig) -> dict[str, TensorInfo]:
-    """The headers under the names that are needed: a checkpoint of the model without its head lacks their prefix."""
+def _by_needed_name(headers: dict[str, TensorInfo], needed: Needed, model: ModelConfig) -> dict[str, TensorInfo]:
+    """The headers under the names that are needed: a checkpoint of the model without its head lacks their prefix, and
+    in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta."""
     prefix = FAMILIES[model.architecture.name].prefix
-    if any(name.startswith(prefix) for name in headers):
-        return headers
-    return {name if name in needed else prefix + name: info for name, info in headers.items()}
+    is_bare = not any(name.startswith(prefix) for name in headers)
+
+    def needed_name(name: str) -> str:
+        new = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        return next((each for each in (name, new, prefix + new) if each in needed), prefix + name if is_bare else name)
+
+    return {needed_name(name): info for name, info in headers.items()}
 
 
 @contextmanager
@@ -125,10 +174,15 @@ def _warn_of_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None
     """Name the tensors that no stage needs, such as biases that config.json does not announce."""
     arch = model.architecture
     with torch.device("meta"):
-        everything = Decoder(arch, range(arch.num_layers), model.max_model_len, Parallel())
+        everything = build(model, range(arch.num_layers), Parallel())
     known = set(needed_tensors(everything, model))
-    known.update({"lm_head.weight"} if arch.tie_embeddings else ())
-    surplus = sorted(name for name in headers.keys() - known if not name.endswith("rotary_emb.inv_freq"))
+    known.update({"lm_head.weight"} if arch.tie_embeddings or model.pooling is not None else ())
+    unused = FAMILIES[arch.name].unused
+    surplus = sorted(
+        name
+        for name in headers.keys() - known
+        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(unused)
+    )
     if surplus:
         logger.warning(
             "%s: tensors that %s does not use (%d): %s%s",
@@ -150,7 +204,7 @@ def _read(needed: Needed, headers: dict[str, TensorInfo], on_put: Callable[[Weig
         for file, names in by_file.items():
             with safe_open(file, framework="pt") as tensors:
                 for name in names:
-                    source = tensors.get_slice(name)
+                    source = tensors.get_slice(headers[name].name)
                     for weight, shard, stored in needed[name]:
                         _put(weight, shard, stored.arranged(shard, source[stored.slice(shard)]))
                         on_put(weight)

@@ -9,9 +9,11 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.config import EngineConfig
 from quire.engine.messages import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
-from quire.engine.models.loading import load
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.loading import load_dense, load_model
 from quire.engine.parallel import Links
 from quire.engine.worker.batch import RequestStates, Rows
+from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
 
 _SCORED_AT_ONCE = (16, 256)
@@ -33,18 +35,23 @@ class Runner:
         self._vocab_size = arch.vocab_size
         least, most = _SCORED_AT_ONCE
         self._scored_at_once = max(least, min(most, config.scheduler.max_num_seqs))
-        self._decoder = load(config, rank, links.tp, device)
+        self._model = load_model(config, rank, links.tp, device)
+        self._pooler: Pooler | None = None
+        if model.pooling is not None:
+            self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
         sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(links.tp.size)
-        self._caches = kernels.allocate_kv_cache(
-            layers=len(config.parallel.stages[links.pipeline.stage]),
-            num_blocks=cache.num_blocks,
-            kv_heads=kv_heads,
-            block_size=cache.block_size,
-            head_dim=head_dim,
-            dtype=getattr(torch, cache.dtype),
-            device=device,
-            sides=sides,
-        ).unbind()
+        self._caches: tuple[Tensor, ...] = ()
+        if cache.num_blocks:
+            self._caches = kernels.allocate_kv_cache(
+                layers=len(config.parallel.stages[links.pipeline.stage]),
+                num_blocks=cache.num_blocks,
+                kv_heads=kv_heads,
+                block_size=cache.block_size,
+                head_dim=head_dim,
+                dtype=getattr(torch, cache.dtype),
+                device=device,
+                sides=sides,
+            ).unbind()
         self._states = RequestStates(config.scheduler.max_num_seqs, model.max_model_len, cache.block_size)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
 
@@ -55,7 +62,9 @@ class Runner:
         if not plan.num_rows:
             return self._pass_on(plan)
         batch = self._states.batch(rows, self._device)
-        hidden = self._decoder(self._receive(plan.num_tokens), batch, self._caches)
+        hidden = self._model(self._receive(plan.num_tokens), batch, self._caches)
+        if self._pooler is not None and self._pipeline.is_last:
+            return self._pool(plan, rows, hidden, batch.sampled, self._pooler)
         scores = self._score(rows, hidden) if rows.scoring and self._pipeline.is_last else {}
         self._states.advance(rows)
         if not self._pipeline.is_last:
@@ -68,6 +77,25 @@ class Runner:
         if self._pipeline.is_first:
             self._keep(rows, result)
         return result
+
+    @property
+    def _decoder(self) -> Decoder:
+        assert isinstance(self._model, Decoder)
+        return self._model
+
+    def _pool(self, plan: StepPlan, rows: Rows, hidden: Tensor, ends: Tensor, pooler: Pooler) -> StepResult | None:
+        """The vectors of the rows whose tokens end at `ends`, by the first rank, where every rank has the same."""
+        vectors: list[bytes] = []
+        if self._tp.rank == 0:
+            if pooler.needs_all_tokens:
+                vectors = pooler.pool(self._model.features(hidden), rows, self._states)
+            elif len(ends):
+                vectors = pooler.pool_last(self._model.features(hidden[ends]))
+        self._states.advance(rows)
+        if self._tp.rank != 0:
+            return None
+        found = dict(zip(rows.sampling.tolist(), vectors, strict=True))
+        return StepResult(plan.step, [-1] * plan.num_rows, vectors=found)
 
     def _receive(self, tokens: int) -> Tensor | None:
         if self._pipeline.is_first:

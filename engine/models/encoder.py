@@ -1,0 +1,169 @@
+"""A BERT-like encoder: every token of a prompt sees every other one. What differs between families is in `Encoder`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine import architecture, encoder
+from quire.engine.layers.attention import Batch
+from quire.engine.layers.embedding import VocabParallelEmbedding
+from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided
+from quire.engine.layers.norm import make_norm
+from quire.engine.layers.weight import Shard, Weight, whole
+from quire.engine.parallel import Parallel
+
+
+class Table(nn.Module):
+    """An embedding that every rank holds whole."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = Weight((rows, size), whole(rows, size))
+
+
+class DistanceBias(nn.Module):
+    """What each of this rank's heads adds to a score for the distance from query to key (Raffel et al. 2020)."""
+
+    def __init__(self, arch: encoder.Encoder, parallel: Parallel) -> None:
+        super().__init__()
+        part = divided("", arch.layers[0].attention.num_heads, parallel)
+        heads = part.length
+        shard = Shard((arch.relative_buckets, part.total), part.start, heads, dim=1)
+        self.weight = Weight((arch.relative_buckets, heads), shard)
+        distances = torch.arange(1 - arch.max_position, arch.max_position, device="cpu")
+        self._buckets = _buckets(distances, arch.relative_buckets)
+
+    def forward(self) -> Tensor:
+        """`[heads, distances]`, from that of the first key for the last query on."""
+        return self.weight[self._buckets.to(self.weight.device)].T.contiguous()
+
+
+def _buckets(distances: Tensor, count: int, furthest: int = 128) -> Tensor:
+    """T5's: half of the buckets for keys behind the query; near ones by themselves, the others by their logarithm."""
+    half = count // 2
+    near = half // 2
+    far = distances.abs().clamp(min=1)
+    by_logarithm = near + (torch.log(far.float() / near) / math.log(furthest / near) * (half - near)).long()
+    return half * (distances > 0) + torch.where(
+        distances.abs() < near, distances.abs(), by_logarithm.clamp(max=half - 1)
+    )
+
+
+class Attention(nn.Module):
+    """Attention of every token to all tokens of its prompt, the heads cut over the ranks."""
+
+    def __init__(self, spec: architecture.Attention, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._head_dim, self._scale = spec.head_dim, spec.scale
+        width = spec.num_heads * spec.head_dim
+        self.qkv = ColumnParallelLinear(
+            hidden_size, [divided(part, width, parallel) for part in "qkv"], bias=spec.qkv_bias
+        )
+        self.output = RowParallelLinear(width, hidden_size, parallel, bias=spec.output_bias)
+
+    def forward(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+        """`[tokens, hidden_size]` → the same."""
+        query, key, value = self.qkv(x).unflatten(-1, (3, -1, self._head_dim)).unbind(1)
+        out: Tensor = self.output(kernels.attention(query, key, value, starts, self._scale, biases).flatten(1))
+        return out
+
+
+class FeedForward(nn.Module):
+    """`down(activation(up(x)))`, the inner features cut over the ranks."""
+
+    def __init__(self, spec: architecture.FeedForward, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._activation = spec.activation
+        self.up = ColumnParallelLinear(hidden_size, [divided("", spec.size, parallel)], bias=spec.bias)
+        self.down = RowParallelLinear(spec.size, hidden_size, parallel, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden_size]` → the same."""
+        out: Tensor = self.down(_activate(self.up(x), self._activation))
+        return out
+
+
+def _activate(x: Tensor, activation: architecture.Activation) -> Tensor:
+    match activation:
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "silu":
+            return F.silu(x)
+        case "relu":
+            return x.relu()
+        case "relu2":
+            return x.relu().square()
+
+
+class EncoderLayer(nn.Module):
+    """Attention and feed-forward, each added to the residual stream, which is normalized then."""
+
+    def __init__(self, spec: architecture.Layer, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        assert isinstance(spec.attention, architecture.Attention)
+        assert isinstance(spec.feed_forward, architecture.FeedForward)
+        assert spec.attention_post_norm is not None
+        assert spec.feed_forward_post_norm is not None
+        self.attention = Attention(spec.attention, hidden_size, parallel)
+        self.attention_post_norm = make_norm(spec.attention_post_norm, hidden_size)
+        self.feed_forward = FeedForward(spec.feed_forward, hidden_size, parallel)
+        self.feed_forward_post_norm = make_norm(spec.feed_forward_post_norm, hidden_size)
+
+    def forward(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
+        """`[tokens, hidden_size]` → the same."""
+        x = self.attention_post_norm(x + self.attention(x, starts, biases))
+        out: Tensor = self.feed_forward_post_norm(x + self.feed_forward(x))
+        return out
+
+
+class Encoder(nn.Module):
+    """The whole model, behind the interface of `Decoder`. It keeps no KV. Parameters are uninitialized."""
+
+    def __init__(self, arch: encoder.Encoder, parallel: Parallel) -> None:
+        super().__init__()
+        assert arch.norm is not None
+        width = arch.hidden_size
+        self._padding_id = arch.padding_id
+        self.embedding = VocabParallelEmbedding(arch.vocab_size, width, parallel)
+        self.positions = Table(arch.position_embeddings, width)
+        self.token_types = Table(arch.token_types, width) if arch.token_types else None
+        self.norm = make_norm(arch.norm, width)
+        self.distance_bias = DistanceBias(arch, parallel) if arch.relative_buckets else None
+        self.layers = nn.ModuleDict(
+            {str(number): EncoderLayer(layer, width, parallel) for number, layer in enumerate(arch.layers)}
+        )
+
+    def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[Tensor] = ()) -> Tensor:
+        """Hidden states `[tokens, hidden_size]`. The batch has whole prompts; of it, tokens and their starts count."""
+        assert x is None
+        x = self.embedding(batch.token_ids) + F.embedding(self._positions(batch), self.positions.weight)
+        if self.token_types is not None:
+            x = x + self.token_types.weight[0]
+        x = self.norm(x)
+        biases = self.distance_bias() if self.distance_bias is not None else None
+        for layer in self.layers.values():
+            x = layer(x, batch.query_starts, biases)
+        return x
+
+    def features(self, x: Tensor) -> Tensor:
+        """What is pooled of hidden states: they are normalized already."""
+        return x
+
+    def _positions(self, batch: Batch) -> Tensor:
+        """The row of `positions` for each token."""
+        padding = self._padding_id
+        if padding is None:
+            return batch.positions
+        counted = batch.token_ids != padding
+        ends = counted.cumsum(0)  # counted tokens up to and with each
+        before = (ends - counted.long())[batch.query_starts[:-1]]  # those of other prompts
+        ends = ends - before.repeat_interleave(batch.query_starts.diff())
+        return ends * counted + padding

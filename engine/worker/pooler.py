@@ -1,0 +1,116 @@
+"""Hidden states become one vector for each prompt, which may come in chunks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.pooling import Dense, Mode, Pooling
+from quire.engine.worker.batch import RequestStates, Rows
+
+Weights = tuple[Tensor, Tensor | None]
+"""Of a dense module: `[out, in]` and the bias."""
+
+
+@dataclass
+class _Seen:
+    """What pooling needs of the chunks of a prompt; sums are float64, so that it does not show how they were cut."""
+
+    count: int
+    first: Tensor
+    largest: Tensor
+    sum: Tensor
+    weighted: Tensor
+    """The sum with the weights 1, 2, 3, …"""
+
+    @staticmethod
+    def of(x: Tensor, position: int) -> _Seen:
+        """`x` `[tokens, hidden_size]`, from this position on."""
+        wide = x.double()
+        weights = torch.arange(position + 1, position + len(x) + 1, dtype=wide.dtype, device=x.device)
+        return _Seen(len(x), x[0], x.amax(dim=0), wide.sum(dim=0), weights @ wide)
+
+    def extend(self, more: _Seen) -> None:
+        self.count += more.count
+        self.largest = torch.maximum(self.largest, more.largest)
+        self.sum += more.sum
+        self.weighted += more.weighted
+
+
+class Pooler:
+    """The modules behind the model, in float32. `dense` are the weights of the dense ones."""
+
+    def __init__(self, pooling: Pooling, dense: list[Weights]) -> None:
+        self._modes = pooling.modes
+        self.needs_all_tokens = pooling.needs_all_tokens
+        modules = pooling.modules[:-1] if pooling.is_normalized else pooling.modules  # the server does the last
+        weights = iter(dense)
+        self._modules = [(module, None if module == "normalize" else next(weights)) for module in modules]
+        self._seen: dict[int, _Seen] = {}
+        """By slot, of the prompts that have begun."""
+
+    def pool_last(self, x: Tensor) -> list[bytes]:
+        """The vectors of prompts whose last tokens' hidden states are `x` `[rows, hidden_size]`."""
+        return self._finish(x.float())
+
+    def pool(self, x: Tensor, rows: Rows, states: RequestStates) -> list[bytes]:
+        """The vectors of the rows that end their prompt; `x` `[tokens, hidden_size]` is of all rows.
+
+        To be called before `states.advance`.
+        """
+        ends, pooled = set(rows.sampling.tolist()), []
+        parts = torch.split(x.float(), rows.counts.tolist())
+        for row, (slot, part) in enumerate(zip(rows.slots.tolist(), parts, strict=True)):
+            position = int(states.num_computed[slot])
+            seen = _Seen.of(part, position)
+            if position:
+                before = self._seen.pop(slot)
+                before.extend(seen)
+                seen = before
+            if row in ends:
+                pooled.append(torch.cat([_vector(mode, seen, part[-1]) for mode in self._modes]))
+            else:
+                self._seen[slot] = seen
+        return self._finish(torch.stack(pooled)) if pooled else []
+
+    def _finish(self, x: Tensor) -> list[bytes]:
+        for module, weights in self._modules:
+            if weights is None or isinstance(module, str):
+                x = F.normalize(x, dim=-1)
+            else:
+                x = _activate(module, F.linear(x, *weights))
+        return [vector.tobytes() for vector in x.cpu().numpy()]
+
+
+def _vector(mode: Mode, seen: _Seen, last: Tensor) -> Tensor:
+    match mode:
+        case "cls":
+            return seen.first
+        case "max":
+            return seen.largest
+        case "mean":
+            return (seen.sum / seen.count).float()
+        case "mean_sqrt_len":
+            return (seen.sum / math.sqrt(seen.count)).float()
+        case "weightedmean":
+            return (seen.weighted / (seen.count * (seen.count + 1) / 2)).float()
+        case "lasttoken":
+            return last
+
+
+def _activate(module: Dense, x: Tensor) -> Tensor:
+    match module.activation:
+        case "Identity":
+            return x
+        case "Tanh":
+            return x.tanh()
+        case "ReLU":
+            return x.relu()
+        case "GELU":
+            return F.gelu(x)
+        case "Sigmoid":
+            return x.sigmoid()
