@@ -19,15 +19,24 @@ from tqdm import tqdm
 from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.messages import RequestOutput, SamplingParams
 from quire.engine.resolve import fetch_weights, resolve
+from quire.server.embedding import VectorOptions
 from quire.server.output import Delta, SequenceText
 from quire.server.parsers.events import ToolCall
 from quire.server.parsers.output import Reading
-from quire.server.render import ChatFormats, ChatOptions, Message, Prompt
-from quire.server.results import Completion, Logprob, RequestResult, completion, prompt_logprobs
+from quire.server.render import ChatFormats, ChatOptions, EmbeddingOptions, Message, Prompt
+from quire.server.results import (
+    Completion,
+    EmbeddingResult,
+    Logprob,
+    RequestResult,
+    Vector,
+    completion,
+    prompt_logprobs,
+)
 from quire.server.service import Service
 from quire.server.tools import ToolUse, read_choice, read_tools
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "Logprob", "RequestResult", "ToolCall"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "EmbeddingResult", "Logprob", "RequestResult", "ToolCall"]
 
 PromptLike = str | list[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with one of them as `prompt` or `prompt_token_ids`, and perhaps a `cache_salt`."""
@@ -106,6 +115,26 @@ class AsyncLLM:
         request = _Request(service, await how.render(service, messages, sampling_params), request_id, priority)
         async for _ in request.run():
             yield request.result()
+
+    async def embed(
+        self,
+        prompt: PromptLike,
+        request_id: str | None = None,
+        priority: int = 0,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+    ) -> EmbeddingResult:
+        """The vector of a prompt, by a model that embeds (`runner`); the options are those of `/v1/embeddings`.
+
+        Cancelling the task aborts the request. Raises as `generate`.
+        """
+        service = await self.start()
+        rendering = EmbeddingOptions(truncate=truncate_prompt_tokens, prompt_name=prompt_name)
+        vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
+        return await _embed(service, prompt, rendering, vectors, request_id, priority)
 
     async def shutdown(self) -> None:
         """Abort what runs and stop the engine."""
@@ -194,6 +223,22 @@ class LLM:
         many: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         return self._wait(self._run_all(partial(how.render, self._service), many, sampling_params, None, use_tqdm))
 
+    def embed(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        use_tqdm: bool = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingResult]:
+        """The vectors of one prompt or many, by a model that embeds; otherwise like `AsyncLLM.embed`."""
+        many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        rendering = EmbeddingOptions(truncate=truncate_prompt_tokens, prompt_name=prompt_name)
+        vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
+        return self._wait(self._embed_all(many, rendering, vectors, use_tqdm))
+
     def shutdown(self) -> None:
         """Stop the engine; the object is of no use afterwards. Called at the script's end if not before."""
         self._finalizer()
@@ -229,6 +274,20 @@ class LLM:
                 for request in requests:
                     group.create_task(request.finish(bar.update))
         return [request.result() for request in requests]
+
+    async def _embed_all(
+        self, prompts: Sequence[PromptLike], rendering: EmbeddingOptions, vectors: VectorOptions, use_tqdm: bool
+    ) -> list[EmbeddingResult]:
+        with tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
+
+            async def one(prompt: PromptLike) -> EmbeddingResult:
+                result = await _embed(self._service, prompt, rendering, vectors)
+                bar.update()
+                return result
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(prompt)) for prompt in prompts]
+        return [task.result() for task in tasks]
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -369,12 +428,41 @@ def _given(service: Service, params: SamplingParams | None) -> SamplingParams:
 
 
 async def _render(service: Service, prompt: PromptLike, params: SamplingParams | None) -> _Rendered:
-    salt = None
-    if isinstance(prompt, Mapping):
-        given: Prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        salt = prompt.get("cache_salt")
-    else:
-        given = prompt
+    given, salt = _taken_apart(prompt)
     ids = await service.renderer.prompt(given)
     resolved = await service.renderer.resolve(_given(service, params))
     return _Rendered(given if isinstance(given, str) else None, ids, resolved, salt)
+
+
+async def _embed(
+    service: Service,
+    prompt: PromptLike,
+    rendering: EmbeddingOptions,
+    vectors: VectorOptions,
+    request_id: str | None = None,
+    priority: int = 0,
+) -> EmbeddingResult:
+    service.check(embeds=True)
+    pooling = service.renderer.pooling
+    assert pooling is not None
+    vectors.check(pooling)
+    given, salt = _taken_apart(prompt)
+    (ids,) = await service.renderer.embeddings({"prompt": given}, rendering)
+    request_id = request_id or uuid.uuid4().hex
+    with service.embed(request_id, [ids], priority, salt) as embedding:
+        (output,) = await embedding.vectors()
+    return EmbeddingResult(
+        request_id=request_id,
+        prompt=given if isinstance(given, str) else None,
+        prompt_token_ids=ids,
+        outputs=Vector(vectors.finish(output.vector or b"", pooling).tolist()),
+        num_cached_tokens=output.num_cached_tokens,
+    )
+
+
+def _taken_apart(prompt: PromptLike) -> tuple[Prompt, str | None]:
+    """A prompt and its salt."""
+    if not isinstance(prompt, Mapping):
+        return prompt, None
+    given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+    return given, prompt.get("cache_salt")

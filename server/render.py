@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -43,6 +43,19 @@ _END_SIGN = "\ue000end of the final message\ue000 "
 
 class ContextLengthExceeded(InvalidParameter):
     """Prompt and output do not fit into the model's length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingOptions:
+    """What a request says about rendering what is to be embedded."""
+
+    add_special_tokens: bool = True
+    truncate: int | None = None
+    """Tokens that are kept of a longer input; -1: as many as the model takes; None: it is refused."""
+    truncation_side: Literal["left", "right"] = "right"
+    """The end of the input that goes."""
+    prompt_name: str | None = None
+    """Which of the model's prompts goes before a text; None: its default."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +156,7 @@ class Renderer:
         self.tool_format = tool_format
         self.reasoning_format = reasoning_format
         self.max_model_len = model.max_model_len
+        self.pooling = model.pooling
         self.defaults = sampling_defaults(model.path)
         self._templates = templates
         self._structured = StructuredOutputCheck(model)
@@ -209,6 +223,63 @@ class Renderer:
         """The text of token ids, special tokens included; refuses those that the model does not have."""
         self._check_ids(token_ids, param)
         return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens=False)
+
+    async def embeddings(self, inputs: Mapping[str, Prompt], options: EmbeddingOptions) -> list[list[int]]:
+        """Token ids of what is to be embedded, texts or ids, by their names; for a server whose model embeds."""
+
+        def render() -> list[list[int]]:
+            return [self._embedding(given, options, param) for param, given in inputs.items()]
+
+        return await aside(sum(map(len, inputs.values())), render)
+
+    def _embedding(self, given: Prompt, options: EmbeddingOptions, param: str) -> list[int]:
+        assert self.pooling is not None
+        limit, side = options.truncate, options.truncation_side
+        if limit is not None and limit != -1 and not 1 <= limit <= self.max_model_len:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens must be -1 or from 1 to {self.max_model_len}, got {limit}",
+                "truncate_prompt_tokens",
+            )
+        limit = self.max_model_len if limit == -1 else limit
+        prompt = self._embedding_prompt(options.prompt_name)
+        if not given:
+            raise InvalidParameter(f"{param} must not be empty: there is nothing to embed", param)
+        if isinstance(given, str):
+            text = (prompt + given).lower() if self.pooling.lower_case else prompt + given
+            specials = options.add_special_tokens
+            if limit is None:
+                ids = self.tokenizer.encode(text, add_special_tokens=specials)
+            else:
+                ids = self.tokenizer.encode_within(text, limit=limit, add_special_tokens=specials, side=side)
+            if not ids:
+                raise InvalidParameter(f"{param} has no tokens: there is nothing to embed", param)
+        else:
+            ids = _integers(given, param)
+            ids = ids if limit is None else ids[:limit] if side == "right" else ids[-limit:]
+        if len(ids) > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_model_len} tokens, but {param} has {len(ids)}; "
+                "shorten it, or send truncate_prompt_tokens: -1 to have its end cut off",
+                param,
+            )
+        self._check_ids(ids, param)
+        return ids
+
+    def _embedding_prompt(self, name: str | None) -> str:
+        """The text that goes before a text that is embedded."""
+        assert self.pooling is not None
+        prompts, chosen = self.pooling.prompts, self.pooling.default_prompt if name is None else name
+        if chosen is None:
+            return ""
+        if chosen not in prompts:
+            known = f"it has {', '.join(prompts)}" if prompts else "it has none"
+            raise InvalidParameter(f"prompt_name: this model has no prompt {chosen!r}; {known}", "prompt_name")
+        if prompts[chosen] and not self.pooling.pools_prompts:
+            raise InvalidParameter(
+                "prompt_name: this model leaves prompts out of its pooling (include_prompt false), which is not served",
+                "prompt_name",
+            )
+        return prompts[chosen]
 
     def _template(self, has_tools: bool, own: str | None) -> ChatTemplate:
         if own is not None:
@@ -376,10 +447,7 @@ class Renderer:
     def _ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        try:
-            return [operator.index(token_id) for token_id in prompt]
-        except TypeError:
-            raise InvalidParameter("prompt: token ids must be integers", "prompt") from None
+        return _integers(prompt, "prompt")
 
     def _chat_ids(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: ChatOptions
@@ -448,6 +516,13 @@ def _schema_of(answer: StructuredOutputs, param: str) -> Any:
             param,
         )
     return json.loads(answer.json) if isinstance(answer.json, str) else answer.json
+
+
+def _integers(token_ids: Iterable[Any], param: str) -> list[int]:
+    try:
+        return [operator.index(token_id) for token_id in token_ids]
+    except TypeError:
+        raise InvalidParameter(f"{param}: token ids must be integers", param) from None
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:

@@ -51,6 +51,26 @@ class RequestResult:
     """When asked for: None for the first token of the prompt; then that token and the likeliest ones, by token id."""
 
 
+@dataclass
+class Vector:
+    """What a prompt is embedded as."""
+
+    embedding: list[float]
+
+
+@dataclass
+class EmbeddingResult:
+    """A prompt and its vector. `prompt` is None when the request brought token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: Vector
+    finished: bool = True
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache spared."""
+
+
 def completion(tokenizer: Tokenizer, sequence: Delta, tool_calls: list[ToolCall]) -> Completion:
     """A sequence as the Python API shows it; a copy."""
     logprobs = None

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
 
-import msgspec
-
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidParameter
 from quire.engine.launch import Endpoints, start_core
-from quire.engine.messages import SamplingParams
+from quire.engine.messages import RequestOutput, SamplingParams
 from quire.server.client import EngineClient, EngineUnavailable, Stream
 from quire.server.client import RequestFailed as RequestFailed
 from quire.server.metrics import Metrics
@@ -29,6 +27,8 @@ from quire.server.output import Delta, SequenceText
 from quire.server.parsers.output import Reading
 from quire.server.render import ChatFormats, Renderer
 
+_NO_PARAMS = SamplingParams()
+"""Of what is not sampled."""
 _LONGEST_FOLDER = 90
 """Bytes; the path of a Unix socket in it must stay below 108 (unix(7))."""
 
@@ -79,6 +79,46 @@ class Generation:
                 yield deltas
 
 
+class Embedding:
+    """One request for vectors, of one prompt or many. Used as a context manager, it frees what still runs."""
+
+    def __init__(self, stream: Stream, request_ids: Sequence[str]) -> None:
+        self._stream = stream
+        self._places = {request_id: place for place, request_id in enumerate(request_ids)}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something of it may still run."""
+        return bool(self._places)
+
+    async def vectors(self) -> list[RequestOutput]:
+        """The engine's outputs, which hold the vectors, in the order of the prompts.
+
+        Raises `RequestFailed` and `EngineUnavailable`.
+        """
+        found: dict[int, RequestOutput] = {}
+        while self._places:
+            for output in await self._stream.get():
+                if output.finish_reason in ("error", "abort"):
+                    raise RequestFailed(output.error or "the engine aborted this request")
+                assert output.vector is not None
+                found[self._places.pop(output.request_id)] = output
+        return [found[place] for place in sorted(found)]
+
+    def close(self) -> None:
+        """Abort what still runs in the engine."""
+        self._places.clear()
+        self._stream.close()
+
+    def __enter__(self) -> Embedding:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 @dataclass(frozen=True)
 class Place:
     """Where the API processes of one engine meet, and which of them this one is."""
@@ -115,7 +155,7 @@ class Service:
         self.metrics = metrics
         self.place = place
         self._serials = itertools.count()
-        self._generations: weakref.WeakValueDictionary[str, Generation] = weakref.WeakValueDictionary()
+        self._generations: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
         """By the id that the front end gave."""
         self._seeds = random.Random(f"{config.model.seed}/{place.index}" if place.index else config.model.seed)
         self._remove_folder: weakref.finalize[[str], Service] | None = None
@@ -181,8 +221,12 @@ class Service:
         await asyncio.shield(self._renderer)
         return self._seconds | (await self.client.ready()).seconds
 
-    def check(self) -> None:
-        """Raise `EngineUnavailable` or `QueueFull` when no request could be taken now."""
+    def check(self, *, embeds: bool = False) -> None:
+        """Raise `EngineUnavailable` or `QueueFull` when no request could be taken now.
+
+        `InvalidParameter` when the model never takes one: it generates, or else it `embeds`.
+        """
+        self._check_runner(embeds)
         self.check_loaded()
         self.client.check()
         self.client.check_queue()
@@ -218,14 +262,8 @@ class Service:
 
         Raises `InvalidParameter`, `QueueFull` and `EngineUnavailable` before anything has run.
         """
-        try:
-            msgspec.convert(priority, int)
-        except msgspec.ValidationError as error:
-            raise InvalidParameter(f"priority: {error}", "priority") from None
-        if priority and self.config.scheduler.policy != "priority":
-            raise InvalidParameter("priority needs a server started with --scheduling-policy priority", "priority")
-        if (earlier := self._generations.get(request_id)) is not None and earlier.is_open:
-            raise InvalidParameter(f"a request with the id {request_id} is running", "request_id")
+        self._check_runner(embeds=False)
+        self._check_request(request_id, priority)
         tokenizer, serial = self.renderer.tokenizer, next(self._serials)
         requests: list[tuple[str, list[int], SamplingParams]] = []
         sequences: dict[str, SequenceText] = {}
@@ -238,6 +276,41 @@ class Service:
         generation = Generation(self.client.submit(requests, priority, _salt(cache_salt)), sequences)
         self._generations[request_id] = generation
         return generation
+
+    def embed(
+        self, request_id: str, prompts: Sequence[list[int]], priority: int = 0, cache_salt: str | None = None
+    ) -> Embedding:
+        """Make a vector of each of the rendered prompts; otherwise like `generate`."""
+        self._check_runner(embeds=True)
+        _checked(_NO_PARAMS, priority)
+        self._check_request(request_id, priority)
+        serial = next(self._serials)
+        ids = [f"{request_id}-{number}-{serial}{self.place.suffix}" for number in range(len(prompts))]
+        requests = [(engine_id, prompt, _NO_PARAMS) for engine_id, prompt in zip(ids, prompts, strict=True)]
+        embedding = Embedding(self.client.submit(requests, priority, _salt(cache_salt)), ids)
+        self._generations[request_id] = embedding
+        return embedding
+
+    def _check_runner(self, embeds: bool) -> None:
+        """Refuse what the model does not do."""
+        if embeds and self.config.model.pooling is None:
+            raise InvalidParameter(
+                "this model generates text and makes no embeddings; they need a server of an embedding model, or one "
+                "of this model with --runner pooling",
+                "model",
+            )
+        if not embeds and self.config.model.pooling is not None:
+            raise InvalidParameter(
+                "this model makes embeddings and generates no text; send its inputs to /v1/embeddings (in Python: "
+                "LLM.embed)",
+                "model",
+            )
+
+    def _check_request(self, request_id: str, priority: int) -> None:
+        if priority and self.config.scheduler.policy != "priority":
+            raise InvalidParameter("priority needs a server started with --scheduling-policy priority", "priority")
+        if (earlier := self._generations.get(request_id)) is not None and earlier.is_open:
+            raise InvalidParameter(f"a request with the id {request_id} is running", "request_id")
 
     async def close(self) -> None:
         """Abort what runs; the process that started the engine core stops it and removes the sockets."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -52,7 +52,28 @@ class Tokenizer:
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # what the library says of a str that has no UTF-8 form
-            raise InvalidParameter("the text holds half of a surrogate pair, which is not a character") from None
+            raise _half_a_pair() from None
+        return ids
+
+    def encode_within(
+        self, text: str, limit: int, *, add_special_tokens: bool, side: Literal["left", "right"]
+    ) -> list[int]:
+        """As `encode`, but `limit` tokens at most, special ones included; of a longer text this side goes.
+
+        Raises `InvalidParameter` where the special tokens alone are more.
+        """
+        room = limit - (self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0)
+        if room < 0:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens must be at least {limit - room}: so many special tokens stand around a text",
+                "truncate_prompt_tokens",
+            )
+        try:
+            encoding = self.backend.encode(text, add_special_tokens=False)
+        except TypeError:
+            raise _half_a_pair() from None
+        encoding.truncate(room, direction=side)
+        ids: list[int] = self.backend.post_process(encoding, None, add_special_tokens).ids
         return ids
 
     def offsets(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -127,6 +148,10 @@ class _Pieces(dict[int, str]):
                 text = ""
         self[token_id] = text
         return text
+
+
+def _half_a_pair() -> InvalidParameter:
+    return InvalidParameter("the text holds half of a surrogate pair, which is not a character")
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-from quire.server.api import chat, clouds, completions, errors, messages, responses, status, tokens
+from quire.server.api import chat, clouds, completions, embeddings, errors, messages, responses, status, tokens
 from quire.server.api.answer import DIRECT_SEND
 from quire.server.api.front import MIB, Guard, Limits, RequestId, RootPath
 from quire.server.api.state import State
@@ -23,7 +23,7 @@ def create_app(state: State, options: ServerOptions | None = None) -> FastAPI:
     """
     app = _App(title="Quire", version=version("quire"))
     app.state.quire = state
-    for module in (chat, completions, messages, responses, tokens, status, clouds):
+    for module in (chat, completions, embeddings, messages, responses, tokens, status, clouds):
         app.include_router(module.router)
     errors.install(app)
     if options is not None:

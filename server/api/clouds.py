@@ -24,6 +24,7 @@ from quire.server.api.state import AppState
 ROUTES = (
     ("messages", "/v1/chat/completions"),
     ("prompt", "/v1/completions"),
+    ("input", "/v1/embeddings"),
 )
 """Which route a body is for: the first one whose field it has."""
 HEALTH_ROUTE, PREDICT_ROUTE = "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"
@@ -44,7 +45,7 @@ async def ping(state: AppState) -> Response:
 
 @router.post("/invocations")
 async def invocations(body: dict[str, Any], request: Request) -> Response:
-    """A body for chat (with `messages`) or completions (`prompt`), answered as by that route."""
+    """A body for chat (with `messages`), completions (`prompt`) or embeddings (`input`), answered as by that route."""
     return _Forwarded(request, _route(body, ""), await request.body())
 
 
@@ -109,7 +110,7 @@ def _route(body: Mapping[str, Any], where: str) -> str:
         if name in body:
             return path
     fields = ", ".join(f"`{name}`" for name, _ in ROUTES)
-    raise InvalidParameter(f"{where}one of {fields} is expected, which tells chat and completions apart")
+    raise InvalidParameter(f"{where}one of {fields} is expected, which tells the routes apart")
 
 
 class _Forwarded(Response):

@@ -4,7 +4,7 @@ It answers a request with the prompt's own tokens, one a step, and the end-of-se
 starts over until `max_tokens`. Special tokens in the prompt (tests.fakes.tokenizers.COMMANDS) are not echoed but
 obeyed. Run as `python -m tests.fakes.fake_core MODE REQUESTS RESPONSES …`; MODE `dead` reports a death instead of
 starting, `loading` never gets ready, `stubborn` gets ready and then does nothing, nor does it stop; `one at a time`
-lets the others wait.
+lets the others wait. For a model that embeds, the vector of a prompt is `vector` of its tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import threading
+from array import array
 from collections.abc import Iterator
 
 import msgspec
@@ -48,14 +49,25 @@ DIE, VANISH, FAIL, HANG, MUTE = range(3, 8)
 
 def start(config: EngineConfig, endpoints: Endpoints, log_level: str, mode: str = "") -> subprocess.Popen[bytes]:
     """In place of `quire.engine.launch.start_core`."""
+    if config.model.pooling is not None and not mode:
+        mode = f"embed {config.model.pooling.size}"
     command = [sys.executable, "-m", "tests.fakes.fake_core", mode, endpoints.requests, *endpoints.responses]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
+def vector(tokens: list[int], size: int) -> list[float]:
+    """No other prompt's."""
+    return [
+        float((sum(token * (at + place + 1) for at, token in enumerate(tokens)) % 101) - 50) for place in range(size)
+    ]
+
+
 class FakeCore:
-    def __init__(self, requests: str, responses: list[str], width: int | None = None) -> None:
+    def __init__(self, requests: str, responses: list[str], width: int | None = None, size: int = 0) -> None:
         self.width = width
         """Requests that run at once; None: all."""
+        self.size = size
+        """Numbers in a vector; 0: text is generated."""
         context = zmq.Context()
         self.requests = context.socket(zmq.PULL)
         self.requests.bind(requests)
@@ -113,6 +125,7 @@ class FakeCore:
             if output.finish_reason is not None:
                 del self.running[output.request_id]
         outputs = [output for output in outputs if output.token_ids or output.finish_reason or output.prompt_logprobs]
+        outputs = outputs[::-1] if self.size else outputs  # vectors may come in any order
         if outputs:
             self.tell(outputs)
 
@@ -142,6 +155,9 @@ class FakeCore:
         tokens = itertools.cycle(script[:-1]) if params.ignore_eos else iter(script)
         for command in (token for token in prompt if DIE <= token <= MUTE):
             yield from self.obey(command, request.request_id)
+        if self.size:
+            numbers = array("f", vector(prompt, self.size)).tobytes()
+            yield RequestOutput(request.request_id, [], finish_reason="stop", num_cached_tokens=1, vector=numbers)
         if params.prompt_logprobs is not None:
             for chunk in (prompt[1:4], prompt[4:]):
                 yield RequestOutput(request.request_id, [], prompt_logprobs=self.score(chunk, params.prompt_logprobs))
@@ -193,6 +209,10 @@ if __name__ == "__main__":
         case "stubborn":
             core.broadcast(Ready({}))
             threading.Event().wait()
+        case mode if mode.startswith("embed "):
+            core.size = int(mode.removeprefix("embed "))
+            core.broadcast(Ready({"engine in all": 0.0}))
+            core.run()
         case mode:
             if mode != "loading":
                 core.broadcast(Ready({"engine in all": 0.0}))
