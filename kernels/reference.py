@@ -96,7 +96,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 def act_mul(x: Tensor, activation: str) -> Tensor:
     """A gated feed-forward's middle (Shazeer 2020): `activate(gate, activation) * up` for `x = [..., gate ‖ up]`."""
-    return gated(*x.chunk(2, dim=-1), activation)
+    gate, up = x.chunk(2, dim=-1)
+    return gated(gate, up, activation)
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:

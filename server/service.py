@@ -282,7 +282,6 @@ class Service:
     ) -> Embedding:
         """Make a vector of each of the rendered prompts; otherwise like `generate`."""
         self._check_runner(embeds=True)
-        _checked(_NO_PARAMS, priority)
         self._check_request(request_id, priority)
         serial = next(self._serials)
         ids = [f"{request_id}-{number}-{serial}{self.place.suffix}" for number in range(len(prompts))]
@@ -307,6 +306,10 @@ class Service:
             )
 
     def _check_request(self, request_id: str, priority: int) -> None:
+        try:
+            msgspec.convert(priority, int)
+        except msgspec.ValidationError as error:
+            raise InvalidParameter(f"priority: {error}", "priority") from None
         if priority and self.config.scheduler.policy != "priority":
             raise InvalidParameter("priority needs a server started with --scheduling-policy priority", "priority")
         if (earlier := self._generations.get(request_id)) is not None and earlier.is_open:

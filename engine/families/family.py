@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from quire.engine.architecture import Activation, Architecture, Attention, FeedForward, Layer, Norm, Rope
 from quire.engine.errors import ConfigError
 
 Config = Mapping[str, Any]
 """config.json, with what the family's transformers class assumes where it is silent."""
-Rows = npt.NDArray[np.int64]
+Runs = Sequence[range]
+"""Rows of a tensor, run by run."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Family:
     """What a checkpoint of the model without its head may leave out at the start of names."""
     is_transposed: Callable[[str], bool] = lambda module: False
     """Whether a module's matrices are stored as `[in, out]`."""
-    rows: Callable[[Layer, str, str], Rows | None] = lambda layer, module, part: None
+    rows: Callable[[Layer, str, str], Runs | None] = lambda layer, module, part: None
     """For a layer, a module and its part: the row of the checkpoint's tensor that each of the part's rows is.
     None: in order."""
     unused: tuple[str, ...] = ()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 from quire.engine.architecture import Architecture, Attention, Layer
 from quire.engine.families.family import (
     Config,
     Family,
-    Rows,
+    Runs,
     activation,
     architecture,
     attention,
@@ -106,15 +104,15 @@ _OPT_NAMES = {
 }
 
 
-def grouped_rows(layer: Layer, module: str, part: str) -> Rows | None:
+def grouped_rows(layer: Layer, module: str, part: str) -> Runs | None:
     """In one matrix, each KV head's queries, then its key, then its value."""
     attention = layer.attention
     if module != "layers.attention.qkv" or not isinstance(attention, Attention):
         return None
     queries, dim = attention.num_heads // attention.num_kv_heads, attention.head_dim
     first, count = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}[part]
-    groups = np.arange(attention.num_kv_heads)[:, None] * (queries + 2) * dim
-    return (groups + np.arange(first * dim, (first + count) * dim)).ravel()
+    groups = range(0, attention.num_kv_heads * (queries + 2), queries + 2)
+    return [range((group + first) * dim, (group + first + count) * dim) for group in groups]
 
 
 def _neox(name: str, config: Config) -> Architecture:

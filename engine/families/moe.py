@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from quire.engine.architecture import Architecture, Experts, Layer
 from quire.engine.families.family import (
     Config,
     Family,
-    Rows,
+    Runs,
     activation,
     architecture,
     attention,
@@ -194,11 +192,11 @@ _GPT_OSS_NAMES = NAMES | {
 }
 
 
-def _gpt_oss_rows(layer: Layer, module: str, part: str) -> Rows | None:
+def _gpt_oss_rows(layer: Layer, module: str, part: str) -> Runs | None:
     """Gates and ups take turns."""
     if module != "layers.feed_forward.experts.gate_up" or not isinstance(layer.feed_forward, Experts):
         return None
-    return np.arange(("gate", "up").index(part), 2 * layer.feed_forward.size, 2)
+    return [range(("gate", "up").index(part), 2 * layer.feed_forward.size, 2)]
 
 
 _QWEN = {

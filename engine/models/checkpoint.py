@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.engine.architecture import Architecture, Attention, Experts, LatentAttention, Layer, Rope
 from quire.engine.families import FAMILIES
-from quire.engine.families.family import Family, Rows
+from quire.engine.families.family import Family
 from quire.engine.layers.weight import Shard, Weight
+
+Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -107,9 +110,9 @@ def _rows(family: Family, layer: Layer | None, module: str, shard: Shard, joint:
     """The checkpoint's rows of a module's part, which may stand behind others in one tensor."""
     rows = None
     if layer is not None:
-        rows = family.rows(layer, module, shard.part)
-        if rows is not None:
-            return rows
+        runs = family.rows(layer, module, shard.part)
+        if runs is not None:
+            return np.concatenate([np.arange(run.start, run.stop, run.step) for run in runs])
         rows = _turned_first(layer, module, shard)
     if joint is None:
         return rows

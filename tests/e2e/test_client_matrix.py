@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.serving import Server, serve
+from tests.fakes.sentence import minilm
 
 SCRIPTS = Path(__file__).parent / "clients"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "clients"
@@ -37,6 +38,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with serve("--api-key", KEY) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def embedding_server() -> Iterator[Server]:
+    with serve(str(minilm()), "--api-key", KEY, "--served-model-name", "minilm") as server:
         yield server
 
 
@@ -115,7 +122,12 @@ def run(command: list[str], failure: str, **variables: str) -> str:
 
 @pytest.mark.parametrize(("requirement", "script"), CLIENTS.items(), ids=list(CLIENTS))
 def test_a_client_notices_nothing(
-    server: Server, busy_url: str, requirement: str, script: str, capfd: pytest.CaptureFixture[str]
+    server: Server,
+    embedding_server: Server,
+    busy_url: str,
+    requirement: str,
+    script: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     python = environment(requirement, capfd)
     print(
@@ -124,6 +136,7 @@ def test_a_client_notices_nothing(
             f"{requirement}: {script} failed",
             QUIRE_URL=f"{server.url}/v1",
             QUIRE_BUSY_URL=busy_url,
+            QUIRE_EMBEDDING_URL=f"{embedding_server.url}/v1",
             QUIRE_KEY=KEY,
         )
     )

@@ -77,7 +77,8 @@ KINDS: dict[str, tuple[Callable[[], Document], GenerationMode]] = {
     "allowed": (lambda: DOCUMENT, GenerationMode.POSITIVE),
     "not allowed": (lambda: DOCUMENT, GenerationMode.NEGATIVE),
 }
-TAMED = ("POST /v1/chat/completions", "POST /v1/completions")
+EMBEDDINGS = "POST /v1/embeddings"
+TAMED = ("POST /v1/chat/completions", "POST /v1/completions", EMBEDDINGS)
 """Routes whose document says enough for requests made from it to get past all checks."""
 CASES = [
     (operation, kind)
@@ -117,9 +118,16 @@ def server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def embedding_server() -> Iterator[Server]:
+    with serve("--max-model-len", "256", "--runner", "pooling") as server:
+        yield server
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("operation", "kind"), CASES)
-def test_no_request_breaks_the_server(server: Server, operation: str, kind: str) -> None:
+def test_no_request_breaks_the_server(request: pytest.FixtureRequest, operation: str, kind: str) -> None:
+    server: Server = request.getfixturevalue("embedding_server" if operation == EMBEDDINGS else "server")
     seen = send(operation, kind, server.url)
     print(seen)
     assert kind != "tame" or seen[200] >= EXAMPLES / 4, "too few requests get past the checks"

@@ -1,9 +1,10 @@
-"""The official client, 2.x and 3.x: run with QUIRE_URL, QUIRE_BUSY_URL and QUIRE_KEY in the environment."""
+"""The official client, 2.x and 3.x: run with QUIRE_URL, …_BUSY_URL, …_EMBEDDING_URL and …_KEY in the environment."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import os
 import time
 from typing import Any, Literal
@@ -12,6 +13,7 @@ import openai
 import pydantic
 
 URL, BUSY_URL, KEY = (os.environ[name] for name in ("QUIRE_URL", "QUIRE_BUSY_URL", "QUIRE_KEY"))
+EMBEDDING_URL = os.environ["QUIRE_EMBEDDING_URL"]
 QUESTION: Any = [{"role": "user", "content": "How do I serve a model on two nodes with 8 GPUs each?"}]
 ANSWER = "quire serve MODEL --tensor-parallel-size 8 --pipeline-parallel-size 2"
 MODEL: Any = {"model": "quire-demo", "temperature": 0}
@@ -182,6 +184,26 @@ def raises(client: openai.OpenAI) -> None:
     fails(openai.AuthenticationError, {}, None, key="guess")
 
 
+def embeds() -> None:
+    texts = ["A man is eating food.", "A man is eating a piece of bread.", "The girl is carrying a baby."]
+    with openai.OpenAI(base_url=EMBEDDING_URL, api_key=KEY, max_retries=0) as client:
+        answer = client.embeddings.create(model="minilm", input=texts)
+        assert [entry.index for entry in answer.data] == [0, 1, 2]
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens > 15
+        man, bread, girl = (entry.embedding for entry in answer.data)
+        assert len(man) == 384
+        near, far = (sum(map(operator.mul, man, other)) for other in (bread, girl))
+        assert near > 0.7 > 0.3 > far, (near, far)
+        numbers = client.embeddings.create(model="minilm", input=texts[0], encoding_format="float").data[0].embedding
+        assert max(abs(a - b) for a, b in zip(numbers, man, strict=True)) < 1e-5
+        try:
+            client.embeddings.create(model="minilm", input="a", dimensions=10)
+        except openai.BadRequestError as error:
+            assert error.param == "dimensions"
+        else:
+            raise AssertionError("dimensions were taken")
+
+
 def retries() -> None:
     """The server is busy for each first request and says when to come again."""
     with openai.OpenAI(base_url=BUSY_URL, api_key=KEY, max_retries=0) as impatient:
@@ -215,6 +237,7 @@ if __name__ == "__main__":
             *(responds, responds_with_tools),
         ):
             part(client)
+    embeds()
     retries()
     asyncio.run(is_asynchronous())
     print("openai", openai.__version__)
