@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
 
+import msgspec
+
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidParameter
 from quire.engine.launch import Endpoints, start_core
