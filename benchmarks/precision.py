@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 
 from quire import LLM, SamplingParams, kernels
 from quire.engine.config import DEMO_MODEL, EngineOptions
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.loading import load
 from quire.engine.parallel import Parallel
 from quire.engine.resolve import resolve
@@ -74,7 +74,8 @@ def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], optio
     decoder = load(config, 0, Parallel(), _CPU)
     sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
     dtype = getattr(torch, config.cache.dtype)
-    caches = kernels.allocate_kv_cache(arch.num_layers, 64, kv_heads, _BLOCK, head_dim, dtype, _CPU, sides)
+    memory = kernels.allocate_kv_cache(arch.num_layers, 64, kv_heads, _BLOCK, head_dim, dtype, _CPU, sides)
+    caches = [LayerCache(of_layer) for of_layer in memory]
     loss, count = 0.0, 0
     for prompt, reply in zip(prompts, replies, strict=True):
         tokens = torch.tensor(prompt + reply)
@@ -88,7 +89,7 @@ def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], optio
             query_starts=torch.tensor([0, len(positions)]),
             sampled=positions[len(prompt) - 1 :],
         )
-        logits = decoder.logits(decoder(None, batch, caches.unbind())[batch.sampled])
+        logits = decoder.logits(decoder(None, batch, caches)[batch.sampled])
         loss += torch.nn.functional.cross_entropy(logits, tokens[len(prompt) :], reduction="sum").item()
         count += len(reply)
     return math.exp(loss / count)

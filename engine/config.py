@@ -134,6 +134,24 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheGroup:
+    """Layers that share a block table (see `quire.engine.cache_groups`)."""
+
+    window: int | None = None
+    """Keys that a query sees, its own included: blocks wholly behind it are given back. None: all are kept."""
+    layers: tuple[tuple[int, ...], ...] = ()
+    """Of each stage."""
+
+    def most_blocks(self, num_tokens: int, row_tokens: int, block_size: int) -> int:
+        """Blocks that a request of `num_tokens` has at once at most, if a row computes at most `row_tokens` of them."""
+        blocks = -(-num_tokens // block_size)
+        if self.window is None:
+            return blocks
+        touched = self.window - 1 + min(row_tokens, num_tokens)  # from the first key that the row's first query sees
+        return min(blocks, 1 + -(-(touched - 1) // block_size))
+
+
+@dataclass(frozen=True, kw_only=True)
 class CacheConfig:
     """The paged KV cache. Every rank has the same number of blocks; block 0 is as good as any other."""
 
@@ -143,6 +161,12 @@ class CacheConfig:
     dtype: str
     """A float type, or int8."""
     enable_prefix_caching: bool
+    groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    """Each has a block table for every request; their blocks come from one pool."""
+
+    def most_blocks(self, num_tokens: int, row_tokens: int) -> int:
+        """Blocks that a request has at once at most, in all groups."""
+        return sum(group.most_blocks(num_tokens, row_tokens, self.block_size) for group in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -346,6 +346,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     num_computed_tokens: int
     """Tokens whose KV is already in `block_ids`, by prefix hits."""
     block_ids: list[int]
+    """Those of all groups of layers for the first tokens, then for the next; any block where nobody looks any more."""
     params: SamplingParams
     num_scored_tokens: int = 0
     """With `params.prompt_logprobs`: prompt tokens after the first that are scored already, before a preemption."""
@@ -359,6 +360,7 @@ class Scheduled(msgspec.Struct, array_like=True):
     new_token_ids: list[int]
     """Sampled tokens that the workers do not know; they extend the request's tokens."""
     new_block_ids: list[int]
+    """As `NewRequest.block_ids`, which they extend."""
 
 
 class StepPlan(msgspec.Struct, array_like=True):

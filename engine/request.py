@@ -37,6 +37,7 @@ class Request:
     slot: int | None = None
     """Row of the workers' state; None while it waits."""
     block_ids: list[int] = field(default_factory=list)
+    """Of all groups, in the order of `quire.engine.kv_cache`; so are `hashes`, of which `num_published` are known."""
     hashes: list[bytes] = field(default_factory=list)
     num_published: int = 0
     num_cached: int | None = None

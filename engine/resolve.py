@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import typing
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine import devices, model_files, pooling
-from quire.engine.architecture import Architecture, Attention, LatentAttention, Matrices
+from quire.engine.architecture import Architecture, Matrices
+from quire.engine.cache_groups import CacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config import (
     DTYPE_BYTES,
     INT4_GROUPS,
@@ -57,14 +60,17 @@ def resolve(options: EngineOptions) -> EngineConfig:
     if kv_dtype == "auto":
         # Beside quantized weights, its rounding is not to be seen, and decodes read half as much.
         kv_dtype = "bfloat16" if model.quantization and model.dtype == "float32" else model.dtype
-    sizes = Sizes.of(model, parallel, scheduler, options.block_size, kv_dtype)
+    specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len)
+    longest, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
     cache = CacheConfig(
         block_size=options.block_size,
-        num_blocks=_count_blocks(options, model, parallel, scheduler, sizes, found),
+        num_blocks=0,
         dtype=kv_dtype,
         enable_prefix_caching=options.enable_prefix_caching and _may_reuse_prefixes(model),
+        groups=group_layers(specs, parallel.stages, lambda group: group.most_blocks(longest, row, size)),
     )
-    return EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler)
+    config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler)
+    return replace(config, cache=replace(cache, num_blocks=_count_blocks(options, config, found)))
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
@@ -90,29 +96,27 @@ class Sizes:
     """Activations and logits of the largest step, estimated."""
 
     @staticmethod
-    def of(
-        model: ModelConfig, parallel: ParallelConfig, scheduler: SchedulerConfig, block_size: int, kv_dtype: str
-    ) -> Sizes:
-        arch, tp, stages = model.architecture, parallel.tensor_parallel_size, parallel.stages
-        width = DTYPE_BYTES[model.dtype]
+    def of(config: EngineConfig) -> Sizes:
+        model, scheduler, cache, tp = config.model, config.scheduler, config.cache, config.parallel.tensor_parallel_size
+        arch, stages = model.architecture, range(config.parallel.pipeline_parallel_size)
+        specs = cache_specs(arch, tp, model.max_model_len)
         widest = max(layer.feed_forward.width(tp) for layer in arch.layers)
         hidden = 6 * arch.hidden_size + 3 * widest
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
         logits *= model.pooling is None
         return Sizes(
-            weights=tuple(_weight_bytes(model, parallel, stage) for stage in range(len(stages))),
-            kv_block=tuple(
-                block_size * sum(kv_token_bytes(arch.layers[number].attention, tp, kv_dtype) for number in layers)
-                for layers in stages
-            ),
-            workspace=scheduler.max_num_batched_tokens * hidden * width + logits,
+            weights=tuple(_weight_bytes(model, config.parallel, stage) for stage in stages),
+            kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
+            workspace=scheduler.max_num_batched_tokens * hidden * DTYPE_BYTES[model.dtype] + logits,
         )
 
 
-def kv_token_bytes(attention: Attention | LatentAttention, tp: int, kv_dtype: str) -> int:
-    """Bytes that a token takes in a layer's KV cache on one rank."""
-    sides, heads, numbers = attention.kv_shape(tp)
-    return sides * heads * (numbers + 4 if kv_dtype == "int8" else numbers * DTYPE_BYTES[kv_dtype])  # a scale: 4 bytes
+def _kv_block_bytes(cache: CacheConfig, planes: Counter[CacheShape]) -> int:
+    """Bytes of a block: room for the layers of any group."""
+    scale = 4 if cache.dtype == "int8" else 0
+    width = 1 if cache.dtype == "int8" else DTYPE_BYTES[cache.dtype]
+    rows = {shape: shape.sides * shape.heads * cache.block_size for shape in planes}
+    return sum(count * rows[shape] * (shape.numbers * width + scale) for shape, count in planes.items())
 
 
 def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
@@ -145,8 +149,7 @@ def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) 
 def plan_text(config: EngineConfig) -> str:
     """The resolved plan as `serve` prints it."""
     model, parallel, cache = config.model, config.parallel, config.cache
-    arch, sizes = model.architecture, Sizes.of(model, parallel, config.scheduler, cache.block_size, cache.dtype)
-    tokens = cache.num_blocks * cache.block_size
+    arch, sizes, tokens = model.architecture, Sizes.of(config), _tokens_held(config)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
     weights = f" with {model.quantization} weights" if model.quantization else ""
@@ -173,11 +176,29 @@ def plan_text(config: EngineConfig) -> str:
             f"{human(sizes.weights[stage])}, KV cache {human(sizes.kv_block[stage] * cache.num_blocks)} "
             f"in {cache.num_blocks:,} blocks of {cache.block_size} tokens{kv_type}"
         )
+    windows = Counter(group.window for group in cache.groups)
+    if any(windows):
+        kept = [
+            f"{number} for layers that keep {'all' if window is None else f'a window of {window:,}'} tokens"
+            for window, number in windows.items()
+        ]
+        lines.append(f"  block tables: {', '.join(kept)}")
     lines.append(
         f"KV cache holds {tokens:,} tokens: {tokens / model.max_model_len:.1f} requests at the full length of "
         f"{model.max_model_len:,}; {limits}"
     )
     return "\n".join(lines)
+
+
+def _tokens_held(config: EngineConfig) -> int:
+    """Tokens that the KV cache holds of requests at full length.
+
+    Behind their windows they hold nothing; a chunk of a prompt takes its room besides, but only one of a step.
+    """
+    longest, cache, row = config.model.max_model_len, config.cache, config.scheduler.max_num_batched_tokens
+    one = cache.most_blocks(longest, 1)
+    chunk = cache.most_blocks(longest, row) - one
+    return (cache.num_blocks - chunk) * -(-longest // cache.block_size) * cache.block_size // one
 
 
 def human(count: int) -> str:
@@ -400,16 +421,11 @@ def _choose_depth(options: EngineOptions, found: Devices) -> int:
     return 1 if in_process and found.kind == "cpu" else 2
 
 
-def _count_blocks(
-    options: EngineOptions,
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    scheduler: SchedulerConfig,
-    sizes: Sizes,
-    found: Devices,
-) -> int:
+def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) -> int:
     """KV blocks of each rank: what memory leaves, but no more than all requests at full length can use."""
-    blocks_per_request = -(-model.max_model_len // options.block_size)
+    model, parallel, cache, scheduler = config.model, config.parallel, config.cache, config.scheduler
+    sizes, row = Sizes.of(config), scheduler.max_num_batched_tokens
+    blocks_per_request = cache.most_blocks(model.max_model_len, row)
     sharing = parallel.world_size if found.kind == "cpu" else 1
     whole = found.memory // sharing
     share = int(whole * options.gpu_memory_utilization)
@@ -438,11 +454,14 @@ def _count_blocks(
             modest = _CPU_KV_CACHE_BYTES // sharing // max(sizes.kv_block)
             blocks = min(blocks, max(modest, blocks_per_request))
     if blocks < blocks_per_request:
+        fitting = range(1, model.max_model_len)
+        longest = bisect_right(fitting, blocks, key=lambda length: cache.most_blocks(length, row))
+        chunked = cache.most_blocks(model.max_model_len, 1) < blocks_per_request
         raise ConfigError(
             f"a KV cache of {human(blocks * max(sizes.kv_block) if asked is None else asked)} per rank holds "
-            f"{blocks * options.block_size:,} tokens, less than one request of {model.max_model_len:,} "
-            f"({human(blocks_per_request * max(sizes.kv_block))}); use --max-model-len "
-            f"{max(1, blocks * options.block_size)} or less, more memory (--kv-cache-memory-bytes, "
+            f"{longest:,} tokens, less than one request of {model.max_model_len:,} "
+            f"({human(blocks_per_request * max(sizes.kv_block))}); use --max-model-len {max(1, longest)} or less, "
+            f"{f'--max-num-batched-tokens below {row}, ' * chunked}more memory (--kv-cache-memory-bytes, "
             "--gpu-memory-utilization), or more ranks (-tp, -pp)"
         )
     return blocks if asked is not None else min(blocks, scheduler.max_num_seqs * blocks_per_request)

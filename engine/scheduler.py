@@ -76,7 +76,7 @@ class Scheduler:
         self.max_model_len = config.model.max_model_len + self.pools
         """Tokens of prompt and output together. A prompt that is embedded may fill the model's length."""
         self.eos_token_ids = frozenset(config.model.eos_token_ids)
-        self.kv = KVCache(cache.num_blocks, cache.block_size, cache.enable_prefix_caching)
+        self.kv = KVCache(cache.num_blocks, cache.block_size, cache.enable_prefix_caching, cache.groups)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         """Admitted, in the order of `Request.order`."""
@@ -109,6 +109,8 @@ class Scheduler:
         self._tokens_in_flight = 0
         self._held: Request | None = None
         """Left out of the plan being made, so that it can be preempted when it has come back."""
+        self._outgrown: list[Request] = []
+        """Those whose windows the last plan has moved by more than a token, if there are windows."""
         self._free_slots = list(reversed(range(self.config.max_num_seqs)))
         self._released: list[int] = []
         """Slots that the workers are to forget with the next plan."""
@@ -185,7 +187,7 @@ class Scheduler:
         _discard(self.guided, request)
         self.guided_under_way.discard(request)
         self._end_decode(request)
-        self.kv.release(request.block_ids)
+        self.kv.release(self.kv.held(request.block_ids))
         self._released.append(request.slot)
         self._free_slots.append(request.slot)
         request.slot = None
@@ -200,6 +202,8 @@ class Scheduler:
         max_rows, tokens_left = self._share()
         preemptions = self.stats.preemptions
         self._held = None
+        while self._outgrown:
+            self._give_back(self._outgrown.pop())
 
         rows = self._plan_decodes(plan, min(max_rows, tokens_left))
         num_plain, context = len(rows), self._context_of(len(rows))
@@ -216,7 +220,7 @@ class Scheduler:
                 break
             request, count = admitted
             plan.new.append(self._introduce(request))
-            self._plan_chunk(plan, request, count)
+            self._plan_chunk(plan, request, count, self._needed(request, count))
             rows.append(request)
             tokens_left -= count
 
@@ -329,9 +333,10 @@ class Scheduler:
         if request.num_computed >= request.max_tokens - 1:
             self._end_decode(request)
             return None
-        if not self._make_room(request, 1):
+        needed = self._make_room(request, 1)
+        if needed is None:
             return None
-        new_blocks = self._advance(request, 1)
+        new_blocks = self._advance(request, 1, needed)
         self._decode_context += 1
         request.decode_until = self._decode_until(request)
         return Scheduled(request.slot, 1, [] if self.workers_keep else request.token_ids[-1:], new_blocks)
@@ -345,17 +350,22 @@ class Scheduler:
                 break
             count = self._chunk(request, tokens_left)
             # A request without a slot was preempted by a row before it.
-            if count and request.slot is not None and request is not self._held and self._make_room(request, count):
-                self._plan_chunk(plan, request, count)
+            if not count or request.slot is None or request is self._held:
+                continue
+            needed = self._make_room(request, count)
+            if needed is not None:
+                self._plan_chunk(plan, request, count, needed)
                 rows.append(request)
                 tokens_left -= count
         return tokens_left
 
-    def _plan_chunk(self, plan: StepPlan, request: Request, count: int) -> None:
+    def _plan_chunk(self, plan: StepPlan, request: Request, count: int, needed: int) -> None:
         """A row of a request with pending tokens; with its last chunk it becomes a decode, or takes its mask along."""
         assert request.slot is not None
-        new_blocks = self._advance(request, count)
+        new_blocks = self._advance(request, count, needed)
         plan.scheduled.append(Scheduled(request.slot, count, request.untold, new_blocks))
+        if self.kv.windows:
+            self._outgrown.append(request)
         if request.untold:
             request.untold = []
         if request.num_pending:
@@ -375,7 +385,8 @@ class Scheduler:
             self._decode_context -= request.num_computed
 
     def _decode_until(self, request: Request) -> int:
-        return min(len(request.block_ids) * self.kv.block_size, request.max_tokens - 1)
+        size = self.kv.block_size
+        return min(-(-request.num_computed // size) * size, request.max_tokens - 1)
 
     def _chunk(self, request: Request, tokens_left: int) -> int:
         """How many of its pending tokens fit; without chunked prefill all or none."""
@@ -388,17 +399,30 @@ class Scheduler:
         """Blocks that `count` more tokens need beyond those it holds."""
         return self.kv.blocks_for(request.num_computed + count) - len(request.block_ids)
 
-    def _make_room(self, request: Request, count: int) -> bool:
-        """Preempt until `count` more tokens fit; False if those that go after this request do not suffice."""
+    def _make_room(self, request: Request, count: int) -> int | None:
+        """Preempt until `count` more tokens fit: the blocks that they need, which are free then.
+
+        None if those that go after this request do not suffice.
+        """
+        if self.kv.windows:
+            self._give_back(request)
         needed = self._needed(request, count)
         while needed > self.kv.num_free:
             if not self._preempt_below(request):
-                return False
-        return True
+                return None
+        return needed
 
-    def _advance(self, request: Request, count: int) -> list[int]:
-        """Move a request forward by `count` tokens; returns the blocks that it gets for them."""
-        new_blocks = self.kv.take(self._needed(request, count))
+    def _give_back(self, request: Request) -> None:
+        """Release what lies behind its windows. It must not have a row in the plan that is being made.
+
+        For all rows of a step write before any of them attends: a later row could write what this one still reads.
+        """
+        self._publish(request)
+        self.kv.give_back_behind(request.block_ids, request.num_computed)
+
+    def _advance(self, request: Request, count: int, needed: int) -> list[int]:
+        """Move a request forward by `count` tokens; returns the `needed` blocks that it gets for them."""
+        new_blocks = self.kv.take(needed)
         request.block_ids += new_blocks
         request.num_computed += count
         request.last_step = self._step
@@ -409,11 +433,14 @@ class Scheduler:
         """Let others find the blocks that are full of known tokens, once a plan computes them."""
         if not self.kv.enable_prefix_caching:
             return
-        full = min(request.num_computed, len(request.token_ids)) // self.kv.block_size
+        kv = self.kv
+        full = min(request.num_computed, len(request.token_ids)) // kv.block_size * kv.num_groups
         if full > request.num_published:
-            extend_hashes(request.hashes, request.token_ids, self.kv.block_size, request.submit.cache_salt)
+            extend_hashes(request.hashes, request.token_ids, kv.block_size, request.submit.cache_salt, kv.num_groups)
             for index in range(request.num_published, full):
-                self.kv.publish(request.block_ids[index], request.hashes[index])
+                block = request.block_ids[index]
+                if block >= 0:
+                    kv.publish(block, request.hashes[index])
             request.num_published = full
 
     def _first_waiting(self) -> Request | None:
@@ -429,21 +456,23 @@ class Scheduler:
         request = self._first_waiting()
         if request is None or not self._free_slots:
             return None
-        kv, size = self.kv, self.kv.block_size
+        kv = self.kv
         if kv.enable_prefix_caching:
-            extend_hashes(request.hashes, request.token_ids, size, request.submit.cache_salt)
+            extend_hashes(request.hashes, request.token_ids, kv.block_size, request.submit.cache_salt, kv.num_groups)
         # At least one token is computed: the logits of the last one are not in the cache.
-        cached = kv.match(request.hashes[: request.num_reusable // size])
-        if not kv.can_take(kv.blocks_for(len(request.token_ids)) - len(cached), beside=cached):
+        cached = kv.match(request.hashes[: kv.full_blocks(request.num_reusable)])
+        held = kv.held(cached)
+        needed = kv.blocks_at_once(len(request.token_ids), self.config.max_num_batched_tokens, cached)
+        if not kv.can_take(needed, beside=held):
             return None
-        request.num_computed = len(cached) * size
+        request.num_computed = kv.tokens_in(len(cached))
         count = self._chunk(request, tokens_left)
         if not count:
             request.num_computed = 0
             return None
         heapq.heappop(self.waiting)
         self.num_waiting -= 1
-        kv.hold(cached)
+        kv.hold(held)
         request.block_ids = cached
         request.num_published = len(cached)
         request.slot = self._free_slots.pop()
@@ -464,7 +493,7 @@ class Scheduler:
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt,
             num_computed_tokens=request.num_computed,
-            block_ids=list(request.block_ids),
+            block_ids=self.kv.table(request.block_ids),
             params=request.submit.params,
             num_scored_tokens=request.num_scored,
         )
@@ -659,7 +688,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that requests, slots, blocks and queues agree. Called by tests after every step."""
-        self.kv.check_integrity(request.block_ids for request in self.running)
+        self.kv.check_integrity(self.kv.held(request.block_ids) for request in self.running)
         waiting = [request for _, request in self.waiting if request.finish_reason is None]
         assert self.num_waiting == len(waiting)
         assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
@@ -679,7 +708,7 @@ class Scheduler:
         assert self._decode_context == sum(r.num_computed for r in self.decoding)
         assert all(r.num_computed == r.max_tokens - 1 for r in last_under_way)
         for request in self.running:
-            assert len(request.block_ids) >= self.kv.blocks_for(request.num_computed)
+            self.kv.check_windows(request.block_ids, request.num_computed, self.config.max_num_batched_tokens)
             assert request.num_computed < len(request.token_ids) + self.config.depth
             assert max(request.num_computed + 1, len(request.token_ids)) <= request.max_tokens
         assert all(r.num_scored < r.num_prompt for r in self.requests.values())

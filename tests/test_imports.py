@@ -14,6 +14,7 @@ FOLDERS = ("quire", "server", "engine", "kernels")
 # Each room, and the rooms below it that it may import. A module belongs to the longest room that fits its name.
 FLOOR = (
     "engine.architecture",
+    "engine.cache_groups",
     "engine.config",
     "engine.devices",
     "engine.encoder",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,28 @@ class Batch:
     slots: Tensor
     """`[tokens]`, where each token's keys and values go: block * block_size + offset."""
     block_tables: Tensor
-    """`[requests, max_blocks]`"""
+    """`[requests, max_blocks]`; any block stands where all queries of a request have left it behind their window."""
     sequence_lengths: Tensor
     """`[requests]`, tokens of each request up to and with this step's."""
     query_starts: Tensor
     """`[requests + 1]`, where each request's tokens begin in `token_ids`."""
     sampled: Tensor
     """`[sampling requests]`, the last token of each request that samples, as an index into `token_ids`."""
+    others: tuple[Batch, ...] = ()
+    """The same step for the other groups of layers, whose slots and block tables differ (`engine.cache_groups`)."""
+
+    def of(self, group: int) -> Batch:
+        """As the layers of this group see it."""
+        return self.others[group - 1] if group else self
+
+
+class LayerCache(NamedTuple):
+    """Where a layer's keys and values lie."""
+
+    memory: Tensor
+    """`[sides, blocks, kv_heads, block_size, row]`, as `quire.kernels.cache` has it."""
+    group: int = 0
+    """The group of layers whose slots and block tables it has."""
 
 
 class Attention(nn.Module):

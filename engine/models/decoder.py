@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from quire.engine import architecture
 from quire.engine.architecture import Architecture
-from quire.engine.layers.attention import Attention, Batch
+from quire.engine.layers.attention import Attention, Batch, LayerCache
 from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from quire.engine.layers.feed_forward import FeedForward
 from quire.engine.layers.latent import LatentAttention
@@ -129,10 +129,10 @@ class Decoder(nn.Module):
             self.norm = _norm(arch.norm, width)
             self.head = VocabParallelHead(*vocabulary, tied, bias=arch.head_bias)
 
-    def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
         """The residual stream `[tokens, hidden_size]` after this stage, from that of the stage before.
 
-        The first stage takes None and starts from the batch's token ids. `caches` holds each layer's KV cache.
+        The first stage takes None and starts from the batch's token ids. `caches` are those of the layers.
         """
         if x is None:
             x = self._embed(batch)
@@ -140,7 +140,7 @@ class Decoder(nn.Module):
         turns = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            x, residual = layer(x, residual, batch, turns[layer.spec.attention.rope], cache)
+            x, residual = layer(x, residual, batch.of(cache.group), turns[layer.spec.attention.rope], cache.memory)
         assert x is not None
         return x if residual is None else residual + x
 

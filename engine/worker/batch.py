@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,14 +49,15 @@ class Rows:
 class RequestStates:
     """What is known of each running request, by slot. Every rank holds the same."""
 
-    def __init__(self, slots: int, max_length: int, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, slots: int, max_length: int, block_size: int, groups: int = 1) -> None:
+        self._block_size, self._groups = block_size, groups
         self.tokens = np.zeros((slots, max_length), np.int32)
-        self.block_tables = np.zeros((slots, -(-max_length // block_size)), np.int32)
+        self.block_tables = [np.zeros((slots, -(-max_length // block_size)), np.int32) for _ in range(groups)]
         self.num_prompt = np.zeros(slots, np.int64)
         self.num_known = np.zeros(slots, np.int64)
         self.num_computed = np.zeros(slots, np.int64)
         self.num_blocks = np.zeros(slots, np.int64)
+        """Of each group."""
         self.score_from = np.zeros(slots, np.int64)
         self.score_until = np.zeros(slots, np.int64)
         """Positions whose logits score the next token of the prompt; 0: none."""
@@ -73,7 +75,7 @@ class RequestStates:
             if row.new_token_ids:
                 _extend(self.tokens, self.num_known, row.slot, row.new_token_ids)
             if row.new_block_ids:
-                _extend(self.block_tables, self.num_blocks, row.slot, row.new_block_ids)
+                self._extend_tables(row.slot, row.new_block_ids)
         if plan.token_ids:
             self.keep(np.array(plan.decodes, np.int64), plan.token_ids)
         slots = np.array(plan.decodes + [row.slot for row in plan.scheduled], np.int64)
@@ -124,7 +126,7 @@ class RequestStates:
         self.num_computed[slot] = request.num_computed_tokens
         self.num_known[slot] = self.num_blocks[slot] = 0
         _extend(self.tokens, self.num_known, slot, request.token_ids)
-        _extend(self.block_tables, self.num_blocks, slot, request.block_ids)
+        self._extend_tables(slot, request.block_ids)
         is_scored = params.prompt_logprobs is not None
         self.score_from[slot] = request.num_scored_tokens
         self.score_until[slot] = request.num_prompt_tokens - 1 if is_scored else 0
@@ -143,6 +145,17 @@ class RequestStates:
             -1 if params.logprobs is None else params.logprobs,
         )
 
+    def _extend_tables(self, slot: int, block_ids: list[int]) -> None:
+        """Append blocks, of which each group takes one after the other."""
+        begin, groups = int(self.num_blocks[slot]), self._groups
+        end = begin + len(block_ids) // groups
+        if groups == 1:
+            self.block_tables[0][slot, begin:end] = block_ids
+        else:
+            for group, table in enumerate(self.block_tables):
+                table[slot, begin:end] = block_ids[group::groups]
+        self.num_blocks[slot] = end
+
     def batch(self, rows: Rows, device: torch.device) -> Batch:
         """The rows' next tokens, in one transfer to the device."""
         first = self.num_computed[rows.slots]
@@ -155,18 +168,24 @@ class RequestStates:
             positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], rows.counts)
         blocks, offsets = np.divmod(positions, self._block_size)
         width = -(-int(lengths.max()) // self._block_size)
-        host = (
+        slots = [table[owners, blocks] * self._block_size + offsets for table in self.block_tables]
+        host: tuple[npt.NDArray[np.integer[Any]], ...] = (
             self.tokens[owners, positions],
             positions,
-            self.block_tables[owners, blocks] * self._block_size + offsets,
-            self.block_tables[rows.slots, :width].ravel(),
             lengths,
             starts,
             starts[1:][rows.sampling] - 1,
+            *slots,
+            *[table[rows.slots, :width].ravel() for table in self.block_tables],
         )
         sent = torch.from_numpy(np.concatenate(host)).to(device)
-        tokens, places, slots, tables, *rest = sent.split_with_sizes([len(part) for part in host])
-        return Batch(tokens, places, slots, tables.view(-1, width), *rest)
+        tokens, places, ends, query_starts, sampled, *by_group = sent.split_with_sizes([len(part) for part in host])
+        tables = [table.view(-1, width) for table in by_group[self._groups :]]
+        batch = Batch(tokens, places, by_group[0], tables[0], ends, query_starts, sampled)
+        if self._groups == 1:
+            return batch
+        others = zip(by_group[1 : self._groups], tables[1:], strict=True)
+        return replace(batch, others=tuple(replace(batch, slots=slots, block_tables=table) for slots, table in others))
 
     def advance(self, rows: Rows) -> None:
         """The rows' tokens are computed."""

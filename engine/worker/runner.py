@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from quire import kernels
+from quire.engine.cache_groups import cache_specs, count_planes, place_layers
 from quire.engine.config import EngineConfig
+from quire.engine.layers.attention import LayerCache
 from quire.engine.messages import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loading import load_dense, load_model
@@ -19,6 +21,28 @@ from quire.engine.worker.sampler import Sampler
 _SCORED_AT_ONCE = (16, 256)
 """Prompt tokens whose logits are held at once: as many as requests may sample, which memory is set aside for, but not
 so few that the head is read over and over, nor more than pay."""
+
+
+def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> list[LayerCache]:
+    """The KV caches of a stage's layers on one rank: planes of blocks, each shared by layers of different groups."""
+    cache, groups = config.cache, config.cache.groups
+    specs = cache_specs(config.model.architecture, config.parallel.tensor_parallel_size, config.model.max_model_len)
+    planes = {
+        shape: kernels.allocate_kv_cache(
+            layers=count,
+            num_blocks=cache.num_blocks,
+            kv_heads=shape.heads,
+            block_size=cache.block_size,
+            head_dim=shape.numbers,
+            dtype=getattr(torch, cache.dtype),
+            device=device,
+            sides=shape.sides,
+        )
+        for shape, count in count_planes(specs, groups, stage).items()
+    }
+    places = place_layers(specs, groups, stage)
+    layers = config.parallel.stages[stage]
+    return [LayerCache(planes[specs[layer].shape][places[layer].plane], places[layer].group) for layer in layers]
 
 
 class Runner:
@@ -39,20 +63,9 @@ class Runner:
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
-        sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(links.tp.size)
-        self._caches: tuple[Tensor, ...] = ()
-        if cache.num_blocks:
-            self._caches = kernels.allocate_kv_cache(
-                layers=len(config.parallel.stages[links.pipeline.stage]),
-                num_blocks=cache.num_blocks,
-                kv_heads=kv_heads,
-                block_size=cache.block_size,
-                head_dim=head_dim,
-                dtype=getattr(torch, cache.dtype),
-                device=device,
-                sides=sides,
-            ).unbind()
-        self._states = RequestStates(config.scheduler.max_num_seqs, model.max_model_len, cache.block_size)
+        self._caches = allocate_caches(config, links.pipeline.stage, device)
+        slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
+        self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
 
     @torch.inference_mode()

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.kv_cache import KVCache, extend_hashes
+from quire.engine.config import CacheGroup
+from quire.engine.kv_cache import FREED, KVCache, extend_hashes
 
 
 def hashes_of(tokens: list[int], block_size: int = 4) -> list[bytes]:
@@ -88,3 +89,97 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     (digest,) = hashes_of([1, 2, 3, 4])
     kv.publish(kv.take(1)[0], digest)
     assert kv.match([digest]) == []
+
+
+def grouped(windows: tuple[int | None, ...], num_blocks: int = 400, block_size: int = 4) -> KVCache:
+    return KVCache(num_blocks, block_size, True, [CacheGroup(window=window) for window in windows])
+
+
+Windows = (
+    st.lists(st.none() | st.integers(1, 20), min_size=1, max_size=4)
+    .map(tuple)
+    .filter(lambda windows: len(windows) == 1 or any(windows))
+)
+
+
+@given(Windows, st.integers(0, 12), st.sets(st.integers(0, 47)))
+def test_a_prefix_counts_as_cached_if_what_the_next_token_sees_is(
+    windows: tuple[int | None, ...], length: int, lost: set[int]
+) -> None:
+    kv, stride = grouped(windows), len(windows)
+    hashes: list[bytes] = []
+    extend_hashes(hashes, list(range(length * 4)), 4, b"", stride)
+    assert len(set(hashes)) == len(hashes) == length * stride
+    blocks = kv.take(length * stride)
+    for place, (block, digest) in enumerate(zip(blocks, hashes, strict=True)):
+        if place not in lost:
+            kv.publish(block, digest)
+
+    def seen(blocks_before: int) -> set[int]:
+        """What a token behind so many blocks sees, by place in the list."""
+        return {
+            position // 4 * stride + group
+            for group, window in enumerate(windows)
+            for position in range(0 if window is None else max(0, blocks_before * 4 + 1 - window), blocks_before * 4)
+        }
+
+    best = max(count for count in range(length + 1) if not seen(count) & lost)
+    expected = [blocks[place] if place in seen(best) else FREED for place in range(best * stride)]
+    assert kv.match(hashes) == expected
+    assert kv.held(expected) == [block for block in expected if block != FREED]
+    assert all(block >= 0 for block in kv.table(expected))
+
+
+@given(Windows, st.lists(st.integers(1, 30), max_size=12), st.booleans())
+def test_blocks_are_given_back_as_soon_as_nothing_sees_them(
+    windows: tuple[int | None, ...], rows: list[int], from_cache: bool
+) -> None:
+    """Also: a request never has more blocks than are counted for it beforehand."""
+    kv, stride = grouped(windows), len(windows)
+    blocks: list[int] = []
+    if from_cache:
+        hashes: list[bytes] = []
+        extend_hashes(hashes, list(range(12)), 4, b"", stride)
+        for block, digest in zip(kv.take(3 * stride), hashes, strict=True):
+            kv.publish(block, digest)
+        blocks = kv.match(hashes)
+    computed, before, largest = kv.tokens_in(len(blocks)), len(kv.held(blocks)), max(rows, default=0)
+    counted = kv.blocks_at_once(computed + sum(rows), largest, blocks)
+    for row in rows:
+        kv.give_back_behind(blocks, computed)
+        blocks += kv.take(kv.blocks_for(computed + row) - len(blocks))
+        assert len(kv.held(blocks)) - before <= counted
+        kv.check_windows(blocks, computed, largest)
+        for group, window in enumerate(windows):
+            mine = blocks[group::stride]
+            first = 0 if window is None else max(0, computed + 1 - window) // 4
+            assert [block != FREED for block in mine] == [place >= first for place in range(len(mine))]
+        computed += row
+
+
+def test_a_block_that_was_given_back_is_found_until_it_is_taken() -> None:
+    kv = grouped((4,), num_blocks=3)
+    hashes = hashes_of(list(range(8)))
+    blocks = kv.take(2)
+    for block, digest in zip(blocks, hashes, strict=True):
+        kv.publish(block, digest)
+    first, second = blocks
+    kv.give_back_behind(blocks, 8)
+    assert blocks == [FREED, second]
+    assert kv.match(hashes[:1]) == [first]
+    assert kv.match(hashes) == [FREED, second]
+    kv.check_integrity([kv.held(blocks)])
+    assert sorted(kv.take(2)) == [first, 2]
+    assert kv.match(hashes[:1]) == []
+    assert kv.match(hashes) == [FREED, second]
+
+
+def test_check_windows_notices_what_is_given_back_too_early_or_kept() -> None:
+    kv = grouped((None, 5))
+    blocks = kv.take(kv.blocks_for(40))
+    with pytest.raises(AssertionError, match="are kept"):
+        kv.check_windows(blocks, 40, 4)
+    kv.give_back_behind(blocks, 40)
+    kv.check_windows(blocks, 40, 4)
+    with pytest.raises(AssertionError, match="in the window"):
+        kv.check_windows(blocks, 36, 4)

@@ -311,7 +311,7 @@ def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: s
     allocated = kernels.allocate_kv_cache(
         *(arch.num_layers, 3, kv_heads, cache.block_size, head_dim, getattr(torch, dtype), torch.device("cpu"), sides),
     )
-    block = Sizes.of(config.model, config.parallel, config.scheduler, cache.block_size, dtype).kv_block[0]
+    block = Sizes.of(config).kv_block[0]
     assert allocated.nbytes == 3 * block
 
 

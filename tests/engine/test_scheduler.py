@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class Engine:
             config.scheduler.max_num_batched_tokens,
             keeps=config.parallel.pipeline_parallel_size == 1,
             pools=config.model.pooling is not None,
+            windows=tuple(group.window for group in config.cache.groups),
         )
         self.depth, self.stages = config.scheduler.depth, config.parallel.pipeline_parallel_size
         self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
@@ -97,20 +99,33 @@ def continuation(prompt: list[int], count: int) -> list[int]:
 
 AHEAD = [(1, 1), (1, 2), (1, 3), (2, 2), (3, 3)]
 """Stages, and plans in flight: one for each stage, or more than one on a single stage, which then runs ahead."""
+Windows = tuple[int | None, ...]
+WINDOWS: list[Windows] = [(None, 9, 9), (1, None), (6,), (None, 4, 30, 2)]
+"""Of the groups of layers."""
+CIRCUMSTANCES: list[tuple[int, bool, Windows]] = [
+    *itertools.product([16, 64], [True, False], [(None,)]),
+    *itertools.product([16], [True, False], WINDOWS),
+]
+"""Tokens of a step, whether the cache is tight, and windows."""
+
+
+def tightened(config: EngineConfig) -> EngineConfig:
+    """With hardly more blocks than the longest request needs, so that others are preempted."""
+    least = config.cache.most_blocks(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
+    return replace(config, cache=replace(config.cache, num_blocks=least + 8))
 
 
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
-@pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("prefix", [True, False])
-@pytest.mark.parametrize("num_blocks", [40, 400])
+@pytest.mark.parametrize(("budget", "tight", "windows"), CIRCUMSTANCES)
 def test_the_answer_does_not_depend_on_the_company(
-    stages: int, depth: int, budget: int, prefix: bool, num_blocks: int
+    stages: int, depth: int, budget: int, prefix: bool, tight: bool, windows: Windows
 ) -> None:
     config = engine_config(
-        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, num_blocks=num_blocks
+        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=2000
     )
-    engine = Engine(config)
-    rng = random.Random(depth * budget + num_blocks)
+    engine = Engine(tightened(config) if tight else config)
+    rng = random.Random(depth * budget + tight)
     shared = [rng.randrange(97) for _ in range(30)]
     prompts = [
         shared[: rng.randrange(31)] + [rng.randrange(97) for _ in range(rng.randrange(1, 50))] for _ in range(60)
@@ -125,14 +140,15 @@ def test_the_answer_does_not_depend_on_the_company(
         assert engine.tokens(str(index)) == continuation(prompt, 1 + index % 40)
         assert engine.ends(str(index)) == ["length"]
     stats = engine.scheduler.snapshot()
-    assert (stats.preemptions > 0) == (num_blocks == 40)
+    assert (stats.preemptions > 0) == tight or (tight and windows != (None,))
     assert (stats.prefix_hit_tokens > 0) == prefix
     assert stats.generated_tokens == sum(1 + index % 40 for index in range(60))
 
 
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
-def test_random_aborts_and_stops_lose_nothing(stages: int, depth: int) -> None:
-    engine = Engine(engine_config(stages=stages, depth=depth, num_blocks=48, max_num_batched_tokens=32))
+@pytest.mark.parametrize("windows", [(None,), *WINDOWS])
+def test_random_aborts_and_stops_lose_nothing(stages: int, depth: int, windows: Windows) -> None:
+    engine = Engine(tightened(engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32)))
     rng = random.Random(depth)
     prompts: dict[str, list[int]] = {}
 
@@ -153,13 +169,12 @@ def test_random_aborts_and_stops_lose_nothing(stages: int, depth: int) -> None:
 
 
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
-@pytest.mark.parametrize("budget", [16, 64])
-@pytest.mark.parametrize("num_blocks", [40, 400])
-def test_every_prompt_token_is_scored_once(stages: int, depth: int, budget: int, num_blocks: int) -> None:
+@pytest.mark.parametrize(("budget", "tight", "windows"), CIRCUMSTANCES)
+def test_every_prompt_token_is_scored_once(stages: int, depth: int, budget: int, tight: bool, windows: Windows) -> None:
     """In order and without gaps, whatever is cached, cut, preempted in the middle of its prompt, or aborted."""
-    config = engine_config(stages=stages, depth=depth, max_num_batched_tokens=budget, num_blocks=num_blocks)
-    engine = Engine(config)
-    rng = random.Random(depth * budget + num_blocks)
+    config = engine_config(stages=stages, depth=depth, max_num_batched_tokens=budget, windows=windows, num_blocks=2000)
+    engine = Engine(tightened(config) if tight else config)
+    rng = random.Random(depth * budget + tight)
     shared = [rng.randrange(97) for _ in range(30)]
     prompts = [
         [*shared, *(rng.randrange(97) for _ in range(rng.randrange(60)))][rng.randrange(30) :] for _ in range(60)
@@ -183,7 +198,7 @@ def test_every_prompt_token_is_scored_once(stages: int, depth: int, budget: int,
         first = next(at for at, output in enumerate(engine.outputs[str(index)]) if output.token_ids)
         assert not any(output.prompt_logprobs for output in engine.outputs[str(index)][first:])
     stats = engine.scheduler.snapshot()
-    assert (stats.preemptions > 0) == (num_blocks == 40)
+    assert (stats.preemptions > 0) == tight or (tight and windows != (None,))
     assert stats.generated_tokens == sum(len(engine.tokens(str(index))) for index in range(60))
 
 
@@ -558,3 +573,75 @@ def test_a_fixed_size_learns_nothing() -> None:
     engine.run()
     assert [plan.num_tokens for plan in engine.model.plans] == [64, 36, 1, 1]
     assert engine.scheduler.step_time is None
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+@pytest.mark.parametrize("budget", [8, 48])
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("prompt", [3, 250])
+def test_memory_stays_flat_behind_a_window(stages: int, depth: int, budget: int, prefix: bool, prompt: int) -> None:
+    """Sixteen windows long, prompt or output: the window, a step's chunk, and the blocks that they begin and end in."""
+    window, size = 16, 4
+    config = engine_config(
+        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=(window,), max_model_len=256
+    )
+    engine = Engine(config)
+    engine.add("a", list(range(prompt)), max_tokens=None)
+    chunked: list[int] = []
+    decoding: list[int] = []
+
+    def watch(turn: int) -> None:
+        for request in engine.scheduler.running:
+            used = engine.scheduler.snapshot().kv_blocks_used
+            (decoding if request.num_computed > prompt + size else chunked).append(used)
+
+    engine.run(watch)
+    assert engine.tokens("a") == continuation(list(range(prompt)), 256 - prompt)
+    assert max(chunked) <= 1 + (window - 1 + min(budget, prompt) + size - 2) // size
+    assert max(decoding, default=0) <= 1 + window // size
+    assert engine.scheduler.stats.preemptions == 0
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_who_was_preempted_goes_on_behind_its_windows(stages: int, depth: int, windows: Windows) -> None:
+    """All begin with a block, and the cache is as small as may be."""
+    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=8)
+    least = config.cache.most_blocks(config.model.max_model_len, 8)
+    engine = Engine(replace(config, cache=replace(config.cache, num_blocks=least)))
+    for index in range(16):
+        engine.add(str(index), [index], max_tokens=100)
+    engine.run()
+    assert engine.scheduler.stats.preemptions > 0
+    assert all(engine.tokens(str(index)) == continuation([index], 100) for index in range(16))
+
+
+def test_a_pool_for_one_long_request_serves_many() -> None:
+    """Each needs its window and no more, so that several run where one without a window would."""
+    config = engine_config(windows=(8,), max_model_len=128, max_num_batched_tokens=16, prefix=False)
+    engine = Engine(replace(config, cache=replace(config.cache, num_blocks=32)))
+    for index in range(8):
+        engine.add(str(index), [index] * 60, max_tokens=60)
+    most = 0
+
+    def watch(turn: int) -> None:
+        nonlocal most
+        most = max(most, len(engine.scheduler.running))
+
+    engine.run(watch)
+    assert most == 8
+    assert engine.scheduler.stats.preemptions == 0
+    assert all(engine.tokens(str(index)) == continuation([index] * 60, 60) for index in range(8))
+
+
+def test_a_prefix_is_found_where_its_last_window_is() -> None:
+    engine = Engine(engine_config(windows=(None, 10), max_num_batched_tokens=16))
+    first = list(range(60))
+    engine.add("first", first, max_tokens=4)
+    engine.run()
+    engine.add("longer", [*first, *engine.tokens("first"), 5, 6, 7], max_tokens=2)
+    engine.run()
+    assert engine.outputs["longer"][-1].num_cached_tokens == 60  # the last of 64 tokens was never computed
+    engine.add("shorter", [*first[:32], 90, 91], max_tokens=2)  # its window was given back, but not taken since
+    engine.run()
+    assert engine.outputs["shorter"][-1].num_cached_tokens == 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 
 from quire.engine.config import EngineConfig
 from quire.engine.messages import StructuredOutputs
-from tests.engine.test_scheduler import AHEAD, Engine, continuation
+from tests.engine.test_scheduler import AHEAD, Engine, Windows, continuation, tightened
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import byte_level, write_model
 
@@ -50,10 +51,12 @@ SCHEMA = {
 
 
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
-@pytest.mark.parametrize("budget", [16, 64])
-@pytest.mark.parametrize("num_blocks", [45, 400])
+@pytest.mark.parametrize(
+    ("budget", "tight", "windows"),
+    [*itertools.product([16, 64], [True, False], [(None,)]), (16, True, (7, None)), (64, False, (7, None))],
+)
 def test_the_answer_does_not_depend_on_the_company(
-    folder: Path, stages: int, depth: int, budget: int, num_blocks: int
+    folder: Path, stages: int, depth: int, budget: int, tight: bool, windows: Windows
 ) -> None:
     rng = random.Random(depth * budget)
     prompts = [[rng.randrange(60, 97) for _ in range(rng.randrange(1, 40))] for _ in range(40)]
@@ -74,7 +77,10 @@ def test_the_answer_does_not_depend_on_the_company(
         engine.add("x", prompt, **params(index))
         engine.run()
         alone.append(engine.tokens("x"))
-    engine = Engine(config_of(folder, stages=stages, depth=depth, max_num_batched_tokens=budget, num_blocks=num_blocks))
+    config = config_of(
+        folder, stages=stages, depth=depth, max_num_batched_tokens=budget, windows=windows, num_blocks=800
+    )
+    engine = Engine(tightened(config) if tight else config)
 
     def arrive(turn: int) -> None:
         if turn < len(prompts):
@@ -93,7 +99,7 @@ def test_the_answer_does_not_depend_on_the_company(
             case 3:
                 assert tokens == continuation(prompt, 20)
     stats = engine.scheduler.snapshot()
-    assert (stats.preemptions > 0) == (num_blocks == 45)
+    assert (stats.preemptions > 0) == tight
     assert stats.generated_tokens == sum(len(engine.tokens(str(index))) for index in range(40))
 
 

@@ -42,11 +42,11 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[s
 FAMILIES = tuple(_FAMILIES)
 
 
-def write_checkpoint(family: str, folder: Path) -> Path:
-    """A tiny float32 checkpoint of `family` in `folder`; returns the folder."""
+def write_checkpoint(family: str, folder: Path, **settings: Any) -> Path:
+    """A tiny float32 checkpoint of `family` in `folder`, with more settings in its config; returns the folder."""
     config_class, model_class, changes = _FAMILIES[family]
     torch.manual_seed(0)
-    model = model_class(config_class(**(_SIZES | changes)))
+    model = model_class(config_class(**(_SIZES | changes | settings)))
     for name, parameter in model.named_parameters():  # transformers starts biases at zero, which would hide them
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine.architecture import Architecture, Attention, FeedForward, Layer, Norm, Rope
-from quire.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from quire.engine.config import CacheConfig, CacheGroup, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 
 NORM = Norm(eps=1e-6)
 TINY_ATTENTION = Attention(num_heads=8, num_kv_heads=4, head_dim=4, scale=0.5, rope=Rope(theta=10000.0, dim=4))
@@ -38,12 +38,16 @@ def engine_config(
     max_num_batched_tokens: int = 64,
     chunked: bool = True,
     prefix: bool = True,
+    windows: tuple[int | None, ...] = (None,),
     policy: Literal["fcfs", "priority"] = "fcfs",
     max_model_len: int = 128,
     eos: tuple[int, ...] = (),
     **model: Any,
 ) -> EngineConfig:
-    """A small configuration; `stages` of one rank each, and by default one plan in flight for each."""
+    """A small configuration; `stages` of one rank each, by default one plan in flight for each.
+
+    `windows` are those of the cache groups.
+    """
     layers = TINY.num_layers // stages
     return EngineConfig(
         model=ModelConfig(
@@ -68,7 +72,13 @@ def engine_config(
             executor="uni" if stages == 1 else "mp",
             device="cpu",
         ),
-        cache=CacheConfig(block_size=block_size, num_blocks=num_blocks, dtype="float32", enable_prefix_caching=prefix),
+        cache=CacheConfig(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            dtype="float32",
+            enable_prefix_caching=prefix,
+            groups=tuple(CacheGroup(window=window) for window in windows),
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

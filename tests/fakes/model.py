@@ -1,7 +1,8 @@
 """A stand-in for the workers that checks every plan and costs nothing.
 
-It keeps the tokens of each slot and, for each KV block, which token of which history was written where. So a wrong
-block table, a stale prefix hit or a diff that was lost shows as an assertion, not as a wrong answer later.
+It keeps the tokens of each slot and, for each KV block, which token of which history was written where, and for which
+group of layers. So a wrong block table, a stale prefix hit, a block that was given back too early or a diff that was
+lost shows as an assertion, not as a wrong answer later.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def next_token(tokens: list[int]) -> int:
 class Row:
     tokens: list[int]
     blocks: list[int]
+    """Of all groups, in the order of `quire.engine.kv_cache`."""
     computed: int
     score_from: int = 0
     score_until: int = 0
@@ -45,9 +47,11 @@ class FakeModel:
     """Whether it keeps what it samples, as a single stage does."""
     pools: bool = False
     """It embeds: the vector of a prompt is its tokens."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of the groups of layers: how many of the last tokens a token sees."""
     rows: dict[int, Row] = field(default_factory=dict)
-    kv: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
-    """(block, offset) → the tokens up to and including the one whose KV lies there."""
+    kv: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    """(block, offset) → the group, and the tokens up to and including the one whose KV lies there."""
     plans: list[StepPlan] = field(default_factory=list)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -76,6 +80,8 @@ class FakeModel:
             for number, (slot, count) in enumerate(zip(slots, counts, strict=True))
             if len(scored := self._score(self.rows[slot], count))
         }
+        for slot, count in zip(slots, counts, strict=True):
+            self._read(self.rows[slot], count)
         if self.pools:
             return StepResult(plan.step, [-1] * len(slots), vectors=self._pool(slots))
         sampled = [self._sample(self.rows[slot], plan.masks.get(slot)) for slot in slots]
@@ -83,8 +89,6 @@ class FakeModel:
 
     def _pool(self, slots: list[int]) -> dict[int, bytes]:
         rows = [self.rows[slot] for slot in slots]
-        for row in rows:
-            self._check(row)
         ended = (number for number, row in enumerate(rows) if row.computed == len(row.tokens))
         return {number: array("f", rows[number].tokens).tobytes() for number in ended}
 
@@ -100,20 +104,23 @@ class FakeModel:
             assert end == len(row.tokens), "without KV a prompt is one row"
             assert not row.blocks
         for position in range(row.computed, end) if self.num_blocks else ():
-            self.kv[self._place(row, position)] = tuple(row.tokens[: position + 1])
+            for group in range(len(self.windows)):
+                self.kv[self._place(row, position, group)] = group, tuple(row.tokens[: position + 1])
         row.computed = end
+
+    def _read(self, row: Row, count: int) -> None:
+        """Every token that the last `count` see must be theirs."""
+        for group, window in enumerate(self.windows) if self.num_blocks else ():
+            first = 0 if window is None else max(0, row.computed - count + 1 - window)
+            for position in range(first, row.computed):
+                assert self.kv.get(self._place(row, position, group)) == (group, tuple(row.tokens[: position + 1]))
 
     def _score(self, row: Row, count: int) -> PromptLogprobs:
         """The token that is scored stands in the place of its log-probability, and its position in the rank's."""
         ends = range(max(row.computed - count, row.score_from), min(row.computed, row.score_until))
         return prompt_logprobs([(float(row.tokens[at + 1]), at + 1, [], []) for at in ends], 0)
 
-    def _check(self, row: Row) -> None:
-        for position in range(row.computed) if self.num_blocks else ():
-            assert self.kv.get(self._place(row, position)) == tuple(row.tokens[: position + 1])
-
     def _sample(self, row: Row, mask: bytes | None) -> int:
-        self._check(row)
         if row.computed < len(row.tokens):
             assert mask is None
             return -1
@@ -125,7 +132,7 @@ class FakeModel:
             row.tokens.append(token)
         return token
 
-    def _place(self, row: Row, position: int) -> tuple[int, int]:
-        block = row.blocks[position // self.block_size]
+    def _place(self, row: Row, position: int, group: int) -> tuple[int, int]:
+        block = row.blocks[position // self.block_size * len(self.windows) + group]
         assert 0 <= block < self.num_blocks
         return block, position % self.block_size

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.loading import load
 from quire.engine.parallel import Parallel
 from quire.engine.resolve import resolve
@@ -41,6 +41,6 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
         decoder = load(config, stage * parallel.size + parallel.rank, parallel, CPU)
         sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(parallel.size)
         caches = kernels.allocate_kv_cache(len(layers), blocks, kv_heads, 4, head_dim, dtype, CPU, sides)
-        hidden = decoder(hidden, batch, caches.unbind())
+        hidden = decoder(hidden, batch, [LayerCache(memory) for memory in caches])
     assert hidden is not None
     return decoder.logits(hidden)

@@ -201,7 +201,7 @@ def test_packed_weights_take_the_memory_that_the_plan_says(folder: Path, quantiz
     layers = [module for module in decoder.modules() if isinstance(module, Linear)]
     tensors = [*decoder.parameters(), *(t for layer in layers for t in vars(layer._product).values())]
     held = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-    planned = Sizes.of(config.model, config.parallel, config.scheduler, config.cache.block_size, "float32").weights[0]
+    planned = Sizes.of(config).weights[0]
     assert held == pytest.approx(planned, rel=0.1)  # panels and oneDNN's blocks are padded
 
 

@@ -47,6 +47,24 @@ def test_mixed_batch() -> None:
     assert batch.sampled.tolist() == [0, 3]
 
 
+def test_each_group_of_layers_has_slots_and_block_tables() -> None:
+    states = RequestStates(4, 32, 4, groups=2)
+    start = [new(2, list(range(10, 20)), 4, [7, 8, 3, 4]), new(0, [5], 0, [9, 1])]
+    rows = states.apply(StepPlan(0, [], start, [Scheduled(2, 3, [], []), Scheduled(0, 1, [], [])]))
+    batch = states.batch(rows, CPU)
+    of_groups = [batch.of(group) for group in range(2)]
+    assert [each.slots.tolist() for each in of_groups] == [[12, 13, 14, 36], [16, 17, 18, 4]]
+    assert [each.block_tables.tolist() for each in of_groups] == [[[7, 3], [9, 0]], [[8, 4], [1, 0]]]
+    assert all(each.block_tables.is_contiguous() for each in of_groups)
+    assert all(each.sequence_lengths.tolist() == [7, 1] for each in of_groups)
+    states.advance(rows)
+
+    rows = states.apply(StepPlan(1, [], [], [Scheduled(2, 3, [], [6, 2])]))
+    batch = states.batch(rows, CPU)
+    assert [batch.of(group).slots.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
+    assert [batch.of(group).block_tables.tolist() for group in range(2)] == [[[7, 3, 6]], [[8, 4, 2]]]
+
+
 def test_a_slot_is_taken_until_it_is_released() -> None:
     states = RequestStates(2, 8, 4)
     states.apply(StepPlan(0, [], [new(1, [1, 2, 3, 4, 5], 0, [1, 2])], []))

@@ -1,0 +1,103 @@
+"""Layers cut into groups, and the planes of memory that groups share."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.engine.cache_groups import CacheShape, CacheSpec, count_planes, group_layers, place_layers
+from quire.engine.config import CacheConfig, CacheGroup
+
+SHAPE = CacheShape(sides=2, heads=2, numbers=64)
+LATENT = CacheShape(sides=1, heads=1, numbers=576)
+
+
+def cut(
+    windows: list[int | None], stages: list[range] | None = None, length: int = 32768, shape: CacheShape = SHAPE
+) -> tuple[CacheGroup, ...]:
+    specs = [CacheSpec(shape, window) for window in windows]
+    return group_layers(
+        specs, stages or [range(len(windows))], lambda group: group.most_blocks(length, min(length, 512), 16)
+    )
+
+
+def kinds(groups: tuple[CacheGroup, ...]) -> dict[int | None, int]:
+    return dict(Counter(group.window for group in groups))
+
+
+@pytest.mark.parametrize("window", [None, 512])
+def test_layers_of_one_kind_are_one_group(window: int | None) -> None:
+    (group,) = cut([window] * 30)
+    assert group == CacheGroup(window=window, layers=(tuple(range(30)),))
+
+
+def test_a_few_full_layers_give_the_size_of_all_groups() -> None:
+    windows = [None if layer % 6 == 5 else 512 for layer in range(26)]  # 4 full, 22 with a window
+    groups = cut(windows)
+    assert kinds(groups) == {None: 1, 512: 6}
+    assert groups[0].layers == ((5, 11, 17, 23),)
+    assert [len(group.layers[0]) for group in groups[1:]] == [3, 4, 4, 3, 4, 4]
+    assert count_planes([CacheSpec(SHAPE, window) for window in windows], groups, 0) == {SHAPE: 4}
+
+
+@pytest.mark.parametrize(("full", "windowed", "expected"), [(18, 18, (1, 1)), (17, 18, (1, 1)), (1, 3, (1, 3))])
+def test_groups_are_as_few_as_memory_allows(full: int, windowed: int, expected: tuple[int, int]) -> None:
+    groups = cut([None] * full + [128] * windowed)
+    assert kinds(groups) == {None: expected[0], 128: expected[1]}
+
+
+def test_windows_of_several_sizes() -> None:
+    groups = cut([None, 128, 4096] * 4)
+    assert kinds(groups) == {None: 1, 128: 1, 4096: 1}
+
+
+def test_stages_have_the_same_groups() -> None:
+    windows: list[int | None] = [None if layer % 6 == 5 else 512 for layer in range(26)]
+    groups = cut(windows, [range(13), range(13, 26)])
+    assert all(len(group.layers) == 2 for group in groups)
+    assert [len(group.layers[stage]) for stage in (0, 1) for group in groups if group.window is None] == [2, 2]
+    specs = [CacheSpec(SHAPE, window) for window in windows]
+    assert [count_planes(specs, groups, stage)[SHAPE] for stage in (0, 1)] == [2, 2]
+
+
+@given(
+    st.lists(st.sampled_from([(SHAPE, None), (SHAPE, 100), (LATENT, None), (LATENT, 7)]), min_size=1, max_size=20),
+    st.integers(1, 20),
+)
+def test_every_layer_has_a_place_of_its_own(kinds: list[tuple[CacheShape, int | None]], first: int) -> None:
+    specs = [CacheSpec(*kind) for kind in kinds]
+    cut = min(first, len(specs))
+    stages = [stage for stage in (range(cut), range(cut, len(specs))) if stage]
+    groups = group_layers(specs, stages, lambda group: group.most_blocks(1000, 50, 16))
+    for stage, layers in enumerate(stages):
+        places, planes = place_layers(specs, groups, stage), count_planes(specs, groups, stage)
+        assert sorted(places) == list(layers)
+        assert len({(specs[layer].shape, place) for layer, place in places.items()}) == len(layers)
+        for layer, place in places.items():
+            assert groups[place.group].window == specs[layer].window
+            assert 0 <= place.plane < planes[specs[layer].shape]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 8))
+def test_blocks_at_once_are_exact(window: int, row: int, size: int) -> None:
+    """Against every place at which a row may begin."""
+    tokens = 400
+    touched = (
+        (min(tokens, begin + row) - 1) // size - max(0, begin + 1 - window) // size + 1 for begin in range(tokens - row)
+    )
+    assert CacheGroup(window=window).most_blocks(tokens, row, size) == max(touched)
+    assert CacheGroup().most_blocks(tokens, row, size) == -(-tokens // size)
+
+
+def test_a_request_needs_blocks_in_all_groups() -> None:
+    cache = CacheConfig(
+        block_size=4,
+        num_blocks=0,
+        dtype="float32",
+        enable_prefix_caching=True,
+        groups=(CacheGroup(), CacheGroup(window=9), CacheGroup(window=9)),
+    )
+    assert cache.most_blocks(100, 1) == 25 + 3 + 3
