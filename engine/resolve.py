@@ -321,19 +321,12 @@ def _choose_dtype(options: EngineOptions, found: Devices, hf_config: dict[str, A
 
 
 def _choose_length(options: EngineOptions, arch: Architecture, pools: Pooling | None) -> int:
-    """The model's own length, or the sliding window where one begins before it; for vectors, what they are made for."""
-    window = min((layer.attention.window for layer in arch.layers if layer.attention.window), default=None)
-    limit = arch.max_position if window is None else min(arch.max_position, window)
+    """The model's own length, unless a shorter one is asked for; for vectors, what they are made for."""
     asked = options.max_model_len
-    if asked is not None and asked > limit:
-        if window is not None and limit == window:
-            raise ConfigError(
-                f"--max-model-len {asked} is beyond this model's sliding window of {window} tokens, "
-                f"and windowed attention is not served yet; at most {window} is exact"
-            )
-        raise ConfigError(f"--max-model-len {asked} is more than the model's {limit} positions")
+    if asked is not None and asked > arch.max_position:
+        raise ConfigError(f"--max-model-len {asked} is more than the model's {arch.max_position} positions")
     made_for = pools.max_length if pools is not None else None
-    return asked or min(limit, made_for or limit)
+    return asked or min(arch.max_position, made_for or arch.max_position)
 
 
 def _eos_token_ids(path: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:

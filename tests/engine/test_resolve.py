@@ -168,12 +168,34 @@ def test_parameters_add_up_to_the_published_count() -> None:
     assert sum(ranks) == whole + 7 * norms
 
 
-def test_a_sliding_window_bounds_the_length(tmp_path: Path) -> None:
+def test_a_sliding_window_needs_no_more_than_itself_and_a_chunk(tmp_path: Path) -> None:
+    model = folder(tmp_path, architectures=["MistralForCausalLM"], sliding_window=128)
+    settings: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
+    config = resolve(options(model, **settings))
+    assert config.model.max_model_len == 2048
+    assert [(group.window, group.layers) for group in config.cache.groups] == [(128, (tuple(range(6)),))]
+    per_request = 1 + (127 + 64 - 1 + 15) // 16
+    assert config.cache.num_blocks == 4 * per_request
+    text = plan_text(config)
+    assert "block tables: 1 for layers that keep a window of 128 tokens" in text
+    assert f"{(4 * per_request - 4) / 9:.1f} requests at the full length of 2,048" in text
+
+    block = Sizes.of(config).kv_block[0]
+    resolve(options(model, kv_cache_memory_bytes=per_request * block, **settings))
+    with pytest.raises(ConfigError, match=r"holds 192 tokens, .*-len 192 or less, --max-num-batched-tokens"):
+        resolve(options(model, kv_cache_memory_bytes=(per_request - 1) * block, **settings))
+    shorter = resolve(options(model, kv_cache_memory_bytes=(per_request - 1) * block, max_model_len=192, **settings))
+    assert shorter.cache.most_blocks(192, 64) == per_request - 1
+
+
+def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
     model = folder(tmp_path, architectures=["MistralForCausalLM"], sliding_window=512)
-    assert resolve(options(model)).model.max_model_len == 512
-    with pytest.raises(ConfigError, match="beyond this model's sliding window of 512"):
-        resolve(options(model, max_model_len=1024))
-    assert resolve(options(folder(tmp_path, sliding_window=512))).model.max_model_len == 2048
+    for length, window in ((512, None), (513, 512)):
+        config = resolve(options(model, max_model_len=length))
+        assert [group.window for group in config.cache.groups] == [window]
+        assert ("a window of 512" in plan_text(config)) == (window is not None)
+    unused = resolve(options(folder(tmp_path, sliding_window=512)))
+    assert [group.window for group in unused.cache.groups] == [None]
 
 
 def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path: Path) -> None:
