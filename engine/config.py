@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine.architecture import Architecture
+from quire.engine.families.quantized import Quantized
 from quire.engine.pooling import Pooling
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -55,8 +56,10 @@ class EngineOptions:
         short="-q",
     )
     max_model_len: int | None = flag(None, "longest prompt + output, in tokens (default: the model's own)")
-    load_format: Literal["auto", "safetensors", "dummy"] = flag(
-        "auto", "dummy: random weights, nothing but config.json and the tokenizer is read"
+    load_format: Literal["auto", "safetensors", "pt", "dummy"] = flag(
+        "auto",
+        "what the weights are in (auto: *.safetensors); pt: pytorch_model*.bin, of which tensors only are unpickled; "
+        "dummy: random weights, nothing but config.json and the tokenizer is read",
     )
     revision: str | None = flag(None, "branch, tag or commit of a Hugging Face repository")
     tokenizer: str | None = flag(None, "folder or repository of the tokenizer (default: the model's)")
@@ -102,7 +105,7 @@ class ModelConfig:
     dtype: str
     quantization: Literal["int8", "int4"] | None
     max_model_len: int
-    load_format: Literal["safetensors", "dummy"]
+    load_format: Literal["safetensors", "pt", "dummy"]
     eos_token_ids: tuple[int, ...]
     trust_remote_code: bool
     seed: int
@@ -110,6 +113,8 @@ class ModelConfig:
     """Likeliest tokens that a request may ask for at each position; -1: all."""
     pooling: Pooling | None = None
     """The model embeds, and this is how; None: it generates."""
+    quantized: Quantized | None = None
+    """How the checkpoint is quantized; its weights are held in `dtype` nevertheless, or as `quantization` says."""
 
 
 @dataclass(frozen=True, kw_only=True)

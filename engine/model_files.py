@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,11 @@ from typing import Any
 from quire.engine.errors import ConfigError
 
 _PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
-_INDEX = "model.safetensors.index.json"
+_INDICES = {"safetensors": "model.safetensors.index.json", "pt": "pytorch_model.bin.index.json"}
+_WEIGHTS = {"safetensors": "model*.safetensors", "pt": "pytorch_model*.bin"}
+"""Of a repository, which may hold the weights twice."""
+_LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9"
+"""A pickle that begins with torch's magic number: files of torch before 1.6."""
 
 
 def locate(model: str, revision: str | None) -> Path:
@@ -33,13 +38,43 @@ def locate(model: str, revision: str | None) -> Path:
     return _download(model, revision, _PATTERNS)
 
 
-def fetch_weights(model: str, revision: str | None, folder: Path, inner: Sequence[str] = ()) -> None:
-    """Download the safetensors of a repository, and of the folders `inner` in it, into its snapshot `folder`; a local
+def fetch_weights(model: str, revision: str | None, folder: Path, load_format: str, inner: Sequence[str] = ()) -> None:
+    """Download the weights of a repository, and of the folders `inner` in it, into its snapshot `folder`; a local
     folder is left as it is."""
     if not Path(model).expanduser().is_dir():
-        index = folder / _INDEX
-        names = set(read_json(index).get("weight_map", {}).values()) if index.exists() else {"model*.safetensors"}
-        _download(model, revision, [*sorted(names), *(f"{each}/*.safetensors" for each in inner)])
+        names = _indexed(folder, load_format) or [_WEIGHTS[load_format]]
+        _download(model, revision, [*names, *(f"{each}/*{Path(_WEIGHTS[load_format]).suffix}" for each in inner)])
+
+
+def _indexed(folder: Path, load_format: str) -> list[str]:
+    """The files that the folder's index names; none where it has no index."""
+    index = folder / _INDICES[load_format]
+    return sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else []
+
+
+def check_weights(folder: Path, load_format: str) -> None:
+    """See that the files are there and whole; raises `ConfigError`."""
+    if load_format == "safetensors":
+        read_headers(folder)
+        return
+    for file in torch_files(folder):
+        try:
+            with file.open("rb") as stream:
+                is_known = zipfile.is_zipfile(stream)
+                stream.seek(0)
+                is_known |= stream.read(len(_LEGACY_TORCH)) == _LEGACY_TORCH
+        except OSError as error:
+            raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+        if not is_known:
+            raise ConfigError(f"{file}: truncated, or not a file of torch.save; fetch it again")
+
+
+def torch_files(folder: Path) -> list[Path]:
+    """The folder's pytorch_model*.bin, those of the index where there is one."""
+    files = [folder / name for name in _indexed(folder, "pt")] or sorted(folder.glob(_WEIGHTS["pt"]))
+    if not files:
+        raise ConfigError(f"{folder}: no pytorch_model*.bin there, which --load-format pt reads; leave it out")
+    return files
 
 
 def _download(repository: str, revision: str | None, patterns: list[str]) -> Path:
@@ -123,14 +158,17 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     Format: 8 bytes of header length, the header (JSON), then the data
     (https://github.com/huggingface/safetensors#format).
     """
-    index = folder / _INDEX
-    if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        files = [folder / name for name in names]
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = [folder / name for name in _indexed(folder, "safetensors")] or sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"{folder}: no *.safetensors there (--load-format dummy serves random weights)")
+        if pickled := sorted(file.name for file in folder.glob("*.bin")):
+            raise ConfigError(
+                f"{folder}: no *.safetensors there, only {', '.join(pickled[:3])}{', …' * (len(pickled) > 3)}: "
+                "--load-format pt reads pytorch_model*.bin (tensors only, no code in them is run)"
+            )
+        raise ConfigError(
+            f"{folder}: no *.safetensors there (--load-format pt reads pytorch_model*.bin, "
+            "--load-format dummy serves random weights)"
+        )
     tensors: dict[str, TensorInfo] = {}
     for file in files:
         for name, entry in _read_header(file).items():

@@ -27,6 +27,7 @@ from quire.engine.devices import Devices
 from quire.engine.encoder import Encoder
 from quire.engine.errors import ConfigError
 from quire.engine.families import FAMILIES, from_hf_config
+from quire.engine.families.quantized import quantized
 from quire.engine.pooling import Pooling
 
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -78,12 +79,12 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
 
     Apart from `resolve`, so that everything else is checked, and the plan shown, before a large download.
     """
-    if config.model.load_format == "safetensors":
+    if (load_format := config.model.load_format) != "dummy":
         pools = config.model.pooling
         inner = [dense.folder for dense in pools.dense] if pools is not None else []
-        model_files.fetch_weights(options.model, options.revision, config.model.path, inner)
+        model_files.fetch_weights(options.model, options.revision, config.model.path, load_format, inner)
         for folder in ("", *inner):
-            model_files.read_headers(config.model.path / folder)
+            model_files.check_weights(config.model.path / folder, load_format)
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ def plan_text(config: EngineConfig) -> str:
     arch, sizes, tokens = model.architecture, Sizes.of(config), _tokens_held(config)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
+    stored = f", dequantized from {model.quantized.method} while loading," if model.quantized else ""
     weights = f" with {model.quantization} weights" if model.quantization else ""
     limits = (
         f"at most {config.scheduler.max_num_seqs} run at once, "
@@ -159,7 +161,7 @@ def plan_text(config: EngineConfig) -> str:
     )
     lines = [
         f"{arch.name} from {model.path}",
-        f"{model.dtype}{weights} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
+        f"{model.dtype}{stored}{weights} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
     ]
     if model.pooling is not None:
@@ -254,7 +256,8 @@ def _resolve_model(options: EngineOptions, found: Devices) -> ModelConfig:
         dtype=_choose_dtype(options, found, hf_config),
         quantization=options.quantization,
         max_model_len=_choose_length(options, arch, pools),
-        load_format="dummy" if options.load_format == "dummy" else "safetensors",
+        load_format="safetensors" if options.load_format == "auto" else options.load_format,
+        quantized=None if options.load_format == "dummy" else quantized(hf_config),
         eos_token_ids=_eos_token_ids(path, hf_config),
         trust_remote_code=options.trust_remote_code,
         seed=options.seed,

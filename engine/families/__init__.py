@@ -13,6 +13,7 @@ from quire.engine.architecture import Architecture
 from quire.engine.errors import ConfigError
 from quire.engine.families import bert, cohere, deepseek, gemma, gpt, llama, moe, olmo
 from quire.engine.families.family import Family
+from quire.engine.families.quantized import quantized
 
 FAMILIES: dict[str, Family] = {
     **llama.FAMILIES,
@@ -36,11 +37,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
             f"architecture {', '.join(names) or '(none named in config.json)'} is not served; "
             f"served are: {', '.join(FAMILIES)}"
         )
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(
-            f"this checkpoint is quantized ({method}), which is not served yet; use the full-precision one"
-        )
+    quantized(config)
     try:
         return FAMILIES[name].architecture(name, {**FAMILIES[name].defaults, **config})
     except KeyError as missing:

@@ -118,5 +118,6 @@ FAMILIES = {
             "num_experts_per_tok": 8,
             "norm_topk_prob": True,
         },
+        behind_layers="multi-token prediction",
     ),
 }

@@ -41,6 +41,10 @@ class Family:
     None: in order."""
     unused: tuple[str, ...] = ()
     """How the names of tensors begin that stand beside the model and are no surplus."""
+    leftovers: str = r"rotary_emb\.inv_freq$"
+    """A pattern of names that old checkpoints have and nobody needs."""
+    behind_layers: str = ""
+    """What layers behind the last are, where checkpoints have some that are not served."""
 
     def names_of(self, arch: Architecture) -> Mapping[str, str]:
         return self.names(arch) if callable(self.names) else self.names

@@ -245,6 +245,8 @@ def _is_conv1d(module: str) -> bool:
     return module.startswith("layers.")
 
 
+_MASKS = r"(\.attn\.|\.attention\.)(masked_)?bias$|rotary_emb\.inv_freq$"
+"""Buffers that were once saved with the weights."""
 FAMILIES = {
     "GPT2LMHeadModel": Family(
         _gpt2,
@@ -257,6 +259,7 @@ FAMILIES = {
         },
         prefix="transformer.",
         is_transposed=_is_conv1d,
+        leftovers=_MASKS,
     ),
     "OPTForCausalLM": Family(
         _opt,
@@ -275,6 +278,7 @@ FAMILIES = {
         },
         prefix="gpt_neox.",
         rows=grouped_rows,
+        leftovers=_MASKS,
     ),
     "FalconForCausalLM": Family(
         _falcon,

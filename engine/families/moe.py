@@ -256,6 +256,7 @@ FAMILIES = {
             "routed_scaling_factor": 1.0,
             "n_shared_experts": 1,
         },
+        behind_layers="multi-token prediction",
     ),
     "GptOssForCausalLM": Family(
         _gpt_oss,

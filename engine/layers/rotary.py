@@ -14,7 +14,9 @@ class Rotary:
     """The turns of one kind of layer; None turns nothing. Positions go up to `max_length`."""
 
     def __init__(self, rope: Rope | None, max_length: int) -> None:
-        self._frequencies = torch.empty(0) if rope is None else inverse_frequencies(rope, max_length)
+        with torch.device("cpu"):  # on the meta device, arithmetic would import half of torch
+            frequencies = torch.empty(0) if rope is None else inverse_frequencies(rope, max_length)
+        self._frequencies = frequencies.to(torch.get_default_device())
         self._amplitude = 1.0 if rope is None else rope.amplitude
 
     def __call__(self, positions: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +41,7 @@ class Stored:
         cut = [slice(0, size) for size in shard.shape]
         cut[shard.dim] = slice(shard.start, shard.start + shard.length)
         if self.rows is not None:
-            rows = self.rows[cut[0]]
-            cut[0] = slice(int(rows.min()), int(rows.max()) + 1)
+            cut[0], _ = _cover(self.rows[cut[0]])
         if self.is_transposed:
             cut.reverse()
         return tuple(cut) if self.expert is None else (slice(self.expert, self.expert + 1), *cut)
@@ -57,14 +56,22 @@ class Stored:
         if self.is_transposed:
             read = read.T
         if self.rows is not None:
-            rows = self.rows[shard.source[0]] if shard.dim == 0 else self.rows
-            rows = rows - rows.min()
-            read = read if np.array_equal(rows, np.arange(len(read))) else read[torch.from_numpy(rows)]
+            _, picked = _cover(self.rows[shard.source[0]] if shard.dim == 0 else self.rows)
+            read = read if picked is None else read[torch.from_numpy(picked)]
         return read
 
 
-def find(path: str, weight: Weight, shard: Shard, arch: Architecture) -> Stored:
-    """The checkpoint's tensor behind a shard of the parameter `path`, such as layers.3.attention.qkv.weight."""
+def _cover(rows: Rows) -> tuple[slice, Rows | None]:
+    """The slice that the rows are in, and their places there unless they are all of it."""
+    first, last = int(rows.min()), int(rows.max())
+    step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
+    if step > 0 and np.array_equal(rows, np.arange(first, last + 1, step)):
+        return slice(first, last + 1, step), None
+    return slice(first, last + 1), rows - first
+
+
+def find(path: str, weight: Weight, arch: Architecture) -> Iterator[tuple[Shard, Stored]]:
+    """The checkpoint's tensor behind each shard of the parameter `path`, such as layers.3.attention.qkv.weight."""
     family = FAMILIES[arch.name]
     module, _, kind = path.rpartition(".")
     if module == "head" and kind == "weight" and arch.tie_embeddings:
@@ -72,13 +79,33 @@ def find(path: str, weight: Weight, shard: Shard, arch: Architecture) -> Stored:
     number = re.search(r"\d+", module)
     module = re.sub(r"\.\d+", "", module)
     layer = None if number is None else arch.layers[int(number[0])]
-    name, is_joint = _name(family.names_of(arch), module, shard.part, kind)
-    sizes = {other.part: other.shape[0] for other in weight.shards}
-    is_joint = is_joint and len(sizes) > 1
-    shape = (sum(sizes.values()) if is_joint else shard.shape[0], *shard.shape[1:])
+    names, sizes = family.names_of(arch), {shard.part: shard.shape[0] for shard in weight.shards}
+    parts: dict[str, tuple[str, Stored]] = {}
+    """The name, still to be formatted, and the tensor of a part's first shard: others differ in their expert."""
+    for shard in weight.shards:
+        if shard.part not in parts:
+            name, is_joint = _name(names, module, shard.part, kind)
+            joint = sizes if is_joint and len(sizes) > 1 else None
+            parts[shard.part] = name, _stored(family, layer, module, shard, joint, "{expert}" not in name)
+        name, stored = parts[shard.part]
+        name = name.format(layer=number and number[0], part=shard.part, expert=shard.expert)
+        yield shard, replace(stored, name=name, expert=None if stored.expert is None else shard.expert)
+
+
+def _stored(
+    family: Family,
+    layer: Layer | None,
+    module: str,
+    shard: Shard,
+    joint: dict[str, int] | None,
+    is_stacked: bool,
+) -> Stored:
+    """All but the name. `joint` are the sizes of the parts in one tensor, where there are several."""
+    shape = (sum(joint.values()) if joint else shard.shape[0], *shard.shape[1:])
     if is_transposed := len(shape) == 2 and family.is_transposed(module):
         shape = shape[::-1]
-    if is_stacked := shard.expert is not None and "{expert}" not in name:
+    is_stacked = is_stacked and shard.expert is not None
+    if is_stacked:
         assert layer is not None
         assert isinstance(layer.feed_forward, Experts)
         shape = (layer.feed_forward.num_experts, *shape)
@@ -87,9 +114,9 @@ def find(path: str, weight: Weight, shard: Shard, arch: Architecture) -> Stored:
         is_grid = module in ("layers.attention.query_norm", "layers.attention.key_norm")
         shape = (shape[0] // layer.attention.head_dim, layer.attention.head_dim) if is_grid else shape
     return Stored(
-        name=name.format(layer=number and number[0], part=shard.part, expert=shard.expert),
+        name="",
         shape=shape,
-        rows=_rows(family, layer, module, shard, sizes if is_joint else None),
+        rows=_rows(family, layer, module, shard, joint),
         is_transposed=is_transposed,
         expert=shard.expert if is_stacked else None,
         is_grid=is_grid,

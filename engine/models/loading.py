@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import logging
+import re
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
+from typing import Literal
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire import kernels
-from quire.engine import encoder, model_files
+from quire.engine import encoder
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.families import FAMILIES
@@ -24,6 +28,7 @@ from quire.engine.layers.moe import Experts
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.model_files import TensorInfo
 from quire.engine.models.checkpoint import Stored, find
+from quire.engine.models.checkpoint_files import FP8_SCALES, Checkpoint, open_files
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.parallel import Parallel
@@ -31,13 +36,18 @@ from quire.engine.pooling import Dense
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = ("F32", "BF16", "F16")
+_DTYPES = ("F32", "BF16", "F16", "FP8", "MXFP4")
 _NAMED_PROBLEMS = 8
 _DUMMY_DEVIATION = 0.02
 _DUMMY_ELEMENTS = 1 << 20
+_READERS = 4
+_AHEAD_SHARE, _AHEAD_BYTES = 32, 1 << 30
+"""What is filled and not yet packed is at most this part of the rank's weights, and so many bytes."""
 
-Needed = dict[str, list[tuple[Weight, Shard, Stored]]]
-"""Checkpoint tensor → where its slices go, and how they lie in it."""
+Place = tuple[Weight, Shard, Stored]
+"""A slice of a checkpoint tensor: where it goes, and how it lies in that tensor."""
+Needed = dict[str, list[Place]]
+"""By the checkpoint tensor."""
 
 
 def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.device, *, pack: bool = True) -> Decoder:
@@ -52,36 +62,24 @@ def load_model(
 ) -> Decoder | Encoder:
     """The model of this rank's stage on `device`, with its weights.
 
-    Only the rank's own slices are read, straight into the parameters. A linear layer is packed (and quantized) as soon
-    as it is whole, so that no more than a few are held in both forms; `pack=False` leaves that out. Rank 0 shows a
-    progress bar and warns of tensors that no rank needs. Raises `ConfigError` that names the
+    Only the rank's own slices are read, straight into the parameters, several at once. A linear layer is packed (and
+    quantized) as soon as it is whole, so that no more than a few are held in both forms; `pack=False` leaves that out.
+    Rank 0 shows a progress bar and warns of tensors that no rank needs. Raises `ConfigError` that names the
     tensors missing or of another shape.
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)):
         decoder = build(model, stage, parallel)
     needed = needed_tensors(decoder, model)
-    missing = Counter({id(weight): len(weight.shards) for weight, _, _ in chain(*needed.values())})
-    owners = defaultdict(list)
-    for layer in decoder.modules():
-        if isinstance(layer, Linear | Experts):
-            for weight in layer.parameters():
-                owners[id(weight)].append(layer)
-
-    def on_put(weight: Weight) -> None:
-        missing[id(weight)] -= 1
-        for layer in owners[id(weight)] if pack and not missing[id(weight)] else ():
-            if not any(missing[id(other)] for other in layer.parameters()):
-                layer.pack(model.quantization)
-
+    units = _units(decoder, needed, model.quantization if pack else "as it is")
     if model.load_format == "dummy":
-        _fill_randomly(needed, model.seed, on_put)
-    else:
-        headers = _by_needed_name(model_files.read_headers(model.path), needed, model)
-        _check(needed, headers, model)
-        if rank == 0:
-            _warn_of_surplus(headers, model)
-        _read(needed, headers, on_put, bar=rank == 0)
+        _fill(units, partial(_fill_randomly, model.seed), readers=1, bar=False)
+        return decoder
+    checkpoint = Checkpoint(model, FAMILIES[model.architecture.name].prefix, needed)
+    _check(needed, checkpoint.headers, model)
+    if rank == 0:
+        _report_surplus(checkpoint.headers, model)
+    _fill(units, partial(_read, checkpoint), readers=_READERS, bar=rank == 0)
     return decoder
 
 
@@ -106,15 +104,13 @@ def load_dense(model: ModelConfig, dense: Dense, device: torch.device) -> tuple[
         weight = torch.randn(shapes["linear.weight"], generator=generator) * _DUMMY_DEVIATION
         return weight.to(device), torch.zeros(dense.out_features, device=device) if dense.bias else None
     folder = model.path / dense.folder
-    headers = model_files.read_headers(folder)
+    files = open_files(folder, model.load_format)
+    headers = files.headers
     for name, shape in shapes.items():
         if name not in headers or headers[name].shape != shape:
             found = f"has the shape {list(headers[name].shape)}" if name in headers else "is missing"
             raise ConfigError(f"{folder}: {name} {found}, expected {list(shape)}")
-    tensors = []
-    for name in shapes:
-        with safe_open(headers[name].file, framework="pt") as file:
-            tensors.append(file.get_tensor(name).float().to(device))
+    tensors = [files.view(headers[name]).to(device, torch.float32, copy=True) for name in shapes]
     return tensors[0], tensors[1] if dense.bias else None
 
 
@@ -123,23 +119,39 @@ def needed_tensors(decoder: Decoder | Encoder, model: ModelConfig) -> Needed:
     needed: Needed = defaultdict(list)
     for path, weight in decoder.named_parameters():
         assert isinstance(weight, Weight)
-        for shard in weight.shards:
-            stored = find(path, weight, shard, model.architecture)
+        for shard, stored in find(path, weight, model.architecture):
             needed[stored.name].append((weight, shard, stored))
     return needed
 
 
-def _by_needed_name(headers: dict[str, TensorInfo], needed: Needed, model: ModelConfig) -> dict[str, TensorInfo]:
-    """The headers under the names that are needed: a checkpoint of the model without its head lacks their prefix, and
-    in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta."""
-    prefix = FAMILIES[model.architecture.name].prefix
-    is_bare = not any(name.startswith(prefix) for name in headers)
+@dataclass
+class _Unit:
+    """What is filled together: the parameters of a layer that is packed then, or one that stays."""
 
-    def needed_name(name: str) -> str:
-        new = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        return next((each for each in (name, new, prefix + new) if each in needed), prefix + name if is_bare else name)
+    places: list[Place]
+    size: int
+    """Bytes of its parameters."""
+    pack: Callable[[], None] | None = None
 
-    return {needed_name(name): info for name, info in headers.items()}
+
+def _units(
+    decoder: Decoder | Encoder, needed: Needed, quantization: kernels.Quantization | Literal["as it is"] | None
+) -> list[_Unit]:
+    """All of the model. What is held in two forms for a while comes first, the largest before all."""
+    places: dict[int, list[Place]] = defaultdict(list)
+    for place in chain(*needed.values()):
+        places[id(place[0])].append(place)
+
+    def unit(weights: Iterable[nn.Parameter], pack: Callable[[], None] | None = None) -> _Unit:
+        own = [weight for weight in weights if id(weight) in places]
+        size = sum(weight.nbytes for weight in own)
+        return _Unit([place for weight in own for place in places.pop(id(weight))], size, pack)
+
+    packed = []
+    if quantization != "as it is":
+        layers = [layer for layer in decoder.modules() if isinstance(layer, Linear | Experts)]
+        packed = [unit(layer.parameters(), partial(layer.pack, quantization)) for layer in layers]
+    return sorted(packed, key=lambda unit: -unit.size) + [unit([weight]) for weight in decoder.parameters()]
 
 
 @contextmanager
@@ -162,7 +174,8 @@ def _check(needed: Needed, headers: dict[str, TensorInfo], model: ModelConfig) -
         elif headers[name].shape != expected:
             problems.append(f"{name} has the shape {list(headers[name].shape)}, expected {list(expected)}")
         elif headers[name].dtype not in _DTYPES:
-            problems.append(f"{name} is of type {headers[name].dtype}, which is not served")
+            without = f" without a {name}{FP8_SCALES} that fits it" * (model.quantized is not None)
+            problems.append(f"{name} is of type {headers[name].dtype}{without}, which is not served")
     if problems:
         more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
         raise ConfigError(
@@ -170,45 +183,70 @@ def _check(needed: Needed, headers: dict[str, TensorInfo], model: ModelConfig) -
         )
 
 
-def _warn_of_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
+def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
     """Name the tensors that no stage needs, such as biases that config.json does not announce."""
-    arch = model.architecture
+    arch, family = model.architecture, FAMILIES[model.architecture.name]
     with torch.device("meta"):
         everything = build(model, range(arch.num_layers), Parallel())
     known = set(needed_tensors(everything, model))
     known.update({"lm_head.weight"} if arch.tie_embeddings or model.pooling is not None else ())
-    unused = FAMILIES[arch.name].unused
     surplus = sorted(
         name
         for name in headers.keys() - known
-        if not name.endswith("rotary_emb.inv_freq") and not name.startswith(unused)
+        if not re.search(family.leftovers, name) and not name.startswith(family.unused)
     )
-    if surplus:
-        logger.warning(
-            "%s: tensors that %s does not use (%d): %s%s",
-            model.path,
-            arch.name,
-            len(surplus),
-            ", ".join(surplus[:_NAMED_PROBLEMS]),
-            ", …" * (len(surplus) > _NAMED_PROBLEMS),
-        )
+    behind = [name for name in surplus if family.behind_layers and _layer_of(name) >= arch.num_layers]
+    if behind:
+        logger.info("%s: the checkpoint's %s is not used: %s", model.path, family.behind_layers, _listed(behind))
+    if surplus := [name for name in surplus if name not in behind]:
+        logger.warning("%s: tensors that %s does not use %s", model.path, arch.name, _listed(surplus))
 
 
-def _read(needed: Needed, headers: dict[str, TensorInfo], on_put: Callable[[Weight], None], *, bar: bool) -> None:
-    by_file = defaultdict(list)
-    total = 0
-    for name, slices in needed.items():
-        by_file[headers[name].file].append(name)
-        total += sum(shard.elements * weight.element_size() for weight, shard, _ in slices)
-    with tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not bar) as progress:
-        for file, names in by_file.items():
-            with safe_open(file, framework="pt") as tensors:
-                for name in names:
-                    source = tensors.get_slice(headers[name].name)
-                    for weight, shard, stored in needed[name]:
-                        _put(weight, shard, stored.arranged(shard, source[stored.slice(shard)]))
-                        on_put(weight)
-                        progress.update(shard.elements * weight.element_size())
+def _layer_of(name: str) -> int:
+    number = re.search(r"\.layers\.(\d+)\.", name)
+    return -1 if number is None else int(number[1])
+
+
+def _listed(names: list[str]) -> str:
+    return f"({len(names)}): {', '.join(names[:_NAMED_PROBLEMS])}{', …' * (len(names) > _NAMED_PROBLEMS)}"
+
+
+def _fill(units: list[_Unit], fill: Callable[[Place], None], *, readers: int, bar: bool) -> None:
+    """Fill the units' parameters in a few threads, and pack each unit here while the next ones are filled."""
+    most = min(sum(unit.size for unit in units) // _AHEAD_SHARE, _AHEAD_BYTES)
+    ahead: deque[tuple[_Unit, list[Future[None]]]] = deque()
+    total = sum(_size(place) for unit in units for place in unit.places)
+    threads = torch.get_num_threads()
+    with (
+        tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not bar) as progress,
+        ThreadPoolExecutor(readers, "reader", partial(torch.set_num_threads, 1 if readers > 1 else threads)) as pool,
+    ):
+
+        def finish() -> None:
+            unit, places = ahead.popleft()
+            for place, filled in zip(unit.places, places, strict=True):
+                filled.result()
+                progress.update(_size(place))
+            if unit.pack is not None:
+                unit.pack()
+
+        for unit in units:
+            while ahead and sum(other.size for other, _ in ahead) + unit.size > most:
+                finish()
+            ahead.append((unit, [pool.submit(fill, place) for place in unit.places]))
+        while ahead:
+            finish()
+    torch.set_num_threads(threads)  # new threads take what was set last
+
+
+def _size(place: Place) -> int:
+    weight, shard, _ = place
+    return shard.elements * weight.element_size()
+
+
+def _read(checkpoint: Checkpoint, place: Place) -> None:
+    weight, shard, stored = place
+    _put(weight, shard, stored.arranged(shard, checkpoint[stored.name][stored.slice(shard)]))
 
 
 def _put(weight: Weight, shard: Shard, values: Tensor) -> None:
@@ -219,20 +257,22 @@ def _put(weight: Weight, shard: Shard, values: Tensor) -> None:
         weight.data.narrow(shard.dim, end, weight.shape[shard.dim] - end).zero_()
 
 
-def _fill_randomly(needed: Needed, seed: int, on_put: Callable[[Weight], None]) -> None:
+def _fill_randomly(seed: int, place: Place) -> None:
     """Dummy weights: an element depends on seed, tensor name and place alone, so that the ranks' slices agree."""
-    for name, slices in needed.items():
-        for weight, shard, stored in slices:
-            key = seed << 32 ^ zlib.crc32(f"{name} {shard.part} {stored.expert}".encode())
-            _put(weight, shard, torch.ones(()) if len(shard.shape) == 1 else _random(key, shard, weight))
-            on_put(weight)
+    weight, shard, stored = place
+    if len(shard.shape) == 1 and stored.name.endswith("weight"):  # of a norm
+        _put(weight, shard, torch.ones(()))
+        return
+    key = seed << 32 ^ zlib.crc32(f"{stored.name} {shard.part} {stored.expert}".encode())
+    _put(weight, shard, _random(key, shard, weight))
 
 
 def _random(key: int, shard: Shard, like: Tensor) -> Tensor:
-    """The shard's slice of a random matrix, of the type of `like`, some rows at a time."""
+    """The shard's slice of a random matrix or vector, of the type of `like`, some rows at a time."""
+    shape = (*shard.shape, 1)[:2]
     rows, columns = (
         torch.arange(size, device=like.device)[index]
-        for size, index in zip(shard.shape, (*shard.source, slice(None)), strict=False)
+        for size, index in zip(shape, (*shard.source, slice(None)), strict=False)
     )
     values = like.new_empty(len(rows), len(columns))
     step = max(1, _DUMMY_ELEMENTS // len(columns))
@@ -240,4 +280,4 @@ def _random(key: int, shard: Shard, like: Tensor) -> Tensor:
         part = rows[start : start + step]
         noise = kernels.uniform_noise(torch.full_like(part, key), part, columns.int())
         values[start : start + step] = ((noise - 0.5) * (_DUMMY_DEVIATION * 12**0.5)).to(values.dtype)
-    return values
+    return values[:, 0] if len(shard.shape) == 1 else values

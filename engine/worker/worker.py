@@ -26,9 +26,10 @@ from quire.engine.worker.runner import Runner
 
 logger = logging.getLogger(__name__)
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 """malloc.h"""
 _KEPT_BYTES = 1 << 30
+_MAPPED_BYTES = 1 << 17
 
 
 class Worker:
@@ -49,6 +50,7 @@ class Worker:
         connected = time.perf_counter()
         kernels_ready()  # weights are packed for them
         compiled = time.perf_counter()
+        return_freed_memory()
         self._runner = Runner(config, rank, self._links, device)
         if parallel.device == "cpu":
             _keep_freed_memory()
@@ -101,6 +103,16 @@ def main(
         return
     results.send_bytes(encode(failure))
     os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
+
+
+def return_freed_memory() -> None:
+    """Give back what is freed, as loading frees every weight that it packs: no holes are left in the heap.
+
+    glibc would map less and less by itself, and keep up to 64 MiB besides.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
 
 
 def _keep_freed_memory() -> None:

@@ -1,0 +1,151 @@
+"""The tensors of a checkpoint's files, none of which is read before a part of it is asked for."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from quire.engine import model_files
+from quire.engine.config import ModelConfig
+from quire.engine.errors import ConfigError
+from quire.engine.families.quantized import Quantized
+from quire.engine.model_files import TensorInfo
+from quire.engine.models.dequantize import MXFP4_GROUP, Fp8, Mxfp4, Sliceable
+
+logger = logging.getLogger(__name__)
+
+FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
+"""What is added to the names of quantized tensors."""
+
+
+class Files(Protocol):
+    """The checkpoint as it is stored."""
+
+    headers: dict[str, TensorInfo]
+
+    def view(self, info: TensorInfo) -> Tensor:
+        """The tensor, whose memory is the file's."""
+
+
+class SafetensorsFiles:
+    """A folder's *.safetensors."""
+
+    def __init__(self, folder: Path) -> None:
+        self.headers = model_files.read_headers(folder)
+        self._files: dict[Path, Any] = {}
+
+    def view(self, info: TensorInfo) -> Tensor:
+        if info.file not in self._files:
+            self._files[info.file] = safe_open(info.file, framework="pt")
+        tensor: Tensor = self._files[info.file].get_tensor(info.name)
+        return tensor
+
+
+class TorchFiles:
+    """A folder's pytorch_model*.bin, of which nothing but tensors is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.headers: dict[str, TensorInfo] = {}
+        self._tensors: dict[str, Tensor] = {}
+        for file in model_files.torch_files(folder):
+            for name, tensor in _unpickled(file).items():
+                self.headers[name] = TensorInfo(
+                    file, _TYPES.get(tensor.dtype, str(tensor.dtype)), (*tensor.shape,), name
+                )
+                self._tensors[name] = tensor
+
+    def view(self, info: TensorInfo) -> Tensor:
+        return self._tensors[info.name]
+
+
+_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float8_e4m3fn: "F8_E4M3"} | {
+    torch.uint8: "U8"
+}
+"""safetensors' names."""
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    try:
+        try:
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            logger.warning("%s: from before torch 1.6; the whole file is held in memory while loading", file)
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise ConfigError(f"{file}: holds other things than tensors, which are not unpickled") from None
+    except (RuntimeError, EOFError, OSError) as error:
+        raise ConfigError(f"{file}: cannot be read: {str(error).splitlines()[0]}") from None
+    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
+        raise ConfigError(f"{file}: tensors by name are expected (a state_dict)")
+    return content
+
+
+def open_files(folder: Path, load_format: str) -> Files:
+    """The weights in a folder."""
+    return TorchFiles(folder) if load_format == "pt" else SafetensorsFiles(folder)
+
+
+class Checkpoint:
+    """The checkpoint as if it was not quantized, under names that a model with a head has."""
+
+    def __init__(self, model: ModelConfig, prefix: str, needed: Iterable[str]) -> None:
+        self._files = open_files(model.path, model.load_format)
+        self._quantized, self._dtype = model.quantized, getattr(torch, model.dtype)
+        self._stored = _by_needed_name(self._files.headers, prefix, set(needed))
+        self.headers = _dequantized(self._stored, model.quantized)
+
+    def __getitem__(self, name: str) -> Sliceable:
+        """The tensor; its slices are of the type that is stored, or if it was quantized, of the model's."""
+        match self.headers[name].dtype:
+            case "FP8":
+                assert self._quantized is not None
+                scales = self._view(name + FP8_SCALES)
+                return Fp8(self._view(name), scales, self._quantized.block, self._dtype)
+            case "MXFP4":
+                return Mxfp4(self._view(name + MXFP4_BLOCKS), self._view(name + MXFP4_SCALES), self._dtype)
+        return self._view(name)
+
+    def _view(self, name: str) -> Tensor:
+        return self._files.view(self._stored[name])
+
+
+def _by_needed_name(headers: dict[str, TensorInfo], prefix: str, needed: set[str]) -> dict[str, TensorInfo]:
+    """The headers under the names that are needed: a checkpoint of the model without its head lacks their prefix, and
+    in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta."""
+    is_bare = not any(name.startswith(prefix) for name in headers)
+
+    def needed_name(name: str) -> str:
+        new = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        return next((each for each in (name, new, prefix + new) if each in needed), prefix + name if is_bare else name)
+
+    return {needed_name(name): info for name, info in headers.items()}
+
+
+def _dequantized(headers: dict[str, TensorInfo], quantized: Quantized | None) -> dict[str, TensorInfo]:
+    """What the headers say once quantized tensors, where their scales fit them, stand for what they are made from."""
+    found = dict(headers)
+    for name, info in headers.items() if quantized else ():
+        assert quantized is not None
+        if quantized.method == "fp8" and info.dtype == "F8_E4M3" and len(info.shape) == 2:
+            blocks = tuple(-(-size // block) for size, block in zip(info.shape, quantized.block, strict=True))
+            if name + FP8_SCALES in headers and headers[name + FP8_SCALES].shape == blocks:
+                del found[name + FP8_SCALES]
+                found[name] = replace(info, dtype="FP8")
+        if quantized.method == "mxfp4" and name.endswith(MXFP4_BLOCKS) and len(info.shape) == 4:
+            whole = name.removesuffix(MXFP4_BLOCKS)
+            experts, rows, groups, size = info.shape
+            scales = headers.get(whole + MXFP4_SCALES)
+            if scales is not None and scales.shape == info.shape[:-1] and 2 * size == MXFP4_GROUP:
+                del found[name], found[whole + MXFP4_SCALES]
+                found[whole] = replace(info, dtype="MXFP4", shape=(experts, groups * MXFP4_GROUP, rows))
+    return found
