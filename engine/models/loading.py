@@ -197,7 +197,7 @@ def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
     )
     behind = [name for name in surplus if family.behind_layers and _layer_of(name) >= arch.num_layers]
     if behind:
-        logger.info("%s: the checkpoint's %s is not used: %s", model.path, family.behind_layers, _listed(behind))
+        logger.info("%s: the checkpoint's %s is not used %s", model.path, family.behind_layers, _listed(behind))
     if surplus := [name for name in surplus if name not in behind]:
         logger.warning("%s: tensors that %s does not use %s", model.path, arch.name, _listed(surplus))
 
