@@ -428,9 +428,10 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) 
     fixed = [weights + sizes.workspace for weights in sizes.weights]
     if max(fixed) > share:
         quantize = " or --quantization" * (found.kind == "cpu" and model.quantization is None)
+        stored = f" ({model.dtype}, dequantized from {model.quantized.method})" if model.quantized else ""
         raise ConfigError(
-            f"the model does not fit: weights {human(max(sizes.weights))} + workspace {human(sizes.workspace)} per "
-            f"rank, and {human(share)} there ({options.gpu_memory_utilization:g} of {human(found.memory)} free"
+            f"the model does not fit: weights {human(max(sizes.weights))}{stored} + workspace {human(sizes.workspace)} "
+            f"per rank, and {human(share)} there ({options.gpu_memory_utilization:g} of {human(found.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
             f"--dtype{quantize}, or a lower --max-num-batched-tokens"
         )
