@@ -232,6 +232,10 @@ class Experts:
         count += self.bias * self.num_experts * (2 * self.size // tp + hidden) + self.shared_gate * hidden
         return count if self.shared is None else count + self.shared.vectors(hidden, tp)
 
+    def wide(self, hidden: int) -> int:
+        """Parameters that are float32 whatever the model is: what decides where a token goes."""
+        return self.num_experts * (hidden + self.correction_bias) + self.shared_gate * hidden
+
     def misfits(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot share."""
         if self.size % tp:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine import devices, model_files, pooling
-from quire.engine.architecture import Architecture, Matrices
+from quire.engine.architecture import Architecture, Experts, Matrices
 from quire.engine.cache_groups import CacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config import (
     DTYPE_BYTES,
@@ -133,7 +133,9 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     # Vectors are made without a head; on CUDA a tied one needs no copy.
     if last and model.pooling is None and not (embedded and parallel.device == "cuda"):
         packed += packed_bytes(*head[:2], model.quantization and "int8", width)
-    return kept * width + packed
+    mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
+    wide = sum(mixture.wide(arch.hidden_size) for mixture in mixtures if isinstance(mixture, Experts))
+    return kept * width + wide * (4 - width) + packed
 
 
 def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:

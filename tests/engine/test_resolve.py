@@ -138,6 +138,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any
         ({"hidden_act": "mish"}, "'mish' is not served"),
         ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "'axial' is not served"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8 with weight_block_size None\)"),
         ({"hidden_size": "wide"}, "config.json has a value that LlamaForCausalLM cannot use"),
     ],
 )
@@ -284,6 +285,11 @@ def test_weights_of_a_repository_are_downloaded_only_after_every_check(
     assert not any("safetensors" in pattern for patterns in asked for pattern in patterns if "index" not in pattern)
     fetch("Qwen/Qwen3-8B")
     assert asked[-1] == ["model-00001.safetensors"]
+    (tmp_path / "pytorch_model.bin.index.json").write_text('{"weight_map": {"w": "pytorch_model-1.bin"}}')
+    pickled = options("Qwen/Qwen3-8B", load_format="pt")
+    with pytest.raises(ConfigError, match=r"pytorch_model-1\.bin: cannot be read: No such file"):
+        fetch_weights(pickled, resolve(pickled))
+    assert asked[-1] == ["pytorch_model-1.bin"]
 
 
 def test_on_a_cpu_one_request_at_full_length_always_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

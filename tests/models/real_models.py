@@ -15,7 +15,7 @@ class Real:
     shapes: dict[str, tuple[int, ...]]
     """Of some parameters on a rank of TP 8, worked out by hand."""
     kv_numbers: int = 0
-    """In a token's KV cache on a rank, in the layers of that one of two stages which has more weights; 0: not checked."""
+    """In a token's KV cache on a rank of the one of two stages that has more weights; 0: not checked."""
     fits: bool = True
     """Whether 16 devices of 80 GiB hold it in 16 bits."""
     copies: dict[str, int] = field(default_factory=dict)

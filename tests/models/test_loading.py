@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from quire.engine.config import DEMO_MODEL
 from quire.engine.errors import ConfigError
 from quire.engine.layers import moe
 from quire.engine.layers.linear import Linear
-from quire.engine.layers.weight import Shard, Weight
+from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models import loading
+from quire.engine.models.checkpoint import Stored
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loading import load, needed_tensors
+from quire.engine.models.loading import Place, load, needed_tensors
 from quire.engine.parallel import Parallel
 from quire.engine.resolve import Sizes
 from quire.kernels import Quantization
@@ -213,6 +215,41 @@ def test_quantized_logits_of_the_demo_model_are_near(quantization: str, toleranc
         configure(DEMO_MODEL, max_model_len=128, dtype="float32", quantization=quantization), tokens, Parallel()
     )
     assert 0 < (rounded - exact).norm() <= tolerance * exact.norm()
+
+
+def test_several_readers_go_ahead_within_bounds() -> None:
+    """Four at once; what is filled and not yet packed stays within 1/32 of all, or one layer."""
+    together, lock = threading.Barrier(4, timeout=30), threading.Lock()
+    held, most = 0, 0
+    weight = Weight((8, 32), whole(8, 32))  # 1 KiB
+
+    def fill(place: Place) -> None:
+        nonlocal held, most
+        together.wait()
+        with lock:
+            held += weight.nbytes
+            most = max(most, held)
+
+    def pack() -> None:
+        nonlocal held
+        with lock:
+            held -= weight.nbytes
+
+    place = (weight, weight.shards[0], Stored("weight", (8, 32)))
+    loading._fill([loading._Unit([place], weight.nbytes, pack) for _ in range(256)], fill, readers=4, bar=False)
+    assert held == 0
+    assert 4 * weight.nbytes <= most <= 8 * weight.nbytes
+
+
+def test_what_a_reader_meets_ends_loading() -> None:
+    weight = Weight((2, 2), whole(2, 2))
+    place = (weight, weight.shards[0], Stored("weight", (2, 2)))
+
+    def fail(place: Place) -> None:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        loading._fill([loading._Unit([place], weight.nbytes)] * 40, fail, readers=4, bar=False)
 
 
 def test_a_layer_is_packed_as_soon_as_it_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

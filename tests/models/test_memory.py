@@ -25,9 +25,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_position_embeddings": 2048,
     }
     (path / "config.json").write_text(json.dumps(config))
-    shapes = {"model.embed_tokens": (VOCABULARY, HIDDEN), "lm_head": (VOCABULARY, HIDDEN), "model.norm": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (VOCABULARY, HIDDEN),
+        "lm_head": (VOCABULARY, HIDDEN),
+        "model.norm": (HIDDEN,),
+    }
     for layer in range(LAYERS):
-        of_layer = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}
+        of_layer: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}
         of_layer |= {"mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER)}
         of_layer |= {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
