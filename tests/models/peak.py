@@ -43,7 +43,7 @@ def main() -> None:
     decoder = load(config, 0, parallel, CPU)
     is_over.set()
     watcher.join()
-    sizes = Sizes.of(config.model, config.parallel, config.scheduler, config.cache.block_size, config.cache.dtype)
+    sizes = Sizes.of(config)
     print(max(*seen, anonymous()) - base, sizes.weights[0])
     del decoder
 
