@@ -112,7 +112,10 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
 def rotary_write_kv(
     query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """Turn queries and keys as `rotary` does, store keys and values as `write_kv` does, and return the queries."""
+    """Turn queries and keys as `rotary` does, store keys and values as `write_kv` does, and return the queries.
+
+    Keys may be wider than queries: what is behind the turned features only passes.
+    """
     query, key = rotary(query, key, rotations)
     write_kv(key, value, cache, slots)
     return query

@@ -63,7 +63,7 @@ class Runner:
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
-        self._caches = allocate_caches(config, links.pipeline.stage, device)
+        self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
         self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)

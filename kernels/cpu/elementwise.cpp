@@ -131,11 +131,11 @@ void widen(const T* row, float* out, int64_t width) {
 // Without values, the cache has one side, of keys.
 at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& value,
                            const at::Tensor& rotations, at::Tensor cache, const at::Tensor& slots) {
-  const int64_t tokens = query.size(0), head_dim = query.size(2), block_size = cache.size(3);
+  const int64_t tokens = query.size(0), head_dim = query.size(2), key_dim = key.size(2), block_size = cache.size(3);
   const int64_t half = rotations.size(1) / 2;
-  TORCH_CHECK(cache.size(4) == kv_row_size(cache.scalar_type(), head_dim) && cache.stride(4) == 1,
-              "the cache's rows do not fit heads of ", head_dim);
-  TORCH_CHECK(rotations.size(1) == 2 * half && 2 * half <= head_dim, "no rotations for heads of ", head_dim);
+  TORCH_CHECK(cache.size(4) == kv_row_size(cache.scalar_type(), key_dim) && cache.stride(4) == 1,
+              "the cache's rows do not fit heads of ", key_dim);
+  TORCH_CHECK(rotations.size(1) == 2 * half && 2 * half <= std::min(head_dim, key_dim), "too many rotations");
   TORCH_CHECK(cache.size(0) == (value ? 2 : 1), "the cache has ", cache.size(0), " sides");
   TORCH_CHECK(key.scalar_type() == query.scalar_type() && (!value || value->scalar_type() == query.scalar_type()));
   const Rows queries(query), keys(key), values(value ? *value : key);
@@ -150,10 +150,10 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
   };
   for_type(query.scalar_type(), [&]<typename T>() {
     T* to = out.mutable_data_ptr<T>();
-    const int64_t width = head_dim * (queries.inner + 2 * keys.inner);
+    const int64_t width = head_dim * queries.inner + 2 * key_dim * keys.inner;
     at::parallel_for(0, tokens, grain(width), [&](int64_t begin, int64_t end) {
-      std::vector<T> turned(head_dim);
-      std::vector<float> wide(head_dim);
+      std::vector<T> turned(key_dim);
+      std::vector<float> wide(key_dim);
       for (int64_t token = begin; token < end; ++token) {
         const float* turn = turns.const_data_ptr<float>() + token * 2 * half;
         const int64_t slot = places.const_data_ptr<int64_t>()[token];
@@ -163,12 +163,12 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
         }
         for (int64_t head = 0; head < keys.inner; ++head) {
           const int64_t row = token * keys.inner + head;
-          rotate(keys.row<T>(row), turn, turned.data(), half, head_dim);
-          widen(turned.data(), wide.data(), head_dim);  // by way of T: the cache sees what T keeps
-          store_row(wide.data(), place(0, slot, head), head_dim);
+          rotate(keys.row<T>(row), turn, turned.data(), half, key_dim);
+          widen(turned.data(), wide.data(), key_dim);  // by way of T: the cache sees what T keeps
+          store_row(wide.data(), place(0, slot, head), key_dim);
           if (!value) continue;
-          widen(values.row<T>(row), wide.data(), head_dim);
-          store_row(wide.data(), place(1, slot, head), head_dim);
+          widen(values.row<T>(row), wide.data(), key_dim);
+          store_row(wide.data(), place(1, slot, head), key_dim);
         }
       }
     });

@@ -121,7 +121,7 @@ def test_rotary_write_kv_is_that_of_the_reference(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_keys_that_are_values_are_stored_once_and_read_again(dtype: torch.dtype) -> None:
     cache = kernels.allocate_kv_cache(1, 5, 1, 4, 20, dtype, torch.device("cpu"), sides=1)[0]
-    query, key, turns = torch.randn(7, 3, 20), torch.randn(7, 1, 20), torch.randn(7, 8)
+    query, key, turns = torch.randn(7, 3, 12), torch.randn(7, 1, 20), torch.randn(7, 8)
     table = torch.tensor([3, 1])
     slots = table.repeat_interleave(4)[:7] * 4 + torch.arange(7) % 4
     turned = kernels.rotary_write_kv(query, key, None, turns, cache, slots)
