@@ -20,6 +20,7 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(x, weights, ids)` → the weighted sums `[tokens, hidden]`; see `fused_experts`."""
 
 fused_experts = by_device(reference.fused_experts)
+_act_mul = by_device(reference.act_mul)
 _packed_experts = by_device(reference.packed_experts)
 
 
@@ -136,6 +137,5 @@ class ExpertByExpert:
         return reference.by_expert(x, weights, ids, len(self._down), self._feed_forward)
 
     def _feed_forward(self, expert: int, rows: Tensor) -> Tensor:
-        gate, up = self._gate_up[expert](rows, self._gate_up_biases[expert]).chunk(2, dim=-1)
-        inner = reference.gated(gate, up, self._activation)
-        return self._down[expert](inner, self._down_biases[expert])
+        both = self._gate_up[expert](rows, self._gate_up_biases[expert])
+        return self._down[expert](_act_mul(both, self._activation), self._down_biases[expert])

@@ -24,7 +24,6 @@ __all__ = [
     "attention",
     "by_expert",
     "fused_experts",
-    "gated",
     "gumbel_noise",
     "int4_linear",
     "int8_linear",
@@ -95,17 +94,14 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def act_mul(x: Tensor, activation: str) -> Tensor:
-    """A gated feed-forward's middle (Shazeer 2020): `activate(gate, activation) * up` for `x = [..., gate ‖ up]`."""
+    """A gated feed-forward's middle (Shazeer 2020): `activate(gate, activation) * up` for `x = [..., gate ‖ up]`.
+
+    "swiglu_oai" is gpt-oss's: `gate * sigmoid(1.702 * gate) * (up + 1)`, gates at most 7, ups from -7 to 7.
+    """
     gate, up = x.chunk(2, dim=-1)
-    return gated(gate, up, activation)
-
-
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`activate(gate, activation) * up`; "swiglu_oai" is gpt-oss's: `gate * sigmoid(1.702 gate) * (up + 1)`, both
-    clamped at 7."""
     if activation == "swiglu_oai":
-        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+        gate, up = gate.float().clamp(max=7.0), up.float().clamp(-7.0, 7.0)
+        return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(x.dtype)
     return activate(gate, activation) * up
 
 
@@ -459,16 +455,15 @@ def fused_experts(
 ) -> Tensor:
     """The weighted sum of what each token's experts make of it: `[tokens, hidden]` → the same, summed in float32.
 
-    An expert is `down(gated(gate(x), up(x)))`: `gate_up` is `[experts, 2 * size, hidden]`, gates before ups, `down` is
-    `[experts, hidden, size]`; the biases are `[experts, 2 * size]` and `[experts, hidden]`. Expert `ids[t, i]` of token
-    `t` weighs `weights[t, i]`, both `[tokens, top_k]`; an id below 0 or beyond the last expert adds nothing (it is
-    another rank's).
+    An expert is `down(act_mul(gate_up(x), activation))`: `gate_up` is `[experts, 2 * size, hidden]`, gates before ups,
+    and `down` `[experts, hidden, size]`; the biases are `[experts, 2 * size]` and `[experts, hidden]`. Expert
+    `ids[t, i]` of token `t` weighs `weights[t, i]`, both `[tokens, top_k]`; an id below 0 or beyond the last expert
+    adds nothing (it is another rank's).
     """
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:
         both = F.linear(rows, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-        gate, up = both.chunk(2, dim=-1)
-        return F.linear(gated(gate, up, activation), down[expert], None if down_bias is None else down_bias[expert])
+        return F.linear(act_mul(both, activation), down[expert], None if down_bias is None else down_bias[expert])
 
     return by_expert(x, weights, ids, len(gate_up), feed_forward)
 
@@ -515,8 +510,9 @@ def packed_experts(
         return out if bias is None else (out + bias[expert]).to(x.dtype)
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:
-        both = product(rows, gate_up, gate_up_scales, gate_up_bias, expert).view(len(rows), -1, 2, PANEL // 2)
-        inner = gated(both[..., 0, :], both[..., 1, :], activation).flatten(-2)
+        both = product(rows, gate_up, gate_up_scales, gate_up_bias, expert)
+        halves = both.view(len(rows), -1, 2, PANEL // 2).transpose(1, 2)  # gates, ups
+        inner = act_mul(halves.reshape(len(rows), -1), activation)
         return product(inner, down, down_scales, down_bias, expert)[:, :hidden]
 
     return by_expert(x, weights, ids, len(gate_up), feed_forward)

@@ -29,14 +29,23 @@ inline Floats relu(Floats x) { return x < 0.0f ? Floats{} : x; }
 
 inline Floats relu2(Floats x) { return relu(x) * relu(x); }
 
-// Calls `body(f)` for the activation of that name, `f` from `Floats` to `Floats`.
+// gpt-oss's, of both halves. A NaN stays one.
+inline Floats swiglu_oai(Floats gate, Floats up) {
+  const Floats limit = broadcast(7.0f);
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return gate / (1.0f + exp(gate * -1.702f)) * (up + 1.0f);
+}
+
+// Calls `body(f)` for the activation of that name; `f(gate, up)` is the middle of a gated feed-forward.
 template <typename Body>
-void for_activation(std::string_view name, Body&& body) {
-  if (name == "silu") return body([](Floats x) { return silu(x); });
-  if (name == "gelu") return body([](Floats x) { return gelu(x); });
-  if (name == "gelu_tanh") return body([](Floats x) { return gelu_tanh(x); });
-  if (name == "relu") return body([](Floats x) { return relu(x); });
-  if (name == "relu2") return body([](Floats x) { return relu2(x); });
+void for_gated(std::string_view name, Body&& body) {
+  if (name == "silu") return body([](Floats gate, Floats up) { return silu(gate) * up; });
+  if (name == "gelu") return body([](Floats gate, Floats up) { return gelu(gate) * up; });
+  if (name == "gelu_tanh") return body([](Floats gate, Floats up) { return gelu_tanh(gate) * up; });
+  if (name == "relu") return body([](Floats gate, Floats up) { return relu(gate) * up; });
+  if (name == "relu2") return body([](Floats gate, Floats up) { return relu2(gate) * up; });
+  if (name == "swiglu_oai") return body([](Floats gate, Floats up) { return swiglu_oai(gate, up); });
   TORCH_CHECK(false, "no CPU kernel for the activation ", name);
 }
 

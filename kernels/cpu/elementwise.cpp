@@ -16,12 +16,12 @@ at::Tensor act_mul(const at::Tensor& x, std::string_view activation) {
   for_type(rows.scalar_type(), [&]<typename T>() {
     const T* from = rows.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
-    for_activation(activation, [&](auto activate) {
+    for_gated(activation, [&](auto gated) {
       at::parallel_for(0, count, grain(2 * width), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
           const T* gate = from + row * 2 * width;
           for_vectors(width, [&](int64_t i, auto n) {
-            store(to + row * width + i, activate(load(gate + i, n)) * load(gate + width + i, n), n);
+            store(to + row * width + i, gated(load(gate + i, n), load(gate + width + i, n)), n);
           });
         }
       });

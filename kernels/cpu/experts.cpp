@@ -6,6 +6,7 @@
 // takes the same panels of every expert, so that it adds up its features of a token alone, in the order of experts.
 // So a token's result depends neither on the other tokens nor on the number of threads.
 
+#include "activation.h"
 #include "panels.h"
 
 namespace quire {
@@ -15,39 +16,6 @@ constexpr int kHalf = kPanel / 2;    // gates, or ups, in a panel
 constexpr int64_t kReadingRows = 16;  // a panel is read from memory in the time that takes to multiply so many rows
 
 using Gated = Floats (*)(Floats gate, Floats up);
-
-Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
-Floats silu_gated(Floats gate, Floats up) { return gate * sigmoid(gate) * up; }
-
-Floats gelu_gated(Floats gate, Floats up) {
-  Floats part;
-  for (int i = 0; i < kLanes; ++i) part[i] = 0.5f + 0.5f * std::erf(gate[i] * 0.70710678118654752f);
-  return gate * part * up;
-}
-
-Floats gelu_tanh_gated(Floats gate, Floats up) {  // (1 + tanh(x)) / 2 is the sigmoid of 2 x
-  return gate * sigmoid(1.5957691216057308f * (gate + 0.044715f * gate * gate * gate)) * up;
-}
-
-Floats relu_gated(Floats gate, Floats up) { return (gate < 0.0f ? Floats{} : gate) * up; }
-Floats relu2_gated(Floats gate, Floats up) { return relu_gated(gate, relu_gated(gate, up)); }
-
-Floats swiglu_oai(Floats gate, Floats up) {
-  const Floats limit = broadcast(7.0f);
-  gate = gate > limit ? limit : gate;  // a NaN stays one
-  up = up > limit ? limit : up < -limit ? -limit : up;
-  return gate * sigmoid(1.702f * gate) * (up + 1.0f);
-}
-
-Gated gated(c10::string_view name) {
-  if (name == "silu") return silu_gated;
-  if (name == "gelu") return gelu_gated;
-  if (name == "gelu_tanh") return gelu_tanh_gated;
-  if (name == "relu") return relu_gated;
-  if (name == "relu2") return relu2_gated;
-  if (name == "swiglu_oai") return swiglu_oai;
-  TORCH_CHECK(false, "no activation ", name);
-}
 
 // The numbers of the `count` highest of `size` scores, falling; of two that are equal the lower number comes first.
 void find_highest(const float* scores, int64_t size, int64_t count, int64_t* best) {
@@ -71,7 +39,7 @@ float group_score(const float* scores, int64_t size, bool is_sum_of_two) {
 
 enum class Scoring { kSoftmax, kSigmoid, kTopKSoftmax };
 
-Scoring scoring_named(c10::string_view name) {
+Scoring scoring_named(std::string_view name) {
   if (name == "softmax") return Scoring::kSoftmax;
   if (name == "sigmoid") return Scoring::kSigmoid;
   if (name == "topk_softmax") return Scoring::kTopKSoftmax;
@@ -86,9 +54,9 @@ void softmax(float* x, int64_t size) {
 }
 
 // logits: float32 [tokens, experts]. Returns weights float32 and numbers int64, [tokens, top_k] each.
-std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits, int64_t top_k, c10::string_view scoring,
+std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits, int64_t top_k, std::string_view scoring,
                                          bool renormalize, double scale, int64_t groups, int64_t top_groups,
-                                         c10::string_view group_scoring, const std::optional<at::Tensor>& bias) {
+                                         std::string_view group_scoring, const std::optional<at::Tensor>& bias) {
   const int64_t tokens = logits.size(0), experts = logits.size(1), group = experts / groups;
   TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.dim() == 2, "logits are to be float32 [tokens, experts]");
   TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == experts));
@@ -259,8 +227,8 @@ struct Mixture {
   const std::vector<Visit>& visits;
   const std::vector<Visited>& visited;
 
-  // out: [visits, 16 * panels], `activation` of the gates times the ups.
-  void gate_up(const Rows<Word>& rows, const Matrices& matrices, Gated activation, T* out) const {
+  // out: [visits, 16 * panels], `gated` of gates and ups.
+  void gate_up(const Rows<Word>& rows, const Matrices& matrices, Gated gated, T* out) const {
     const int64_t panels = matrices.panels, width = panels * kHalf;
     int64_t work = 0;  // of a thread and its like, in rows
     for (const Visited& e : visited) work += panels * (e.count + kReadingRows);
@@ -287,7 +255,7 @@ struct Mixture {
                 return matrices.value(rows, token, e.expert, panel, j, sums[j / kLanes]);
               };
               T* to = out + (e.first + row) * width + panel * kHalf;
-              for (int j = 0; j < kHalf; j += kLanes) store(to + j, activation(value(j), value(j + kHalf)));
+              for (int j = 0; j < kHalf; j += kLanes) store(to + j, gated(value(j), value(j + kHalf)));
             });
       }
     });
@@ -335,7 +303,7 @@ at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const 
                           const at::Tensor& gate_up, const std::optional<at::Tensor>& gate_up_scales,
                           const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
                           const std::optional<at::Tensor>& down_scales, const std::optional<at::Tensor>& down_bias,
-                          c10::string_view activation) {
+                          std::string_view activation) {
   const int64_t tokens = x.size(0), hidden = x.size(1);
   TORCH_CHECK(ids.sizes() == weights.sizes() && ids.size(0) == tokens && ids.scalar_type() == at::kLong &&
                   weights.scalar_type() == at::kFloat,
@@ -346,13 +314,15 @@ at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const 
   const auto [visits, visited] = sorted(weights.contiguous(), ids.contiguous(), first.experts);
   at::Tensor out = at::empty(x.sizes(), from.options()), between = at::empty({int64_t(visits.size()), inner}, from.options());
   at::Tensor total = x.scalar_type() == at::kFloat ? out : at::empty(x.sizes(), from.options().dtype(at::kFloat));
+  Gated gated = nullptr;
+  for_gated(activation, [&](auto function) { gated = function; });
   const auto run = [&]<typename Word, typename T, int kPerWord>() {
     TORCH_CHECK((hidden + kPerWord - 1) / kPerWord == first.words && inner / kPerWord == second.words &&
                     first.experts == second.experts && (hidden + kPanel - 1) / kPanel == second.panels,
                 "x, gates and downs do not fit together");
     const Mixture<Word, T> mixture{visits, visited};
     T* const middle = between.mutable_data_ptr<T>();
-    mixture.gate_up(Rows<Word>(from.const_data_ptr<T>(), tokens, hidden), first, gated(activation), middle);
+    mixture.gate_up(Rows<Word>(from.const_data_ptr<T>(), tokens, hidden), first, gated, middle);
     mixture.down(Rows<Word>(middle, visits.size(), inner), second, tokens, hidden, total.mutable_data_ptr<float>(),
                  out.mutable_data_ptr<T>());
   };

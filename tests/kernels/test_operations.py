@@ -153,7 +153,10 @@ FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("activation", FORMULAS)
+GATED = [*FORMULAS, "swiglu_oai"]
+
+
+@pytest.mark.parametrize("activation", GATED)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(1, 2), (3, 22), (9, 2 * 4864), (2, 3, 66)])
 def test_act_mul_is_that_of_the_reference(shape: tuple[int, ...], dtype: torch.dtype, activation: str) -> None:
@@ -173,7 +176,7 @@ def test_activations_are_their_formulas(activation: str) -> None:
     torch.testing.assert_close(found.double(), exact * up.double(), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", FORMULAS)
+@pytest.mark.parametrize("activation", GATED)
 def test_a_gate_that_is_no_number_shows(activation: str) -> None:
     assert kernels.act_mul(torch.tensor([[torch.nan, 1.0, 2.0, 3.0]]), activation).isnan().tolist() == [[True, False]]
 
