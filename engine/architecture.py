@@ -216,6 +216,14 @@ class Experts:
     shared_gate: bool = False
     """Weigh the shared output by `sigmoid(x @ gate)`."""
 
+    def __post_init__(self) -> None:
+        eligible = self.num_experts // self.groups * self.top_groups
+        if self.num_experts % self.groups or not 0 < self.top_k <= eligible:
+            raise ConfigError(
+                f"{self.top_k} experts cannot be chosen of {eligible} ({self.num_experts} in {self.groups} groups, of "
+                f"which {self.top_groups} are eligible)"
+            )
+
     def width(self, tp: int) -> int:
         """Inner features of a token on one rank."""
         return (self.top_k * self.size + (self.shared.size if self.shared is not None else 0)) // tp

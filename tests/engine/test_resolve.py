@@ -139,6 +139,10 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any
         ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "'axial' is not served"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8 with weight_block_size None\)"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 5},
+            "5 experts cannot be chosen of 4",
+        ),
         ({"hidden_size": "wide"}, "config.json has a value that LlamaForCausalLM cannot use"),
     ],
 )
