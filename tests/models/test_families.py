@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from quire.engine.families import FAMILIES, bert
 from quire.engine.messages import SamplingParams
 from tests.e2e.harness import Ranks
+from tests.fakes.checkpoints import generate
 from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
 from tests.models.common import configure, logits
@@ -34,18 +34,6 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
             assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def continuations(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Greedy ones by transformers, one prompt at a time, not stopping at the end of sequence."""
-    settings: Any = transformers.GenerationConfig
-    model.generation_config = settings(max_new_tokens=STEPS, do_sample=False, pad_token_id=0)
-    results = []
-    for prompt in prompts:
-        tokens = torch.tensor([prompt])
-        output = model.generate(tokens, attention_mask=torch.ones_like(tokens))
-        results.append(output[0, len(prompt) :].tolist())
-    return results
-
-
 def layouts() -> list[Any]:
     """One rank in the default tier, and one case in all layouts."""
     return [
@@ -58,11 +46,12 @@ def layouts() -> list[Any]:
 @pytest.mark.parametrize(("case", "tp", "pp"), layouts())
 def test_greedy_tokens_are_those_of_transformers(case: str, tp: int, pp: int, tmp_path: Path) -> None:
     """With chunked prefill, and with prefix hits where a prompt begins as one before."""
-    model, rng = write(case, tmp_path), random.Random(0)
+    write(case, tmp_path)
+    rng = random.Random(0)
     shared = [rng.randrange(3, 130) for _ in range(40)]
     prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in (1, 33)]
     prompts += [[*shared, 5, 6], [*shared, 7, 8, 9]]
-    expected = continuations(model, prompts)
+    expected = generate(tmp_path, prompts, STEPS)
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
     config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=256)
     with Ranks(config, ThreadExecutor(config)) as ranks:
