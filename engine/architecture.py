@@ -60,6 +60,10 @@ class Rope:
     is_interleaved: bool = False
     """The checkpoint's pairs are neighbours. Loading reorders them to halves, which no dot product notices."""
 
+    def __post_init__(self) -> None:
+        if self.dim % 2 or self.dim < 2:
+            raise ConfigError(f"rotary positions turn pairs of features, and heads have {self.dim} to turn")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
@@ -218,7 +222,8 @@ class Experts:
 
     def __post_init__(self) -> None:
         eligible = self.num_experts // self.groups * self.top_groups
-        if self.num_experts % self.groups or not 0 < self.top_k <= eligible:
+        least = 2 if self.group_score == "top2_sum" else 1
+        if self.num_experts % self.groups or self.num_experts // self.groups < least or not 0 < self.top_k <= eligible:
             raise ConfigError(
                 f"{self.top_k} experts cannot be chosen of {eligible} ({self.num_experts} in {self.groups} groups, of "
                 f"which {self.top_groups} are eligible)"
@@ -304,6 +309,10 @@ class Architecture:
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0
     head_bias: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ConfigError("num_hidden_layers must be at least 1")
 
     @property
     def num_layers(self) -> int:

@@ -42,7 +42,7 @@ def from_hf_config(config: Mapping[str, Any]) -> Architecture:
         return FAMILIES[name].architecture(name, {**FAMILIES[name].defaults, **config})
     except KeyError as missing:
         raise ConfigError(f"config.json lacks {missing}, which {name} needs") from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, ConfigError):
             raise ConfigError(f"{name}: {error}") from None
         raise ConfigError(f"config.json has a value that {name} cannot use: {error}") from None

@@ -40,7 +40,7 @@ def _cohere(name: str, config: Config) -> Architecture:
             feed_forward_norm=None,
             is_parallel=True,
         )
-        for window in windows(config)
+        for window in (windows(config) if is_second else [None] * count)
     ]
     return architecture(name, config, layers, norm, logit_multiplier=float(config["logit_scale"]))
 
@@ -52,6 +52,6 @@ _COMMON = {
     "tie_word_embeddings": True,
 }
 FAMILIES = {
-    "CohereForCausalLM": Family(_cohere, NAMES, {**_COMMON, "rope_theta": 500000.0, "use_sliding_window": False}),
+    "CohereForCausalLM": Family(_cohere, NAMES, {**_COMMON, "rope_theta": 500000.0}),
     "Cohere2ForCausalLM": Family(_cohere, NAMES, {**_COMMON, "sliding_window": 4096}),
 }

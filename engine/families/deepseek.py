@@ -56,6 +56,9 @@ def _deepseek(name: str, config: Config) -> Architecture:
 def _softmax_experts(config: Config) -> Experts:
     """V2's: softmax scores, groups by their best expert where the config says so."""
     require(config, "topk_method", "greedy", "group_limited_greedy")
+    require(config, "scoring_func", "softmax")
+    require(config, "moe_layer_freq", 1)
+    require(config, "mlp_bias", False)
     grouped = config["topk_method"] == "group_limited_greedy"
     size, shared = int(config["moe_intermediate_size"]), int(config.get("n_shared_experts") or 0)
     return Experts(

@@ -78,13 +78,19 @@ def architecture(name: str, config: Config, layers: Sequence[Layer], norm: Norm 
             "name": name,
             "hidden_size": int(config["hidden_size"]),
             "vocab_size": int(config["vocab_size"]),
-            "max_position": int(config["max_position_embeddings"]),
+            "max_position": max([int(config["max_position_embeddings"]), *map(_reach, layers)]),
             "layers": tuple(layers),
             "norm": norm,
             "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
             **changes,
         }
     )
+
+
+def _reach(layer: Layer) -> int:
+    """Positions that scaling stretches to, which configs that were edited by hand do not always say."""
+    rope = layer.attention.rope
+    return int(rope.original_max_position * rope.factor) if rope and rope.kind in ("dynamic", "yarn") else 0
 
 
 def attention(config: Config, rope: Rope | None, **changes: Any) -> Attention:
@@ -214,9 +220,11 @@ def yarn_temperature(factor: float, weight: float = 1.0) -> float:
 
 def windows(config: Config) -> list[int | None]:
     """The window of each layer: of those that `layer_types` names, or else of those from `max_window_layers` on."""
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    count, first = int(config["num_hidden_layers"]), int(config.get("max_window_layers", 0))
-    kinds = config.get("layer_types") or ["full_attention"] * min(first, count) + ["sliding_attention"] * (
-        count - first
-    )
+    window, count = config.get("sliding_window"), int(config["num_hidden_layers"])
+    first = min(count, int(config.get("max_window_layers", 0)))
+    kinds = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (count - first)
+    if len(kinds) != count:
+        raise ConfigError(f"layer_types names {len(kinds)} layers, and num_hidden_layers is {count}")
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ConfigError(f"layers of {', '.join(sorted(unknown))} are not served")
     return [int(window) if window and kind == "sliding_attention" else None for kind in kinds]

@@ -52,20 +52,39 @@ def sequential(config: Config, norm: Norm, turns: Rope | None, window: int | Non
 
 def _llama(name: str, config: Config) -> Architecture:
     norm, turns = rms_norm(config), rope(config, head_dim(config))
+    layer = sequential(config, norm, turns, None)
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
+def _mistral(name: str, config: Config) -> Architecture:
+    norm, turns = rms_norm(config), rope(config, head_dim(config))
     layers = [sequential(config, norm, turns, window) for window in windows(config)]
     return architecture(name, config, layers, norm)
+
+
+def _phi3(name: str, config: Config) -> Architecture:
+    """Its older configs call longrope by other names."""
+    settings = ("rope_parameters", "rope_scaling")
+    scaling = next((dict(config[key]) for key in settings if config.get(key)), {})
+    if (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
+        scaling["rope_type"] = "longrope"
+    return _mistral(name, {**config, **dict.fromkeys(settings, scaling)})
+
+
+def _qwen_windows(config: Config) -> list[int | None]:
+    return windows(config if config["use_sliding_window"] else {**config, "sliding_window": None})
 
 
 def _qwen2(name: str, config: Config) -> Architecture:
     norm, turns = rms_norm(config), rope(config, head_dim(config))
     biases = {"qkv_bias": True, "output_bias": False}
-    layers = [sequential(config, norm, turns, window, **biases) for window in windows(config)]
+    layers = [sequential(config, norm, turns, window, **biases) for window in _qwen_windows(config)]
     return architecture(name, config, layers, norm)
 
 
 def _qwen3(name: str, config: Config) -> Architecture:
     norm, turns = rms_norm(config), rope(config, head_dim(config))
-    layers = [sequential(config, norm, turns, window, qk_norm=norm) for window in windows(config)]
+    layers = [sequential(config, norm, turns, window, qk_norm=norm) for window in _qwen_windows(config)]
     return architecture(name, config, layers, norm)
 
 
@@ -83,13 +102,15 @@ def _granite(name: str, config: Config) -> Architecture:
 
 
 def _smollm3(name: str, config: Config) -> Architecture:
-    """Every fourth layer has no positions."""
+    """Every fourth layer has no positions; these are the ones that windows are for, if any."""
     norm, turns, count = rms_norm(config), rope(config, head_dim(config)), int(config["num_hidden_layers"])
     every = int(config["no_rope_layer_interval"])
     has_rope = config.get("no_rope_layers") or [(number + 1) % every != 0 for number in range(count)]
+    is_windowed = bool(config["use_sliding_window"])
+    kinds = ["sliding_attention" if is_windowed and not turned else "full_attention" for turned in has_rope]
     layers = [
         sequential(config, norm, turns if turned else None, window)
-        for turned, window in zip(has_rope, windows(config), strict=True)
+        for turned, window in zip(has_rope, windows({"layer_types": kinds, **config}), strict=True)
     ]
     return architecture(name, config, layers, norm)
 
@@ -102,9 +123,9 @@ _QWEN = {
     "max_position_embeddings": 32768,
 }
 FAMILIES = {
-    "LlamaForCausalLM": Family(_llama, NAMES, {"use_sliding_window": False, "max_position_embeddings": 2048}),
+    "LlamaForCausalLM": Family(_llama, NAMES, {"max_position_embeddings": 2048}),
     "MistralForCausalLM": Family(
-        _llama, NAMES, {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+        _mistral, NAMES, {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
     ),
     "Qwen2ForCausalLM": Family(_qwen2, NAMES, _QWEN),
     "Qwen3ForCausalLM": Family(_qwen3, NAMES, {**_QWEN, "head_dim": 128}),
@@ -130,5 +151,5 @@ FAMILIES = {
             "use_sliding_window": False,
         },
     ),
-    "Phi3ForCausalLM": Family(_llama, FUSED, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
+    "Phi3ForCausalLM": Family(_phi3, FUSED, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
 }

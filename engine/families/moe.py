@@ -73,16 +73,15 @@ def _qwen_moe(name: str, config: Config) -> Architecture:
     )
     biases = {"qkv_bias": bool(config.get("qkv_bias", True)), "output_bias": False} if is_second else {"qk_norm": norm}
     every, without = int(config["decoder_sparse_step"]), set(config.get("mlp_only_layers") or ())
-    if is_second:
-        require(config, "use_sliding_window", False)
+    require(config, "use_sliding_window", False)
     layers = [
         Layer(
-            attention=attention(config, turns, window=window, **biases),
+            attention=attention(config, turns, **biases),
             attention_norm=norm,
             feed_forward=experts if number not in without and (number + 1) % every == 0 else dense,
             feed_forward_norm=norm,
         )
-        for number, window in enumerate(windows(config))
+        for number in range(int(config["num_hidden_layers"]))
     ]
     return architecture(name, config, layers, norm)
 
@@ -138,6 +137,9 @@ def _glm4_moe(name: str, config: Config) -> Architecture:
 
 def sigmoid_experts(config: Config) -> Experts:
     """DeepSeek-V3's: sigmoid scores, a correction bias for choosing, groups by their two best, a shared expert."""
+    require(config, "scoring_func", "sigmoid")
+    require(config, "topk_method", "noaux_tc")
+    require(config, "moe_layer_freq", 1)
     size, shared = int(config["moe_intermediate_size"]), int(config.get("n_shared_experts") or 0)
     return Experts(
         num_experts=int(config["n_routed_experts"]),
@@ -155,11 +157,24 @@ def sigmoid_experts(config: Config) -> Experts:
     )
 
 
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""Unless the config has another."""
+
+
 def _gpt_oss(name: str, config: Config) -> Architecture:
     require(config, "swiglu_alpha", 1.702)
     require(config, "swiglu_limit", 7.0)
     every = range(int(config["num_hidden_layers"]))
     config = {"layer_types": [("sliding_attention", "full_attention")[number % 2] for number in every], **config}
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config["rope_scaling"] = _GPT_OSS_ROPE
     norm, turns = rms_norm(config), rope(config, head_dim(config))
     experts = Experts(
         num_experts=int(config["num_local_experts"]),

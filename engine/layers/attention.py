@@ -115,6 +115,6 @@ def alibi_slopes(heads: int) -> Tensor:
     Source: Press et al. 2022, and the authors' code for numbers that are no power of 2.
     """
     even = 1 << (heads.bit_length() - 1)
-    powers = torch.arange(1, even + 1) * (-8.0 / even)
-    between = (2 * torch.arange(heads - even) + 1) * (-4.0 / even)
+    powers = torch.arange(1, even + 1, dtype=torch.float32) * (-8.0 / even)
+    between = (2 * torch.arange(heads - even, dtype=torch.float32) + 1) * (-4.0 / even)
     return torch.cat((powers, between)).exp2()

@@ -15,7 +15,7 @@ class Rotary:
 
     def __init__(self, rope: Rope | None, max_length: int) -> None:
         with torch.device("cpu"):  # on the meta device, arithmetic would import half of torch
-            frequencies = torch.empty(0) if rope is None else inverse_frequencies(rope, max_length)
+            frequencies = torch.empty(0, dtype=torch.float32) if rope is None else inverse_frequencies(rope, max_length)
         self._frequencies = frequencies.to(torch.get_default_device())
         self._amplitude = 1.0 if rope is None else rope.amplitude
 
@@ -43,7 +43,7 @@ def inverse_frequencies(rope: Rope, max_length: int) -> Tensor:
             return _yarn(rope, frequencies)
         case "longrope":
             factors = rope.long_factors if max_length > rope.original_max_position else rope.short_factors
-            return 1.0 / (torch.tensor(factors) * rope.theta**exponents)
+            return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
 
 
 def _ntk_theta(rope: Rope, max_length: int) -> float:

@@ -143,6 +143,14 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any
             {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 5},
             "5 experts cannot be chosen of 4",
         ),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types names 1 layers"),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["linear_attention"] * 2},
+            "layers of linear_attention are not served",
+        ),
+        ({"num_attention_heads": 0}, "config.json has a value that LlamaForCausalLM cannot use"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+        ({"head_dim": 7}, "heads have 7 to turn"),
         ({"hidden_size": "wide"}, "config.json has a value that LlamaForCausalLM cannot use"),
     ],
 )

@@ -37,6 +37,7 @@ _LONG = {
     "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 5.0],
 }
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 _WINDOWS = {"sliding_window": 24}
 
 _EXPERTS = {"moe_intermediate_size": 20, "num_experts_per_tok": 2}
@@ -64,6 +65,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}},
     ),
+    "Llama, dynamic rope": (
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+            "max_position_embeddings": 64,
+        },
+    ),
     "Llama, yarn rope": ("LlamaForCausalLM", {"rope_parameters": _YARN}),
     "Llama, biases, head_dim": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True, "head_dim": 10}),
     "Mistral": ("MistralForCausalLM", {"sliding_window": None}),
@@ -87,6 +95,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3ForCausalLM",
         {"rope_parameters": _LONG, "original_max_position_embeddings": 256, "max_position_embeddings": 1024},
     ),
+    "Phi-3, long factors": (
+        "Phi3ForCausalLM",
+        {"rope_parameters": _LONG, "original_max_position_embeddings": 64, "max_position_embeddings": 256},
+    ),
     "Phi-4-mini, partial rotary": ("Phi3ForCausalLM", {"partial_rotary_factor": 0.5, "tie_word_embeddings": True}),
     "Gemma": ("GemmaForCausalLM", {"head_dim": 16, "tie_word_embeddings": True}),
     "Gemma 2": (
@@ -105,19 +117,48 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window_pattern": 3, "tie_word_embeddings": True}
         | _WINDOWS,
     ),
+    "Gemma 3, linear rope on full layers": (
+        "Gemma3ForCausalLM",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "sliding_attention": _PLAIN,
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+            },
+            "tie_word_embeddings": True,
+        }
+        | _WINDOWS,
+    ),
     "OLMo 2": ("Olmo2ForCausalLM", {}),
     "OLMo 3": ("Olmo3ForCausalLM", _WINDOWS),
+    "OLMo 3, yarn on full layers": (
+        "Olmo3ForCausalLM",
+        _WINDOWS | {"rope_parameters": {"sliding_attention": _PLAIN, "full_attention": _YARN}},
+    ),
     "Command R": ("CohereForCausalLM", {"tie_word_embeddings": True}),
     "Command R+": ("CohereForCausalLM", {"use_qk_norm": True, "tie_word_embeddings": True}),
     "Command R7B": ("Cohere2ForCausalLM", {"sliding_window_pattern": 2, "tie_word_embeddings": True, **_WINDOWS}),
     "GPT-2": ("GPT2LMHeadModel", {"tie_word_embeddings": True}),
     "OPT": ("OPTForCausalLM", {"ffn_dim": 80, "word_embed_proj_dim": 48, "tie_word_embeddings": True}),
     "GPT-NeoX": ("GPTNeoXForCausalLM", {"rotary_pct": 0.5}),
-    "GPT-NeoX, sequential": ("GPTNeoXForCausalLM", {"use_parallel_residual": False}),
+    "GPT-NeoX, sequential": ("GPTNeoXForCausalLM", {"use_parallel_residual": False, "rotary_pct": 1.0}),
     "Falcon, one KV head": ("FalconForCausalLM", {"tie_word_embeddings": True}),
     "Falcon, groups": (
         "FalconForCausalLM",
         {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True, "tie_word_embeddings": True},
+    ),
+    "Falcon, groups, one norm": (
+        "FalconForCausalLM",
+        {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "Falcon-RW, ALiBi": (
+        "FalconForCausalLM",
+        {"alibi": True, "multi_query": False, "bias": True, "parallel_attn": False, "tie_word_embeddings": True},
     ),
     "Phi-2": ("PhiForCausalLM", {"partial_rotary_factor": 0.5}),
     "StarCoder2": ("Starcoder2ForCausalLM", {"tie_word_embeddings": True, **_WINDOWS}),
@@ -142,12 +183,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         _EXPERTS | {"n_routed_experts": 6, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
     ),
     "gpt-oss": ("GptOssForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, **_WINDOWS}),
+    "gpt-oss, yarn rope": (
+        "GptOssForCausalLM",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "head_dim": 12,
+            "rope_parameters": {**_YARN, "truncate": False},
+            **_WINDOWS,
+        },
+    ),
     "DeepSeek V2": ("DeepseekV2ForCausalLM", _LATENT | {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
     "DeepSeek V2, greedy": ("DeepseekV2ForCausalLM", _LATENT),
+    "DeepSeek V2, yarn rope": (
+        "DeepseekV2ForCausalLM",
+        _LATENT | {"rope_parameters": {**_DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
     "DeepSeek V3": ("DeepseekV3ForCausalLM", _LATENT | {"routed_scaling_factor": 1.5}),
     "DeepSeek V3, yarn rope": ("DeepseekV3ForCausalLM", _LATENT | {"rope_parameters": _DEEPSEEK_YARN}),
 }
 
+LENGTHS = {"Llama, dynamic rope": 150, "Phi-3, long factors": 150}
+"""Cases whose positions depend on the length of the request in transformers, and of the longest request here: they are
+the same at this length, and only there."""
 MODELS = {
     "LlamaForCausalLM": "Llama 2, 3, 3.1 (8B, 70B, 405B), 3.2, 3.3; Yi; DeepSeek-R1-Distill-Llama",
     "MistralForCausalLM": "Mistral 7B, Nemo, Small",

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
-from quire.engine.families import FAMILIES, bert
+from quire.engine.architecture import Experts
+from quire.engine.families import FAMILIES, bert, from_hf_config
 from quire.engine.messages import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
 from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
 from tests.models.common import configure, logits
-from tests.models.families import CASES, MODELS, table, write
+from tests.models.families import CASES, LENGTHS, MODELS, SIZES, table, write
 
 STEPS = 64
 
@@ -29,7 +31,8 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = model(tokens[None]).logits[0]
     for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 3)):
-        config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=256)
+        length = LENGTHS.get(case, 256)
+        config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=length)
         for result in on_ranks(tp, partial(logits, config, tokens)):
             assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
 
@@ -39,6 +42,7 @@ def layouts() -> list[Any]:
     return [
         pytest.param(case, tp, pp, marks=[] if (tp, pp) == (1, 1) or case == "Qwen3" else [pytest.mark.slow])
         for case in CASES
+        if case not in LENGTHS
         for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2))
     ]
 
@@ -67,12 +71,27 @@ def test_every_family_has_a_case_and_a_line_in_the_document() -> None:
     assert table() in (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_configs_mean_the_same_as_people_write_them_and_as_transformers_does(case: str) -> None:
+    """Files on the hub leave out what transformers fills in, and have older names."""
+    name, changes = CASES[case]
+    kind = getattr(transformers, name).config_class
+    raw = {kind.attribute_map.get(key, key): value for key, value in {**SIZES, **changes}.items()}
+    whole = kind(**raw).to_dict()
+    assert from_hf_config({**raw, "architectures": [name]}) == from_hf_config({**whole, "architectures": [name]})
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_close(dtype: str, tmp_path: Path) -> None:
-    write("Qwen3", tmp_path)
-    tokens = torch.randint(0, 101, (60,))
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_stays_close(case: str, dtype: str, tmp_path: Path) -> None:
+    write(case, tmp_path)
+    tokens = torch.randint(0, 101, (60,), generator=torch.Generator().manual_seed(1))
     exact, rounded = (
-        on_ranks(1, partial(logits, configure(tmp_path, dtype=name), tokens))[0] for name in ("float32", dtype)
+        on_ranks(1, partial(logits, configure(tmp_path, dtype=name, max_model_len=LENGTHS.get(case, 256)), tokens))[0]
+        for name in ("float32", dtype)
     )
     assert rounded.dtype == torch.float32
-    assert (rounded - exact).abs().mean() <= 0.03 * exact.abs().mean()
+    layers = configure(tmp_path, max_model_len=64).model.architecture.layers
+    experts = any(isinstance(layer.feed_forward, Experts) for layer in layers)
+    bound = 0.25 if experts else 0.06  # a token that goes to another expert is far off
+    assert (rounded - exact).abs().mean() <= bound * exact.abs().mean()
