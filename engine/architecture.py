@@ -351,3 +351,50 @@ class Architecture:
                 f"--tensor-parallel-size {tp} does not divide this model's {' and '.join(problems)}; "
                 f"sizes that do: {', '.join(fits)}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltLayer(Layer):
+    """A layer as transformers builds it. Sizes are those of one rank, for the layout that it was measured in."""
+
+    attention_norm: Norm | None = None
+    feed_forward_norm: Norm | None = None
+    linears: tuple[Matrices, ...]
+    others: int
+    """Parameters beside the linear layers' matrices."""
+
+    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+        yield from self.linears
+
+    def parameters(self, hidden: int, tp: int) -> int:
+        return sum(rows * columns * number for rows, columns, number in self.linears) + self.others
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltArchitecture(Architecture):
+    """A model as transformers builds it, measured in one tensor-parallel layout, whose ranks its sizes are of."""
+
+    layers: tuple[BuiltLayer, ...]
+    head_rows: int
+    """Of the head, on a rank."""
+    before: int
+    """Parameters before the layers, on a rank; a tied head's are among them."""
+    after: int
+    """Those after the layers."""
+    read_directly: frozenset[str] = frozenset()
+    """Linear layers whose weights the model uses by itself, layer numbers as `*`: they are not packed."""
+
+    def vocab_per_rank(self, tp: int) -> int:
+        return self.head_rows
+
+    def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
+        count = sum(self.layers[number].parameters(self.hidden_size, tp) for number in stages[stage])
+        if stage == 0:
+            count += self.before
+        if stage == len(stages) - 1:
+            count += self.after + (self.tie_embeddings and stage > 0) * self.head_rows * self.hidden_size
+        return count
+
+    def misfits(self, tp: int) -> list[str]:
+        """None: what does not fit was refused when it was measured."""
+        return []

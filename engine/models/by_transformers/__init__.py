@@ -1,0 +1,1 @@
+"""Models as transformers builds them, with our attention and linear layers inside."""
