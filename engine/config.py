@@ -55,6 +55,9 @@ class EngineOptions:
         "round the weights while loading: int8 (activations too, per token) or int4 (in groups); on CPU only",
         short="-q",
     )
+    model_impl: Literal["auto", "quire", "transformers"] = flag(
+        "auto", "whose implementation of the model runs (auto: Quire's own, or where there is none, transformers')"
+    )
     max_model_len: int | None = flag(None, "longest prompt + output, in tokens (default: the model's own)")
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = flag(
         "auto",
@@ -64,7 +67,7 @@ class EngineOptions:
     revision: str | None = flag(None, "branch, tag or commit of a Hugging Face repository")
     tokenizer: str | None = flag(None, "folder or repository of the tokenizer (default: the model's)")
     max_logprobs: int = flag(20, "likeliest tokens that logprobs and prompt_logprobs may ask for (-1: all there are)")
-    trust_remote_code: bool = flag(False, "run Python code that comes with the tokenizer")
+    trust_remote_code: bool = flag(False, "run Python code that comes with the model or its tokenizer")
     seed: int = flag(0, "seed of dummy weights, and of requests that bring none of their own")
 
     max_num_seqs: int = flag(256, "requests that may run at once")

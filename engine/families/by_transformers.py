@@ -34,6 +34,10 @@ class Request:
     is_verbose: bool = False
     """Whether a traceback is wanted rather than a refusal."""
 
+    @property
+    def is_single(self) -> bool:
+        return self.tensor_parallel_size == self.pipeline_parallel_size == 1
+
 
 def describe(request: Request) -> BuiltArchitecture:
     """Measure the model, and see that it is served as transformers would run it; raises `ConfigError` with the reason.
@@ -48,9 +52,10 @@ def describe(request: Request) -> BuiltArchitecture:
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{request.path}: transformers did not build this model within {_SECONDS} s") from None
-    if done.returncode:
+    if done.returncode or not done.stdout:
         said = done.stderr.decode(errors="replace").strip()
-        raise ConfigError(f"{request.path}: transformers cannot build this model: {said if request.is_verbose else said.splitlines()[-1] if said else done.returncode}")  # noqa: E501
+        last = said.splitlines()[-1] if said else f"exit status {done.returncode}"
+        raise ConfigError(f"transformers cannot build it ({said if request.is_verbose else last})")
     answer = pickle.loads(done.stdout)  # noqa: S301: our own process wrote it
     if isinstance(answer, str):
         raise ConfigError(answer)

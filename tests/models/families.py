@@ -251,10 +251,15 @@ def table() -> str:
 def write(case: str, folder: Path) -> Any:
     """The case's model in `folder`, and as transformers has it, in float32 and ready to be asked."""
     architecture, changes = CASES[case]
+    return write_model(architecture, SIZES | changes, folder)
+
+
+def write_model(architecture: str, settings: dict[str, Any], folder: Path) -> Any:
+    """A random model of transformers in `folder`, and itself."""
     kind: Any = getattr(transformers, architecture)
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the matrices are too small to be shared
-    model = kind(kind.config_class(**(SIZES | changes))).train(False)
+    model = kind(kind.config_class(**settings)).train(False)
     with torch.no_grad():
         for parameter in model.parameters():  # transformers starts biases at 0 and norms at 1, which hides them
             if parameter.ndim == 1:

@@ -41,7 +41,12 @@ transformers.logging.set_verbosity_error()
 
 def read_config(path: Path, trust_remote_code: bool) -> Any:
     """The config as transformers reads it; raises what transformers raises."""
-    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError("it comes with Python code of its own, which --trust-remote-code runs") from None
 
 
 def build_whole(config: Any, dtype: torch.dtype, implementation: str, trust_remote_code: bool) -> Any:
@@ -108,6 +113,8 @@ def put_in_layers(model: Any, parallel: Parallel, device: torch.device) -> dict[
     with device:
         for path, module in list(model.named_modules()):
             style = plan[path]
+            if isinstance(module, Elsewhere):
+                continue
             if type(module) is nn.Linear:
                 model.set_submodule(path, PlannedLinear(path, module, style, parallel))
             elif module is embedding and type(module) is nn.Embedding and style in ("", "embedding_rowwise"):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from quire.engine.architecture import BuiltArchitecture
+from quire.engine import model_files
 from quire.engine.config import ModelConfig
 from quire.engine.layers.attention import Batch
+from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.by_transformers import attention, build
+from quire.engine.models.by_transformers.checkpoint import Names, needed
 from quire.engine.models.by_transformers.sharding import PlannedLinear, without_numbers
+from quire.engine.models.checkpoint import Stored
 from quire.engine.parallel import Parallel
 
 
@@ -57,6 +62,11 @@ class TransformersDecoder(nn.Module):
         """Of all parameters of the whole model."""
         self.plans = model.pp_plan
         tied_to = dict(model.all_tied_weights_keys)
+        self._conversions = get_model_conversion_mapping(model)
+        self.places: list[tuple[Weight, Shard, Stored]] = []
+        """What fills the parameters, and where it lies in the checkpoint, once `find` knows."""
+        self.surplus: list[str] = []
+        """Tensors of the checkpoint that the whole model does not use."""
         build.fix_frequencies(model, max_length)
         if len(layers) != total:
             build.keep_stage(model, layers, total)
@@ -86,7 +96,15 @@ class TransformersDecoder(nn.Module):
             trust_remote_code=model.trust_remote_code,
         )
         decoder.keep_whole(model.architecture.read_directly)
+        stored = None if model.load_format == "dummy" else model_files.read_headers(model.path).keys()
+        decoder.find(stored)
         return decoder
+
+    def find(self, stored: Collection[str] | None) -> None:
+        """Where the parameters are in a checkpoint of these tensors; None: one that has them as they are."""
+        names = None if stored is None else Names(self.shell, self.names, stored, self._conversions)
+        self.places = list(needed(self.shell, self.tied, names))
+        self.surplus = [] if names is None else names.surplus
 
     def keep_whole(self, direct: frozenset[str]) -> None:
         """Leave the weights of these linear layers (layer numbers as `*`) as they are: the model reads them."""

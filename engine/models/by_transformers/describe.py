@@ -60,6 +60,9 @@ def describe(request: Request) -> BuiltArchitecture:
 
 def _check_kind(config: Any, request: Request) -> str:
     """The architecture's name, of a model that generates text from text alone."""
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
+        raise ConfigError(f"its checkpoint is quantized ({method}), which is not served")
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("it is an encoder with a decoder, which is not served")
@@ -101,9 +104,15 @@ def _measure(name: str, config: Any, request: Request) -> BuiltArchitecture:
     recorder = attention.Recorder()
     attention.attach(decoder.shell, recorder)
     _make_hollow(decoder)
-    with torch.inference_mode():
-        hidden = decoder.run(None, torch.tensor([1, 2]), torch.tensor([0, 1]))
-        logits = decoder.logits(hidden)
+    try:
+        with torch.inference_mode():
+            hidden = decoder.run(None, torch.tensor([1, 2]), torch.tensor([0, 1]))
+            logits = decoder.logits(hidden)
+    except RuntimeError:
+        heads = getattr(config.get_text_config(decoder=True), "num_key_value_heads", None)
+        if isinstance(heads, int) and heads % tp:
+            raise ConfigError(f"--tensor-parallel-size {tp} does not divide its {heads} KV heads") from None
+        raise
     direct = _read_directly(decoder)
     sizes = _sizes(decoder, direct)
     calls = recorder.calls
@@ -268,9 +277,16 @@ class _Together(Parallel):
 def _compare(config: Any, request: Request, direct: frozenset[str]) -> None:
     """A small model both ways."""
     tp = request.tensor_parallel_size
-    small = type(config).from_dict(shrink(config.to_dict(), 1 << (tp - 1).bit_length()))
-    small.architectures = config.architectures
-    theirs, state = _reference(small, request)
+    try:
+        small = type(config).from_dict(shrink(config.to_dict(), 1 << (tp - 1).bit_length()))
+        small.architectures = config.architectures
+        theirs, state = _reference(small, request)
+    except Exception as error:
+        if request.is_verbose:
+            raise
+        raise ConfigError(
+            f"no small model of its kind can be made to compare with transformers ({_first_line(error)})"
+        ) from None
     first, second = (torch.randint(4, 100, (count,), generator=torch.Generator().manual_seed(7)) for count in (21, 12))
     with torch.inference_mode():
         expected = [theirs(tokens[None], use_cache=False).logits[0].float() for tokens in (first, second)]
@@ -402,6 +418,11 @@ def _batch(prompts: list[Tensor], done: list[int], counts: list[int]) -> Batch:
     )
 
 
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
+
+
 def main() -> None:
     """Answer one request; whatever else is printed goes to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
@@ -414,8 +435,8 @@ def main() -> None:
     except Exception as error:  # transformers, or code that came with the model, may raise anything
         if request.is_verbose:
             raise
-        text = str(error).strip().split("\n")[0]
-        answer = f"transformers cannot run it: {type(error).__name__}: {text}"
+        layout = "" if request.is_single else "in this layout "
+        answer = f"transformers cannot run it {layout}({_first_line(error)})"
     pickle.dump(answer, answers)
     answers.flush()
     os._exit(0)

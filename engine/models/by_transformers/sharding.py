@@ -126,7 +126,7 @@ class PlannedLinear(Linear):
             out = self.product(x, self.bias)
             if self._style in _GATHERED:
                 out = self._parallel.all_gather(out)[:, : self.out_features]
-        return out.view(*lead, -1)
+        return out.view(*lead, out.shape[-1])
 
 
 class PlannedEmbedding(nn.Module):
