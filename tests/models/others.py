@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.engine.models.by_transformers.shrink import shrink
 from tests.models.families import SIZES, write_model
 
 
@@ -49,6 +50,13 @@ CASES = {
         ((1, 1),),
     ),
 }
+
+
+def small_sizes(kind: Any) -> dict[str, Any]:
+    """What a config class has of the usual sizes, made small."""
+    values: dict[str, Any] = kind().to_dict()
+    small = shrink(values)
+    return {name: value for name, value in small.items() if value != values[name]}
 
 
 def write(case: str, folder: Path) -> Any:

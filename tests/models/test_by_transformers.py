@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,20 +13,23 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from quire.engine.architecture import BuiltArchitecture
 from quire.engine.errors import ConfigError
 from quire.engine.families import FAMILIES, by_transformers
+from quire.engine.layers.linear import Linear
 from quire.engine.messages import SamplingParams
-from quire.engine.models.by_transformers import describe
+from quire.engine.models.by_transformers import attention, describe
 from quire.engine.models.loading import load
 from quire.engine.parallel import Parallel
 from quire.engine.resolve import Sizes
 from tests.e2e.harness import Ranks
 from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
-from tests.models import families, others
+from tests.models import families, others, remote_code
 from tests.models.common import CPU, configure, logits
+from tests.models.families import write_model
 from tests.models.test_families import STEPS, continuations
 
 
@@ -100,3 +104,133 @@ def test_what_has_no_mapping_goes_to_transformers_with_a_line(tmp_path: Path, ca
     assert "OlmoForCausalLM has no implementation of Quire's own; transformers' serves it" in caplog.text
     with pytest.raises(ConfigError, match="OlmoForCausalLM is not served; served are: "):
         configure(tmp_path, model_impl="quire")
+
+
+def write_remote(folder: Path) -> Any:
+    """A model of code that is in its folder, and itself."""
+    remote_code.write_code(folder)
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2)
+    save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+    return model.train(False)
+
+
+def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "pebble"
+    folder.mkdir()
+    model = write_remote(folder)
+    expected = continuations(model, prompts())
+    for tp in (1, 2):
+        assert served(folder, tensor_parallel_size=tp, trust_remote_code=True) == expected
+    with pytest.raises(ConfigError, match="comes with Python code of its own, which --trust-remote-code runs"):
+        configure(folder)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "reason"),
+    [
+        ("MambaForCausalLM", {}, "keeps a recurrent state"),
+        ("BloomForCausalLM", {}, "not asked through transformers' attention interface"),
+        ("BertLMHeadModel", {}, "its attention sees later tokens"),
+        ("DogeForCausalLM", {}, "its attention takes a mask of its own"),
+        ("T5ForConditionalGeneration", {}, "an encoder with a decoder"),
+        ("NobodysForCausalLM", {"model_type": "nobodys"}, "NobodysForCausalLM is not served"),
+        ("OlmoForCausalLM", {"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
+        ("OlmoModel", {"model_type": "olmo"}, "no causal language model"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(
+    architecture: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {"model_type": "olmo"}
+    if (kind := getattr(transformers, architecture, None)) is not None:
+        config = kind.config_class(**others.small_sizes(kind.config_class)).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]} | changes))
+    with pytest.raises(ConfigError, match=reason):
+        configure(tmp_path, load_format="dummy")
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "reason"),
+    [
+        ("StableLM", {"tensor_parallel_size": 2}, "--tensor-parallel-size 2: transformers has no tensor-parallel plan"),
+        ("StableLM", {"pipeline_parallel_size": 2}, "transformers has no pipeline plan"),
+        ("OLMo", {"tensor_parallel_size": 4}, "--tensor-parallel-size 4 does not divide its 2 KV heads"),
+    ],
+)
+def test_layouts_without_a_plan_are_refused(case: str, layout: dict[str, int], reason: str, tmp_path: Path) -> None:
+    others.write(case, tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        configure(tmp_path, **layout)
+
+
+def test_a_model_that_would_answer_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one would be whose attention does more than its interface tells: here the scale is lost on the way."""
+    others.write("Arcee", tmp_path)
+    exact = attention.Asked
+
+    def other(scale: float, window: int, softcap: float) -> attention.Asked:
+        return exact(2 * scale, window, softcap)
+
+    monkeypatch.setattr(attention, "Asked", other)
+    with pytest.raises(ConfigError, match="gives other logits when it is served than in transformers itself"):
+        configure(tmp_path)
+
+
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    others.write("OLMoE", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"model.extra.weight": torch.zeros(3)}, file, {"format": "pt"})
+    load(configure(tmp_path), 0, Parallel(), CPU)
+    assert "tensors that OlmoeForCausalLM does not use (1): model.extra.weight" in caplog.text
+    del tensors["model.layers.0.self_attn.q_proj.weight"], tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    tensors["model.norm.weight"] = torch.zeros(7)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ConfigError) as error:
+        load(configure(tmp_path), 0, Parallel(), CPU)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in str(error.value)
+    assert "up_proj" in str(error.value)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_take_the_memory_that_the_plan_says(quantization: str | None, tp: int, tmp_path: Path) -> None:
+    write_model("ArceeForCausalLM", families.SIZES | {"hidden_size": 256, "intermediate_size": 512}, tmp_path)
+    config = configure(tmp_path, quantization=quantization, tensor_parallel_size=tp)
+    parallel = Parallel()
+    parallel.size = tp
+    decoder = load(config, 0, parallel, CPU)
+    layers = [module for module in decoder.modules() if isinstance(module, Linear)]
+    tensors = [*decoder.parameters(), *(t for layer in layers for t in vars(layer._product).values())]
+    held = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    planned = Sizes.of(config.model, config.parallel, config.scheduler, config.cache.block_size, "float32").weights[0]
+    assert held == pytest.approx(planned, rel=0.1)
+
+
+def test_ranks_hold_the_same_dummy_weights(tmp_path: Path) -> None:
+    others.write("ERNIE 4.5 MoE", tmp_path)
+    tokens = torch.arange(20)
+    whole = on_ranks(1, partial(logits, configure(tmp_path, load_format="dummy"), tokens))[0]
+    for part in on_ranks(2, partial(logits, configure(tmp_path, load_format="dummy", tensor_parallel_size=2), tokens)):
+        assert torch.allclose(part, whole, atol=1e-4 * float(whole.abs().max()))
+
+
+def test_workers_of_our_own_models_do_without_transformers() -> None:
+    code = (
+        "import sys\n"
+        "from quire.engine.config import EngineOptions\n"
+        "from quire.engine.models.loading import load\n"
+        "from quire.engine.parallel import Parallel\n"
+        "from quire.engine.resolve import resolve\n"
+        "import torch\n"
+        "assert 'transformers' not in sys.modules\n"
+        "load(resolve(EngineOptions(device='cpu', max_model_len=256)), 0, Parallel(), torch.device('cpu'))\n"
+        "assert 'transformers' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)  # noqa: S603
+    assert not done.returncode, done.stderr

@@ -71,10 +71,10 @@ def build_whole(config: Any, dtype: torch.dtype, implementation: str, trust_remo
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Parameters lose their memory as soon as they are made; what is computed at once, such as frequencies, stays."""
-    register = nn.Module.register_parameter
+    register, mine = nn.Module.register_parameter, threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
+        if parameter is not None and parameter.device.type != "meta" and threading.get_ident() == mine:
             parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
         register(module, name, parameter)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 import sys
 import threading
 from collections import defaultdict
@@ -48,7 +49,19 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 def describe(request: Request) -> BuiltArchitecture:
-    """Raises `ConfigError` for what cannot be served, and whatever transformers raises."""
+    """Raises `ConfigError` for what cannot be served, and for whatever transformers, or the model's own code, raises."""
+    try:
+        return _describe(request)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if request.is_verbose:
+            raise
+        layout = "" if request.is_single else "in this layout "
+        raise ConfigError(f"transformers cannot run it {layout}({_first_line(error)})") from None
+
+
+def _describe(request: Request) -> BuiltArchitecture:
     config = build.read_config(request.path, request.trust_remote_code)
     name = _check_kind(config, request)
     torch.set_num_threads(1)
@@ -66,6 +79,8 @@ def _check_kind(config: Any, request: Request) -> str:
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("it is an encoder with a decoder, which is not served")
+    if parts := [each for each in config.sub_configs if re.search("vision|audio|image|video", each)]:
+        raise ConfigError(f"it takes more than text ({', '.join(parts)}), which is not served")
     kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
     if stateful := sorted(kinds & _STATEFUL):
         raise ConfigError(f"it keeps a recurrent state (layers of {', '.join(stateful)}), which is not served")
@@ -432,11 +447,6 @@ def main() -> None:
         answer: BuiltArchitecture | str = describe(request)
     except ConfigError as error:
         answer = str(error)
-    except Exception as error:  # transformers, or code that came with the model, may raise anything
-        if request.is_verbose:
-            raise
-        layout = "" if request.is_single else "in this layout "
-        answer = f"transformers cannot run it {layout}({_first_line(error)})"
     pickle.dump(answer, answers)
     answers.flush()
     os._exit(0)

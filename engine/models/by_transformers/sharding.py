@@ -172,8 +172,8 @@ def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -
             half = shape[dim] // 2
             start, length = cut(name, half, parallel)
             shards = (
-                Shard(shape, start, length, dim=dim, part="first"),
-                Shard(shape, half + start, length, dim=dim, offset=length, part="second"),
+                Shard(shape, start, length, dim=dim),
+                Shard(shape, half + start, length, dim=dim, offset=length),
             )
             return typed_weight(like.dtype, (*shape[:dim], 2 * length, *shape[dim + 1 :]), *shards)
     if style not in ("", *_WHOLE):

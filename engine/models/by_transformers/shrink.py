@@ -157,7 +157,7 @@ def _shrink_rope(rope: Mapping[str, Any], turned: tuple[int, int]) -> dict[str, 
         if isinstance(value, Mapping):
             small[name] = _shrink_rope(value, turned)
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
-            small[name] = value[: max(1, len(value) * after // before)]
+            small[name] = (value * after)[: max(1, len(value) * after // before)]
         elif name == "mrope_section" and isinstance(value, list):
             rest = [each * after // before for each in value[1:]]
             small[name] = [sum(value) * after // before - sum(rest), *rest]
