@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.engine.errors import ConfigError
 
-_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "*.py"]
 _INDICES = {"safetensors": "model.safetensors.index.json", "pt": "pytorch_model.bin.index.json"}
 _WEIGHTS = {"safetensors": "model*.safetensors", "pt": "pytorch_model*.bin"}
 """Of a repository, which may hold the weights twice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import typing
 from bisect import bisect_right
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine import devices, model_files, pooling
-from quire.engine.architecture import Architecture, Experts, Matrices
+from quire.engine.architecture import Architecture, BuiltArchitecture, Experts, Matrices
 from quire.engine.cache_groups import CacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config import (
     DTYPE_BYTES,
@@ -26,9 +27,11 @@ from quire.engine.config import (
 from quire.engine.devices import Devices
 from quire.engine.encoder import Encoder
 from quire.engine.errors import ConfigError
-from quire.engine.families import FAMILIES, from_hf_config
+from quire.engine.families import FAMILIES, by_transformers, from_hf_config
 from quire.engine.families.quantized import quantized
 from quire.engine.pooling import Pooling
+
+logger = logging.getLogger(__name__)
 
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 """The most that a tuned step computes, and what its workspace is made for: larger steps are hardly cheaper by token."""
@@ -162,7 +165,7 @@ def plan_text(config: EngineConfig) -> str:
         f"{'up to ' * config.scheduler.is_tuned}{config.scheduler.max_num_batched_tokens:,} tokens a step"
     )
     lines = [
-        f"{arch.name} from {model.path}",
+        f"{arch.name} from {model.path}{', by transformers' * isinstance(arch, BuiltArchitecture)}",
         f"{model.dtype}{stored}{weights} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
     ]
@@ -274,7 +277,7 @@ def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any])
     # A decoder without its head, as AutoModel saves it, is named so: Qwen3Model.
     whole = [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
     is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in whole)
-    arch = from_hf_config({**hf_config, "architectures": whole} if is_headless else hf_config)
+    arch = _implementation(options, path, {**hf_config, "architectures": whole} if is_headless else hf_config)
     if isinstance(arch, Encoder):
         if options.runner == "generate":
             raise ConfigError(f"{arch.name} is an encoder and cannot generate text; leave --runner generate out")
@@ -293,6 +296,36 @@ def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any])
     if hf_config.get("is_causal") is False or hf_config.get("use_bidirectional_attention"):
         raise ConfigError(f"{arch.name}: a decoder whose tokens see those behind them (is_causal false) is not served")
     return arch, pooling.read(path, hf_config, arch.hidden_size, default="lasttoken")
+
+
+def _implementation(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> Architecture:
+    """The model by our own families, or as transformers builds it."""
+    ours = None
+    names = hf_config.get("architectures") or []
+    if options.model_impl != "transformers":
+        try:
+            return from_hf_config(hf_config)
+        except ConfigError as error:
+            if options.model_impl == "quire":
+                raise
+            ours = error
+    quantized(hf_config)
+    request = by_transformers.Request(
+        path=path,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        length=options.max_model_len,
+        trust_remote_code=options.trust_remote_code,
+    )
+    try:
+        arch = by_transformers.describe(request)
+    except ConfigError as error:
+        theirs = f"{', '.join(names) or 'it'} is not served by transformers' implementation: {error}"
+        raise ConfigError(theirs if ours is None else f"{ours}; and {theirs}") from None
+    if ours is not None:
+        reason = f"{ours}" if arch.name in FAMILIES else f"{arch.name} has no implementation of Quire's own"
+        logger.warning("%s; transformers' serves it (--model-impl transformers)", reason)
+    return arch
 
 
 def _may_reuse_prefixes(model: ModelConfig) -> bool:

@@ -47,7 +47,7 @@ def describe(request: Request) -> BuiltArchitecture:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", _ANSWERS]
     try:
-        done = subprocess.run(  # noqa: S603
+        done = subprocess.run(
             command, input=pickle.dumps(request), env=environment, capture_output=True, timeout=_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import zlib
 from collections import defaultdict, deque
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from tqdm import tqdm
 
 from quire import kernels
 from quire.engine import encoder
+from quire.engine.architecture import BuiltArchitecture
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.families import FAMILIES
@@ -34,6 +36,9 @@ from quire.engine.models.encoder import Encoder
 from quire.engine.parallel import Parallel
 from quire.engine.pooling import Dense
 
+if TYPE_CHECKING:
+    from quire.engine.models.by_transformers.decoder import TransformersDecoder
+
 logger = logging.getLogger(__name__)
 
 _DTYPES = ("F32", "BF16", "F16", "FP8", "MXFP4")
@@ -44,6 +49,7 @@ _READERS = 4
 _AHEAD_SHARE, _AHEAD_BYTES = 32, 1 << 30
 """What is filled and not yet packed is at most this part of the rank's weights, and so many bytes."""
 
+Model: TypeAlias = "Decoder | TransformersDecoder | Encoder"
 Place = tuple[Weight, Shard, Stored]
 """A slice of a checkpoint tensor: where it goes, and how it lies in that tensor."""
 Needed = dict[str, list[Place]]
@@ -59,7 +65,7 @@ def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.devi
 
 def load_model(
     config: EngineConfig, rank: int, parallel: Parallel, device: torch.device, *, pack: bool = True
-) -> Decoder | Encoder:
+) -> Model:
     """The model of this rank's stage on `device`, with its weights.
 
     Only the rank's own slices are read, straight into the parameters, several at once. A linear layer is packed (and
@@ -70,22 +76,31 @@ def load_model(
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)):
         decoder = build(model, stage, parallel)
+    is_dummy, is_built = model.load_format == "dummy", isinstance(model.architecture, BuiltArchitecture)
+    if not isinstance(decoder, Decoder | Encoder):
+        decoder.find(None if is_dummy else Checkpoint(model, "", ()).headers.keys())
     needed = needed_tensors(decoder, model)
     units = _units(decoder, needed, model.quantization if pack else "as it is")
-    if model.load_format == "dummy":
+    if is_dummy:
         _fill(units, partial(_fill_randomly, model.seed), readers=1, bar=False)
         return decoder
-    checkpoint = Checkpoint(model, FAMILIES[model.architecture.name].prefix, needed)
+    checkpoint = Checkpoint(model, "" if is_built else FAMILIES[model.architecture.name].prefix, needed)
     _check(needed, checkpoint.headers, model)
-    if rank == 0:
+    if rank == 0 and not isinstance(decoder, Decoder | Encoder):
+        _warn_of_surplus(decoder.surplus, model)
+    elif rank == 0:
         _report_surplus(checkpoint.headers, model)
     _fill(units, partial(_read, checkpoint), readers=_READERS, bar=rank == 0)
     return decoder
 
 
-def build(model: ModelConfig, layers: range, parallel: Parallel) -> Decoder | Encoder:
+def build(model: ModelConfig, layers: range, parallel: Parallel) -> Model:
     """The model, or a stage of it, uninitialized; where it makes vectors, without a head."""
     arch = model.architecture
+    if isinstance(arch, BuiltArchitecture):
+        from quire.engine.models.by_transformers.decoder import TransformersDecoder  # which imports slowly
+
+        return TransformersDecoder.of(model, arch, layers, parallel, torch.get_default_device())
     if isinstance(arch, encoder.Encoder):
         return Encoder(arch, parallel)
     decoder = Decoder(arch, layers, model.max_model_len, parallel)
@@ -114,9 +129,13 @@ def load_dense(model: ModelConfig, dense: Dense, device: torch.device) -> tuple[
     return tensors[0], tensors[1] if dense.bias else None
 
 
-def needed_tensors(decoder: Decoder | Encoder, model: ModelConfig) -> Needed:
+def needed_tensors(decoder: Model, model: ModelConfig) -> Needed:
     """The checkpoint tensors that this stage is made of."""
     needed: Needed = defaultdict(list)
+    if not isinstance(decoder, Decoder | Encoder):
+        for place in decoder.places:
+            needed[place[2].name].append(place)
+        return needed
     for path, weight in decoder.named_parameters():
         assert isinstance(weight, Weight)
         for shard, stored in find(path, weight, model.architecture):
@@ -135,7 +154,7 @@ class _Unit:
 
 
 def _units(
-    decoder: Decoder | Encoder, needed: Needed, quantization: kernels.Quantization | Literal["as it is"] | None
+    decoder: Model, needed: Needed, quantization: kernels.Quantization | Literal["as it is"] | None
 ) -> list[_Unit]:
     """All of the model. What is held in two forms for a while comes first, the largest before all."""
     places: dict[int, list[Place]] = defaultdict(list)
@@ -198,8 +217,12 @@ def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
     behind = [name for name in surplus if family.behind_layers and _layer_of(name) >= arch.num_layers]
     if behind:
         logger.info("%s: the checkpoint's %s is not used %s", model.path, family.behind_layers, _listed(behind))
-    if surplus := [name for name in surplus if name not in behind]:
-        logger.warning("%s: tensors that %s does not use %s", model.path, arch.name, _listed(surplus))
+    _warn_of_surplus([name for name in surplus if name not in behind], model)
+
+
+def _warn_of_surplus(surplus: list[str], model: ModelConfig) -> None:
+    if surplus:
+        logger.warning("%s: tensors that %s does not use %s", model.path, model.architecture.name, _listed(surplus))
 
 
 def _layer_of(name: str) -> int:
@@ -269,6 +292,10 @@ def _fill_randomly(seed: int, place: Place) -> None:
 
 def _random(key: int, shard: Shard, like: Tensor) -> Tensor:
     """The shard's slice of a random matrix or vector, of the type of `like`, some rows at a time."""
+    if len(shard.shape) > 2:  # matrices in a stack: one below the other
+        rows_of_all = math.prod(shard.shape[:-1])
+        below = Shard((rows_of_all, shard.shape[-1]), 0, rows_of_all)
+        return _random(key, below, like).view(shard.shape)[shard.source]
     shape = (*shard.shape, 1)[:2]
     rows, columns = (
         torch.arange(size, device=like.device)[index]

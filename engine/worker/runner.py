@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,11 +14,15 @@ from quire.engine.config import EngineConfig
 from quire.engine.layers.attention import LayerCache
 from quire.engine.messages import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from quire.engine.models.decoder import Decoder
+from quire.engine.models.encoder import Encoder
 from quire.engine.models.loading import load_dense, load_model
 from quire.engine.parallel import Links
 from quire.engine.worker.batch import RequestStates, Rows
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
+
+if TYPE_CHECKING:
+    from quire.engine.models.by_transformers.decoder import TransformersDecoder
 
 _SCORED_AT_ONCE = (16, 256)
 """Prompt tokens whose logits are held at once: as many as requests may sample, which memory is set aside for, but not
@@ -92,8 +98,8 @@ class Runner:
         return result
 
     @property
-    def _decoder(self) -> Decoder:
-        assert isinstance(self._model, Decoder)
+    def _decoder(self) -> Decoder | TransformersDecoder:
+        assert not isinstance(self._model, Encoder)
         return self._model
 
     def _pool(self, plan: StepPlan, rows: Rows, hidden: Tensor, ends: Tensor, pooler: Pooler) -> StepResult | None:

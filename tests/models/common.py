@@ -11,7 +11,8 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.layers.attention import Batch, LayerCache
-from quire.engine.models.loading import load
+from quire.engine.models.encoder import Encoder
+from quire.engine.models.loading import load_model
 from quire.engine.parallel import Parallel
 from quire.engine.resolve import resolve
 
@@ -38,9 +39,13 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
         sampled=positions,
     )
     for stage, layers in enumerate(config.parallel.stages):
-        decoder = load(config, stage * parallel.size + parallel.rank, parallel, CPU)
-        sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(parallel.size)
-        caches = kernels.allocate_kv_cache(len(layers), blocks, kv_heads, 4, head_dim, dtype, CPU, sides)
+        decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU)
+        shapes = [arch.layers[number].attention.kv_shape(parallel.size) for number in layers]
+        caches = [
+            kernels.allocate_kv_cache(1, blocks, kv_heads, 4, head_dim, dtype, CPU, sides)[0]
+            for sides, kv_heads, head_dim in shapes
+        ]
         hidden = decoder(hidden, batch, [LayerCache(memory) for memory in caches])
     assert hidden is not None
+    assert not isinstance(decoder, Encoder)
     return decoder.logits(hidden)

@@ -22,6 +22,12 @@ from quire.engine.models.by_transformers.shrink import shrink
 
 DECODERS: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """model_type → architecture."""
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "num_hidden_layers": 4},
+}
+"""What published models have, and the config classes do not by themselves."""
 LAYOUTS = ((1, 1), (2, 1), (1, 2))
 
 
@@ -43,6 +49,7 @@ def write(model_type: str, folder: Path) -> bool:
         "layer_types": ["full_attention"] * (layers if isinstance(layers, int) else 0),
     }
     values |= {name: value for name, value in usual.items() if name in values and values[name] is None}
+    values |= PUBLISHED.get(model_type, {})
     small = shrink(values)
     try:
         kind.from_dict(small)
@@ -80,7 +87,9 @@ def table() -> str:
     lines = ["| layouts | architectures |", "|---|---|"]
     for layouts in ("TP and PP", "TP", "PP", "one rank"):
         names = sorted(name for name, value in served.items() if value == layouts)
-        lines += [f"| {layouts} | {', '.join(f'**{n}**' if n not in FAMILIES else n for n in names)} |"] if names else []
+        lines += (
+            [f"| {layouts} | {', '.join(f'**{n}**' if n not in FAMILIES else n for n in names)} |"] if names else []
+        )
     lines += ["", "| not served, because | architectures |", "|---|---|"]
     for reason, others in sorted(reasons.items()):
         if left := sorted(others - served.keys()):

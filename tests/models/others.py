@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from quire.engine.models.by_transformers.shrink import shrink
@@ -13,7 +15,7 @@ class Other(NamedTuple):
     """`layouts` are tensor × pipeline parallel sizes."""
 
     architecture: str
-    changes: dict[str, Any] = {}  # noqa: RUF012: never changed
+    changes: Mapping[str, Any] = MappingProxyType({})
     layouts: tuple[tuple[int, int], ...] = ((1, 1), (2, 1), (1, 2), (2, 2))
 
 
@@ -61,4 +63,4 @@ def small_sizes(kind: Any) -> dict[str, Any]:
 
 def write(case: str, folder: Path) -> Any:
     """The case's model in `folder`, and as transformers has it, in float32 and ready to be asked."""
-    return write_model(CASES[case].architecture, SIZES | CASES[case].changes, folder)
+    return write_model(CASES[case].architecture, SIZES | dict(CASES[case].changes), folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-CONFIG = '''
+CONFIG = """
 from transformers import PreTrainedConfig
 
 
@@ -24,9 +24,9 @@ class PebbleConfig(PreTrainedConfig):
     vocab_size: int = 131
     max_position_embeddings: int = 256
     penalty: float = 0.5
-'''
+"""
 
-MODEL = '''
+MODEL = """
 import torch
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -123,13 +123,16 @@ class PebbleForCausalLM(PebblePreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(
             logits=self.head(output.last_hidden_state), past_key_values=output.past_key_values
         )
-'''
+"""
 
 
 def write_code(folder: Path) -> None:
     """The code, and a config.json that points to it."""
     (folder / "configuration_pebble.py").write_text(CONFIG)
     (folder / "modeling_pebble.py").write_text(MODEL)
-    names = {"AutoConfig": "configuration_pebble.PebbleConfig", "AutoModelForCausalLM": "modeling_pebble.PebbleForCausalLM"}
+    names = {
+        "AutoConfig": "configuration_pebble.PebbleConfig",
+        "AutoModelForCausalLM": "modeling_pebble.PebbleForCausalLM",
+    }
     config = {"architectures": ["PebbleForCausalLM"], "model_type": "pebble", "auto_map": names, "eos_token_id": 130}
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Models that transformers builds: the same tokens as by transformers itself, in every layout that they have a plan for."""
+"""Models that transformers builds: the same tokens as its own, in every layout that they have a plan for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from quire.engine.errors import ConfigError
 from quire.engine.families import FAMILIES, by_transformers
 from quire.engine.layers.linear import Linear
 from quire.engine.messages import SamplingParams
-from quire.engine.models.by_transformers import attention, describe
-from quire.engine.models.loading import load
+from quire.engine.models.by_transformers import attention, build, describe
+from quire.engine.models.loading import load_model
 from quire.engine.parallel import Parallel
 from quire.engine.resolve import Sizes
 from tests.e2e.harness import Ranks
@@ -92,7 +92,9 @@ def test_enough_architectures_have_no_mapping_of_ours() -> None:
 def test_both_implementations_give_the_same_tokens(case: str, tmp_path: Path) -> None:
     families.write(case, tmp_path)
     for tp in (1, 2):
-        ours, theirs = (served(tmp_path, tensor_parallel_size=tp, model_impl=impl) for impl in ("quire", "transformers"))
+        ours, theirs = (
+            served(tmp_path, tensor_parallel_size=tp, model_impl=impl) for impl in ("quire", "transformers")
+        )
         assert ours == theirs
 
 
@@ -111,7 +113,7 @@ def write_remote(folder: Path) -> Any:
     remote_code.write_code(folder)
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    model: Any = build.from_config(config, trust_remote_code=True)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.2)
     save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
@@ -186,13 +188,13 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, caplog: pytest.LogCap
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"model.extra.weight": torch.zeros(3)}, file, {"format": "pt"})
-    load(configure(tmp_path), 0, Parallel(), CPU)
+    load_model(configure(tmp_path), 0, Parallel(), CPU)
     assert "tensors that OlmoeForCausalLM does not use (1): model.extra.weight" in caplog.text
     del tensors["model.layers.0.self_attn.q_proj.weight"], tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
     tensors["model.norm.weight"] = torch.zeros(7)
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ConfigError) as error:
-        load(configure(tmp_path), 0, Parallel(), CPU)
+        load_model(configure(tmp_path), 0, Parallel(), CPU)
     assert "model.layers.1.mlp.experts.gate_up_proj" in str(error.value)
     assert "up_proj" in str(error.value)
 
@@ -204,11 +206,11 @@ def test_weights_take_the_memory_that_the_plan_says(quantization: str | None, tp
     config = configure(tmp_path, quantization=quantization, tensor_parallel_size=tp)
     parallel = Parallel()
     parallel.size = tp
-    decoder = load(config, 0, parallel, CPU)
+    decoder = load_model(config, 0, parallel, CPU)
     layers = [module for module in decoder.modules() if isinstance(module, Linear)]
     tensors = [*decoder.parameters(), *(t for layer in layers for t in vars(layer._product).values())]
     held = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
-    planned = Sizes.of(config.model, config.parallel, config.scheduler, config.cache.block_size, "float32").weights[0]
+    planned = Sizes.of(config).weights[0]
     assert held == pytest.approx(planned, rel=0.1)
 
 
@@ -224,13 +226,13 @@ def test_workers_of_our_own_models_do_without_transformers() -> None:
     code = (
         "import sys\n"
         "from quire.engine.config import EngineOptions\n"
-        "from quire.engine.models.loading import load\n"
+        "from quire.engine.models.loading import load_model\n"
         "from quire.engine.parallel import Parallel\n"
         "from quire.engine.resolve import resolve\n"
         "import torch\n"
         "assert 'transformers' not in sys.modules\n"
-        "load(resolve(EngineOptions(device='cpu', max_model_len=256)), 0, Parallel(), torch.device('cpu'))\n"
+        "load_model(resolve(EngineOptions(device='cpu', max_model_len=256)), 0, Parallel(), torch.device('cpu'))\n"
         "assert 'transformers' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)  # noqa: S603
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert not done.returncode, done.stderr

@@ -33,11 +33,11 @@ FLAGS = """
 --block-size --chat-template --config --device --distributed-executor-backend --dtype --enable-chunked-prefill
 --enable-prefix-caching --gpu-memory-utilization --help --host --itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes
 --load-format --log-level --max-body-mib --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs
---max-queue --model-impl --no-allow-credentials --no-enable-chunked-prefill --no-enable-prefix-caching --no-trust-remote-code
---no-trust-request-chat-template --pipeline-layer-partition --pipeline-parallel-size --port --quantization
---reasoning-parser --request-timeout --revision --root-path --runner --scheduling-policy --seed --served-model-name
---ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --tensor-parallel-size --tokenizer --tool-call-parser
---trust-remote-code --trust-request-chat-template --uds -asc -h -pp -q -tp
+--max-queue --model-impl --no-allow-credentials --no-enable-chunked-prefill --no-enable-prefix-caching
+--no-trust-remote-code --no-trust-request-chat-template --pipeline-layer-partition --pipeline-parallel-size --port
+--quantization --reasoning-parser --request-timeout --revision --root-path --runner --scheduling-policy --seed
+--served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --tensor-parallel-size --tokenizer
+--tool-call-parser --trust-remote-code --trust-request-chat-template --uds -asc -h -pp -q -tp
 """
 
 RUN = """

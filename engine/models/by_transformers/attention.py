@@ -17,12 +17,20 @@ from transformers import AttentionInterface
 
 from quire import kernels
 from quire.engine.errors import ConfigError
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.attention import Batch, LayerCache
 
 NAME = "quire"
 _ATTRIBUTE = "quire_answer"
 _HARMLESS = frozenset(
-    ("dropout", "position_ids", "cache_position", "use_cache", "output_attentions", "position_embeddings", "deterministic")
+    (
+        "dropout",
+        "position_ids",
+        "cache_position",
+        "use_cache",
+        "output_attentions",
+        "position_embeddings",
+        "deterministic",
+    )
 )
 """Arguments that change nothing for one flat batch without dropout."""
 
@@ -92,28 +100,22 @@ class Paged:
 
     def __init__(self) -> None:
         self._batch: Batch | None = None
-        self._caches: Sequence[Tensor] = ()
+        self._caches: Sequence[LayerCache] = ()
         self._next = 0
 
-    def begin(self, batch: Batch, caches: Sequence[Tensor]) -> None:
+    def begin(self, batch: Batch, caches: Sequence[LayerCache]) -> None:
         self._batch, self._caches, self._next = batch, caches, 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None) -> Tensor:
-        batch, cache = self._batch, self._caches[self._next]
-        assert batch is not None
+        assert self._batch is not None
+        cache, group = self._caches[self._next]
+        batch = self._batch.of(group)
         self._next += 1
         value_dim, size = value.shape[-1], max(query.shape[-1], value.shape[-1])
         if query.shape[-1] != value_dim:  # the cache has rows of one size
             query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
         unturned = torch.empty(len(query), 0, device=query.device)
         query = kernels.rotary_write_kv(query, key, value, unturned, cache, batch.slots)
-        changes: dict[str, Any] = {}
-        if asked.window:
-            changes["window"] = asked.window
-        if asked.softcap:
-            changes["softcap"] = asked.softcap
-        if sinks is not None:
-            changes["sinks"] = sinks.float()
         mixed = kernels.paged_attention(
             query.contiguous(),
             cache,
@@ -121,7 +123,9 @@ class Paged:
             batch.sequence_lengths,
             batch.query_starts,
             asked.scale,
-            **changes,
+            window=asked.window,
+            softcap=asked.softcap,
+            sinks=None if sinks is None else sinks.float(),
         )
         return mixed[..., :value_dim]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,10 @@ _QUIET = {
 NO_INTERFACE = "its attention is not asked through transformers' attention interface, which is not served"
 
 _building = threading.Lock()
-transformers.logging.set_verbosity_error()
+_logging: Any = transformers.logging
+_logging.set_verbosity_error()
+from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
+"""transformers' way from a config to a causal language model."""
 
 
 def read_config(path: Path, trust_remote_code: bool) -> Any:
@@ -57,8 +60,12 @@ def build_whole(config: Any, dtype: torch.dtype, implementation: str, trust_remo
                 setattr(part, name, value)
     with _building, _parameters_on_meta():
         try:
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=implementation, dtype=dtype, trust_remote_code=trust_remote_code
+            model = from_config(
+                config,
+                attn_implementation=implementation,
+                experts_implementation="eager",  # others want sizes that are multiples of some number
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
             )
         except KeyError as error:
             if error.args == (implementation,):
@@ -71,18 +78,19 @@ def build_whole(config: Any, dtype: torch.dtype, implementation: str, trust_remo
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Parameters lose their memory as soon as they are made; what is computed at once, such as frequencies, stays."""
-    register, mine = nn.Module.register_parameter, threading.get_ident()
+    modules: Any = nn.Module
+    register, mine = modules.register_parameter, threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.device.type != "meta" and threading.get_ident() == mine:
             parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    modules.register_parameter = on_meta
     try:
         yield
     finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        modules.register_parameter = register
 
 
 def _keep_wide(model: Any, dtype: torch.dtype) -> None:
@@ -184,12 +192,18 @@ def keep_stage(model: Any, layers: range, total: int) -> None:
         base.embed_tokens = Elsewhere()
     if layers.stop < total:
         base.norm = Elsewhere()
-        for name, module in list(model.named_children()):
-            if module is not base:
-                setattr(model, name, Elsewhere())
+        drop_head(model)
 
 
-def fix_frequencies(model: nn.Module, max_length: int) -> None:
+def drop_head(model: Any) -> None:
+    """Leave the base model alone."""
+    base = base_of(model)
+    for name, module in list(model.named_children()):
+        if module is not base:
+            setattr(model, name, Elsewhere())
+
+
+def fix_frequencies(model: Any, max_length: int) -> None:
     """Choose rotary frequencies that depend on the length once, for `max_length`.
 
     Otherwise they would follow the longest request of a step, and a sequence's keys would change while it grows.

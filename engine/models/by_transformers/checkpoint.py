@@ -43,8 +43,10 @@ class Names:
         self.surplus: list[str] = []
         for key in sorted(stored, key=_in_order):
             target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
-            converter = None if pattern is None else next(each for each in converters if pattern in each.source_patterns)
-            if converter is None:
+            converter = (
+                None if pattern is None else next(each for each in converters if pattern in each.source_patterns)
+            )
+            if converter is None or pattern is None:
                 self._add(target, Source(key), names)
             else:
                 part = converter.source_patterns.index(pattern)

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from quire.engine.architecture import BuiltArchitecture
-from quire.engine import model_files
 from quire.engine.config import ModelConfig
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.by_transformers import attention, build
 from quire.engine.models.by_transformers.checkpoint import Names, needed
@@ -81,23 +80,24 @@ class TransformersDecoder(nn.Module):
         self._output: type[Any] | None = None
 
     @staticmethod
-    def of(model: ModelConfig, layers: range, parallel: Parallel, device: torch.device) -> TransformersDecoder:
-        """As the resolved configuration says."""
+    def of(
+        model: ModelConfig, arch: BuiltArchitecture, layers: range, parallel: Parallel, device: torch.device
+    ) -> TransformersDecoder:
+        """As the resolved configuration says; without a head where it makes vectors."""
         config = build.read_config(model.path, model.trust_remote_code)
-        assert isinstance(model.architecture, BuiltArchitecture)
         decoder = TransformersDecoder(
             config,
             layers,
-            model.architecture.num_layers,
+            arch.num_layers,
             parallel,
             device,
             getattr(torch, model.dtype),
             model.max_model_len,
             trust_remote_code=model.trust_remote_code,
         )
-        decoder.keep_whole(model.architecture.read_directly)
-        stored = None if model.load_format == "dummy" else model_files.read_headers(model.path).keys()
-        decoder.find(stored)
+        decoder.keep_whole(arch.read_directly)
+        if model.pooling is not None:
+            build.drop_head(decoder.shell)
         return decoder
 
     def find(self, stored: Collection[str] | None) -> None:
@@ -112,7 +112,7 @@ class TransformersDecoder(nn.Module):
             if isinstance(module, PlannedLinear):
                 module.is_read_directly = without_numbers(path) in direct
 
-    def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[Tensor]) -> Tensor:
+    def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
         """As `Decoder`'s: `[tokens, hidden_size]` after this stage, from that of the stage before."""
         self.paged.begin(batch, caches)
         return self.run(x, batch.token_ids, batch.positions)
@@ -124,6 +124,10 @@ class TransformersDecoder(nn.Module):
         self._output = type(output)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def features(self, x: Tensor) -> Tensor:
+        """As `Decoder`'s: what the head sees, which the base model has put out already."""
+        return x
 
     def logits(self, x: Tensor) -> Tensor:
         """As `Decoder`'s: the last stage's `[rows, hidden_size]` → float32 `[rows, vocab_size]`."""

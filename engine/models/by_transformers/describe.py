@@ -26,13 +26,13 @@ from quire import kernels
 from quire.engine.architecture import Attention, BuiltArchitecture, BuiltLayer, FeedForward, Matrices
 from quire.engine.errors import ConfigError
 from quire.engine.families.by_transformers import Request
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Weight
 from quire.engine.models.by_transformers import attention, build
 from quire.engine.models.by_transformers.decoder import TransformersDecoder
-from quire.engine.models.by_transformers.shrink import LENGTH, shrink
 from quire.engine.models.by_transformers.sharding import PlannedLinear, without_numbers
+from quire.engine.models.by_transformers.shrink import LENGTH, shrink
 from quire.engine.parallel import Parallel
 
 _LENGTHS = (
@@ -49,7 +49,7 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 def describe(request: Request) -> BuiltArchitecture:
-    """Raises `ConfigError` for what cannot be served, and for whatever transformers, or the model's own code, raises."""
+    """Raises `ConfigError` for what cannot be served, and for whatever transformers or the model's own code raises."""
     try:
         return _describe(request)
     except ConfigError:
@@ -63,6 +63,8 @@ def describe(request: Request) -> BuiltArchitecture:
 
 def _describe(request: Request) -> BuiltArchitecture:
     config = build.read_config(request.path, request.trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # tensors are dequantized while they are read
     name = _check_kind(config, request)
     torch.set_num_threads(1)
     described = _measure(name, config, request)
@@ -73,9 +75,6 @@ def _describe(request: Request) -> BuiltArchitecture:
 
 def _check_kind(config: Any, request: Request) -> str:
     """The architecture's name, of a model that generates text from text alone."""
-    if (quantized := getattr(config, "quantization_config", None)) is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
-        raise ConfigError(f"its checkpoint is quantized ({method}), which is not served")
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigError("it is an encoder with a decoder, which is not served")
@@ -89,7 +88,16 @@ def _check_kind(config: Any, request: Request) -> str:
     return str((config.architectures or [type(config).__name__])[0])
 
 
-def _build(config: Any, request: Request, dtype: torch.dtype, device: torch.device, parallel: Parallel, layers: range, total: int, length: int) -> TransformersDecoder:  # noqa: E501
+def _build(
+    config: Any,
+    request: Request,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: Parallel,
+    layers: range,
+    total: int,
+    length: int,
+) -> TransformersDecoder:
     return TransformersDecoder(
         copy.deepcopy(config),
         layers,
@@ -162,7 +170,9 @@ def _measure(name: str, config: Any, request: Request) -> BuiltArchitecture:
             raise ConfigError("--pipeline-parallel-size: its layers ask for attention more than once")
         build.keep_stage(decoder.shell, range(1), sizes.layers)
     text = config.get_text_config(decoder=True)
-    length = next((int(v) for each in _LENGTHS if isinstance(v := getattr(text, each, None), int) and v > 0), _UNLIMITED)
+    length = next(
+        (int(v) for each in _LENGTHS if isinstance(v := getattr(text, each, None), int) and v > 0), _UNLIMITED
+    )
     return BuiltArchitecture(
         name=name,
         hidden_size=hidden.shape[-1],
@@ -186,10 +196,10 @@ def _check_class(model: Any, name: str) -> None:
         taken = {model.input_modalities} if isinstance(model.input_modalities, str) else set(model.input_modalities)
         if taken != {"text"}:
             raise ConfigError(f"it takes more than text ({', '.join(sorted(taken))}), which is not served")
-    if not model._can_set_attn_implementation():
-        raise ConfigError(build.NO_INTERFACE)
     if getattr(model, "_is_stateful", False):
         raise ConfigError("it keeps a recurrent state, which is not served")
+    if not model._can_set_attn_implementation():
+        raise ConfigError(build.NO_INTERFACE)
 
 
 class _Sizes:
@@ -221,7 +231,12 @@ def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _Sizes:
                 is_after = module is head or path.endswith("norm") or not _is_inside(module, base)
                 sizes.after += count * is_after
                 sizes.before += count * (not is_after)
-            elif isinstance(module, PlannedLinear) and name == "weight" and not module.is_router and without_numbers(path) not in direct:
+            elif (
+                isinstance(module, PlannedLinear)
+                and name == "weight"
+                and not module.is_router
+                and without_numbers(path) not in direct
+            ):
                 sizes.linears[numbers[0]].append(Matrices(*weight.shape))
                 sizes.widest = max(sizes.widest, len(weight))
             else:
@@ -266,7 +281,7 @@ def _make_hollow(decoder: TransformersDecoder) -> None:
                     torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False
                 )
         if hasattr(module, "_apply_gate"):  # as transformers marks experts
-            module.forward = lambda x, *others, **more: torch.zeros_like(x)  # type: ignore[method-assign]
+            module.forward = lambda x, *others, **more: torch.zeros_like(x)
 
 
 class _Together(Parallel):
@@ -310,18 +325,16 @@ def _compare(config: Any, request: Request, direct: frozenset[str]) -> None:
         difference = float((ours - right).abs().max() / right.abs().max())
         if not difference <= _SAME:
             raise ConfigError(
-                "a small model of its kind gives other logits when it is served than in transformers itself (they "
-                f"differ by {difference:.2g} of the largest): its output depends on more than attention over earlier tokens"
+                "a small model of its kind gives other logits when it is served than in transformers itself (they differ "
+                f"by {difference:.2g} of the largest): its output depends on more than attention over earlier tokens"
             )
 
 
 def _reference(small: Any, request: Request) -> tuple[Any, dict[str, Tensor]]:
     """transformers' own model, with weights far enough from 0 that a difference shows."""
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     config = copy.deepcopy(small)
-    model: Any = AutoModelForCausalLM.from_config(
+    model = build.from_config(
         config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=request.trust_remote_code
     ).eval()
     for parameter in model.parameters():
@@ -333,7 +346,9 @@ def _reference(small: Any, request: Request) -> tuple[Any, dict[str, Tensor]]:
     return model, model.state_dict()
 
 
-def _served(small: Any, request: Request, direct: frozenset[str], state: dict[str, Tensor], prompts: list[Tensor]) -> list[Tensor]:
+def _served(
+    small: Any, request: Request, direct: frozenset[str], state: dict[str, Tensor], prompts: list[Tensor]
+) -> list[Tensor]:
     """Logits of the prompts, which run together, the first in two chunks, over the ranks that are asked for."""
     tp, count = request.tensor_parallel_size, int(small.get_text_config(decoder=True).num_hidden_layers)
     stages = min(request.pipeline_parallel_size, count)
@@ -385,16 +400,18 @@ class _Growing(attention.Paged):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[Tensor] = []
+        self._made: list[LayerCache] = []
 
     def again(self, batch: Batch) -> None:
         self.begin(batch, self._made)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, asked: attention.Asked, sinks: Tensor | None) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, asked: attention.Asked, sinks: Tensor | None
+    ) -> Tensor:
         if self._next == len(self._made):
             size = max(key.shape[-1], value.shape[-1])
             shape = (1, 2 * _REQUEST_BLOCKS, key.shape[1], _BLOCK, size)
-            self._made.append(kernels.allocate_kv_cache(*shape, torch.float32, _CPU)[0])
+            self._made.append(LayerCache(kernels.allocate_kv_cache(*shape, torch.float32, _CPU)[0]))
         return super().__call__(query, key, value, asked, sinks)
 
 
@@ -412,7 +429,7 @@ def _run(stages: list[TransformersDecoder], prompts: list[Tensor]) -> list[Tenso
             x = decoder.run(x, batch.token_ids, batch.positions)
         assert x is not None
         logits = stages[-1].logits(x)
-        for number, part in enumerate(logits.split(counts)):
+        for number, part in enumerate(torch.split(logits, counts)):
             results[number].append(part)
             done[number] += counts[number]
     return [torch.cat(parts) for parts in results]

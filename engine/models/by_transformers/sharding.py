@@ -24,10 +24,9 @@ from quire.engine.parallel import Parallel
 _WHOLE = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params")
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT = ("rowwise_split_input", "rowwise_rep")
-_SERVED = frozenset(
-    (*_WHOLE, *_GATHERED, *_SPLIT, "colwise", "rowwise", "packed_colwise", "packed_rowwise", "embedding_rowwise")
-    + ("moe_tp_experts", "moe_identity_expert", "all_reduce")
-)
+_HOOKS = ("moe_tp_experts", "moe_identity_expert", "all_reduce")
+_CUT = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "embedding_rowwise")
+_SERVED = frozenset((*_WHOLE, *_GATHERED, *_SPLIT, *_HOOKS, *_CUT))
 
 
 def without_numbers(path: str) -> str:
@@ -188,7 +187,9 @@ def hook(path: str, module: nn.Module, style: str, parallel: Parallel) -> None:
     elif style == "moe_identity_expert":
         module.register_forward_pre_hook(lambda module, inputs: (inputs[0] / parallel.size, *inputs[1:]))
     elif style not in ("", *_WHOLE) and not isinstance(module, nn.Embedding):
-        raise ConfigError(f"--tensor-parallel-size: the style {style} of {path} ({type(module).__name__}) is not served")
+        raise ConfigError(
+            f"--tensor-parallel-size: the style {style} of {path} ({type(module).__name__}) is not served"
+        )
 
 
 def _summed(output: Any, parallel: Parallel) -> Any:

@@ -20,14 +20,36 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding
 _INNER = (
     *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_inner", "decoder_ffn_dim", "encoder_ffn_dim"),
     *("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "shared_intermediate_size"),
-    *("intermediate_size_mlp", "block_ff_dim", "dense_intermediate_size", "d_ff", "dim_ff", "moe_shared_intermediate_size"),
+    *(
+        "intermediate_size_mlp",
+        "block_ff_dim",
+        "dense_intermediate_size",
+        "d_ff",
+        "dim_ff",
+        "moe_shared_intermediate_size",
+    ),
     *("moe_shared_expert_intermediate_size", "shared_expert_size", "ffn_intermediate_size"),
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_layer")
-_TOP = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k", "num_selected_experts", "num_experts_per_token")
+_TOP = (
+    "num_experts_per_tok",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+    "moe_top_k",
+    "num_selected_experts",
+    "num_experts_per_token",
+)
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input", "padded_vocab_size")
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
-_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention", "sliding_window_size", "index_topk")
+_WINDOWS = (
+    "sliding_window",
+    "attention_chunk_size",
+    "window_size",
+    "local_attention",
+    "sliding_window_size",
+    "index_topk",
+)
 _SMALL = {
     "q_lora_rank": 24,
     "kv_lora_rank": 24,
