@@ -45,7 +45,7 @@ def describe(request: Request) -> BuiltArchitecture:
     Takes some seconds, most of them for imports.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", _ANSWERS]
+    command = [sys.executable, "-P", "-m", _ANSWERS]  # -P: nothing of the current folder
     try:
         done = subprocess.run(
             command, input=pickle.dumps(request), env=environment, capture_output=True, timeout=_SECONDS, check=False
@@ -56,7 +56,7 @@ def describe(request: Request) -> BuiltArchitecture:
         said = done.stderr.decode(errors="replace").strip()
         last = said.splitlines()[-1] if said else f"exit status {done.returncode}"
         raise ConfigError(f"transformers cannot build it ({said if request.is_verbose else last})")
-    answer = pickle.loads(done.stdout)  # noqa: S301: our own process wrote it
+    answer = pickle.loads(done.stdout)
     if isinstance(answer, str):
         raise ConfigError(answer)
     assert isinstance(answer, BuiltArchitecture)

@@ -25,7 +25,11 @@ DECODERS: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 PUBLISHED: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
-    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "num_hidden_layers": 4},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "num_hidden_layers": 4,
+    },
 }
 """What published models have, and the config classes do not by themselves."""
 LAYOUTS = ((1, 1), (2, 1), (1, 2))

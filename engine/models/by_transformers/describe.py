@@ -325,8 +325,8 @@ def _compare(config: Any, request: Request, direct: frozenset[str]) -> None:
         difference = float((ours - right).abs().max() / right.abs().max())
         if not difference <= _SAME:
             raise ConfigError(
-                "a small model of its kind gives other logits when it is served than in transformers itself (they differ "
-                f"by {difference:.2g} of the largest): its output depends on more than attention over earlier tokens"
+                "a small model of its kind gives other logits when it is served than in transformers itself (by "
+                f"{difference:.2g} of the largest): its output depends on more than attention over earlier tokens"
             )
 
 
