@@ -54,12 +54,12 @@ def write_checkpoint(family: str, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def generate(folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+def generate(folder: Path, prompts: list[list[int]], count: int, *, trust_remote_code: bool = False) -> list[list[int]]:
     """Greedy continuations by transformers in float32, one prompt at a time, not stopping at end of sequence."""
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     torch.set_num_threads(1)  # the matrices are too small to be shared
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
     settings: Any = GenerationConfig
     model.generation_config = settings(max_new_tokens=count, do_sample=False, pad_token_id=0)
     results = []

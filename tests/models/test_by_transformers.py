@@ -25,12 +25,13 @@ from quire.engine.models.loading import load_model
 from quire.engine.parallel import Parallel
 from quire.engine.resolve import Sizes
 from tests.e2e.harness import Ranks
+from tests.fakes.checkpoints import generate
 from tests.fakes.ranks import on_ranks
 from tests.fakes.threads import ThreadExecutor
 from tests.models import families, others, remote_code
 from tests.models.common import CPU, configure, logits
 from tests.models.families import write_model
-from tests.models.test_families import STEPS, continuations
+from tests.models.test_families import STEPS
 
 
 @pytest.fixture
@@ -63,24 +64,31 @@ def served(folder: Path, **options: Any) -> list[list[int]]:
         return tokens
 
 
-@pytest.mark.parametrize("case", others.CASES)
-def test_greedy_tokens_are_those_of_transformers_in_every_layout(case: str, tmp_path: Path) -> None:
-    model = others.write(case, tmp_path)
-    expected = continuations(model, prompts())
-    for tp, pp in others.CASES[case].layouts:
-        assert served(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp) == expected
+def layouts() -> list[Any]:
+    """One rank in the default tier, and two cases in all layouts."""
+    return [
+        pytest.param(name, tp, pp, marks=[] if (tp, pp) == (1, 1) or name in ("OLMo", "OLMoE") else [pytest.mark.slow])
+        for name, case in others.CASES.items()
+        for tp, pp in case.layouts
+    ]
 
 
-@pytest.mark.parametrize("case", others.CASES)
-def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "tp", "pp"), layouts())
+def test_greedy_tokens_are_those_of_transformers(case: str, tp: int, pp: int, tmp_path: Path) -> None:
+    others.write(case, tmp_path)
+    expected = generate(tmp_path, prompts(), STEPS)
+    assert served(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp) == expected
+
+
+@pytest.mark.parametrize(("case", "tp", "pp"), layouts())
+def test_logits_are_those_of_transformers(case: str, tp: int, pp: int, tmp_path: Path) -> None:
     model = others.write(case, tmp_path)
     tokens = torch.randint(0, 131, (150,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = model(tokens[None]).logits[0]
-    for tp, pp in others.CASES[case].layouts:
-        config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=256)
-        for result in on_ranks(tp, partial(logits, config, tokens)):
-            assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
+    config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=256)
+    for result in on_ranks(tp, partial(logits, config, tokens)):
+        assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 def test_enough_architectures_have_no_mapping_of_ours() -> None:
@@ -108,8 +116,8 @@ def test_what_has_no_mapping_goes_to_transformers_with_a_line(tmp_path: Path, ca
         configure(tmp_path, model_impl="quire")
 
 
-def write_remote(folder: Path) -> Any:
-    """A model of code that is in its folder, and itself."""
+def write_remote(folder: Path) -> None:
+    """A model of code that is in its folder."""
     remote_code.write_code(folder)
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True)
@@ -117,15 +125,14 @@ def write_remote(folder: Path) -> Any:
     for parameter in model.parameters():
         parameter.data.normal_(std=0.2)
     save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
-    return model.train(False)
 
 
 def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "pebble"
     folder.mkdir()
-    model = write_remote(folder)
-    expected = continuations(model, prompts())
+    write_remote(folder)
+    expected = generate(folder, prompts(), STEPS, trust_remote_code=True)
     for tp in (1, 2):
         assert served(folder, tensor_parallel_size=tp, trust_remote_code=True) == expected
     with pytest.raises(ConfigError, match="comes with Python code of its own, which --trust-remote-code runs"):
