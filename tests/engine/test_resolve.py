@@ -145,7 +145,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any
         ),
         ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types names 1 layers"),
         (
-            {"architectures": ["MistralForCausalLM"], "layer_types": ["linear_attention"] * 2},
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["linear_attention"] * 6},
             "layers of linear_attention are not served",
         ),
         ({"num_attention_heads": 0}, "config.json has a value that LlamaForCausalLM cannot use"),
