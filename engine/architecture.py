@@ -16,6 +16,10 @@ from quire.engine.errors import ConfigError
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
+KEYS_AND_VALUES_AT_ONCE = 1 << 24
+"""Numbers of keys and values that latent attention makes of its cache at once."""
+
+
 class Matrices(NamedTuple):
     """`number` weights `[rows, columns]` of linear layers on one rank."""
 
@@ -106,6 +110,10 @@ class Attention:
             count += self.qk_norm.parameters(normed * self.head_dim)
         return count + self.has_sinks * heads
 
+    def workspace(self, length: int, tp: int) -> int:
+        """Numbers that are held beside the tokens' own while a sequence of `length` is attended to."""
+        return 0
+
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
         """What the KV cache of a rank holds of each token: keys and values, heads, numbers of a head."""
         return 2, self.kv_heads_per_rank(tp), self.head_dim
@@ -153,6 +161,12 @@ class LatentAttention:
         count = self.num_heads // tp * (self.plain_dim + self.value_dim) * self.latent_dim
         count += self.bias * ((self.query_latent_dim or 0) + self.latent_dim + self.rope.dim + hidden)
         return count + self.norm.parameters(self.latent_dim) + self.norm.parameters(self.query_latent_dim or 0)
+
+    def workspace(self, length: int, tp: int) -> int:
+        """See `Attention`: the sequence's vectors, and keys and values of some heads, which are made and padded."""
+        return length * (self.latent_dim + self.rope.dim) + 3 * min(
+            KEYS_AND_VALUES_AT_ONCE, 2 * length * self.num_heads // tp * self.head_dim
+        )
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
         """What the KV cache of every rank holds of each token: one vector, which is key and value of all heads."""

@@ -106,12 +106,13 @@ class Sizes:
         specs = cache_specs(arch, tp, model.max_model_len)
         widest = max(layer.feed_forward.width(tp) for layer in arch.layers)
         hidden = 6 * arch.hidden_size + 3 * widest
+        attending = max(layer.attention.workspace(model.max_model_len, tp) for layer in arch.layers)
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
         logits *= model.pooling is None
         return Sizes(
             weights=tuple(_weight_bytes(model, config.parallel, stage) for stage in stages),
             kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
-            workspace=scheduler.max_num_batched_tokens * hidden * DTYPE_BYTES[model.dtype] + logits,
+            workspace=(scheduler.max_num_batched_tokens * hidden + attending) * DTYPE_BYTES[model.dtype] + logits,
         )
 
 

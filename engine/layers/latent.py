@@ -20,9 +20,6 @@ from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLi
 from quire.engine.layers.norm import make_norm
 from quire.engine.parallel import Parallel
 
-_PLAIN_ELEMENTS = 1 << 24
-"""Numbers of keys and values that are made at once."""
-
 
 class PerHeadUp(ColumnParallelLinear):
     """From the latent to each head's plain key and value; kept as it is, for it is applied from both sides."""
@@ -143,6 +140,6 @@ class LatentAttention(nn.Module):
         return mixed
 
     def _pieces(self, length: int) -> Iterator[slice]:
-        most = max(1, _PLAIN_ELEMENTS // (2 * length * self._spec.head_dim))
+        most = max(1, architecture.KEYS_AND_VALUES_AT_ONCE // (2 * length * self._spec.head_dim))
         for start in range(0, self._heads, most):
             yield slice(start, start + most)
