@@ -43,4 +43,4 @@ def test_most_are_served(tmp_path: Path) -> None:
         folder.mkdir()
         write(model_type, folder)
         count += not refusal(folder, 1, 1)
-    assert count >= 90
+    assert count >= 85
