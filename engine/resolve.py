@@ -142,6 +142,16 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     return kept * width + wide * (4 - width) + packed
 
 
+def _as_stored(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """How the checkpoint is quantized; for fp8, about what a rank would hold if that could be served."""
+    assert model.quantized is not None
+    if model.quantized.method != "fp8":
+        return model.quantized.method
+    kept = replace(model, quantization="int8")
+    most = max(_weight_bytes(kept, parallel, stage) for stage in range(len(parallel.stages)))
+    return f"fp8 (which would be {human(most)} a rank, and is not served as it is)"
+
+
 def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:
     """Bytes of a weight `[rows, columns]` as `kernels.pack_linear` keeps it."""
     match quantization:
@@ -159,7 +169,7 @@ def plan_text(config: EngineConfig) -> str:
     arch, sizes, tokens = model.architecture, Sizes.of(config), _tokens_held(config)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
-    stored = f", dequantized from {model.quantized.method} while loading," if model.quantized else ""
+    stored = f", dequantized from {_as_stored(model, parallel)} while loading," if model.quantized else ""
     weights = f" with {model.quantization} weights" if model.quantization else ""
     limits = (
         f"at most {config.scheduler.max_num_seqs} run at once, "
@@ -464,7 +474,7 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) 
     fixed = [weights + sizes.workspace for weights in sizes.weights]
     if max(fixed) > share:
         quantize = " or --quantization" * (found.kind == "cpu" and model.quantization is None)
-        stored = f" ({model.dtype}, dequantized from {model.quantized.method})" if model.quantized else ""
+        stored = f" ({model.dtype}, dequantized from {_as_stored(model, parallel)})" if model.quantized else ""
         raise ConfigError(
             f"the model does not fit: weights {human(max(sizes.weights))}{stored} + workspace {human(sizes.workspace)} "
             f"per rank, and {human(share)} there ({options.gpu_memory_utilization:g} of {human(found.memory)} free"
