@@ -355,12 +355,11 @@ class Renderer:
 
         Refuses what the model or its tokenizer does not have, and more log-probabilities than are served.
         """
-        params = _checked(params)
+        outputs, params = params.structured_outputs, _checked(params)
         self.check_logprobs(params.logprobs, "logprobs")
         self.check_logprobs(params.prompt_logprobs, "prompt_logprobs")
         given = (params.stop_token_ids, params.logit_bias, params.allowed_token_ids or (), *params.bad_words)
         bad = await aside(sum(map(len, given)), lambda: self._bad_word_ids(params))
-        outputs = params.structured_outputs
         if outputs is not None:
             outputs = await self._structured.resolve_aside(outputs, structured_param)
         return msgspec.structs.replace(params, bad_word_ids=bad, structured_outputs=outputs)
@@ -497,10 +496,17 @@ def _length(*values: Any) -> int:
 
 
 def _checked(params: SamplingParams) -> SamplingParams:
-    """A copy of `params` whose types are those declared: a struct made in Python may hold anything."""
+    """A copy of `params` whose types are those declared: a struct made in Python may hold anything. It is without
+    `structured_outputs`, which have a check of their own."""
     try:
-        checked: SamplingParams = msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams)
-    except (msgspec.ValidationError, TypeError, OverflowError) as error:
+        plain = msgspec.structs.replace(params, structured_outputs=None)
+        checked: SamplingParams = msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=SamplingParams)
+    except InvalidParameter:
+        raise
+    except UnicodeEncodeError as error:
+        param = "stop" if error.object in params.stop else "bad_words"
+        raise InvalidParameter(f"{param}: {error.object!r} has half of a surrogate pair", param) from None
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidParameter(f"sampling parameters: {error}") from None
     return checked
 

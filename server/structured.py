@@ -77,6 +77,7 @@ _SET_OPERATION = re.compile(r"(?<!\\)(?:\\\\)*\[\^?\]?(?:\\.|[^\]\\])*?(?:\[|&&|
 """In a character class of the regex engine, an operator; in JSON Schema's (ECMA-262), plain characters."""
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """Characters that JSON could only have as an escape by number."""
+_HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 _LARK_OPTION = re.compile(r"^[?!]*[a-z_][\w-]*\[[^]\n]*?\b(temperature|stop)\s*=", re.MULTILINE)
 _INLINE_JSON = re.compile(r"%json\s*(?=\{)")
 
@@ -132,11 +133,12 @@ class StructuredOutputCheck:
 
 
 def _encoded(outputs: StructuredOutputs) -> str:
-    return json.dumps(msgspec.structs.asdict(outputs))
+    return json.dumps(msgspec.to_builtins(outputs))
 
 
 def _decoded(encoded: str | bytes) -> StructuredOutputs:
-    return StructuredOutputs(**json.loads(encoded))
+    """Raises `msgspec.ValidationError`, a ValueError, where types are not those declared."""
+    return msgspec.convert(json.loads(encoded), StructuredOutputs)
 
 
 def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
@@ -245,6 +247,8 @@ class _Walk:
                 result[keyword] = value
             elif not (keyword in _ANNOTATIONS or _is_harmless(keyword, value)):
                 raise self._refusal(keyword, path, "is not supported")
+            elif isinstance(value, str) and _HALF_A_PAIR.search(value):
+                raise self._refusal(keyword, path, "has half of a surrogate pair")
         self._check(schema, path)
         if "format" in result:
             result["allOf"] = [*result.get("allOf", ()), _FORMATS[result.pop("format")]]

@@ -404,6 +404,25 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": {"uniqueItems": True}}}, "structured_outputs"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
     ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    *(
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+            "response_format",
+        )
+        for schema in ({"const": "\ud800"}, {"description": "\ud83d cut"}, {"type": "string", "pattern": "\ud800"})
+    ),
+    *(
+        ({"structured_outputs": half}, "structured_outputs")
+        for half in (
+            {"regex": "\ud800"},
+            {"choice": ["a", "\ud800"]},
+            {"grammar": 'start: "\ud800"'},
+            {"json": '"\ud800"'},
+        )
+    ),
+    ({"stop": ["a", "\ud800"]}, "stop"),
+    ({"stop": "\ud800"}, "stop"),
+    ({"bad_words": ["\ud800"]}, "bad_words"),
 ]
 
 
@@ -414,7 +433,10 @@ async def test_a_refusal_names_the_parameter(server: Server, stream: bool) -> No
             ("completions", {"prompt": "x"}),
             ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ):
-            response = await server.http.post(f"/v1/{route}", json={**prompt, **body, "stream": stream})
+            content = json.dumps({**prompt, **body, "stream": stream})
+            response = await server.http.post(
+                f"/v1/{route}", content=content, headers={"Content-Type": "application/json"}
+            )
             error = response.json()["error"]
             assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
     assert not server.service.client._running
