@@ -13,7 +13,7 @@ from quire.engine.errors import InvalidParameter
 from quire.engine.messages import MAX_N, SamplingParams, TokenLogprobs
 from quire.server.api.answer import Answer, Usage
 from quire.server.api.logprobs import LEAST_LOGPROB, TokenNames, prompt_logprobs_object
-from quire.server.api.protocol import MAX_PROMPTS, MAX_SEQUENCES, GenerationRequest, Int64
+from quire.server.api.protocol import MAX_SEQUENCES, GenerationRequest, Int64, ManyTokenIds, Texts, TokenIds
 from quire.server.api.state import AppState
 from quire.server.output import Delta, Detokenizer
 from quire.server.render import Prompt
@@ -25,7 +25,7 @@ router = APIRouter()
 class CompletionRequest(GenerationRequest):
     """The body of a completion."""
 
-    prompt: str | list[str] | list[Int64] | list[list[Int64]]
+    prompt: str | Texts | TokenIds | ManyTokenIds
     """Also token ids. Must not be left out: there is no document to begin."""
     logprobs: Annotated[int, Field(ge=0)] | None = None
     """As many as `--max-logprobs` allows."""
@@ -64,8 +64,6 @@ class CompletionRequest(GenerationRequest):
     def prompts(self) -> list[Prompt]:
         """The prompts, one or many."""
         prompts = self._prompts()
-        if len(prompts) > MAX_PROMPTS:
-            raise InvalidParameter(f"prompt: {len(prompts)} prompts are more than the {MAX_PROMPTS} allowed", "prompt")
         if len(prompts) * self.candidates > MAX_SEQUENCES:
             name = "n" if self.best_of is None else "best_of"
             raise InvalidParameter(

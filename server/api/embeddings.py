@@ -16,15 +16,13 @@ from quire.engine.messages import RequestOutput
 from quire.engine.pooling import Pooling
 from quire.server.api.answer import while_connected
 from quire.server.api.errors import json_response
-from quire.server.api.protocol import Int64, tell_others
+from quire.server.api.protocol import MAX_PROMPTS, Int64, ManyTokenIds, Texts, TokenIds, tell_others
 from quire.server.api.state import AppState
 from quire.server.embedding import VectorOptions, to_json
 from quire.server.render import EmbeddingOptions, Prompt
 
 router = APIRouter()
 
-MAX_INPUTS = 2048
-"""Of a request, as OpenAI has it."""
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
     # vLLM's, with the values that ask for nothing
     "embed_dtype": ("float32",),
@@ -43,8 +41,8 @@ class EmbeddingRequest(BaseModel):
     )
 
     input: Annotated[
-        str | list[str] | list[Int64] | list[list[Int64]],
-        Field(description=f"At most {MAX_INPUTS}; also token ids, of this model's own tokenizer, as they are."),
+        str | Texts | TokenIds | ManyTokenIds,
+        Field(description=f"At most {MAX_PROMPTS}; also token ids, of this model's own tokenizer, as they are."),
     ]
     model: str | None = None
     """May be left out: one model is served."""
@@ -84,7 +82,7 @@ class EmbeddingRequest(BaseModel):
             raise InvalidParameter("normalize and use_activation are one thing; send one of them", "normalize")
 
     def inputs(self) -> dict[str, Prompt]:
-        """One or many, by their names in errors; raises `InvalidParameter` for none, and for too many."""
+        """One or many, by their names in errors; raises `InvalidParameter` for none."""
         match self.input:
             case str(text):
                 return {"input": text}
@@ -92,8 +90,6 @@ class EmbeddingRequest(BaseModel):
                 return {"input": self.input}  # type: ignore[dict-item]  # the pattern says list[int]
             case []:
                 raise InvalidParameter("input must not be empty: there is nothing to embed", "input")
-        if len(self.input) > MAX_INPUTS:
-            raise InvalidParameter(f"input: at most {MAX_INPUTS} may be given, not {len(self.input)}", "input")
         return {f"input[{at}]": each for at, each in enumerate(self.input)}  # type: ignore[misc]  # no lone number
 
     def vectors(self) -> VectorOptions:

@@ -55,7 +55,7 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 MAX_MESSAGES = 4096
 """Of a chat."""
 MAX_PROMPTS = 2048
-"""Of a completion."""
+"""Of a completion, and inputs of an embeddings request, as OpenAI has it."""
 MAX_SEQUENCES = 4096
 """Prompts × n of a completion."""
 
@@ -75,6 +75,10 @@ def tell_others(harmless: Iterable[str], refused: Mapping[str, Any]) -> Callable
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """What fits into the messages to the engine."""
+TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
+"""Of a list that may be long only the first error is told: one for each element would take minutes and gigabytes."""
+Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
 class StreamOptions(BaseModel):
@@ -169,7 +173,7 @@ class GenerationRequest(BaseModel):
     seed: Int64 | None = None
     """The same seed gives the same answer, whatever else runs and however the model is cut over devices."""
     stop: Annotated[str | list[str] | None, Field(description=f"At most {MAX_STOP_STRINGS} strings.")] = None
-    stop_token_ids: list[Int64] | None = None
+    stop_token_ids: TokenIds | None = None
     """vLLM's: tokens that end the output, beside the model's end of sequence."""
     include_stop_str_in_output: bool | None = None
     """vLLM's: show the stop string or stop token that ended the output."""
@@ -180,7 +184,7 @@ class GenerationRequest(BaseModel):
     repetition_penalty: float | None = None
     """vLLM's: divides positive logits of tokens that stand in prompt or output, and multiplies negative ones."""
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[Int64] | None = None
+    allowed_token_ids: TokenIds | None = None
     """vLLM's: the only tokens that may be sampled."""
     bad_words: list[str] | None = None
     """vLLM's: texts that must not be generated."""

@@ -43,7 +43,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", strict=True)
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 @router.post("/tokenize")

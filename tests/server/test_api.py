@@ -11,8 +11,12 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel, ValidationError
 
 from quire.engine.config import EngineConfig
+from quire.server.api.completions import CompletionRequest
+from quire.server.api.embeddings import EmbeddingRequest
+from quire.server.api.tokens import DetokenizeRequest
 from tests.fakes import fake_core
 from tests.fakes.tokenizers import byte_level
 from tests.server.conftest import Server, run_server
@@ -455,6 +459,25 @@ async def test_text_that_is_not_unicode_is_the_clients_error(server: Server) -> 
     response = await server.http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     assert "surrogate" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("request_type", "name"),
+    [
+        (CompletionRequest, "prompt"),
+        (EmbeddingRequest, "input"),
+        (CompletionRequest, "stop_token_ids"),
+        (CompletionRequest, "allowed_token_ids"),
+        (DetokenizeRequest, "tokens"),
+    ],
+)
+def test_of_a_long_list_the_first_error_is_told(request_type: type[BaseModel], name: str) -> None:
+    good = {"prompt": "x"} if request_type is CompletionRequest else {}
+    lists: list[Any] = [[1.5] * 50, [[1.5] * 50], [[1.5]] * 50, [*range(50), None, None], ["a", *[None] * 50]]
+    for given in lists:
+        with pytest.raises(ValidationError) as error:
+            request_type.model_validate({**good, name: given})
+        assert error.value.error_count() <= 4
 
 
 async def test_a_token_that_the_model_has_no_row_for_is_the_clients_error(

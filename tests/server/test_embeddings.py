@@ -191,7 +191,8 @@ async def test_dimensions_where_the_model_has_none_or_few(
         ({"input": "a", "truncate_prompt_tokens": 129}, "from 1 to 128", "truncate_prompt_tokens"),
         ({"input": ["a", "~" * 129]}, "maximum context length is 128 tokens, but input[1] has 129", "input[1]"),
         ({"input": [70] * 129}, "maximum context length is 128 tokens, but input has 129", "input"),
-        ({"input": ["a"] * 2049}, "at most 2048 may be given, not 2049", "input"),
+        ({"input": ["a"] * 2049}, "at most 2048 items", "input"),
+        ({"input": [[70]] * 2049}, "at most 2048 items", "input"),
     ],
 )
 async def test_what_is_refused(server: Server, body: dict[str, Any], message: str, param: str | None) -> None:

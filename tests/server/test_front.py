@@ -189,9 +189,8 @@ async def test_the_size_of_a_body(config: EngineConfig, core_mode: Callable[[str
 
 
 async def test_the_number_of_messages_prompts_and_sequences(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.api.completions.MAX_PROMPTS", 3)
     monkeypatch.setattr("quire.server.api.completions.MAX_SEQUENCES", 4)
-    for prompts, n, param in ((3, 1, None), (4, 1, "prompt"), (2, 2, None), (1, 4, None), (1, 5, "n"), (2, 3, "n")):
+    for prompts, n, param in ((4, 1, None), (2049, 1, "prompt"), (2, 2, None), (1, 4, None), (1, 5, "n"), (2, 3, "n")):
         response = await server.http.post("/v1/completions", json={"prompt": ["a"] * prompts, "n": n})
         assert response.status_code == (400 if param else 200)
         assert not param or (await error_of(response))["param"] == param
