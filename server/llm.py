@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from tqdm import tqdm
@@ -123,6 +123,8 @@ class AsyncLLM:
         priority: int = 0,
         *,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] = "right",
+        add_special_tokens: bool = True,
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
@@ -132,7 +134,12 @@ class AsyncLLM:
         Cancelling the task aborts the request. Raises as `generate`.
         """
         service = await self.start()
-        rendering = EmbeddingOptions(truncate=truncate_prompt_tokens, prompt_name=prompt_name)
+        rendering = EmbeddingOptions(
+            add_special_tokens=add_special_tokens,
+            truncate=truncate_prompt_tokens,
+            truncation_side=truncation_side,
+            prompt_name=prompt_name,
+        )
         vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
         return await _embed(service, prompt, rendering, vectors, request_id, priority)
 
@@ -229,13 +236,20 @@ class LLM:
         use_tqdm: bool = True,
         *,
         truncate_prompt_tokens: int | None = None,
+        truncation_side: Literal["left", "right"] = "right",
+        add_special_tokens: bool = True,
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
     ) -> list[EmbeddingResult]:
         """The vectors of one prompt or many, by a model that embeds; otherwise like `AsyncLLM.embed`."""
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        rendering = EmbeddingOptions(truncate=truncate_prompt_tokens, prompt_name=prompt_name)
+        rendering = EmbeddingOptions(
+            add_special_tokens=add_special_tokens,
+            truncate=truncate_prompt_tokens,
+            truncation_side=truncation_side,
+            prompt_name=prompt_name,
+        )
         vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
         return self._wait(self._embed_all(many, rendering, vectors, use_tqdm))
 
@@ -404,17 +418,17 @@ class _Chat:
         renderer = service.renderer
         ids = await renderer.chat(messages, self.tools, self.options)
         params = _given(service, params)
-        reading = None
+        reading, param = None, "structured_outputs"
         if self.use is not None:
             if params.structured_outputs is not None:
-                await renderer.check_structured(params.structured_outputs, "structured_outputs")
+                await renderer.check_structured(params.structured_outputs, param)
             continued = messages[-1].get("content") if self.options.continue_final_message else None
             reading, grammar = renderer.reading(
                 ids, self.use, params.structured_outputs, continued=continued if isinstance(continued, str) else ""
             )
             if grammar is not None:
-                params = msgspec.structs.replace(params, structured_outputs=grammar)
-        return _Rendered(None, ids, await renderer.resolve(params), reading=reading)
+                params, param = msgspec.structs.replace(params, structured_outputs=grammar), "tools"
+        return _Rendered(None, ids, await renderer.resolve(params, param), reading=reading)
 
 
 def _is_one_prompt(prompts: Any) -> bool:

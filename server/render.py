@@ -228,11 +228,12 @@ class Renderer:
         """Token ids of what is to be embedded, texts or ids, by their names; for a server whose model embeds."""
 
         def render() -> list[list[int]]:
-            return [self._embedding(given, options, param) for param, given in inputs.items()]
+            return [self._embedding(given, prompt, options, param) for param, given in inputs.items()]
 
-        return await aside(sum(map(len, inputs.values())), render)
+        prompt = self._embedding_prompt(options.prompt_name)
+        return await aside(sum(len(given) + len(prompt) for given in inputs.values()), render)
 
-    def _embedding(self, given: Prompt, options: EmbeddingOptions, param: str) -> list[int]:
+    def _embedding(self, given: Prompt, prompt: str, options: EmbeddingOptions, param: str) -> list[int]:
         assert self.pooling is not None
         limit, side = options.truncate, options.truncation_side
         if limit is not None and limit != -1 and not 1 <= limit <= self.max_model_len:
@@ -241,7 +242,6 @@ class Renderer:
                 "truncate_prompt_tokens",
             )
         limit = self.max_model_len if limit == -1 else limit
-        prompt = self._embedding_prompt(options.prompt_name)
         if not given:
             raise InvalidParameter(f"{param} must not be empty: there is nothing to embed", param)
         if isinstance(given, str):

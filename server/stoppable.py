@@ -30,7 +30,7 @@ from quire.engine import process
 T = TypeVar("T")
 Answer = Callable[[bytes], bytes]
 
-MAX_MEMORY = 2**30
+MAX_MEMORY = 2**29
 """Bytes that an answer may take, beside what is prepared."""
 _PATIENCE = 0.25
 """Seconds after which an answer goes on with less of the processor than others get."""
@@ -96,7 +96,7 @@ class Stoppable(Generic[T]):
         return told[_PID.size :] if told else None
 
     def close(self) -> None:
-        """End the helper; another question starts another one."""
+        """End the helper and its answers, for which `ask` raises `Stopped`; another question starts another one."""
         with self._lock:
             helper, self._helper = self._helper, None
         if helper is not None:
@@ -116,10 +116,11 @@ class Stoppable(Generic[T]):
                         raise
 
     def _start(self) -> None:
-        if self._helper is not None:
-            self._helper[1]()
+        if self._helper is not None and (held := self._helper[1].detach()) is not None:
+            _retire(*held[2])
         control, theirs = socket.socketpair()
-        with theirs:
+        with theirs, contextlib.ExitStack() as undone:
+            undone.callback(control.close)
             helper = subprocess.Popen(
                 [sys.executable, "-P", "-c", _HELPER, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
@@ -127,6 +128,7 @@ class Stoppable(Generic[T]):
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads do not survive a fork
                 start_new_session=True,
             )
+            undone.pop_all()
         self._helper = control, weakref.finalize(self, _end, control, helper)
         assert helper.stdin is not None
         with contextlib.suppress(BrokenPipeError), helper.stdin:
@@ -134,6 +136,15 @@ class Stoppable(Generic[T]):
 
 
 def _end(control: socket.socket, helper: subprocess.Popen[bytes]) -> None:
+    """End a helper and all its forks, which are the group of processes that it leads."""
+    control.close()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(helper.pid, signal.SIGKILL)
+    helper.wait()
+
+
+def _retire(control: socket.socket, helper: subprocess.Popen[bytes]) -> None:
+    """End a helper that cannot be asked any more, but not its forks, which still answer."""
     control.close()  # which the waiting fork notices
     helper.kill()
     helper.wait()

@@ -9,14 +9,17 @@ keys would meet. Schemas leave this room rewritten: of the formats, dates are ma
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import os
 import re
+import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,6 +29,7 @@ from quire.engine.config import ModelConfig
 from quire.engine.errors import InvalidParameter
 from quire.engine.grammar import JSON_OPTIONS, Grammars
 from quire.engine.messages import StructuredOutputs
+from quire.server.client import EngineUnavailable
 from quire.server.stoppable import Stoppable, Stopped
 
 MAX_SCHEMA_BYTES = 256 * 1024
@@ -36,8 +40,10 @@ MAX_REGEX_LENGTH = 16 * 1024
 MAX_CHOICES = 10_000
 COMPILE_SECONDS = 3.0
 """Of processor time that compiling may take; the engine does it again, in a thread that cannot be stopped."""
-MAX_COMPILING = 16
-"""Grammars that are compiled side by side; others wait for one of these to end."""
+MAX_COMPILING = 4
+"""Grammars that are compiled side by side, and no more than there are cores, but two; others wait for one to end."""
+_REMEMBERED = 64
+"""Structured outputs, the latest asked for."""
 _BLAME_SECONDS = 0.5
 """That may be spent on finding the keyword at fault, by leaving them out one by one."""
 
@@ -82,40 +88,86 @@ _LARK_OPTION = re.compile(r"^[?!]*[a-z_][\w-]*\[[^]\n]*?\b(temperature|stop)\s*=
 _INLINE_JSON = re.compile(r"%json\s*(?=\{)")
 
 
+Resolved = tuple[StructuredOutputs, str]
+"""What the engine gets, and why it cannot."""
+
+
+@dataclass
+class _Job:
+    """What is being resolved, for all who ask for the same."""
+
+    result: asyncio.Future[Resolved]
+    askers: int = 0
+
+
 class StructuredOutputCheck:
     """Checks structured outputs for one model; the latest are remembered, with what is wrong with them."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
         self._compiler = Stoppable(_compiler, model, COMPILE_SECONDS)
-        self._waiting = ThreadPoolExecutor(MAX_COMPILING, "structured")
-        self._resolve = lru_cache(maxsize=64)(self._resolved)
+        cores = len(os.sched_getaffinity(0))
+        self._waiting = ThreadPoolExecutor(min(MAX_COMPILING, max(2, cores)), "structured")
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Resolved] = OrderedDict()
+        self._jobs: dict[str, _Job] = {}
+        """By what is asked for; of the event loop's thread."""
 
     async def resolve_aside(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
-        """`resolve`, while other streams go on."""
-        return await asyncio.get_running_loop().run_in_executor(self._waiting, self.resolve, outputs, param)
+        """`resolve`, while other streams go on. What is remembered waits for nothing; what others are waiting for is
+        not compiled twice, and is given up when nobody waits any more."""
+        with _about(param):
+            encoded = _encoded(outputs)
+            return _good(self._remembered(encoded) or await self._joined(encoded))
 
     def resolve(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
-        """The same for the engine, with schemas as they are enforced. Blocks for milliseconds, for the first of a
-        process about a second, and never much longer than `COMPILE_SECONDS`.
+        """The same for the engine, with schemas as they are enforced. Blocks: mostly for milliseconds, for the first of
+        a process about a second; at most for `COMPILE_SECONDS` of processor time, which by the clock may be ten times
+        as long on a busy machine.
 
-        Raises `InvalidParameter` that names the keyword, about `param`.
+        Raises `InvalidParameter` that names the keyword, about `param`, and `EngineUnavailable` where no process that
+        compiles can be started.
         """
-        try:
-            resolved, reason = self._resolve(_encoded(outputs))
-            if reason:
-                raise ValueError(reason)
-            return resolved
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidParameter(f"{param}: {error}", param) from None
+        with _about(param):
+            encoded = _encoded(outputs)
+            return _good(self._remembered(encoded) or self._resolved(encoded))
 
     def close(self) -> None:
         """End the process that compiles."""
+        self._waiting.shutdown(wait=False, cancel_futures=True)  # first, as a question would start another process
         self._compiler.close()
-        self._waiting.shutdown(wait=False, cancel_futures=True)
 
-    def _resolved(self, encoded: str) -> tuple[StructuredOutputs, str]:
-        """What the engine gets, and why it cannot."""
+    def _remembered(self, encoded: str) -> Resolved | None:
+        with self._lock:
+            if encoded in self._known:
+                self._known.move_to_end(encoded)
+            return self._known.get(encoded)
+
+    async def _joined(self, encoded: str) -> Resolved:
+        """`_resolved`, by a thread, once for all who ask for it meanwhile."""
+        job = self._jobs.get(encoded)
+        if job is None:
+            result = asyncio.get_running_loop().run_in_executor(self._waiting, self._resolved, encoded)
+            job = self._jobs[encoded] = _Job(result)
+        job.askers += 1
+        try:
+            return await asyncio.shield(job.result)
+        finally:
+            job.askers -= 1
+            if not job.askers:
+                job.result.cancel()
+                del self._jobs[encoded]
+
+    def _resolved(self, encoded: str) -> Resolved:
+        """Resolved now, and remembered."""
+        resolved = self._compiled(encoded)
+        with self._lock:
+            self._known[encoded] = resolved
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return resolved
+
+    def _compiled(self, encoded: str) -> Resolved:
         outputs = _decoded(encoded)
         _check_sizes(outputs)
         if outputs.json is not None:
@@ -130,6 +182,25 @@ class StructuredOutputCheck:
                 what, hint = "the schema", ": patterns and lengths that meet in allOf are costly"
             took = f"takes more than {COMPILE_SECONDS:g} s to compile, or too much memory"
             return outputs, f"{what} {took}; simplify it{hint}"
+        except OSError as error:
+            raise EngineUnavailable(f"structured outputs cannot be checked now: {error}") from None
+
+
+@contextlib.contextmanager
+def _about(param: str) -> Iterator[None]:
+    """Errors of what is given are about this parameter."""
+    try:
+        yield
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameter(f"{param}: {error}", param) from None
+
+
+def _good(resolved: Resolved) -> StructuredOutputs:
+    """What the engine gets; raises ValueError where it cannot."""
+    outputs, reason = resolved
+    if reason:
+        raise ValueError(reason)
+    return outputs
 
 
 def _encoded(outputs: StructuredOutputs) -> str:
@@ -244,6 +315,8 @@ class _Walk:
             elif keyword == "$ref":
                 result[keyword] = self._reference(value, path)
             elif keyword in _ENFORCED:
+                if keyword not in _NUMBERS and not all(map(_fits, _leaves(value))):
+                    raise self._refusal(keyword, path, "has an integer of more than 64 bits")
                 result[keyword] = value
             elif not (keyword in _ANNOTATIONS or _is_harmless(keyword, value)):
                 raise self._refusal(keyword, path, "is not supported")
@@ -261,7 +334,9 @@ class _Walk:
         literals = {keyword: list(_leaves(schema[keyword])) for keyword in _NUMBERS if keyword in schema}
         for keyword, values in (*literals.items(), ("properties", schema.get("properties", ()))):
             if not all(map(_is_exact, values)):
-                raise self._refusal(keyword, path, "has a number that a double does not hold; at most 2^53 is exact")
+                raise self._refusal(
+                    keyword, path, "has a number that a double and 64 bits do not hold; up to 2^53 all are exact"
+                )
             if any(isinstance(value, str) and _UNWRITABLE.search(value) for value in values):
                 raise self._refusal(keyword, path, "has a control character or half of a surrogate pair")
         for pattern in (schema.get("pattern"), *schema.get("patternProperties", ())):
@@ -439,11 +514,16 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield value
 
 
+def _fits(value: Any) -> bool:
+    """Whether messages to the engine can hold it."""
+    return not isinstance(value, int) or -(2**63) <= value < 2**64
+
+
 def _is_exact(value: Any) -> bool:
-    """Whether a double holds it, if it is a number."""
+    """Whether a double holds it, if it is a number, and if it is an integer, 64 bits as well."""
     match value:
         case int():
-            return abs(value) < 2**1000 and int(float(value)) == value
+            return _fits(value) and int(float(value)) == value
         case float():
             return math.isfinite(value)
     return True

@@ -32,7 +32,7 @@ class _Seen:
         """`x` `[tokens, hidden_size]`, from this position on."""
         wide = x.double()
         weights = torch.arange(position + 1, position + len(x) + 1, dtype=wide.dtype, device=x.device)
-        return _Seen(len(x), x[0], x.amax(dim=0), wide.sum(dim=0), weights @ wide)
+        return _Seen(len(x), x[0].clone(), x.amax(dim=0), wide.sum(dim=0), weights @ wide)
 
     def extend(self, more: _Seen) -> None:
         self.count += more.count

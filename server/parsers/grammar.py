@@ -25,6 +25,9 @@ _SAYS_NOTHING = {"type", "properties", "required", "additionalProperties", "$def
 }  # fmt: skip
 """What keyword arguments can be held to of a schema, and what asks for nothing."""
 
+_AT_THE_ROOT = {"$schema", "$id", "id"}
+"""Keywords that only a whole schema may have."""
+
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value names schemas."""
 
@@ -117,7 +120,8 @@ class _Grammar:
     def _object(self, name: str, schema: dict[str, Any]) -> dict[str, Any]:
         """The schema of a call, for formats in which it is an object."""
         key, _, _ = self._format.between.removeprefix('", "').partition('"')
-        arguments = _moved({"type": "object", **schema}, f"/properties/{key}")
+        inner = {keyword: value for keyword, value in schema.items() if keyword not in _AT_THE_ROOT}
+        arguments = _moved({"type": "object", **inner}, f"/properties/{key}")
         return {
             "type": "object",
             "properties": {"name": {"const": name}, key: arguments},

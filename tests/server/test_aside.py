@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
 
+from quire.engine.config import EngineConfig
 from quire.server import render
-from tests.server.conftest import Server
+from tests.server.conftest import Server, run_server
+from tests.server.test_embeddings import embedding
 
 TURNS = 100
 """Of the event loop, that other streams have while a text is encoded."""
@@ -90,6 +92,23 @@ async def test_other_streams_go_on(watch: Watch, server: Server, path: str, body
     assert response.status_code == (200 if size else 400), response.text  # some are too long for the model
     assert watch.on_loop <= render._SHORT
     assert watch.beside >= (size or 3000)
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt_name": "long"}])
+async def test_an_embedding_prompt_counts_for_each_input(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    prompts = {"long": "quick " * 50}
+    config = embedding(config, prompts=prompts, default_prompt=None if body else "long")
+    async with run_server(config) as server:
+        watch = Watch(server, monkeypatch)
+        other = asyncio.create_task(watch.turn())
+        response = await server.http.post(
+            "/v1/embeddings", json={"input": ["a"] * 20, "truncate_prompt_tokens": -1, **body}
+        )
+        other.cancel()
+        assert response.status_code == 200, response.text
+        assert (watch.on_loop, watch.beside) == (0, 20 * 301)
 
 
 async def test_short_texts_need_no_thread(watch: Watch, server: Server) -> None:

@@ -125,8 +125,8 @@ async def test_the_official_client_asks_for_base64(server: Server, sent: list[An
 
 async def test_base64_and_numbers_are_the_same(server: Server) -> None:
     numbers = (await post(server, input="hello"))["data"][0]["embedding"]
-    for text in ((await post(server, input="hello", encoding_format="base64"))["data"][0]["embedding"],):
-        assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == numbers
+    text = (await post(server, input="hello", encoding_format="base64"))["data"][0]["embedding"]
+    assert np.frombuffer(base64.b64decode(text), "<f4").tolist() == numbers
 
 
 async def test_dimensions_and_normalization(server: Server) -> None:
@@ -409,6 +409,9 @@ def test_llm_embeds(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     (query,) = llm.embed("fox", use_tqdm=False, prompt_name="query", normalize=False)
     assert query.prompt_token_ids == llm.embed("quick fox", use_tqdm=False)[0].prompt_token_ids
     close(query.outputs.embedding, expected(query.prompt_token_ids, normalize=False))
+    ids = llm._service.renderer.tokenizer.encode("ab", add_special_tokens=False)
+    (cut,) = llm.embed([ids], False, truncate_prompt_tokens=1, truncation_side="left", add_special_tokens=False)
+    assert cut.prompt_token_ids == ids[-1:]
     assert llm.embed("a" * 50, False, truncate_prompt_tokens=4)[0].prompt_token_ids[3:] == [
         llm.embed("a", False)[0].prompt_token_ids[0]
     ]

@@ -108,6 +108,10 @@ def test_chat_with_tools(
         for wrong in (*wrongs, {"tool_choice": "required"}, {"tools": [F], "tool_choice": "any"}):
             with pytest.raises(InvalidParameter, match="tool"):
                 llm.chat(says[1], params, use_tqdm=False, **wrong)
+        unheld = {"type": "function", "function": {**F["function"], "parameters": {"not": {}}, "strict": True}}
+        with pytest.raises(InvalidParameter, match="^tools: ") as error:
+            llm.chat(says[1], params, tools=[unheld], use_tqdm=False)
+        assert error.value.param == "tools"
 
 
 async def test_async_chat_with_tools(model_folder: Path, core_mode: Callable[[str], None], tmp_path: Path) -> None:

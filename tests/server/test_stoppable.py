@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -66,6 +68,18 @@ def test_a_helper_that_died_is_replaced(answering: Make) -> None:
     assert int(pid.ask(b"")) not in (first, os.getpid())
     pid.close()
     assert int(pid.ask(b"")) != os.getpid()
+
+
+def test_close_releases_those_who_wait(answering: Make, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    busy = answering(f"open({str(begun)!r}, 'w').close() or {FOR_EVER}", seconds=60)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(busy.ask, b"")
+        while not begun.exists():
+            time.sleep(0.001)
+        busy.close()
+        with pytest.raises(Stopped):
+            waiting.result(timeout=10)
 
 
 def test_where_there_is_no_helper_that_is_said() -> None:

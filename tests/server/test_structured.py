@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +96,9 @@ UNSUPPORTED: list[tuple[Any, str]] = [
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
     ({"const": 2**53 + 1}, "const"),
     ({"const": {"a": [10**400]}}, "const"),
+    ({"const": 2**70}, "const"),
+    ({"type": "integer", "minimum": -(2**70)}, "minimum"),
+    ({"type": "string", "maxLength": 2**70}, "maxLength"),
     ({"enum": ["a", {"b": 2**60 + 1}]}, "enum"),
     ({"type": "integer", "maximum": 2**53 + 1}, "maximum"),
     ({"type": "integer", "minimum": 1e18}, "minimum"),
@@ -200,7 +205,7 @@ def test_annotations_go_and_constraints_stay(checker: StructuredOutputCheck) -> 
         "description": "d",
         "x-order": 1,
         **OBJECT,
-        "properties": {"b": {"$ref": "#/definitions/B~1~0%20"}, "a": {"const": 1, "default": 1}},
+        "properties": {"b": {"$ref": "#/definitions/B~1~0%20"}, "a": {"const": 1, "default": 2**70}},
         "required": ["a"],
         "uniqueItems": False,
         "definitions": {"B/~ ": {"type": "integer", "examples": [1]}, "unused": {"not": {}}},
@@ -363,7 +368,7 @@ async def test_what_takes_long_to_compile_is_refused_and_holds_up_nobody(
     check.resolve(StructuredOutputs(json={"const": 0}))
     costly = [
         asyncio.create_task(check.resolve_aside(StructuredOutputs(json={**COSTLY, "title": str(at)})))
-        for at in range(7)  # more than there are threads for long prompts on a small machine
+        for at in range(check._waiting._max_workers - 1)
     ]
     while not len(check._waiting._threads) >= len(costly):
         await asyncio.sleep(0)
@@ -380,6 +385,60 @@ async def test_what_takes_long_to_compile_is_refused_and_holds_up_nobody(
         check.resolve(StructuredOutputs(json={**COSTLY, "title": "0"}))
     monkeypatch.undo()
     check.close()
+
+
+async def test_what_is_known_does_not_wait_and_what_is_asked_twice_is_compiled_once(
+    checker: StructuredOutputCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = StructuredOutputCheck(checker.model)
+    threads = check._waiting._max_workers
+    assert 2 <= threads <= structured.MAX_COMPILING
+    known = await check.resolve_aside(StructuredOutputs(regex="a+"))
+    go, asked = threading.Event(), []
+
+    def ask(question: bytes) -> bytes:
+        asked.append(question)
+        assert go.wait(60)
+        return b""
+
+    monkeypatch.setattr(check._compiler, "ask", ask)
+
+    def resolve(regex: str) -> asyncio.Task[StructuredOutputs]:
+        return asyncio.create_task(check.resolve_aside(StructuredOutputs(regex=regex)))
+
+    slow = [resolve(f"b{at % threads}") for at in range(3 * threads)]
+    queued, given_up = resolve("c"), resolve("d")
+    while len(asked) < threads:
+        await asyncio.sleep(0)
+    assert await asyncio.wait_for(check.resolve_aside(StructuredOutputs(regex="a+"), "response_format"), 60) is known
+    assert not any(task.done() for task in slow)
+    for task in (slow[0], given_up):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    go.set()
+    assert [(await task).regex for task in slow[1 : threads + 1]] == [
+        f"b{at % threads}" for at in range(1, threads + 1)
+    ]
+    assert (await queued).regex == "c"
+    await asyncio.gather(*slow[1:])
+    assert len(asked) == threads + 1
+    assert not check._jobs
+    check.close()
+
+
+async def test_without_a_process_that_compiles_the_answer_is_503(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("quire.server.stoppable.subprocess.Popen", fails)
+    for body in ({"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}}):
+        response = await server.http.post("/v1/completions", json={"prompt": "x", **body})
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (503, "engine_unavailable"), error
+        assert "Resource temporarily unavailable" in error["message"]
 
 
 def test_what_has_passed_is_not_compiled_again(checker: StructuredOutputCheck, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from quire.server.parsers.calls import tool_parser
 from quire.server.parsers.formats import TOOL_FORMATS
 from quire.server.parsers.grammar import Tool, tool_grammar
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from quire.server.structured import _checked_grammar
 from tests.fakes.tokenizers import byte_level
 from tests.server.parsers.samples import NAMES, TOOLS, TWO_CALLS, joined
 
@@ -169,6 +170,8 @@ def test_calls_or_an_answer_of_a_schema(
 def test_references_of_a_tool_lead_to_the_same_beside_an_answer() -> None:
     """There its schema is a part of a call's."""
     tree = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "https://example.com/tree",
         "type": "object",
         "properties": {
             "left": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
@@ -187,6 +190,8 @@ def test_references_of_a_tool_lead_to_the_same_beside_an_answer() -> None:
         several=False,
         answer=ANSWER,
     )
+
+    _checked_grammar(rules)  # raises where it would be refused
 
     def says(arguments: str) -> str:
         return verdict("text", rules, f'{{"name": "f", "parameters": {arguments}}}')
