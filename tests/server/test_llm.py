@@ -109,7 +109,7 @@ def test_chat_with_tools(
             with pytest.raises(InvalidParameter, match="tool"):
                 llm.chat(says[1], params, use_tqdm=False, **wrong)
         unheld = {"type": "function", "function": {**F["function"], "parameters": {"not": {}}, "strict": True}}
-        with pytest.raises(InvalidParameter, match="^tools: ") as error:
+        with pytest.raises(InvalidParameter, match=r"^tools: ") as error:
             llm.chat(says[1], params, tools=[unheld], use_tqdm=False)
         assert error.value.param == "tools"
 
