@@ -78,7 +78,7 @@ def architecture(name: str, config: Config, layers: Sequence[Layer], norm: Norm 
             "name": name,
             "hidden_size": int(config["hidden_size"]),
             "vocab_size": int(config["vocab_size"]),
-            "max_position": max([int(config["max_position_embeddings"]), *map(_reach, layers)]),
+            "max_position": max((_reach(layer, int(config["max_position_embeddings"])) for layer in layers), default=1),
             "layers": tuple(layers),
             "norm": norm,
             "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
@@ -87,10 +87,12 @@ def architecture(name: str, config: Config, layers: Sequence[Layer], norm: Norm 
     )
 
 
-def _reach(layer: Layer) -> int:
-    """Positions that scaling stretches to, which configs that were edited by hand do not always say."""
+def _reach(layer: Layer, length: int) -> int:
+    """The model's length, or what scaling stretches it to, which configs that were edited by hand do not always say."""
     rope = layer.attention.rope
-    return int(rope.original_max_position * rope.factor) if rope and rope.kind in ("dynamic", "yarn") else 0
+    if rope is None or rope.kind not in ("dynamic", "yarn") or length < rope.original_max_position:
+        return length
+    return max(length, int(rope.original_max_position * rope.factor))
 
 
 def attention(config: Config, rope: Rope | None, **changes: Any) -> Attention:

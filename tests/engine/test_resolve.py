@@ -211,6 +211,24 @@ def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
     assert [group.window for group in unused.cache.groups] == [None]
 
 
+@pytest.mark.parametrize(
+    ("length", "scaling", "expected"),
+    [
+        (4096, {"rope_type": "dynamic", "factor": 4.0}, 16384),
+        (4096, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        (1024, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 1024),
+        (4096, {"rope_type": "linear", "factor": 4.0}, 4096),
+    ],
+)
+def test_scaled_positions_reach_as_far_as_they_are_stretched(
+    length: int, scaling: dict[str, Any], expected: int
+) -> None:
+    """As model cards tell people to add yarn, by a line in config.json, its length left as it is."""
+    config = {**LLAMA_70B, "max_position_embeddings": length, "rope_scaling": scaling}
+    assert from_hf_config(config).max_position == expected
+
+
 def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path: Path) -> None:
     model = folder(tmp_path)
     assert resolve(options(model)).model.eos_token_ids == (2,)
