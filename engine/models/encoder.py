@@ -85,22 +85,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → the same."""
-        out: Tensor = self.down(_activate(self.up(x), self._activation))
+        out: Tensor = self.down(kernels.activate(self.up(x), self._activation))
         return out
-
-
-def _activate(x: Tensor, activation: architecture.Activation) -> Tensor:
-    match activation:
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "silu":
-            return F.silu(x)
-        case "relu":
-            return x.relu()
-        case "relu2":
-            return x.relu().square()
 
 
 class EncoderLayer(nn.Module):

@@ -15,8 +15,8 @@ from quire.engine.executor import Pending
 from quire.engine.messages import StepPlan
 from quire.engine.parallel import Links
 from quire.engine.parallel.pipeline import Pipeline
+from quire.engine.parallel.threads import ThreadParallel
 from quire.engine.worker.runner import Runner
-from tests.fakes.ranks import ThreadParallel
 
 
 class QueuePipeline(Pipeline):

@@ -34,6 +34,7 @@ from quire.engine.models.by_transformers.decoder import TransformersDecoder
 from quire.engine.models.by_transformers.sharding import PlannedLinear, without_numbers
 from quire.engine.models.by_transformers.shrink import LENGTH, shrink
 from quire.engine.parallel import Parallel
+from quire.engine.parallel.threads import ThreadParallel
 
 _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx"),
@@ -284,26 +285,6 @@ def _make_hollow(decoder: TransformersDecoder) -> None:
             module.forward = lambda x, *others, **more: torch.zeros_like(x)
 
 
-class _Together(Parallel):
-    """Ranks as threads: collectives over a list that they share, a barrier before and after each."""
-
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, shared: list[Tensor]) -> None:
-        self.rank, self.size, self._barrier, self._shared = rank, size, barrier, shared
-
-    def _exchange(self, x: Tensor) -> list[Tensor]:
-        self._shared[self.rank] = x.clone()
-        self._barrier.wait(60)
-        everyone = list(self._shared)
-        self._barrier.wait(60)
-        return everyone
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x)).sum(0)
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._exchange(x), dim=-1)
-
-
 def _compare(config: Any, request: Request, direct: frozenset[str]) -> None:
     """A small model both ways."""
     tp = request.tensor_parallel_size
@@ -354,7 +335,7 @@ def _served(
     stages = min(request.pipeline_parallel_size, count)
     cuts = [range(stage * count // stages, (stage + 1) * count // stages) for stage in range(stages)]
     barrier, shared = threading.Barrier(tp), [torch.empty(0)] * tp
-    ranks = [_Together(rank, tp, barrier, shared) if tp > 1 else Parallel() for rank in range(tp)]
+    ranks = [ThreadParallel(rank, tp, barrier, shared) if tp > 1 else Parallel() for rank in range(tp)]
     grid = [[_filled(small, request, direct, layers, count, parallel, state) for layers in cuts] for parallel in ranks]
 
     def run(stages: list[TransformersDecoder]) -> list[Tensor]:
