@@ -104,7 +104,7 @@ def server(pace: float, arguments: list[str]) -> int:
     from quire.server.cli.main import main
 
     def start_core(config: object, endpoints: Endpoints, log_level: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, __file__, "--pace", str(pace), "--core", endpoints.requests, *endpoints.responses]
+        command = [sys.executable, __file__, "--pace", str(pace), "--core", endpoints.requests[0], *endpoints.responses]
         return subprocess.Popen(command, stdin=subprocess.PIPE)
 
     service.start_core = start_core  # type: ignore[attr-defined,assignment]

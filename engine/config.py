@@ -45,6 +45,51 @@ class EngineOptions:
     distributed_executor_backend: Literal["auto", "uni", "mp", "ray"] = flag(
         "auto", "who runs the workers: uni (in the engine process), mp (processes on this host), ray"
     )
+    nnodes: int = flag(1, "hosts that share the ranks evenly, in their order (without Ray)", metavar="N")
+    node_rank: int = flag(
+        0, "which of the --nnodes hosts this is; 0 has the API, the others run --headless", metavar="R"
+    )
+    master_addr: str = flag("127.0.0.1", "address of host 0, as the others reach it", metavar="ADDR")
+    master_port: int = flag(29501, "port of host 0 that the others join at", metavar="PORT")
+    distributed_timeout_seconds: float = flag(
+        600.0, "longest that a rank waits for another, in any exchange between them", metavar="S"
+    )
+
+    data_parallel_size: int = flag(1, "replicas of the model, each with its own ranks", short="-dp", metavar="D")
+    data_parallel_size_local: int | None = flag(
+        None, "replicas on this host (default: all, or with --data-parallel-start-rank one)", short="-dpl", metavar="D"
+    )
+    data_parallel_start_rank: int | None = flag(
+        None,
+        "number of this host's first replica; with --headless their API is at --data-parallel-address, else this "
+        "host's API serves its own replicas only, behind a balancer of yours",
+        short="-dpr",
+        metavar="R",
+    )
+    data_parallel_address: str = flag(
+        "127.0.0.1", "address of the host with the API, or with replica 0", short="-dpa", metavar="ADDR"
+    )
+    data_parallel_rpc_port: int = flag(
+        29550, "port there that replicas of other hosts join at", short="-dpp", metavar="PORT"
+    )
+    enable_expert_parallel: bool = flag(
+        False, "spread whole experts over all ranks and replicas, instead of a slice of each over the ranks of a stage"
+    )
+    expert_placement_strategy: Literal["linear", "round_robin"] = flag(
+        "linear", "which experts a rank has: consecutive ones, or every n-th"
+    )
+    all2all_backend: Literal["allgather_reducescatter", "all_to_all"] = flag(
+        "allgather_reducescatter",
+        "how tokens reach their experts: all tokens go to all ranks, or each only where its experts are",
+    )
+    enable_eplb: bool = flag(False, "measure how much each expert is used, and move and double the busy ones")
+    num_redundant_experts: int = flag(0, "with --enable-eplb, copies of busy experts that a layer has, over all ranks")
+    eplb_step_interval: int = flag(3000, "with --enable-eplb, steps from one move to the next", metavar="N")
+    enable_dbo: bool = flag(
+        False, "with --enable-expert-parallel, cut large batches in two: one computes while the other is exchanged"
+    )
+    dbo_token_threshold: int = flag(64, "with --enable-dbo, tokens of a replica from which on a step is cut in two")
+
     device: Literal["auto", "cpu", "cuda"] = flag("auto", "where the model runs (auto: CUDA when there is a GPU)")
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
@@ -121,18 +166,72 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertParallelConfig:
+    """Whole experts, spread over the ranks of a stage in all replicas, which therefore step together."""
+
+    placement: Literal["linear", "round_robin"] = "linear"
+    all2all: Literal["allgather_reducescatter", "all_to_all"] = "allgather_reducescatter"
+    is_balanced: bool = False
+    """Busy experts are moved and doubled while serving (EPLB)."""
+    redundant: int = 0
+    """Copies of experts that a layer has beyond one of each."""
+    step_interval: int = 3000
+    """Steps between two moves."""
+    split_tokens: int | None = None
+    """A step in which some replica has so many tokens is cut in two (DBO); None: never."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The rank grid. Rank = stage * tensor_parallel_size + position in the stage."""
+    """The rank grid of one replica, and the replicas. Rank = stage * tensor_parallel_size + position in the stage.
+
+    The ranks of a replica lie on `nodes` hosts, evenly and in order: host `n` has `ranks_of(n)`.
+    """
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
     stages: tuple[range, ...]
-    executor: Literal["uni", "mp"]
+    executor: Literal["uni", "mp", "ray"]
     device: Literal["cpu", "cuda"]
+    nodes: int = 1
+    node: int = 0
+    """The host that this configuration is for."""
+    master: tuple[str, int] = ("127.0.0.1", 0)
+    """Address and port of host 0, which the other nodes join."""
+    devices: tuple[int, ...] = ()
+    """Device of each rank on this host, in the order of ranks (and of local replicas); empty: 0, 1, 2, …"""
+    timeout: float = 600.0
+    """Seconds that a rank waits for another in an exchange."""
+    replicas: int = 1
+    replica: int = 0
+    """The one that this configuration is for."""
+    local_replicas: range = range(1)
+    """Those on this host."""
+    experts: ExpertParallelConfig | None = None
+    """None: each expert is sliced over the ranks of a stage, and replicas know nothing of each other."""
 
     @property
     def world_size(self) -> int:
+        """Ranks of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the replicas share experts, and step together."""
+        return self.experts is not None and self.replicas > 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of this replica."""
+        return self.world_size // self.nodes
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks of all replicas on a host, which share its processors and its memory."""
+        return self.ranks_per_node * len(self.local_replicas)
+
+    def ranks_of(self, node: int) -> range:
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def stage_of(self, rank: int) -> int:
         return rank // self.tensor_parallel_size
@@ -204,3 +303,5 @@ class EngineConfig:
     parallel: ParallelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    options: EngineOptions = EngineOptions()
+    """As they were asked for: another host resolves them for itself."""

@@ -75,12 +75,12 @@ Inbound = ToCore | Compiled | RankEnded | Exception
 class Wire:
     """The sockets of the core, each owned by one thread; the loop sees two queues."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: Endpoints, replica: int = 0) -> None:
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
         self._outbox: SimpleQueue[tuple[int, ToServer] | None] = SimpleQueue()
         self._context = zmq.Context()
         self.num_clients = len(endpoints.responses)
-        threading.Thread(target=self._receive, args=(endpoints.requests,), daemon=True, name="wire-in").start()
+        threading.Thread(target=self._receive, args=(endpoints.requests[replica],), daemon=True, name="wire-in").start()
         self._sender = threading.Thread(target=self._send, args=(endpoints.responses,), name="wire-out")
         self._sender.start()
 
@@ -127,7 +127,8 @@ class Core:
     """The loop of one replica: requests in, plans to the workers, outputs out."""
 
     def __init__(self, config: EngineConfig, executor: Executor, wire: Wire, ready: Ready | None = None) -> None:
-        self.ready = ready or Ready({})
+        self.replica = config.parallel.replica
+        self.ready = ready or Ready({}, self.replica)
         self.scheduler = Scheduler(config)
         self.executor = executor
         self.wire = wire
@@ -261,7 +262,7 @@ class Core:
 
     def answer_probes(self) -> None:
         for probe in self.probes:
-            self.wire.send(probe.client, Alive(probe.probe_id))
+            self.wire.send(probe.client, Alive(probe.probe_id, self.replica))
         self.probes.clear()
 
     def send(self) -> None:
@@ -277,7 +278,7 @@ class Core:
         if self.outputs:
             stats = msgspec.structs.replace(self.scheduler.snapshot())
             for client, outputs in self.outputs.items():
-                outputs.stats = stats
+                outputs.stats, outputs.replica = stats, self.replica
                 self.wire.send(client, outputs)
             self.outputs = {}
 
@@ -292,7 +293,8 @@ class Core:
 def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     """Run the core; returns the exit code. Whatever goes wrong reaches every API process as `Dead`."""
     age, started = process.age(), time.perf_counter()
-    wire = Wire(endpoints)
+    replica = config.parallel.replica
+    wire = Wire(endpoints, replica)
     threading.Thread(target=_watch_stdin, args=(wire,), daemon=True, name="stdin-watch").start()
     executor: Executor | None = None
     core: Core | None = None
@@ -300,7 +302,7 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     try:
         executor = executors.start(config, log_level, on_end=lambda: wire.inbox.put(RankEnded()))
         seconds = {"start engine": age, **executor.seconds}
-        core = Core(config, executor, wire, Ready(seconds))
+        core = Core(config, executor, wire, Ready(seconds, replica))
         gc.collect()
         gc.freeze()
         seconds["engine in all"] = time.perf_counter() - started + age
@@ -314,7 +316,7 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     if core is not None:
         core.end(trouble or "the engine was shut down")
     if trouble is not None:
-        wire.broadcast(Dead(trouble))
+        wire.broadcast(Dead(trouble, replica))
     wire.close()
     if executor is not None:
         executor.close()

@@ -12,12 +12,12 @@ from quire.engine.config import EngineConfig
 
 @dataclass(frozen=True)
 class Endpoints:
-    """ZMQ addresses, all of them ipc. The core binds `requests` (PULL); API process `i` binds `responses[i]` (PULL).
+    """ZMQ addresses. The core of replica `r` binds `requests[r]`, API process `i` binds `responses[i]` (PULL, both).
 
     Frames are msgpack of `messages.ToCore` and `messages.ToServer`.
     """
 
-    requests: str
+    requests: tuple[str, ...]
     responses: tuple[str, ...]
 
 

@@ -178,6 +178,8 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     priority: int = 0
     cache_salt: bytes = b""
     """Requests share cached prefixes only with those of the same salt."""
+    output_token_ids: list[int] = []
+    """Output that another replica has given before it died: it goes on behind them, and does not tell them again."""
 
 
 class Abort(msgspec.Struct, tag=True, array_like=True):
@@ -203,7 +205,13 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """Stop the engine core; what still runs is aborted."""
 
 
-ToCore = Submit | Abort | Probe | Join | Shutdown
+class Wake(msgspec.Struct, tag=True, array_like=True):
+    """From one core to the others whose replicas share its experts: begin to step, as wave number `wave`."""
+
+    wave: int
+
+
+ToCore = Submit | Abort | Probe | Join | Shutdown | Wake
 
 
 # --- engine core → server -------------------------------------------------------------------------------------
@@ -300,6 +308,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
 
     seconds: dict[str, float]
     """Where the start-up time went."""
+    replica: int = 0
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True):
@@ -315,18 +324,21 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
     request_ids: list[str] = []
     token_ids: list[int] = []
     """One more token for each of `request_ids`."""
+    replica: int = 0
 
 
 class Alive(msgspec.Struct, tag=True, array_like=True):
     """The answer to a `Probe`."""
 
     probe_id: int
+    replica: int = 0
 
 
 class Dead(msgspec.Struct, tag=True, array_like=True):
     """The engine cannot go on; the reason names the rank. Nothing follows."""
 
     reason: str
+    replica: int = 0
 
 
 ToServer = Ready | Outputs | Alive | Dead
@@ -403,6 +415,8 @@ class StepResult(msgspec.Struct, tag=True, array_like=True):
     """Of rows, by number, whose tokens stand before prompt tokens that are to be scored."""
     vectors: dict[int, bytes] = {}
     """Of a model that embeds: of rows, by number, that end their prompt; float32. No row samples."""
+    is_wave_active: bool = False
+    """Of replicas that share experts: whether any of them had rows in this step."""
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True):

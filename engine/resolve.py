@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.engine import devices, model_files, pooling
+from quire.engine import devices, grid, model_files, pooling
 from quire.engine.architecture import Architecture, BuiltArchitecture, Experts, Matrices
 from quire.engine.cache_groups import CacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config import (
@@ -42,23 +42,12 @@ _CPU_KV_CACHE_BYTES = 4 << 30
 def resolve(options: EngineOptions) -> EngineConfig:
     """Fix every open choice; raises `ConfigError` with numbers and a remedy for what cannot be served."""
     _check_ranges(options)
-    parallel_size = options.tensor_parallel_size * options.pipeline_parallel_size
-    found = devices.find(options.device, parallel_size)
-    if found.kind == "cuda" and parallel_size > found.count:
-        raise ConfigError(
-            f"--tensor-parallel-size {options.tensor_parallel_size} × --pipeline-parallel-size "
-            f"{options.pipeline_parallel_size} needs {parallel_size} GPUs; this host shows {found.count}"
-        )
+    _refuse_what_is_not_there(options)
+    found = devices.find(options.device, grid.ranks_here(options))
     model = _resolve_model(options, found)
     model.architecture.check_divides(options.tensor_parallel_size)
     _check_quantization(model, options.tensor_parallel_size, found)
-    parallel = ParallelConfig(
-        tensor_parallel_size=options.tensor_parallel_size,
-        pipeline_parallel_size=options.pipeline_parallel_size,
-        stages=_cut_layers(model.architecture.num_layers, options),
-        executor=_choose_executor(options, parallel_size),
-        device=found.kind,
-    )
+    parallel = grid.resolve(options, model.architecture, found)
     scheduler = _resolve_scheduler(options, model, found)
     kv_dtype: str = options.kv_cache_dtype
     if kv_dtype == "auto":
@@ -73,8 +62,21 @@ def resolve(options: EngineOptions) -> EngineConfig:
         enable_prefix_caching=options.enable_prefix_caching and _may_reuse_prefixes(model),
         groups=group_layers(specs, parallel.stages, lambda group: group.most_blocks(longest, row, size)),
     )
-    config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler)
+    config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, options=options)
     return replace(config, cache=replace(cache, num_blocks=_count_blocks(options, config, found)))
+
+
+def _refuse_what_is_not_there(options: EngineOptions) -> None:
+    if options.nnodes > 1:
+        raise ConfigError(f"--nnodes {options.nnodes}: more than one host is not served yet")
+    if options.data_parallel_size > 1 or options.data_parallel_start_rank is not None:
+        raise ConfigError(f"--data-parallel-size {options.data_parallel_size}: replicas are not served yet")
+    if options.enable_expert_parallel:
+        raise ConfigError("--enable-expert-parallel is not served yet")
+    if options.enable_eplb:
+        raise ConfigError("--enable-eplb is not served yet")
+    if options.enable_dbo:
+        raise ConfigError("--enable-dbo is not served yet")
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
@@ -240,6 +242,12 @@ def _check_ranges(options: EngineOptions) -> None:
     for name, low in (
         ("tensor_parallel_size", 1),
         ("pipeline_parallel_size", 1),
+        ("nnodes", 1),
+        ("data_parallel_size", 1),
+        ("data_parallel_size_local", 0),
+        ("num_redundant_experts", 0),
+        ("eplb_step_interval", 1),
+        ("dbo_token_threshold", 1),
         ("max_num_seqs", 1),
         ("max_num_batched_tokens", 1),
         ("block_size", 1),
@@ -388,39 +396,6 @@ def _eos_token_ids(path: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
-def _cut_layers(num_layers: int, options: EngineOptions) -> tuple[range, ...]:
-    """Layer ranges of the stages; without a partition the first stages take the remainder."""
-    stages, text = options.pipeline_parallel_size, options.pipeline_layer_partition
-    if text is None:
-        if stages > num_layers:
-            raise ConfigError(f"--pipeline-parallel-size {stages} is more than the model's {num_layers} layers")
-        counts = [num_layers // stages + (s < num_layers % stages) for s in range(stages)]
-    else:
-        try:
-            counts = [int(part) for part in text.split(",")]
-        except ValueError:
-            raise ConfigError(f"--pipeline-layer-partition {text}: numbers are expected, as in 3,2,1") from None
-        if len(counts) != stages or sum(counts) != num_layers or min(counts) < 1:
-            raise ConfigError(
-                f"--pipeline-layer-partition {text}: {stages} positive numbers with the sum {num_layers} are "
-                f"expected (--pipeline-parallel-size {stages}, the model has {num_layers} layers)"
-            )
-    starts = [sum(counts[:s]) for s in range(stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
-
-
-def _choose_executor(options: EngineOptions, world_size: int) -> Literal["uni", "mp"]:
-    match options.distributed_executor_backend:
-        case "ray":
-            raise ConfigError("--distributed-executor-backend ray is not served yet; mp runs the ranks on this host")
-        case "uni" if world_size > 1:
-            raise ConfigError(f"--distributed-executor-backend uni runs one rank, not {world_size}; use mp")
-        case "auto":
-            return "uni" if world_size == 1 else "mp"
-        case backend:
-            return backend
-
-
 def _resolve_scheduler(options: EngineOptions, model: ModelConfig, found: Devices) -> SchedulerConfig:
     # The tokens of an encoder see all of their prompt, which therefore goes into one step.
     is_chunked = options.enable_chunked_prefill and not isinstance(model.architecture, Encoder)
@@ -459,7 +434,7 @@ def _choose_depth(options: EngineOptions, found: Devices) -> int:
     stages = options.pipeline_parallel_size
     if stages > 1:
         return stages
-    in_process = _choose_executor(options, options.tensor_parallel_size) == "uni"
+    in_process = grid.choose_executor(options) == "uni"
     return 1 if in_process and found.kind == "cpu" else 2
 
 
@@ -468,7 +443,7 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) 
     model, parallel, cache, scheduler = config.model, config.parallel, config.cache, config.scheduler
     sizes, row = Sizes.of(config), scheduler.max_num_batched_tokens
     blocks_per_request = cache.most_blocks(model.max_model_len, row)
-    sharing = parallel.world_size if found.kind == "cpu" else 1
+    sharing = parallel.ranks_here if found.kind == "cpu" else 1
     whole = found.memory // sharing
     share = int(whole * options.gpu_memory_utilization)
     fixed = [weights + sizes.workspace for weights in sizes.weights]

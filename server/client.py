@@ -209,7 +209,7 @@ class EngineClient:
         for socket in (self._requests, self._responses):
             socket.setsockopt(zmq.LINGER, 0)
             socket.set_hwm(0)
-        self._requests.connect(endpoints.requests)
+        self._requests.connect(endpoints.requests[0])
         self._responses.bind(endpoints.responses[index])
         self.loop.add_reader(self._responses.FD, self._receive)
         if core is None:

@@ -54,6 +54,10 @@ class ServerOptions(ModelOptions):
     port: int = flag(8000, "port to listen on (0: any free one, which is logged)")
     uds: str | None = flag(None, "Unix domain socket to listen on, instead of host and port", metavar="PATH")
     api_server_count: int = flag(1, "processes that share the port and the engine, for text and HTTP", short="-asc")
+    headless: bool = flag(
+        False,
+        "run the ranks of this host without an API, which is on another (see --node-rank, --data-parallel-start-rank)",
+    )
     root_path: str = flag("", "path that a proxy in front puts before every route, as in /llm", metavar="PATH")
     api_key: tuple[str, ...] | None = flag(
         None,

@@ -133,7 +133,7 @@ class Place:
     @property
     def endpoints(self) -> Endpoints:
         return Endpoints(
-            f"ipc://{self.folder}/requests", tuple(f"ipc://{self.folder}/responses-{i}" for i in range(self.count))
+            (f"ipc://{self.folder}/requests-0",), tuple(f"ipc://{self.folder}/responses-{i}" for i in range(self.count))
         )
 
     @property

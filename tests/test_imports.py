@@ -15,12 +15,14 @@ FOLDERS = ("quire", "server", "engine", "kernels")
 FLOOR = (
     "engine.architecture",
     "engine.cache_groups",
+    "engine.cluster",
     "engine.config",
     "engine.devices",
     "engine.encoder",
     "engine.errors",
     "engine.families",
     "engine.grammar",
+    "engine.grid",
     "engine.launch",
     "engine.log",
     "engine.messages",
@@ -29,6 +31,7 @@ FLOOR = (
     "engine.process",
     "engine.resolve",
     "engine.ring",
+    "engine.topology",
 )
 BELOW: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(FLOOR, FLOOR),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
 from quire.engine.messages import StepPlan, StepResult
 
 STEP_TIMEOUT = 600.0
@@ -55,3 +56,5 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
             from quire.engine.executor.mp import MpExecutor
 
             return MpExecutor(config, log_level, on_end)
+        case "ray":
+            raise ConfigError("--distributed-executor-backend ray is not served yet")

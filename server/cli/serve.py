@@ -59,6 +59,8 @@ def run(parsed: argparse.Namespace) -> int:
     options, server = read_options(parsed)
     log.setup(server.log_level, "api")
     server.check()
+    if server.headless:
+        raise ConfigError("--headless: more than one host is not served yet")
     Keys.load(server)
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
     process.set_name("quire-api")

@@ -51,7 +51,7 @@ def start(config: EngineConfig, endpoints: Endpoints, log_level: str, mode: str 
     """In place of `quire.engine.launch.start_core`."""
     if config.model.pooling is not None and not mode:
         mode = f"embed {config.model.pooling.size}"
-    command = [sys.executable, "-m", "tests.fakes.fake_core", mode, endpoints.requests, *endpoints.responses]
+    command = [sys.executable, "-m", "tests.fakes.fake_core", mode, endpoints.requests[0], *endpoints.responses]
     return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
