@@ -7,6 +7,7 @@ the experts that have rows are called one after the other.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,12 +17,29 @@ from torch import Tensor
 from quire.kernels import linear, reference
 from quire.kernels.dispatch import by_device
 
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`(x, weights, ids)` → the weighted sums `[tokens, hidden]`; see `fused_experts`."""
-
 fused_experts = by_device(reference.fused_experts)
 _act_mul = by_device(reference.act_mul)
 _packed_experts = by_device(reference.packed_experts)
+
+
+class Experts(ABC):
+    """Experts in the form that the device multiplies by."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """The weighted sums `[tokens, hidden]`; see `fused_experts`."""
+
+    @abstractmethod
+    def state(self, place: int) -> list[Tensor]:
+        """All that was made of one expert: in the same place or another, here or elsewhere, it is that expert.
+
+        Equally many bytes for each, contiguous; they may be views or copies.
+        """
+
+    def restore(self, place: int, state: Sequence[Tensor]) -> None:
+        """Put the expert whose `state` this is in the place of another."""
+        for mine, theirs in zip(self.state(place), state, strict=True):
+            mine.copy_(theirs)
 
 
 def pack_experts(
@@ -48,19 +66,23 @@ def pack_experts(
     return ExpertByExpert(products[0], products[1], activation, *biases)
 
 
-class PlainExperts:
+class PlainExperts(Experts):
     """Weights as they are."""
 
     def __init__(
         self, gate_up: Tensor, down: Tensor, activation: str, gate_up_bias: Tensor | None, down_bias: Tensor | None
     ) -> None:
-        self._weights = gate_up.detach(), down.detach(), activation, gate_up_bias, down_bias
+        biases = (bias if bias is None else bias.detach() for bias in (gate_up_bias, down_bias))
+        self._weights = gate_up.detach(), down.detach(), activation, *biases
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return fused_experts(x, weights, ids, *self._weights)
 
+    def state(self, place: int) -> list[Tensor]:
+        return _of_place(self._weights, place)
 
-class PanelExperts:
+
+class PanelExperts(Experts):
     """All experts' panels in one tensor: of float32, of bfloat16, or of bytes."""
 
     def __init__(
@@ -86,6 +108,13 @@ class PanelExperts:
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return _packed_experts(x, weights, ids, *self._weights)
+
+    def state(self, place: int) -> list[Tensor]:
+        return _of_place(self._weights, place)
+
+
+def _of_place(weights: Sequence[Tensor | str | None], place: int) -> list[Tensor]:
+    return [weight[place] for weight in weights if isinstance(weight, Tensor)]
 
 
 _HALF = reference.PANEL // 2
@@ -117,7 +146,7 @@ def _int8_stack(weights: Tensor, arrange: Callable[[Tensor], Tensor]) -> tuple[T
     return stack, scales
 
 
-class ExpertByExpert:
+class ExpertByExpert(Experts):
     """A call of two packed linear layers for every expert that has rows."""
 
     def __init__(
@@ -139,3 +168,19 @@ class ExpertByExpert:
     def _feed_forward(self, expert: int, rows: Tensor) -> Tensor:
         both = self._gate_up[expert](rows, self._gate_up_biases[expert])
         return self._down[expert](_act_mul(both, self._activation), self._down_biases[expert])
+
+    def state(self, place: int) -> list[Tensor]:
+        biases = [each[place] for each in (self._gate_up_biases, self._down_biases)]
+        return [
+            *self._gate_up[place].state(),
+            *self._down[place].state(),
+            *(bias for bias in biases if bias is not None),
+        ]
+
+    def restore(self, place: int, state: Sequence[Tensor]) -> None:
+        half = len(self._gate_up[place].state())
+        self._gate_up[place].restore(state[:half])
+        self._down[place].restore(state[half : 2 * half])
+        biases = [each[place] for each in (self._gate_up_biases, self._down_biases)]
+        for mine, theirs in zip((bias for bias in biases if bias is not None), state[2 * half :], strict=True):
+            mine.copy_(theirs)

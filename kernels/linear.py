@@ -8,7 +8,8 @@ processor's peak where `F.linear` (MKL) stays at 40 % on processors not made by 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -19,8 +20,6 @@ from quire.kernels import dispatch, reference
 from quire.kernels.dispatch import by_device
 
 Quantization = Literal["int8", "int4"]
-Linear = Callable[[Tensor, Tensor | None], Tensor]
-"""`(x, bias)` → `x @ weight.T + bias`; `x` is `[rows, in]`, the result `[rows, out]` of the same type."""
 
 _quantize_rows = by_device(reference.quantize_rows)
 _scale_rows = by_device(reference.scale_rows)
@@ -35,6 +34,23 @@ _ROWS_HINT = 256
 """The number of rows that oneDNN packs for. What it packs for a few rows is slow for many, and not the other way."""
 INT4_GROUPS = (128, 64, 32)
 """Weights that share a scale: the largest of these that divides the input features."""
+
+
+class Linear(ABC):
+    """A weight in the form that the device multiplies by."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`x @ weight.T + bias`; `x` is `[rows, in]`, the result `[rows, out]` of the same type."""
+
+    @abstractmethod
+    def state(self) -> list[Tensor]:
+        """All that was made of the weight: with it, another of this shape and form becomes the same (`restore`)."""
+
+    def restore(self, state: Sequence[Tensor]) -> None:
+        """Become that whose `state` this is; what is held is overwritten."""
+        for mine, theirs in zip(self.state(), state, strict=True):
+            mine.copy_(theirs)
 
 
 def pack_linear(weight: Tensor, quantization: Quantization | None = None) -> Linear:
@@ -95,7 +111,7 @@ def _padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, -rows % step)) if rows % step else x
 
 
-class Plain:
+class Plain(Linear):
     """torch's own matmul."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -104,8 +120,11 @@ class Plain:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self._weight, bias)
 
+    def state(self) -> list[Tensor]:
+        return [self._weight]
 
-class Panels:
+
+class Panels(Linear):
     """Our own, of float32 or bfloat16; sums are float32."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -115,8 +134,11 @@ class Panels:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _panel_linear(x, self._weight, bias, self._features)
 
+    def state(self) -> list[Tensor]:
+        return [self._weight]
 
-class OneDNN:
+
+class OneDNN(Linear):
     """Prepacked by oneDNN; sums are float32."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -126,8 +148,15 @@ class OneDNN:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(_padded(x), self._weight, bias, "none", [], "")
         return out[: len(x)]
 
+    def state(self) -> list[Tensor]:
+        return [self._weight.to_dense()]
 
-class Widened:
+    def restore(self, state: Sequence[Tensor]) -> None:
+        (dense,) = state
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(dense, _ROWS_HINT)
+
+
+class Widened(Linear):
     """16-bit weights where the processor has no 16-bit arithmetic: widened in the cache; float32 sums."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -136,6 +165,9 @@ class Widened:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _widened_linear(x.float(), self._weight, bias, self._features, x.dtype)
+
+    def state(self) -> list[Tensor]:
+        return [self._weight]
 
 
 def word_panels(weight: Tensor) -> Tensor:
@@ -151,7 +183,7 @@ def int8_panels(weight: Tensor) -> tuple[Tensor, Tensor]:
     return _panels(unsigned, 4, padding=reference.INT8_OFFSET), padded
 
 
-class Int8:
+class Int8(Linear):
     """Our own products of 8-bit integers: exact but for the rounding of weights and of `x` to 255 steps."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -161,8 +193,11 @@ class Int8:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _int8_linear(x, self._weight, self._scales, bias, self._features)
 
+    def state(self) -> list[Tensor]:
+        return [self._weight, self._scales]
 
-class Int8OneDNN:
+
+class Int8OneDNN(Linear):
     """The same by oneDNN."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -180,8 +215,16 @@ class Int8OneDNN:
         )
         return _scale_rows(out[: len(x)], scales, bias, x.dtype)
 
+    def state(self) -> list[Tensor]:
+        return [self._weight.to_dense().T.contiguous(), self._scales]
 
-class Int4:
+    def restore(self, state: Sequence[Tensor]) -> None:
+        quantized, scales = state
+        self._weight = torch.ops.onednn.qlinear_prepack(quantized, None)
+        self._scales.copy_(scales)
+
+
+class Int4(Linear):
     """Groups of 4-bit weights, for decode, where reading the weights takes the time; `x` and the sums are float32."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -194,3 +237,6 @@ class Int4:
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return _int4_linear(x.float(), self._weight, self._scales, self._zeros, bias, self._features, x.dtype)
+
+    def state(self) -> list[Tensor]:
+        return [self._weight, self._scales, self._zeros]

@@ -316,3 +316,43 @@ def test_packing_takes_the_memory_of_the_weights() -> None:
     packed = experts.PanelExperts(gate_up, down, "silu", None, None)
     assert packed._weights[0].data_ptr() == gate_up.data_ptr()
     assert packed._weights[3].data_ptr() == down.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_expert_moves_to_another_place(dtype: torch.dtype, bias: bool) -> None:
+    """Bit for bit what it would be, had its weights been there from the start; its neighbours stay as they are."""
+    here, there = (random_experts(3, 32, 64, dtype, bias=bias) for _ in range(2))
+    mixed = [None if mine is None else mine.clone() for mine in here]
+    for mine, theirs in zip(mixed, there, strict=True):
+        if mine is not None and theirs is not None:
+            mine[1] = theirs[2]
+    x, (weights, ids) = torch.randn(20, 64).to(dtype), routed(20, 3, 2)
+    for old, source, expected in zip(*(movable(*weights) for weights in (here, there, mixed)), strict=True):
+        before = [part.clone() for part in source.state(2)]
+        old.restore(1, before)
+        assert torch.equal(old(x, weights, ids), expected(x, weights, ids))
+        assert all(map(torch.equal, old.state(1), before))
+        sizes = {tuple(part.nbytes for part in old.state(place)) for place in range(3)}
+        assert len(sizes) == 1
+        assert all(part.is_contiguous() for part in old.state(0))
+
+
+def movable(
+    gate_up: Tensor | None, down: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None
+) -> list[kernels.Experts]:
+    """All `forms`, the quantized, and those of processors without our own products."""
+    assert gate_up is not None
+    assert down is not None
+    biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
+    made = forms(gate_up.clone(), down.clone(), "silu", biases[0], biases[1])
+    packs: list[Callable[[Tensor], kernels.Linear]] = [linear.Int8OneDNN, linear.Int4]
+    if torch.cpu._is_avx512_bf16_supported() or gate_up.dtype == torch.float32:
+        packs.append(linear.OneDNN)
+    for pack in packs:
+        biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
+        made.append(by_expert(pack, gate_up, down, *biases))
+    biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
+    if torch.cpu._is_vnni_supported():
+        made.append(experts.PanelExperts(gate_up.clone(), down.clone(), "silu", *biases, is_int8=True))
+    return made
