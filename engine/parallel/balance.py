@@ -1,0 +1,170 @@
+"""Which rank has which experts, so that the busiest rank has as little to do as may be. Pure; no torch.
+
+As in DeepSeek's EPLB (github.com/deepseek-ai/EPLB), copies go to the experts with the most work for each of their
+copies, and then ranks are evened out. Ours starts from what the ranks have, since moving an expert costs too: a place
+changes hands only where that takes work off the busiest rank. All ranks that are told the same load come to the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Placement = tuple[tuple[int, ...], ...]
+"""The experts of each rank, by their numbers in the model, place by place. All ranks have equally many, each at least
+one, and none has an expert twice."""
+
+SLACK = 0.05
+"""So much more than the mean, as a share of it, a rank may have to do."""
+GAIN = 0.02
+"""What a new placement takes off the busiest rank at least, or nothing moves."""
+
+
+def rank_loads(load: Sequence[float], placement: Sequence[Sequence[int]]) -> list[float]:
+    """What each rank has to do, if an expert's `load` is shared evenly by its copies."""
+    counts = _count(len(load), placement)
+    return [sum(load[expert] / counts[expert] for expert in experts) for experts in placement]
+
+
+def imbalance(loads: Sequence[float]) -> float:
+    """The busiest rank's share over the mean: 1 is even, and the number of ranks is the worst."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def rebalance(load: Sequence[float], now: Placement) -> Placement:
+    """The placement for experts of such a `load`; `now` where no other is clearly better."""
+    draft = _Draft(load, now)
+    draft.share_out(_wanted_copies(load, now))
+    draft.even_out()
+    before, after = (max(rank_loads(load, placement)) for placement in (now, draft.held))
+    return tuple(map(tuple, draft.held)) if before - after > GAIN * before else now
+
+
+def _count(num_experts: int, placement: Sequence[Sequence[int]]) -> list[int]:
+    counts = [0] * num_experts
+    for experts in placement:
+        for expert in experts:
+            counts[expert] += 1
+    return counts
+
+
+def _wanted_copies(load: Sequence[float], now: Placement) -> list[int]:
+    """How many copies each expert is to have, no more than there are ranks."""
+    counts = [1] * len(load)
+    for _ in range(sum(map(len, now)) - len(load)):
+        more = [expert for expert, count in enumerate(counts) if count < len(now)]
+        counts[max(more, key=lambda expert: (load[expert] / counts[expert], -expert))] += 1
+    return counts
+
+
+class _Draft:
+    """A placement that is made better, a place at a time. Of choices that are equal the first is taken."""
+
+    def __init__(self, load: Sequence[float], now: Placement) -> None:
+        self.held = [list(experts) for experts in now]
+        self._load = load
+        self._counts = _count(len(load), now)
+
+    def share_out(self, wanted: Sequence[int]) -> None:
+        """Give places of experts that have more copies than wanted to those that have fewer, where that can be."""
+        for expert in sorted(range(len(wanted)), key=lambda expert: (-self._load[expert] / wanted[expert], expert)):
+            while self._counts[expert] < wanted[expert]:
+                done = rank_loads(self._load, self.held)
+                spots = [
+                    (done[rank] - self._load[other] / self._counts[other], rank, place)
+                    for rank, experts in enumerate(self.held)
+                    if expert not in experts
+                    for place, other in enumerate(experts)
+                    if self._counts[other] > wanted[other]
+                ]
+                if not spots:
+                    break
+                _, rank, place = min(spots)
+                self._counts[self.held[rank][place]] -= 1
+                self._counts[expert] += 1
+                self.held[rank][place] = expert
+
+    def even_out(self) -> None:
+        """Let the busiest rank change an expert for another's, as long as it has too much and that helps."""
+        each = [share / count for share, count in zip(self._load, self._counts, strict=True)]
+        done = rank_loads(self._load, self.held)
+        mean = sum(done) / len(done)
+        enough, least = (1 + SLACK) * mean, 1e-6 * mean
+        while (most := max(done)) > enough:
+            busiest = done.index(most)
+            mine = self.held[busiest]
+            swaps = [
+                (max(most - less, done[rank] + less), rank, place, spot, less)
+                for rank, theirs in enumerate(self.held)
+                for spot, other in enumerate(theirs)
+                if other not in mine
+                for place, expert in enumerate(mine)
+                if (less := each[expert] - each[other]) > least and done[rank] + less < most - least
+                if expert not in theirs
+            ]
+            if not swaps:
+                return
+            _, rank, place, spot, less = min(swaps)
+            mine[place], self.held[rank][spot] = self.held[rank][spot], mine[place]
+            done[busiest] -= less
+            done[rank] += less
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where an expert lies: a place of a rank, or beside them (`place` None), where there is room for one."""
+
+    rank: int
+    place: int | None
+
+
+@dataclass(frozen=True)
+class Move:
+    """An expert is copied from one spot to another, which is overwritten."""
+
+    source: Spot
+    target: Spot
+
+
+def moves(now: Placement, then: Placement) -> list[Move]:
+    """What makes `then` of `now`, one after the other.
+
+    Nothing is overwritten before all that need it have it. Where places change their experts in a ring, one of them is
+    laid beside first; no rank has more than one beside it at a time.
+    """
+    spots: dict[int, list[Spot]] = {}
+    for rank, experts in enumerate(now):
+        for place, expert in enumerate(experts):
+            spots.setdefault(expert, []).append(Spot(rank, place))
+    sources: dict[Spot, Spot] = {}
+    readers: dict[Spot, list[Spot]] = {}
+    for rank, experts in enumerate(then):
+        for place, expert in enumerate(experts):
+            if now[rank][place] != expert:
+                target, holders = Spot(rank, place), spots[expert]
+                source = min(holders, key=lambda spot: (len(readers.get(spot, ())), spot.rank))
+                sources[target] = source
+                readers.setdefault(source, []).append(target)
+    ordered: list[Move] = []
+
+    def fill(target: Spot) -> None:
+        """Then what it came from may be filled, if nobody else needs it."""
+        while True:
+            source = sources.pop(target)
+            ordered.append(Move(source, target))
+            readers[source].remove(target)
+            if readers[source] or source not in sources:
+                return
+            target = source
+
+    for target in [target for target in sources if not readers.get(target)]:
+        fill(target)
+    while sources:  # rings only: each spot has one reader
+        first = next(iter(sources))
+        (reader,) = readers.pop(first)
+        beside = Spot(first.rank, None)
+        ordered.append(Move(first, beside))
+        sources[reader], readers[beside], readers[first] = beside, [reader], []
+        fill(first)
+    return ordered
