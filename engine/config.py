@@ -14,6 +14,7 @@ from typing import Any, Literal
 from quire.engine.architecture import Architecture
 from quire.engine.families.quantized import Quantized
 from quire.engine.pooling import Pooling
+from quire.engine.topology import Crossed
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INT4_GROUPS = (128, 64, 32)
@@ -200,6 +201,8 @@ class ParallelConfig:
     """Address and port of host 0, which the other nodes join."""
     devices: tuple[int, ...] = ()
     """Device of each rank on this host, in the order of ranks (and of local replicas); empty: 0, 1, 2, …"""
+    links: Crossed = Crossed()
+    """What those have to cross to reach each other."""
     timeout: float = 600.0
     """Seconds that a rank waits for another in an exchange."""
     replicas: int = 1

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from quire.engine import topology
 from quire.engine.errors import ConfigError
 
 
@@ -17,13 +20,22 @@ class Devices:
     kind: Literal["cpu", "cuda"]
     count: int
     memory: int
+    order: tuple[int, ...] = ()
+    """Of CUDA devices: those of this host's ranks, in the order of ranks; empty when there are too few."""
+    links: topology.Links = ()
+    """Between all `count`; empty on CPU."""
 
 
-def find(kind: Literal["auto", "cpu", "cuda"], ranks: int) -> Devices:
-    """The devices for so many ranks; raises `ConfigError` when CUDA is asked for and there is none."""
+def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices:
+    """The devices for groups of ranks of these sizes, each of which shares layers.
+
+    Raises `ConfigError` when CUDA is asked for and there is none.
+    """
     gpus = _free_gpu_memory() if kind != "cpu" else []
     if gpus:
-        return Devices("cuda", len(gpus), min(gpus[:ranks]))
+        links = _gpu_links(len(gpus))
+        order = topology.arrange(links, groups) if sum(groups) <= len(gpus) else ()
+        return Devices("cuda", len(gpus), min(gpus[device] for device in order or range(len(gpus))), order, links)
     if kind == "cuda":
         raise ConfigError("--device cuda: no NVIDIA GPU is visible; check the driver and CUDA_VISIBLE_DEVICES")
     return Devices("cpu", os.cpu_count() or 1, _free_host_memory())
@@ -33,23 +45,40 @@ def _free_gpu_memory() -> list[int]:
     """Free bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; empty without a driver."""
     import pynvml
 
+    with _visible_gpus() as handles:
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
+
+
+def _gpu_links(count: int) -> topology.Links:
+    """Between the visible GPUs, which are so many."""
+    with _visible_gpus() as handles:
+        if len(handles) == count:
+            return topology.read(handles)
+    return ((topology.Link.UNKNOWN,) * count,) * count
+
+
+@contextmanager
+def _visible_gpus() -> Iterator[list[Any]]:
+    """NVML's handles of the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; none without a driver."""
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return []
+        yield []
+        return
     try:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = map(str, range(pynvml.nvmlDeviceGetCount())) if visible is None else visible.split(",")
-        free = []
+        handles = []
         for name in filter(None, (n.strip() for n in names)):
             by_index = name.lstrip("-").isdigit()
             if by_index and int(name) < 0:
                 break
-            handle = (
+            handles.append(
                 pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
             )
-            free.append(int(pynvml.nvmlDeviceGetMemoryInfo(handle).free))
-        return free
+        yield handles
     except pynvml.NVMLError as error:
         raise ConfigError(f"cannot read the GPUs in CUDA_VISIBLE_DEVICES={visible}: {error}") from None
     finally:

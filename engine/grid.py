@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
 from typing import Literal
 
+from quire.engine import topology
 from quire.engine.architecture import Architecture, Experts
 from quire.engine.config import EngineOptions, ExpertParallelConfig, ParallelConfig
 from quire.engine.devices import Devices
@@ -29,6 +32,14 @@ def ranks_here(options: EngineOptions) -> int:
     return ranks // nodes * len(_local_replicas(options))
 
 
+def groups_here(options: EngineOptions) -> tuple[int, ...]:
+    """Sizes of the groups of this host's ranks that share layers, in the order of ranks; raises as `ranks_here`."""
+    ranks = ranks_here(options) // max(1, len(_local_replicas(options)))
+    here = range(options.node_rank * ranks, (options.node_rank + 1) * ranks)
+    sizes = Counter(rank // options.tensor_parallel_size for rank in here)
+    return tuple(sizes.values()) * len(_local_replicas(options))
+
+
 def resolve(options: EngineOptions, arch: Architecture, found: Devices) -> ParallelConfig:
     """The grid; raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
@@ -49,12 +60,99 @@ def resolve(options: EngineOptions, arch: Architecture, found: Devices) -> Paral
         nodes=options.nnodes,
         node=options.node_rank,
         master=(options.master_addr, options.master_port),
+        devices=found.order,
+        links=_links(options, found),
         timeout=options.distributed_timeout_seconds,
         replicas=options.data_parallel_size,
         replica=replicas.start,
         local_replicas=replicas,
         experts=_experts(options, arch, options.data_parallel_size * world_size // options.pipeline_parallel_size),
     )
+
+
+def _links(options: EngineOptions, found: Devices) -> topology.Crossed:
+    network = topology.fast_network() if options.nnodes > 1 else None
+    groups, replicas = groups_here(options), len(_local_replicas(options))
+    if not found.order:
+        return topology.Crossed(network=network)
+    return replace(topology.crossed(found.links, found.order, groups, len(groups) // replicas), network=network)
+
+
+def lines(parallel: ParallelConfig, arch: Architecture) -> list[str]:
+    """The grid as `serve` prints it: hosts, what each group crosses, replicas and experts; nothing of a single rank."""
+    return [*_hosts(parallel), *_crossings(parallel), *_replicas(parallel), *_spread(parallel, arch)]
+
+
+def _hosts(parallel: ParallelConfig) -> list[str]:
+    if parallel.nodes == 1:
+        return []
+    ranks = [parallel.ranks_of(node) for node in range(parallel.nodes)]
+    parts = [f"{_numbers('rank', ranks[node])} on host {node}" for node in range(parallel.nodes)]
+    parts[parallel.node] += " (this one)"
+    return [f"  {parallel.nodes} hosts, joined at {parallel.master[0]}:{parallel.master[1]}: {', '.join(parts)}"]
+
+
+def _crossings(parallel: ParallelConfig) -> list[str]:
+    """Which links tensor and pipeline parallelism cross, and a warning where that is too slow."""
+    tp, per_host, links = parallel.tensor_parallel_size, parallel.ranks_per_node, parallel.links
+    network = f"over {links.network}" if links.network else "over the network"
+    is_cpu, parts, warnings = parallel.device == "cpu", [], []
+    is_wide = parallel.nodes > 1 and per_host % tp != 0
+    if tp > 1:
+        inside = "shared memory" if is_cpu else (links.tensor or topology.Link.UNKNOWN).text
+        parts.append(f"tensor parallel {f'across hosts {network}' if is_wide else f'inside a host over {inside}'}")
+        if is_wide and not links.network:
+            fitting = max(size for size in range(1, per_host + 1) if tp % size == 0 and per_host % size == 0)
+            warnings.append(
+                f"warning: tensor parallel crosses hosts, in every layer, and no fast network (InfiniBand, RoCE) is "
+                f"active here: use --tensor-parallel-size {fitting} --pipeline-parallel-size "
+                f"{parallel.world_size // fitting}"
+            )
+        if not is_wide and links.tensor is topology.Link.SOCKETS:
+            warnings.append(
+                "warning: tensor parallel crosses the link between processors, in every layer: a smaller "
+                "--tensor-parallel-size with more --pipeline-parallel-size may be faster"
+            )
+    if parallel.pipeline_parallel_size > 1:
+        inside = "loopback" if is_cpu else (links.pipeline or topology.Link.UNKNOWN).text
+        parts.append(f"pipeline {f'across hosts {network}' if parallel.nodes > 1 else f'inside a host over {inside}'}")
+    if parallel.executor == "ray":
+        parts = ["ranks where Ray places them, those of a stage on one host"] if parallel.nodes == 1 else parts
+    return [f"  {'; '.join(parts)}"] * bool(parts) + warnings
+
+
+def _replicas(parallel: ParallelConfig) -> list[str]:
+    if parallel.replicas == 1:
+        return []
+    here, step = parallel.local_replicas, "step together" if parallel.is_coupled else "run free of each other"
+    on_host = _numbers("replica", here) if len(here) else "none"
+    return [f"  {parallel.replicas} replicas, which {step}: {on_host} on this host, each with the ranks below"]
+
+
+def _spread(parallel: ParallelConfig, arch: Architecture) -> list[str]:
+    """How experts lie on the ranks."""
+    if (experts := parallel.experts) is None:
+        return []
+    ranks = parallel.replicas * parallel.tensor_parallel_size
+    counts = sorted(
+        {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, Experts)}
+    )
+    text = [
+        f"{' or '.join(map(str, counts))} experts a layer{f' and {experts.redundant} copies' * bool(experts.redundant)} "
+        f"over {ranks} ranks ({parallel.replicas} replicas × {parallel.tensor_parallel_size}), "
+        f"{' or '.join(str((count + experts.redundant) // ranks) for count in counts)} each, {experts.placement}",
+        f"tokens reach them by {experts.all2all}{' across hosts' * (len(parallel.local_replicas) < parallel.replicas)}",
+    ]
+    if experts.is_balanced:
+        text.append(f"moved every {experts.step_interval:,} steps")
+    if experts.split_tokens is not None:
+        text.append(f"steps of {experts.split_tokens} tokens or more are cut in two")
+    return [f"  {'; '.join(text)}"]
+
+
+def _numbers(name: str, numbers: range) -> str:
+    """rank 0, ranks 0-3"""
+    return f"{name} {numbers[0]}" if len(numbers) == 1 else f"{name}s {numbers[0]}-{numbers[-1]}"
 
 
 def choose_executor(options: EngineOptions) -> Literal["uni", "mp", "ray"]:

@@ -43,7 +43,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     """Fix every open choice; raises `ConfigError` with numbers and a remedy for what cannot be served."""
     _check_ranges(options)
     _refuse_what_is_not_there(options)
-    found = devices.find(options.device, grid.ranks_here(options))
+    found = devices.find(options.device, grid.groups_here(options))
     model = _resolve_model(options, found)
     model.architecture.check_divides(options.tensor_parallel_size)
     _check_quantization(model, options.tensor_parallel_size, found)
@@ -181,6 +181,7 @@ def plan_text(config: EngineConfig) -> str:
         f"{arch.name} from {model.path}{', by transformers' * isinstance(arch, BuiltArchitecture)}",
         f"{model.dtype}{stored}{weights} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
+        *grid.lines(parallel, arch),
     ]
     if model.pooling is not None:
         length = f"{model.max_model_len:,} tokens"

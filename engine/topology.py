@@ -1,0 +1,125 @@
+"""How the devices of a host reach each other, and which of them the ranks should have.
+
+Of CUDA devices NVML tells the links (`nvmlDeviceGetP2PStatus`, `nvmlDeviceGetTopologyCommonAncestor`). What follows
+from them is arithmetic over a matrix. No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+
+class Link(IntEnum):
+    """What lies between two devices; the greater, the faster."""
+
+    UNKNOWN = 0
+    SOCKETS = 1
+    PCIE = 2
+    SWITCH = 3
+    NVLINK = 4
+
+    @property
+    def text(self) -> str:
+        return _TEXTS[self]
+
+
+_TEXTS = {
+    Link.UNKNOWN: "a link that the driver does not name",
+    Link.SOCKETS: "PCIe and the link between processors",
+    Link.PCIE: "PCIe through the processor",
+    Link.SWITCH: "PCIe switches",
+    Link.NVLINK: "NVLink",
+}
+
+Links = tuple[tuple[Link, ...], ...]
+"""Row and column are devices; the diagonal means nothing."""
+
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class Crossed:
+    """The slowest link between the devices that the ranks of this host have got; None where none is crossed or known.
+
+    `network` is the fast network between hosts, if this host has one.
+    """
+
+    tensor: Link | None = None
+    pipeline: Link | None = None
+    network: str | None = None
+
+
+def read(handles: Sequence[Any]) -> Links:
+    """The links between the devices of these NVML handles; NVML is initialized. What it will not tell is UNKNOWN."""
+    return tuple(tuple(_link(one, other) if one is not other else Link.NVLINK for other in handles) for one in handles)
+
+
+def _link(one: Any, other: Any) -> Link:
+    import pynvml
+
+    try:
+        # True of pairs behind NVSwitches, too.
+        if pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK:
+            return Link.NVLINK
+    except pynvml.NVMLError:
+        pass
+    try:
+        ancestor = pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
+    except pynvml.NVMLError:
+        return Link.UNKNOWN
+    if ancestor <= pynvml.NVML_TOPOLOGY_MULTIPLE:
+        return Link.SWITCH
+    return Link.PCIE if ancestor <= pynvml.NVML_TOPOLOGY_NODE else Link.SOCKETS
+
+
+def arrange(links: Links, groups: Sequence[int]) -> tuple[int, ...]:
+    """Devices for groups of ranks of these sizes, in the order of ranks: each group inside the fastest island left.
+
+    A group takes the devices whose slowest pair is fastest, and of those the ones that the rest will miss least. So
+    the slow links are left to lie between groups. Larger groups choose first; `sum(groups)` devices are there.
+    """
+    left = list(range(len(links)))
+    chosen: dict[int, tuple[int, ...]] = {}
+    for number in sorted(range(len(groups)), key=lambda number: -groups[number]):
+        best = min(combinations(left, groups[number]), key=lambda devices: _cost(links, devices, left))
+        chosen[number] = best
+        left = [device for device in left if device not in best]
+    return tuple(device for number in range(len(groups)) for device in chosen[number])
+
+
+def _cost(links: Links, devices: tuple[int, ...], left: Sequence[int]) -> tuple[int, int, int, tuple[int, ...]]:
+    inside = [links[one][other] for one, other in combinations(devices, 2)]
+    outside = [links[one][other] for one in devices for other in left if other not in devices]
+    return -min(inside, default=0), -sum(inside), sum(outside), devices
+
+
+def crossed(links: Links, order: Sequence[int], groups: Sequence[int], stages: int) -> Crossed:
+    """What ranks with the devices `order` cross: `groups` are their sizes, `stages` of them make a replica."""
+    ends = [sum(groups[: number + 1]) for number in range(len(groups))]
+    parts = [order[end - size : end] for size, end in zip(groups, ends, strict=True)]
+    inside = [links[one][other] for part in parts for one, other in combinations(part, 2)]
+    between = [
+        links[one][other]
+        for number in range(1, len(parts))
+        if number % stages
+        for one, other in zip(parts[number - 1], parts[number], strict=False)
+    ]
+    return Crossed(min(inside, default=None), min(between, default=None))
+
+
+def fast_network(folder: Path = _INFINIBAND) -> str | None:
+    """The fastest active port that other hosts can be reached by without their processors (InfiniBand, RoCE)."""
+    found: list[tuple[float, str]] = []
+    for port in folder.glob("*/ports/*"):
+        try:
+            state, rate = ((port / name).read_text().strip() for name in ("state", "rate"))
+        except OSError:
+            continue
+        if state.endswith("ACTIVE"):
+            found.append((float(rate.split()[0]), f"{port.parent.parent.name} ({' '.join(rate.split()[:2])})"))
+    return max(found)[1] if found else None
