@@ -1,0 +1,312 @@
+"""Hosts that join, talk and are lost, as threads and processes of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+import zmq
+
+from quire.engine import cluster
+from quire.engine.cluster import Ended, Follower, Hello, Leader
+from quire.engine.errors import ConfigError
+
+_FOLLOW = """
+import sys, time
+from quire.engine.cluster import Follower, Hello
+follower = Follower("127.0.0.1", int(sys.argv[1]), Hello(name="node 1 (here)", number=1), seconds=30,
+                    on_lost=lambda text: None)
+time.sleep(60)
+"""
+
+
+class Host:
+    """A leader, and what it was told."""
+
+    def __init__(self, *expected: int, rejoin: bool = False) -> None:
+        self.lost: SimpleQueue[tuple[int, str]] = SimpleQueue()
+        self.messages: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        self.joined: SimpleQueue[Hello] = SimpleQueue()
+        self.leader = Leader(
+            0,
+            expected,
+            on_lost=lambda number, text: self.lost.put((number, text)),
+            on_message=lambda number, body: self.messages.put((number, body)),
+            on_join=self.joined.put if rejoin else None,
+        )
+        self.followers: list[Follower] = []
+        self.leader_lost: SimpleQueue[str] = SimpleQueue()
+
+    def join(self, number: int, seconds: float = 10.0, name: str | None = None) -> Follower:
+        hello = Hello(name=name or f"node {number} (here)", number=number)
+        follower = Follower(
+            "127.0.0.1", self.leader.port, hello, seconds=seconds, on_lost=self.leader_lost.put, leader="node 0"
+        )
+        self.followers.append(follower)
+        return follower
+
+
+@pytest.fixture
+def two() -> Iterator[Host]:
+    yield from hosting(1)
+
+
+@pytest.fixture
+def three() -> Iterator[Host]:
+    yield from hosting(1, 2)
+
+
+def hosting(*expected: int) -> Iterator[Host]:
+    host = Host(*expected)
+    yield host
+    for follower in host.followers:
+        follower.close()
+    host.leader.close()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "LOST_SECONDS", 1.0)
+    monkeypatch.setattr(cluster, "_BEAT_SECONDS", 0.1)
+
+
+def test_messages_go_both_ways_in_their_order(three: Host) -> None:
+    second, first = three.join(2), three.join(1)
+    assert {n: hello.name for n, hello in three.leader.wait(10).items()} == {1: "node 1 (here)", 2: "node 2 (here)"}
+    large = bytes(range(256)) * 20_000
+    for number, follower in ((1, first), (2, second)):
+        for n in range(100):
+            three.leader.send(number, b"%d to %d" % (n, number))
+            follower.send(b"%d" % n)
+        three.leader.send(number, large)
+        assert [follower.receive(10) for _ in range(100)] == [b"%d to %d" % (n, number) for n in range(100)]
+        assert follower.receive(10) == large
+        assert [three.messages.get(timeout=10) for _ in range(100)] == [(number, b"%d" % n) for n in range(100)]
+    with pytest.raises(TimeoutError):
+        first.receive(0.01)
+    assert three.lost.empty()
+
+
+def test_a_follower_may_come_first() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    came: SimpleQueue[Follower] = SimpleQueue()
+
+    def follow() -> None:
+        hello = Hello(name="node 1", number=1)
+        came.put(Follower("127.0.0.1", port, hello, seconds=20, on_lost=lambda text: None))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    thread.join(0.5)
+    leader = Leader(port, [1], on_lost=lambda *_: None, on_message=lambda *_: None)
+    assert list(leader.wait(10)) == [1]
+    follower = came.get(timeout=10)
+    leader.send(1, b"plan")
+    assert follower.receive(10) == b"plan"
+    follower.close()
+    leader.close()
+    thread.join()
+
+
+def test_who_does_not_come_is_named_in_time(three: Host) -> None:
+    three.join(1)
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match=r"node 2 did not join at port \d+ within 1 s: 1 of 2 came \(node 1 \(here"):
+        three.leader.wait(0.6)
+    assert time.monotonic() - begun < 3
+
+
+def test_a_leader_that_does_not_come_is_named_in_time() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # and does not listen
+        begun, port = time.monotonic(), silent.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"node 0 did not answer at 127.0.0.1:{port} within 1 s; see that"):
+            Follower(
+                "127.0.0.1",
+                port,
+                Hello(name="node 1", number=1),
+                seconds=0.6,
+                on_lost=lambda text: None,
+                leader="node 0",
+            )
+        assert time.monotonic() - begun < 3
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"cannot join at port \d+ .* in use; choose another with --master-port"):
+            Leader(taken.getsockname()[1], [1], on_lost=lambda *_: None, on_message=lambda *_: None)
+
+
+def test_a_number_is_taken_once(two: Host) -> None:
+    first = two.join(1)
+    with pytest.raises(Ended, match=r"other cannot join: node 1 \(here\) is node 1 already"):
+        two.join(1, name="other")
+    with pytest.raises(Ended, match="node 1 can join here, not 7"):
+        two.join(7)
+    two.leader.wait(10)
+    two.leader.send(1, b"still")
+    assert first.receive(10) == b"still"
+
+
+def test_a_follower_can_be_refused(two: Host) -> None:
+    follower = two.join(1)
+    two.leader.refuse(1, "node 1 has another torch")
+    with pytest.raises(Ended, match="node 1 has another torch") as ended:
+        follower.receive(10)
+    assert not ended.value.is_lost
+
+
+@pytest.mark.parametrize("reason", ["", "rank 1 was killed by SIGKILL"])
+def test_the_end_is_told(two: Host, reason: str) -> None:
+    follower = two.join(1)
+    two.leader.send(1, b"last")
+    two.leader.close(reason)
+    assert follower.receive(10) == b"last"
+    for _ in range(2):
+        with pytest.raises(Ended) as ended:
+            follower.receive(10)
+        assert ended.value.reason == reason
+    assert two.leader_lost.empty()
+
+
+def test_a_follower_that_leaves_says_why(two: Host) -> None:
+    two.join(1).close("out of memory")
+    assert two.lost.get(timeout=10) == (1, "node 1 (here) has ended: out of memory")
+
+
+@pytest.mark.parametrize(
+    ("number", "how", "least"), [(signal.SIGKILL, "connection has closed", 0), (signal.SIGSTOP, "heard of it", 1)]
+)
+@pytest.mark.usefixtures("impatient")
+def test_a_follower_that_is_lost_is_noticed(two: Host, number: signal.Signals, how: str, least: float) -> None:
+    process = subprocess.Popen([sys.executable, "-c", _FOLLOW, str(two.leader.port)])
+    try:
+        two.leader.wait(30)
+        begun = time.monotonic()
+        os.kill(process.pid, number)
+        lost, text = two.lost.get(timeout=10)
+        assert (lost, how in text, text.startswith("node 1 (here) was lost")) == (1, True, True)
+        assert least - 0.5 <= time.monotonic() - begun < 3
+    finally:
+        process.kill()
+        process.wait()
+    with pytest.raises(Ended, match="cannot join again"):
+        two.join(1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_leader_that_falls_silent_is_noticed() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as leader:
+        leader.setsockopt(zmq.LINGER, 0)
+        port = leader.bind_to_random_port("tcp://127.0.0.1")
+        texts: SimpleQueue[str] = SimpleQueue()
+
+        def welcome() -> None:
+            identity, *_ = leader.recv_multipart()
+            leader.send_multipart((identity, cluster._WELCOME, b""))
+
+        thread = threading.Thread(target=welcome)
+        thread.start()
+        follower = Follower("127.0.0.1", port, Hello(name="n", number=1), seconds=10, on_lost=texts.put)
+        thread.join()
+        assert "was lost: nothing was heard of it for 1 s" in texts.get(timeout=10)
+        with pytest.raises(Ended) as ended:
+            follower.receive(10)
+        assert ended.value.is_lost
+        follower.close()
+
+
+def test_a_leader_whose_connection_closes_is_noticed() -> None:
+    with zmq.Context() as context:
+        leader = context.socket(zmq.ROUTER)
+        leader.setsockopt(zmq.LINGER, 0)
+        port = leader.bind_to_random_port("tcp://127.0.0.1")
+
+        def welcome() -> None:
+            identity, *_ = leader.recv_multipart()
+            leader.send_multipart((identity, cluster._WELCOME, b""))
+
+        thread = threading.Thread(target=welcome)
+        thread.start()
+        texts: SimpleQueue[str] = SimpleQueue()
+        follower = Follower("127.0.0.1", port, Hello(name="n", number=1), seconds=10, on_lost=texts.put)
+        thread.join()
+        leader.close()
+        assert f"the host at 127.0.0.1:{port} was lost: its connection has closed" in texts.get(timeout=10)
+        follower.close()
+
+
+def test_who_is_lost_may_come_again_where_that_is_wanted() -> None:
+    host = Host(1, rejoin=True)
+    host.join(1).close()
+    assert host.lost.get(timeout=10) == (1, "node 1 (here) has left")
+    host.join(1)
+    assert [host.joined.get(timeout=10).number for _ in range(2)] == [1, 1]
+    assert list(host.leader.wait(1)) == [1]
+    host.leader.close()
+    host.followers[1].close()
+
+
+def test_garbage_at_the_port_costs_nothing(two: Host) -> None:
+    follower = two.join(1)
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000), b"\xff" * 64):
+        with socket.create_connection(("127.0.0.1", two.leader.port)) as stranger:
+            stranger.sendall(garbage)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.connect(f"tcp://127.0.0.1:{two.leader.port}")
+        for frames in ([b""], [cluster._HELLO, b"\xc1"], [cluster._BODY, b"x"], [b"?", b"?"], [b"a"] * 5):
+            stranger.send_multipart(frames)
+    two.leader.send(1, b"plan")
+    assert follower.receive(10) == b"plan"
+    follower.send(b"result")
+    assert two.messages.get(timeout=10) == (1, b"result")
+    assert two.lost.empty()
+
+
+def test_other_versions_and_other_files_are_named(tmp_path: Path) -> None:
+    def hello(number: int, versions: dict[str, str], model: dict[str, str]) -> Hello:
+        return Hello(name=f"node {number} (10.0.0.{number})", number=number, versions=versions, model=model)
+
+    mine = hello(0, {"torch": "2.11"}, {"config.json": "a", "b.safetensors": "5 bytes"})
+    Leader.check(mine, hello(1, mine.versions, mine.model))
+    for versions, model, text in (
+        ({"torch": "2.12"}, mine.model, r"node 1 \(10.0.0.1\) has torch 2.12, and node 0 \(10.0.0.0\) has 2.11"),
+        (mine.versions, {**mine.model, "config.json": "b"}, r"node 1 .* has other bytes in config.json, unlike node 0"),
+        (mine.versions, {"config.json": "a"}, r"node 1 .* has no b.safetensors, unlike node 0"),
+        (mine.versions, {**mine.model, "c": "1"}, r"node 1 .* has a c, unlike node 0"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            Leader.check(mine, hello(1, versions, model))
+    assert cluster.versions().keys() == {"python", "torch", "quire"}
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"12345")
+    found = cluster.fingerprint(tmp_path)
+    assert found["model.safetensors"] == "5 bytes"
+    (tmp_path / "config.json").write_text("{ }")
+    changed = cluster.fingerprint(tmp_path)
+    assert {name for name in found if found[name] != changed[name]} == {"config.json"}
+
+
+def test_own_address_and_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUIRE_HOST_IP", raising=False)
+    assert cluster.address_towards("127.0.0.1") == "127.0.0.1"
+    assert cluster.interface_of("127.0.0.1") == "lo"
+    assert cluster.interface_of("192.0.2.77") is None
+    with pytest.raises(ConfigError, match=r"no-such-host\.invalid cannot be reached"):
+        cluster.address_towards("no-such-host.invalid")
+    monkeypatch.setenv("QUIRE_HOST_IP", "10.9.8.7")
+    assert cluster.address_towards("127.0.0.1") == "10.9.8.7"
