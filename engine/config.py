@@ -224,6 +224,11 @@ class ParallelConfig:
         return self.experts is not None and self.replicas > 1
 
     @property
+    def is_first_here(self) -> bool:
+        """Whether no replica on this host stands before this one."""
+        return self.replica == self.local_replicas.start
+
+    @property
     def ranks_per_node(self) -> int:
         """Of this replica."""
         return self.world_size // self.nodes

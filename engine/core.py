@@ -99,7 +99,10 @@ class Wire:
     def _receive(self, address: str) -> None:
         socket = self._context.socket(zmq.PULL)
         socket.set_hwm(0)
-        socket.bind(address)
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            return self.inbox.put(ConfigError(f"requests cannot be taken at {address}: {error.strerror}"))
         decode = msgspec.msgpack.Decoder(ToCore).decode
         while True:
             try:
@@ -335,9 +338,10 @@ def _watch_stdin(wire: Wire) -> None:
 def main() -> None:
     # The terminal's Ctrl-C is for the API process, which then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    process.set_name("quire-core")
     config, endpoints, log_level = pickle.load(sys.stdin.buffer)
-    log.setup(log_level, "core")
+    replica = config.parallel.replica if config.parallel.replicas > 1 else None
+    process.set_name("quire-core" if replica is None else f"quire-core-{replica}")
+    log.setup(log_level, "core" if replica is None else f"core {replica}")
     sys.exit(serve(config, endpoints, log_level))
 
 

@@ -24,6 +24,11 @@ def ranks_here(options: EngineOptions) -> int:
         )
     if not 0 <= options.node_rank < nodes:
         raise ConfigError(f"--node-rank {options.node_rank}: with --nnodes {nodes} it is from 0 to {nodes - 1}")
+    if options.data_parallel_start_rank is not None and options.data_parallel_size_local == 0:
+        raise ConfigError(
+            "--data-parallel-size-local 0 is for the host with the API of all replicas, which has no "
+            "--data-parallel-start-rank; leave one of them out"
+        )
     if nodes > 1 and options.data_parallel_size > 1:
         raise ConfigError(
             f"--nnodes {nodes} with --data-parallel-size {options.data_parallel_size}: a replica over several hosts is "

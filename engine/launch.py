@@ -3,22 +3,58 @@
 from __future__ import annotations
 
 import pickle
+import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, ParallelConfig
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Endpoints:
     """ZMQ addresses. The core of replica `r` binds `requests[r]`, API process `i` binds `responses[i]` (PULL, both).
 
-    Frames are msgpack of `messages.ToCore` and `messages.ToServer`.
+    Replicas that nobody here talks to have no address (""). Frames are msgpack of `messages.ToCore` and `messages.ToServer`.
     """
 
     requests: tuple[str, ...]
     responses: tuple[str, ...]
+
+
+def local_endpoints(parallel: ParallelConfig, folder: str, count: int) -> Endpoints:
+    """Unix sockets in `folder`, for the replicas of this host and `count` API processes."""
+    return Endpoints(
+        tuple(f"ipc://{folder}/requests-{r}" if r in parallel.local_replicas else "" for r in range(parallel.replicas)),
+        tuple(f"ipc://{folder}/responses-{index}" for index in range(count)),
+    )
+
+
+def reserve_ports(address: str, count: int) -> list[socket.socket]:
+    """Free TCP ports of an IPv4 `address`, kept from others until the sockets are closed.
+
+    Whoever sets SO_REUSEADDR, as ZMQ and torch do, may listen on them meanwhile. Raises `OSError` when the address is
+    none of this host.
+    """
+    held = []
+    for _ in range(count):
+        port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        port.bind((address, 0))
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.append(port)
+    return held
+
+
+def port_of(held: socket.socket) -> int:
+    return int(held.getsockname()[1])
+
+
+def replica_config(config: EngineConfig, replica: int, master: tuple[str, int] | None) -> EngineConfig:
+    """Of one replica of a host's; `master` is where the ranks of coupled ones meet."""
+    parallel = config.parallel
+    return replace(config, parallel=replace(parallel, replica=replica, master=master or parallel.master))
 
 
 def start_core(config: EngineConfig, endpoints: Endpoints, log_level: str = "info") -> subprocess.Popen[bytes]:

@@ -43,7 +43,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     """Fix every open choice; raises `ConfigError` with numbers and a remedy for what cannot be served."""
     _check_ranges(options)
     _refuse_what_is_not_there(options)
-    found = devices.find(options.device, grid.groups_here(options))
+    found = devices.find(options.device, max(1, grid.ranks_here(options)))
     model = _resolve_model(options, found)
     model.architecture.check_divides(options.tensor_parallel_size)
     _check_quantization(model, options.tensor_parallel_size, found)
@@ -69,8 +69,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
 def _refuse_what_is_not_there(options: EngineOptions) -> None:
     if options.nnodes > 1:
         raise ConfigError(f"--nnodes {options.nnodes}: more than one host is not served yet")
-    if options.data_parallel_size > 1 or options.data_parallel_start_rank is not None:
-        raise ConfigError(f"--data-parallel-size {options.data_parallel_size}: replicas are not served yet")
     if options.enable_expert_parallel:
         raise ConfigError("--enable-expert-parallel is not served yet")
     if options.enable_eplb:
@@ -183,6 +181,12 @@ def plan_text(config: EngineConfig) -> str:
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
         *grid.lines(parallel, arch),
     ]
+    if parallel.replicas > 1:
+        here = parallel.local_replicas
+        names = "all" if len(here) == parallel.replicas else ", ".join(map(str, here)) or "none"
+        lines.append(f"data parallel {parallel.replicas}, of these replicas on this host: {names}")
+    if not parallel.local_replicas:
+        return lines[0] + "\n" + lines[-1]
     if model.pooling is not None:
         length = f"{model.max_model_len:,} tokens"
         lines.append(f"embeds prompts of up to {length} (--runner pooling): {model.pooling.text()}")
@@ -440,8 +444,13 @@ def _choose_depth(options: EngineOptions, found: Devices) -> int:
 
 
 def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) -> int:
-    """KV blocks of each rank: what memory leaves, but no more than all requests at full length can use."""
+    """KV blocks of each rank: what memory leaves, but no more than all requests at full length can use.
+
+    A host without replicas has none, whatever fits there.
+    """
     model, parallel, cache, scheduler = config.model, config.parallel, config.cache, config.scheduler
+    if not parallel.local_replicas:
+        return 0
     sizes, row = Sizes.of(config), scheduler.max_num_batched_tokens
     blocks_per_request = cache.most_blocks(model.max_model_len, row)
     sharing = parallel.ranks_here if found.kind == "cpu" else 1

@@ -20,6 +20,7 @@ from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.messages import RequestOutput, SamplingParams
 from quire.engine.resolve import fetch_weights, resolve
 from quire.server.embedding import VectorOptions
+from quire.server.hosts import meet
 from quire.server.output import Delta, SequenceText
 from quire.server.parsers.events import ToolCall
 from quire.server.parsers.output import Reading
@@ -77,6 +78,7 @@ class AsyncLLM:
             name=str(self.config.model.path),
             formats=ChatFormats(self._chat_template),
             log_level=self._log_level,
+            hosts=await asyncio.to_thread(meet, self.config),
         )
         try:
             await service.ready()

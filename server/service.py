@@ -1,4 +1,4 @@
-"""The text side of one engine, whole: what HTTP, `LLM` and `AsyncLLM` all stand on. render → client → output."""
+"""The text side of a model's replicas, whole: what HTTP, `LLM` and `AsyncLLM` all stand on. render → client → output."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import itertools
 import os
 import random
 import shutil
+import socket
 import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
@@ -20,10 +21,19 @@ import msgspec
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, InvalidParameter
-from quire.engine.launch import Endpoints, start_core
+from quire.engine.launch import (
+    LOOPBACK,
+    Endpoints,
+    local_endpoints,
+    port_of,
+    replica_config,
+    reserve_ports,
+    start_core,
+)
 from quire.engine.messages import RequestOutput, SamplingParams
 from quire.server.client import EngineClient, EngineUnavailable, Stream
 from quire.server.client import RequestFailed as RequestFailed
+from quire.server.hosts import Hosts, served
 from quire.server.metrics import Metrics
 from quire.server.output import Delta, SequenceText
 from quire.server.parsers.output import Reading
@@ -123,18 +133,18 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the API processes of one engine meet, and which of them this one is."""
+    """Where the API processes of one service meet with its replicas, and which of them this one is."""
 
     folder: str
     """Of the sockets and of the metrics."""
-    count: int
+    endpoints: Endpoints
+    replicas: tuple[int, ...]
+    """Those that are served."""
     index: int = 0
 
     @property
-    def endpoints(self) -> Endpoints:
-        return Endpoints(
-            (f"ipc://{self.folder}/requests-0",), tuple(f"ipc://{self.folder}/responses-{i}" for i in range(self.count))
-        )
+    def count(self) -> int:
+        return len(self.endpoints.responses)
 
     @property
     def metrics(self) -> str:
@@ -147,7 +157,7 @@ class Place:
 
 
 class Service:
-    """A running engine and its text side. `start` it, wait for `ready`, `close` it; all on one event loop."""
+    """Running replicas of a model and their text side. `start` it, wait for `ready`, `close` it; all on one event loop."""
 
     def __init__(
         self, config: EngineConfig, client: EngineClient, metrics: Metrics, place: Place, formats: ChatFormats
@@ -161,6 +171,8 @@ class Service:
         """By the id that the front end gave."""
         self._seeds = random.Random(f"{config.model.seed}/{place.index}" if place.index else config.model.seed)
         self._remove_folder: weakref.finalize[[str], Service] | None = None
+        self._hosts: Hosts | None = None
+        self._ports: list[socket.socket] = []
         self._seconds: dict[str, float] = {}
         self._renderer = asyncio.create_task(asyncio.to_thread(self._load_renderer, formats))
 
@@ -173,11 +185,13 @@ class Service:
         log_level: str = "info",
         count: int = 1,
         max_queue: int | None = None,
+        hosts: Hosts | None = None,
     ) -> Service:
-        """Start the engine core, and read the tokenizer while it loads. `name` labels the metrics.
+        """Start the engine cores of this host, and read the tokenizer while they load. `name` labels the metrics.
 
         `count` is how many API processes there will be; the others `join`. With `max_queue`, `check` and `generate`
-        raise `QueueFull` when so many requests wait for the engine.
+        raise `QueueFull` when so many requests wait for the engine. `hosts` are those that have other replicas
+        (`quire.server.hosts.meet`); they are closed with the service.
         """
         folder = tempfile.mkdtemp(prefix="quire-")
         if len(folder) > _LONGEST_FOLDER:
@@ -185,11 +199,23 @@ class Service:
             raise ConfigError(
                 f"TMPDIR is too long a path to hold Unix sockets: {os.path.dirname(folder)}; set a shorter one"
             )
-        place = Place(folder, count)
+        endpoints = local_endpoints(config.parallel, folder, count) if hosts is None else hosts.endpoints
+        place = Place(folder, endpoints, served(config))
         metrics = Metrics(name, place.metrics, 0, count)
-        core = start_core(config, place.endpoints, log_level)
-        service = Service._of(config, core, metrics, place, formats or ChatFormats(), max_queue)
+        ports = reserve_ports(LOOPBACK, 1) if config.parallel.is_coupled and hosts is None else []
+        master = (LOOPBACK, port_of(ports[0])) if ports else None if hosts is None else hosts.master
+
+        def start_replica(replica: int) -> subprocess.Popen[bytes]:
+            return start_core(replica_config(config, replica, master), endpoints, log_level)
+
+        cores = {replica: start_replica(replica) for replica in config.parallel.local_replicas}
+        restart = None if config.parallel.is_coupled else start_replica  # coupled ones end together
+        service = Service._of(config, cores, metrics, place, formats or ChatFormats(), max_queue, restart)
+        service._ports = ports
         service._remove_folder = weakref.finalize(service, shutil.rmtree, folder, ignore_errors=True)
+        if hosts is not None:
+            service._hosts = hosts
+            hosts.watch(service.client)
         return service
 
     @staticmethod
@@ -203,15 +229,22 @@ class Service:
     @staticmethod
     def _of(
         config: EngineConfig,
-        core: subprocess.Popen[bytes] | None,
+        cores: Mapping[int, subprocess.Popen[bytes]] | None,
         metrics: Metrics,
         place: Place,
         formats: ChatFormats,
         max_queue: int | None,
+        restart: Callable[[int], subprocess.Popen[bytes]] | None = None,
     ) -> Service:
-        max_num_seqs = config.scheduler.max_num_seqs
         client = EngineClient(
-            place.endpoints, core, metrics, place.index, max_num_seqs=max_num_seqs, max_queue=max_queue
+            place.endpoints,
+            cores,
+            metrics,
+            place.index,
+            replicas=place.replicas,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_queue=max_queue,
+            restart=restart,
         )
         return Service(config, client, metrics, place, formats)
 
@@ -322,7 +355,11 @@ class Service:
         (renderer,) = await asyncio.gather(self._renderer, return_exceptions=True)
         if isinstance(renderer, Renderer):
             renderer.close()
+        if self._hosts is not None:
+            await asyncio.to_thread(self._hosts.close)
         await self.client.close()
+        for port in self._ports:
+            port.close()
         if self._remove_folder is not None:
             self._remove_folder()
 

@@ -70,8 +70,8 @@ def load_model(
 
     Only the rank's own slices are read, straight into the parameters, several at once. A linear layer is packed (and
     quantized) as soon as it is whole, so that no more than a few are held in both forms; `pack=False` leaves that out.
-    Rank 0 shows a progress bar and warns of tensors that no rank needs. Raises `ConfigError` that names the
-    tensors missing or of another shape.
+    Rank 0 warns of tensors that no rank needs; that of the host's first replica shows a progress bar. Raises
+    `ConfigError` that names the tensors missing or of another shape.
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)):
@@ -90,7 +90,7 @@ def load_model(
         _warn_of_surplus(decoder.surplus, model)
     elif rank == 0:
         _report_surplus(checkpoint.headers, model)
-    _fill(units, partial(_read, checkpoint), readers=_READERS, bar=rank == 0)
+    _fill(units, partial(_read, checkpoint), readers=_READERS, bar=rank == 0 and config.parallel.is_first_here)
     return decoder
 
 

@@ -20,6 +20,7 @@ from quire.engine.resolve import fetch_weights, plan_text, resolve
 from quire.server.cli import flags
 from quire.server.cli.listen import address, listen
 from quire.server.config import ServerOptions
+from quire.server.hosts import Hosts, meet
 from quire.server.keys import Keys
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def run(parsed: argparse.Namespace) -> int:
     log.setup(server.log_level, "api")
     server.check()
     if server.headless:
-        raise ConfigError("--headless: more than one host is not served yet")
+        from quire.server.cli.headless import serve_replicas
+
+        return serve_replicas(options, server)
     Keys.load(server)
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
     process.set_name("quire-api")
@@ -69,6 +72,7 @@ def run(parsed: argparse.Namespace) -> int:
         print(plan_text(config), flush=True)
         fetch_weights(options, config)
         seconds["resolve"] = time.monotonic() - begun
+        hosts = meet(config, server.api_server_count)
 
         import uvloop
 
@@ -78,7 +82,7 @@ def run(parsed: argparse.Namespace) -> int:
 
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_serve(config, server, server.served_model_name or (name,), listener, seconds))
+                return runner.run(_serve(config, server, server.served_model_name or (name,), listener, seconds, hosts))
         except EngineUnavailable as failure:
             print(f"quire: error: {failure}", file=sys.stderr)
             return 1
@@ -102,6 +106,7 @@ async def _serve(
     names: tuple[str, ...],
     listener: socket.socket,
     seconds: dict[str, float],
+    hosts: Hosts | None,
 ) -> int:
     from quire.server.render import ChatFormats
     from quire.server.service import Service
@@ -113,6 +118,7 @@ async def _serve(
         log_level=options.log_level,
         count=options.api_server_count,
         max_queue=options.queue_limit,
+        hosts=hosts,
     )
     # The engine core starts up while the rest is imported.
     from quire.server.cli.api_process import Siblings, http_server

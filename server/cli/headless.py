@@ -1,0 +1,160 @@
+"""`quire serve --headless` with `--data-parallel-start-rank`: replicas of this host, behind an API of another."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+
+import msgspec
+import zmq
+
+from quire.engine import process
+from quire.engine.cluster import Ended
+from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.errors import ConfigError
+from quire.engine.launch import Endpoints, replica_config, start_core
+from quire.engine.messages import Dead, Outputs, Ready, ToServer
+from quire.engine.resolve import fetch_weights, plan_text, resolve
+from quire.server.config import ServerOptions
+from quire.server.hosts import Membership
+
+_WATCH_SECONDS = 0.2
+_RESTART_SECONDS = 1.0
+"""A replica that dies is not started more often than this."""
+_SHUTDOWN_SECONDS = 12.0
+"""As long as a core takes at most to end by itself, and a little more."""
+
+logger = logging.getLogger(__name__)
+
+
+def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
+    """Run this host's replicas until the API ends (0), a signal comes (0), or something is lost (1)."""
+    if options.data_parallel_start_rank is None:
+        raise ConfigError(
+            "--headless: say which replicas this host has (--data-parallel-start-rank, --data-parallel-size-local), or "
+            "which of the --nnodes hosts it is (--node-rank)"
+        )
+    config = resolve(options)
+    process.set_name("quire-replicas")
+    print(plan_text(config), flush=True)
+    fetch_weights(options, config)
+    stop = threading.Event()
+    with ExitStack() as stack:
+        membership = Membership(config, is_headless=True)
+        reason = ""
+        stack.callback(lambda: membership.close(reason))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os._exit(130) if stop.is_set() else stop.set())
+        replicas = stack.enter_context(Replicas(config, membership, server.log_level))
+        trouble = replicas.run(stop)
+        reason = trouble or ""
+    if trouble is None:
+        return 0
+    print(f"quire: error: {trouble}", file=sys.stderr)
+    return 1
+
+
+class Replicas:
+    """The cores of a host: those that die after they were ready are started again, unless they are coupled."""
+
+    def __init__(self, config: EngineConfig, membership: Membership, log_level: str) -> None:
+        self._config, self._membership, self._log_level = config, membership, log_level
+        self._folder = tempfile.mkdtemp(prefix="quire-")
+        news = f"ipc://{self._folder}/news"
+        # What the cores tell every API process, they tell this one besides.
+        self._endpoints = Endpoints(membership.requests, (*membership.responses, news))
+        self._context = zmq.Context()
+        self._news = self._context.socket(zmq.PULL)
+        self._news.set_hwm(0)
+        self._news.bind(news)
+        self._decode = msgspec.msgpack.Decoder(ToServer).decode
+        self._ended: list[Ended] = []
+        self._loaded: set[int] = set()
+        self._last_words: dict[int, str] = {}
+        self._started: dict[int, float] = {}
+        """When, on the monotonic clock."""
+        self._gone: set[int] = set()
+        """To be started again."""
+        self._cores: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Replicas:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for core in self._cores.values():
+            assert core.stdin is not None
+            core.stdin.close()  # it ends by this
+        deadline = time.monotonic() + _SHUTDOWN_SECONDS
+        for replica, core in self._cores.items():
+            try:
+                core.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                logger.warning("the engine core of replica %d did not stop and is killed", replica)
+                core.kill()
+                core.wait()
+        self._news.close(0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def run(self, stop: threading.Event) -> str | None:
+        """Until `stop`, or the API's end; returns what has gone wrong, if something has."""
+        self._membership.listen(self._ended.append)
+        for replica in self._config.parallel.local_replicas:
+            self._start(replica)
+        while not stop.is_set():
+            if self._ended:
+                reason = str(self._ended[0])
+                logger.info("%s has ended%s", self._membership.leader, f": {reason}" if reason else "")
+                return reason or None
+            if self._news.poll(_WATCH_SECONDS * 1000):
+                self._hear()
+            for replica, core in self._cores.items():
+                if replica not in self._gone and (trouble := self._look_after(replica, core)) is not None:
+                    return trouble
+            for replica in [r for r in self._gone if time.monotonic() - self._started[r] >= _RESTART_SECONDS]:
+                self._start(replica)
+        logger.info("shutting down")
+        return None
+
+    def _start(self, replica: int) -> None:
+        self._gone.discard(replica)
+        self._started[replica] = time.monotonic()
+        config = replica_config(self._config, replica, self._membership.master)
+        self._cores[replica] = start_core(config, self._endpoints, self._log_level)
+
+    def _hear(self) -> None:
+        while self._news.poll(0):
+            match self._decode(self._news.recv()):
+                case Ready(seconds, replica):
+                    self._loaded.add(replica)
+                    where = ", ".join(f"{part} {count:.2f} s" for part, count in seconds.items())
+                    logger.info("replica %d is ready (%s)", replica, where)
+                case Dead(reason, replica):
+                    self._last_words[replica] = reason
+                case Outputs():  # only the numbers of the engine, as for every API process
+                    pass
+
+    def _look_after(self, replica: int, core: subprocess.Popen[bytes]) -> str | None:
+        """Notice that a core has ended; returns why the others cannot go on, if so."""
+        code = core.poll()
+        if code is None:
+            return None
+        self._hear()
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        reason = self._last_words.pop(replica, f"the engine core of replica {replica} {how}")
+        self._membership.tell(replica, reason)
+        if replica not in self._loaded or self._config.parallel.is_coupled:
+            return reason
+        assert core.stdin is not None
+        core.stdin.close()
+        logger.error("%s; replica %d is started again", reason, replica)
+        self._gone.add(replica)
+        return None

@@ -1,0 +1,258 @@
+"""Hosts with replicas that find each other, compare themselves and lose each other; no engine is started."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from quire.engine.config import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.errors import ConfigError
+from quire.server.hosts import Hosts, Membership, meet, role, served
+from tests.fakes.configs import engine_config
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@dataclass
+class Site:
+    """Starts hosts in threads, and ends them with the test."""
+
+    folder: Path
+    port: int
+    stack: ExitStack
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
+
+    def config(
+        self, size: int, start: int | None, local: int, *, coupled: bool = False, **options: Any
+    ) -> EngineConfig:
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "config.json").write_text("{}")
+        asked = EngineOptions(
+            **{
+                "data_parallel_size": size,
+                "data_parallel_start_rank": start,
+                "data_parallel_size_local": local,
+                "data_parallel_rpc_port": self.port,
+                "distributed_timeout_seconds": 20.0,
+                **options,
+            }
+        )
+        plain = engine_config(path=self.folder)
+        parallel = replace(
+            plain.parallel,
+            replicas=size,
+            local_replicas=range(start or 0, (start or 0) + local),
+            experts=ExpertParallelConfig() if coupled else None,
+        )
+        return replace(plain, options=asked, parallel=parallel)
+
+    def api(self, config: EngineConfig, count: int = 1) -> Future[Hosts | None]:
+        return self.pool.submit(self._held, lambda: meet(config, count))
+
+    def headless(self, config: EngineConfig) -> Future[Membership]:
+        return self.pool.submit(self._held, lambda: Membership(config, is_headless=True))
+
+    def _held(self, make: Callable[[], Any]) -> Any:
+        made = make()
+        self.stack.callback(made.close)
+        return made
+
+
+@pytest.fixture
+def site(tmp_path: Path, port: int) -> Iterator[Site]:
+    with ExitStack() as stack:
+        yield Site(tmp_path / "model", port, stack)
+
+
+class Told:
+    """In place of `EngineClient`."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.said: SimpleQueue[tuple[int | None, str]] = SimpleQueue()
+        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread.start()
+
+    def replica_died(self, replica: int, reason: str) -> None:
+        self.said.put((replica, reason))
+
+    def fail(self, reason: str) -> None:
+        self.said.put((None, reason))
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+@pytest.fixture
+def told() -> Iterator[Told]:
+    told = Told()
+    yield told
+    told.close()
+
+
+def joined(future: Future[Hosts | None]) -> Hosts:
+    hosts = future.result(30)
+    assert hosts is not None
+    return hosts
+
+
+@pytest.mark.parametrize("late", ["the API", "a replica"])
+def test_all_learn_all_addresses_in_whatever_order_they_come(site: Site, late: str) -> None:
+    api_config, first, second = site.config(4, None, 1), site.config(4, 1, 2), site.config(4, 3, 1)
+    if late == "the API":
+        others = [site.headless(first), site.headless(second)]
+        api = joined(site.api(api_config, count=2))
+    else:
+        starting = site.api(api_config, count=2)
+        others = [site.headless(second), site.headless(first)]
+        api = joined(starting)
+    assert len(set(api.requests)) == 4
+    assert len(set(api.responses)) == 2
+    assert all(url.startswith("tcp://127.0.0.1:") for url in (*api.requests, *api.responses))
+    for other in others:
+        member = other.result(30)
+        assert (member.requests, member.responses, member.master) == (api.requests, api.responses, api.master)
+
+
+def test_without_replicas_of_its_own_the_first_is_anothers(site: Site) -> None:
+    starting = site.api(site.config(2, None, 0))
+    first, second = site.headless(site.config(2, 0, 1)), site.headless(site.config(2, 1, 1))
+    assert joined(starting).master == first.result(30).master == second.result(30).master
+
+
+def test_who_does_not_come_is_named(site: Site) -> None:
+    starting = site.api(site.config(3, None, 1, distributed_timeout_seconds=2.0))
+    member = site.headless(site.config(3, 1, 1))
+    with pytest.raises(ConfigError, match=r"replica 2 did not join at port \d+ within 2 s: 1 of 2 came \(replica 1"):
+        starting.result(30)
+    with pytest.raises(ConfigError, match="replica 2 did not join"):
+        member.result(30)
+
+
+def test_an_api_that_does_not_come_is_named(site: Site) -> None:
+    member = site.headless(site.config(2, 1, 1, distributed_timeout_seconds=1.0))
+    with pytest.raises(
+        ConfigError, match=r"the host with the API \(127.0.0.1\) did not answer .* within 1 s; see that"
+    ):
+        member.result(30)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"block_size": 32}, r"replica 1 \(127.0.0.1\) has --block-size 32, and the host with the API .* has 16"),
+        ({"data_parallel_size": 3}, "replica 1 .* has --data-parallel-size 3"),
+        ("model", r"replica 1 .* has another config.json in its model folder"),
+        ("length", "replica 1 .* has --max-model-len 64, and the host with the API .* has 128; start every host"),
+    ],
+)
+def test_hosts_that_differ_are_refused_by_name(
+    site: Site, tmp_path: Path, changes: dict[str, Any] | str, reason: str
+) -> None:
+    config = site.config(2, 1, 1, **(changes if isinstance(changes, dict) else {}))
+    if changes == "model":
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "config.json").write_text('{"hidden_size": 1}')
+        config = replace(config, model=replace(config.model, path=tmp_path / "other"))
+    elif changes == "length":
+        config = replace(config, model=replace(config.model, max_model_len=64))
+    starting, member = site.api(site.config(2, None, 1)), site.headless(config)
+    for future in (starting, member):
+        with pytest.raises(ConfigError, match=reason):
+            future.result(30)
+
+
+def test_an_api_of_its_own_behind_an_api_of_all_is_refused(site: Site) -> None:
+    starting, peer = (
+        site.api(
+            site.config(
+                2,
+                None,
+                1,
+            )
+        ),
+        site.api(site.config(2, 1, 1, coupled=True)),
+    )
+    for future in (starting, peer):
+        with pytest.raises(ConfigError, match="has an API of its own, and .* start it with --headless"):
+            future.result(30)
+
+
+def test_a_lost_replica_is_told_and_may_come_back(site: Site, told: Told) -> None:
+    starting, member = site.api(site.config(3, None, 1)), site.headless(site.config(3, 1, 2)).result(30)
+    api = joined(starting)
+    member.tell(2, "rank 0 was killed by SIGKILL")
+    api.watch(told)
+    assert told.said.get(timeout=10) == (2, "rank 0 was killed by SIGKILL")
+    member.close("the lights went out")
+    losses = [told.said.get(timeout=10) for _ in range(2)]
+    assert sorted(losses) == [(r, f"replica {r} (127.0.0.1) has ended: the lights went out") for r in (1, 2)]
+    with pytest.raises(ConfigError, match="--block-size 32"):
+        site.headless(site.config(3, 1, 2, block_size=32)).result(30)
+    again = site.headless(site.config(3, 1, 2)).result(30)
+    assert (again.requests, again.responses) == (api.requests, api.responses)
+
+
+def test_the_end_of_the_api_is_told(site: Site) -> None:
+    starting, member = site.api(site.config(2, None, 1)), site.headless(site.config(2, 1, 1)).result(30)
+    ends: SimpleQueue[str] = SimpleQueue()
+    member.listen(lambda end: ends.put(str(end)))
+    joined(starting).close("the engine is gone")
+    assert ends.get(timeout=10) == "the engine is gone"
+
+
+def test_peers_that_share_experts_end_together(site: Site, told: Told) -> None:
+    """Each has an API of its own; the first leads."""
+    first, second = (site.api(site.config(2, start, 1, coupled=True)) for start in (0, 1))
+    leader, member = joined(first), joined(second)
+    assert (leader.requests, leader.master, leader.responses) == (member.requests, member.master, ())
+    leader.watch(told)
+    member.close()
+    assert told.said.get(timeout=10) == (None, "replica 1 (127.0.0.1) has left")
+
+
+def test_peers_without_shared_experts_need_nobody(site: Site) -> None:
+    assert meet(site.config(2, 1, 1)) is None
+
+
+def test_a_port_in_use_and_an_address_elsewhere_are_refused(site: Site) -> None:
+    with socket.create_server(("0.0.0.0", site.port)), pytest.raises(ConfigError, match="--data-parallel-rpc-port"):
+        meet(site.config(2, None, 1))
+    with pytest.raises(ConfigError, match=r"no port can be had at 192.0.2.1: .*--data-parallel-address"):
+        meet(site.config(2, None, 1, data_parallel_address="192.0.2.1"))
+
+
+@pytest.mark.parametrize(
+    ("start", "local", "coupled", "expected"),
+    [
+        (None, 4, False, ("alone", (0, 1, 2, 3))),
+        (None, 4, True, ("alone", (0, 1, 2, 3))),
+        (None, 2, False, ("leader", (0, 1, 2, 3))),
+        (None, 0, False, ("leader", (0, 1, 2, 3))),
+        (0, 2, False, ("alone", (0, 1))),
+        (2, 2, False, ("alone", (2, 3))),
+        (0, 2, True, ("leader", (0, 1))),
+        (2, 2, True, ("follower", (2, 3))),
+    ],
+)
+def test_roles(site: Site, start: int | None, local: int, coupled: bool, expected: tuple[str, tuple[int, ...]]) -> None:
+    config = site.config(4, start, local, coupled=coupled)
+    assert (role(config), served(config)) == expected
+    assert role(config, is_headless=True) == "follower"
