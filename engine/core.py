@@ -35,6 +35,7 @@ from quire.engine.messages import (
     Abort,
     Alive,
     Dead,
+    ExpertLoad,
     Join,
     Outputs,
     Probe,
@@ -142,6 +143,8 @@ class Core:
         self.outputs: dict[int, Outputs] = {}
         """Outputs of this turn, by API process."""
         self.stats_sent = time.monotonic()
+        self.expert_load: ExpertLoad | None = None
+        """The newest, until it is sent with the stats."""
         self.probes: list[Probe] = []
         self.compiling: dict[str, Submit] = {}
         """Requests whose grammar is not there yet; they join the scheduler with it."""
@@ -166,6 +169,7 @@ class Core:
         is_full = len(self.in_flight) == self.depth
         plan, pending, begun = self.in_flight.popleft()
         result = pending.result()
+        self.expert_load = result.expert_load or self.expert_load
         now = time.perf_counter()
         # A pipeline that fills or drains shows no stage's time.
         shows = is_full or self.scheduler.stages == 1
@@ -277,7 +281,8 @@ class Core:
         if now - self.stats_sent >= _STATS_SECONDS:
             self.stats_sent = now
             for client in range(self.wire.num_clients):
-                self.outputs.setdefault(client, Outputs())
+                self.outputs.setdefault(client, Outputs()).expert_load = self.expert_load
+            self.expert_load = None
         if self.outputs:
             stats = msgspec.structs.replace(self.scheduler.snapshot())
             for client, outputs in self.outputs.items():

@@ -303,6 +303,19 @@ class EngineStats(msgspec.Struct, array_like=True):
     generated_tokens: int = 0
 
 
+class ExpertLoad(msgspec.Struct, array_like=True):
+    """How evenly the experts of all replicas that share them are used; told now and then, by each of them alike."""
+
+    layers: dict[int, int]
+    """The layers that have experts, by their numbers in the model, and how many experts each has."""
+    tokens: bytes
+    """int64, expert by expert and layer by layer: tokens that have gone there since the start."""
+    imbalance: float
+    """Of late, what the busiest rank of each layer had to do over the mean of the ranks: 1 is even."""
+    moved: int
+    """Experts that were put in another's place since the start."""
+
+
 class Ready(msgspec.Struct, tag=True, array_like=True):
     """The model is loaded and the workers answer."""
 
@@ -325,6 +338,8 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
     token_ids: list[int] = []
     """One more token for each of `request_ids`."""
     replica: int = 0
+    expert_load: ExpertLoad | None = None
+    """None: as before, or there is none."""
 
 
 class Alive(msgspec.Struct, tag=True, array_like=True):
@@ -417,6 +432,8 @@ class StepResult(msgspec.Struct, tag=True, array_like=True):
     """Of a model that embeds: of rows, by number, that end their prompt; float32. No row samples."""
     is_wave_active: bool = False
     """Of replicas that share experts: whether any of them had rows in this step."""
+    expert_load: ExpertLoad | None = None
+    """Of a model whose experts are spread over the ranks: not with every step."""
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True):

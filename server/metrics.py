@@ -6,7 +6,7 @@ import mmap
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Literal, get_args
 
 from msgspec.structs import astuple
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from quire.engine.messages import EngineStats, FinishReason
+from quire.engine.messages import EngineStats, ExpertLoad, FinishReason
 
 # What the engine counts: name, kind, meaning, value.
 ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
@@ -60,6 +60,10 @@ HISTOGRAMS = {
         (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920),
     ),
 }
+
+
+MAX_EXPERT_SERIES = 4096
+"""Experts of all layers that are told of one by one; of more, there are only the sums of their ranks and layers."""
 
 
 class Times:
@@ -118,6 +122,8 @@ class Metrics(Collector):
         )
         self._finished = mine[_AT["finished"]]
         self._stats = mine[_AT["stats"]]
+        self.expert_load: ExpertLoad | None = None
+        """The newest; every process hears of it."""
 
     def finished(self, reason: FinishReason, seconds: float) -> None:
         """A request ended, so many seconds after it came."""
@@ -143,6 +149,7 @@ class Metrics(Collector):
             family = families[kind](f"quire:{name}", meaning, labels=["model_name"])
             family.add_metric(labels, value(stats))
             yield family
+        yield from self._experts(labels)
         for name, (meaning, bounds) in HISTOGRAMS.items():
             *counts, seconds = self._sum(name)
             times = HistogramMetricFamily(f"quire:{name}", meaning, labels=["model_name"])
@@ -158,6 +165,32 @@ class Metrics(Collector):
     def exposition(self) -> bytes:
         """All of it in the text format that Prometheus scrapes."""
         return generate_latest(self._registry)
+
+    def _experts(self, labels: list[str]) -> Iterator[Metric]:
+        """How evenly experts are used, where whole ones are spread over ranks."""
+        load = self.expert_load
+        if load is None:
+            return
+        meaning = "What the busiest rank of each layer of experts has to do over the mean of the ranks; 1 is even."
+        imbalance = GaugeMetricFamily("quire:expert_load_imbalance", meaning, labels=["model_name"])
+        imbalance.add_metric(labels, load.imbalance)
+        yield imbalance
+        moved = CounterMetricFamily("quire:experts_moved", "Experts put in another's place.", labels=["model_name"])
+        moved.add_metric(labels, load.moved)
+        yield moved
+        counts = iter(array("q", load.tokens))
+        by_layer = {layer: list(islice(counts, number)) for layer, number in load.layers.items()}
+        meaning = "The share of a layer's most used expert over the mean of its experts, since the start."
+        peak = GaugeMetricFamily("quire:expert_load_peak", meaning, labels=["model_name", "layer"])
+        meaning = "Tokens that went to an expert."
+        tokens = CounterMetricFamily("quire:expert_tokens", meaning, labels=["model_name", "layer", "expert"])
+        for layer, used in by_layer.items():
+            peak.add_metric([*labels, str(layer)], max(used) * len(used) / max(1, sum(used)))
+            for expert, count in enumerate(used):
+                tokens.add_metric([*labels, str(layer), str(expert)], count)
+        yield peak
+        if sum(load.layers.values()) <= MAX_EXPERT_SERIES:
+            yield tokens
 
     def _sum(self, name: str) -> list[float]:
         return [sum(column) for column in zip(*(row[_AT[name]] for row in self._rows), strict=True)]

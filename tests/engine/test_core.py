@@ -205,6 +205,26 @@ def test_stats_travel_without_outputs_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert last.running == 1
 
 
+def test_the_newest_expert_load_travels_with_the_stats_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_with({8: [Shutdown()]}, [submit(0, "a", [1], 50)])
+    monkeypatch.setattr("quire.engine.core._STATS_SECONDS", 1e9)
+    execute = core.executor.model.execute  # type: ignore[attr-defined]
+
+    def with_load(plan: StepPlan) -> StepResult:
+        result: StepResult = execute(plan)
+        if plan.step in (1, 3):
+            result.expert_load = ExpertLoad({0: 1}, bytes(8), float(plan.step), 0)
+        if plan.step == 5:
+            monkeypatch.setattr("quire.engine.core._STATS_SECONDS", 0.0)
+        return result
+
+    monkeypatch.setattr(core.executor.model, "execute", with_load)  # type: ignore[attr-defined]
+    core.run()
+    for client in (0, 1):
+        told = [m.expert_load for c, m in wire_of(core).sent if c == client and isinstance(m, Outputs)]
+        assert [load.imbalance for load in told if load is not None] == [3.0]
+
+
 def structured(request_id: str) -> Submit:
     params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputs(regex="a"))
     return Submit(0, request_id, [1], params)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.messages import EngineStats
-from quire.server.metrics import Metrics
+from quire.engine.messages import EngineStats, ExpertLoad
+from quire.server.metrics import MAX_EXPERT_SERIES, Metrics
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -62,3 +63,21 @@ def test_processes_that_share_nothing_count_alone() -> None:
     first, second = Metrics("m"), Metrics("m")
     first.finished("stop", 1.0)
     assert samples(second)["quire:request_success_total stop"] == 0
+
+
+def test_each_expert_of_each_layer_is_told_of_unless_they_are_too_many() -> None:
+    metrics = Metrics("m")
+    assert not any("expert" in name for name in samples(metrics))
+    metrics.expert_load = ExpertLoad({1: 4, 3: 4}, array("q", [5, 1, 0, 2, 7, 7, 7, 7]).tobytes(), 1.25, 6)
+    found = samples(metrics)
+    assert found["quire:expert_load_imbalance"] == 1.25
+    assert found["quire:experts_moved_total"] == 6
+    assert found["quire:expert_load_peak 1"] == 2.5
+    assert found["quire:expert_load_peak 3"] == 1.0
+    assert [found[f"quire:expert_tokens_total {expert} 1"] for expert in range(4)] == [5, 1, 0, 2]
+    assert found["quire:expert_tokens_total 3 3"] == 7
+    many = MAX_EXPERT_SERIES // 4 + 1
+    metrics.expert_load = ExpertLoad(dict.fromkeys(range(many), 4), bytes(8 * 4 * many), 1.0, 0)
+    found = samples(metrics)
+    assert found[f"quire:expert_load_peak {many - 1}"] == 0
+    assert not any(name.startswith("quire:expert_tokens") for name in found)
