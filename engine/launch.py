@@ -38,12 +38,15 @@ def reserve_ports(address: str, count: int) -> list[socket.socket]:
     Whoever sets SO_REUSEADDR, as ZMQ and torch do, may listen on them meanwhile. Raises `OSError` when the address is
     none of this host.
     """
-    held = []
-    for _ in range(count):
-        port = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        port.bind((address, 0))
-        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.append(port)
+    held = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
+    try:
+        for port in held:
+            port.bind((address, 0))
+            port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError:
+        for port in held:
+            port.close()
+        raise
     return held
 
 

@@ -152,15 +152,19 @@ class _Leading:
         )
         others = [replica for replica in range(parallel.replicas) if replica not in parallel.local_replicas]
         ours = [self._mine] if parallel.local_replicas else []
-        self._leader = Leader(
-            options.data_parallel_rpc_port,
-            others,
-            on_lost=self._on_lost,
-            on_message=self._on_message,
-            on_join=None if self._is_coupled else self._on_join,
-            noun="replica",
-            flag="--data-parallel-rpc-port",
-        )
+        try:
+            self._leader = Leader(
+                options.data_parallel_rpc_port,
+                others,
+                on_lost=self._on_lost,
+                on_message=self._on_message,
+                on_join=None if self._is_coupled else self._on_join,
+                noun="replica",
+                flag="--data-parallel-rpc-port",
+            )
+        except ConfigError:
+            self._free_ports()
+            raise
         try:
             hellos = self._leader.wait(options.distributed_timeout_seconds)
             for _, hello in sorted(hellos.items()):
@@ -189,6 +193,9 @@ class _Leading:
         with self._lock:
             self._client = None
         self._leader.close(reason)
+        self._free_ports()
+
+    def _free_ports(self) -> None:
         for port in self._ports:
             port.close()
 
