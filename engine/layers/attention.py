@@ -36,6 +36,8 @@ class Batch:
     """`[sampling requests]`, the last token of each request that samples, as an index into `token_ids`."""
     others: tuple[Batch, ...] = ()
     """The same step for the other groups of layers, whose slots and block tables differ (`engine.cache_groups`)."""
+    replica_tokens: tuple[int, ...] = ()
+    """Tokens of each replica in this step, where they share experts."""
 
     def of(self, group: int) -> Batch:
         """As the layers of this group see it."""

@@ -1,60 +1,127 @@
-"""A mixture of experts: a router that every rank has, experts cut over the ranks of a stage, one sum for all."""
+"""A mixture of experts: a router, and experts that ranks have a slice of each of, or some of as a whole."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine import architecture
+from quire.engine.layers.attention import Batch
+from quire.engine.layers.exchange import Exchange, Here, Routed, ToAllRanks, ToTheirRanks, share
 from quire.engine.layers.feed_forward import FeedForward
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.parallel import Parallel
+from quire.engine.parallel import ExpertGroup, Parallel, Placement
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of a layer's experts: some of them, and of each the same slice of its inner features.
+    """What a rank has of a layer's experts: some of them, and of each the same slice of its inner features."""
 
-    The ranks of a stage together have every slice of every expert once.
-    """
-
-    experts: range
-    """Their numbers in the model."""
-    slice: int
-    slices: int
+    experts: tuple[int, ...]
+    """Their numbers in the model, by place. Copies repeat."""
+    slice: int = 0
+    slices: int = 1
 
 
 def slice_of_each(num_experts: int, parallel: Parallel) -> Held:
     """Tensor parallelism inside every expert."""
-    return Held(range(num_experts), parallel.rank, parallel.size)
+    return Held(tuple(range(num_experts)), parallel.rank, parallel.size)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A layer's work on a batch, between `begin` and `end`."""
+
+    x: Tensor
+    exchange: Exchange
+    shared: Tensor | None = None
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of some experts' outputs for each token (Shazeer et al. 2017), and of a shared expert's."""
+    """The weighted sum of some experts' outputs for each token (Shazeer et al. 2017), and of a shared expert's.
+
+    Without `group`, the ranks of a stage have a slice of every expert. With it, experts are spread over its ranks as a
+    whole; the router is everywhere, and the shared expert cut over the stage as before. A layer may be computed in
+    three steps, between which another batch's run: `end(compute(begin(x)))`.
+    """
 
     def __init__(
-        self, spec: architecture.Experts, hidden_size: int, parallel: Parallel, held: Held | None = None
+        self, spec: architecture.Experts, hidden_size: int, parallel: Parallel, group: ExpertGroup | None = None
     ) -> None:
         super().__init__()
-        self._parallel = parallel
+        self._parallel, self._group = parallel, group
+        self._num_experts = spec.num_experts
+        self.placement: Placement | None = None
         self.router = Router(spec, hidden_size)
-        self.experts = Experts(spec, hidden_size, held or slice_of_each(spec.num_experts, parallel))
+        held = slice_of_each(spec.num_experts, parallel)
+        if group is not None:
+            placement = Placement.initial(spec.num_experts, group.size, group.config)
+            held = Held(placement.experts[group.rank])
+            self.place(placement)
+        self.experts = Experts(spec, hidden_size, held)
         self.shared = None if spec.shared is None else FeedForward(spec.shared, hidden_size, parallel)
         self.shared_gate = SharedGate(hidden_size) if spec.shared_gate else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[tokens, hidden_size]` → the same, on every rank."""
-        out: Tensor = self.experts(x, *self.router(x))
-        if self.shared is not None:
-            shared = self.shared.partial(x)
-            if self.shared_gate is not None:
-                shared = shared * self.shared_gate(x)
-            out = out + shared
-        return self._parallel.all_reduce(out)
+    def place(self, placement: Placement) -> None:
+        """From now on tokens go by `placement`, as they do on all ranks of the group; the weights are there already."""
+        copies = placement.copies(self._num_experts)
+        most = max(map(len, copies))
+        device = self.router.weight.device
+        self.placement = placement
+        self._places = torch.tensor([(places * most)[:most] for places in copies], device=device)  # [experts, most]
+        self._copies = torch.tensor([len(places) for places in copies], device=device) if most > 1 else None
+
+    def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
+        """`[tokens, hidden_size]` → the same, on every rank. Without `group`, nothing is asked of the batch."""
+        return self.end(self.compute(self.begin(x, batch)))
+
+    def begin(self, x: Tensor, batch: Batch | None = None) -> Begun:
+        """Route the tokens, and send them off."""
+        group = self._group
+        if group is None or self.placement is None:
+            return Begun(x, Here(Routed(x, *self.router(x))))
+        if group.dp.size == 1:
+            return Begun(x, Here(self._routed(x, batch, slice(None))))
+        assert batch is not None
+        if group.config.all2all == "allgather_reducescatter":
+            return Begun(x, ToAllRanks(group, self._routed(x, batch, slice(None)), batch.replica_tokens))
+        own = share(len(x), group.tp.rank, group.tp.size)
+        routed = self._routed(x[own], batch, own)
+        return Begun(x, ToTheirRanks(group, routed, self.placement.places, own.start, len(x)))
+
+    def compute(self, begun: Begun) -> Begun:
+        """What this rank has of the shared expert; then its experts' outputs, which are sent back."""
+        shared = self._shared(begun.x)
+        x, weights, places = begun.exchange.arrived()
+        if self._group is not None and self.placement is not None:
+            places = places - self._group.rank * self.placement.places
+        begun.exchange.give_back(self.experts(x, weights, places))
+        return Begun(begun.x, begun.exchange, shared)
+
+    def end(self, begun: Begun) -> Tensor:
+        """The sum, once everything has come back."""
+        out = begun.exchange.combined()
+        return self._parallel.all_reduce(out if begun.shared is None else out + begun.shared)
+
+    def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> Routed:
+        """`x` are the tokens `own` of the batch. Which copy of an expert a token has depends on its position alone."""
+        weights, experts = self.router(x)
+        if self._copies is None:
+            return Routed(x, weights, self._places[experts, 0])
+        assert batch is not None
+        copy = batch.positions[own, None] % self._copies[experts]
+        return Routed(x, weights, self._places[experts, copy])
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        if self.shared is None:
+            return None
+        shared = self.shared.partial(x)
+        return shared if self.shared_gate is None else shared * self.shared_gate(x)
 
 
 class WholeLinear(Linear):
@@ -169,8 +236,7 @@ class Experts(nn.Module):
         return self.down.bias if self._held.slice == 0 else None  # in the sum once
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """This rank's part of the sum; `ids` are the experts' numbers in the model, and others' are left out."""
-        ids = ids - self._held.experts.start if self._held.experts.start else ids
+        """This rank's part of the sum; `ids` are places of its own, and what is beyond them is left out."""
         if self._product is not None:
             return self._product(x, weights, ids)
         return kernels.fused_experts(

@@ -17,20 +17,22 @@ from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.parallel import Parallel
+from quire.engine.parallel import ExpertGroup, Parallel
 
 
 class DecoderLayer(nn.Module):
     """Attention and a feed-forward, one after the other or side by side, added to the residual stream."""
 
-    def __init__(self, spec: architecture.Layer, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(
+        self, spec: architecture.Layer, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.attention_norm = _norm(spec.attention_norm, hidden_size)
         self.attention = _attention(spec.attention, hidden_size, parallel)
         self.attention_post_norm = _norm(spec.attention_post_norm, hidden_size)
         self.feed_forward_norm = _norm(spec.feed_forward_norm, hidden_size)
-        self.feed_forward = _feed_forward(spec.feed_forward, hidden_size, parallel)
+        self.feed_forward = _feed_forward(spec.feed_forward, hidden_size, parallel, experts)
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
 
     def forward(
@@ -43,8 +45,13 @@ class DecoderLayer(nn.Module):
             normed = normed if self.feed_forward_norm is None else self.feed_forward_norm(residual)
         else:
             normed, residual = _add(self.feed_forward_norm, mixed, residual)
-        x = self._scaled(_apply(self.feed_forward_post_norm, self.feed_forward(normed)))
+        x = self._scaled(_apply(self.feed_forward_post_norm, self._fed_forward(normed, batch)))
         return (x + mixed if self.spec.is_parallel else x), residual
+
+    def _fed_forward(self, x: Tensor, batch: Batch) -> Tensor:
+        is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
+        out: Tensor = self.feed_forward(x, batch) if is_mixture else self.feed_forward(x)
+        return out
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
@@ -80,13 +87,16 @@ def _attention(
 
 
 def _feed_forward(
-    spec: architecture.FeedForward | architecture.Experts, hidden_size: int, parallel: Parallel
-) -> nn.Module:
+    spec: architecture.FeedForward | architecture.Experts,
+    hidden_size: int,
+    parallel: Parallel,
+    experts: ExpertGroup | None,
+) -> FeedForward | MixtureOfExperts:
     match spec:
         case architecture.FeedForward():
             return FeedForward(spec, hidden_size, parallel)
         case architecture.Experts():
-            return MixtureOfExperts(spec, hidden_size, parallel)
+            return MixtureOfExperts(spec, hidden_size, parallel, experts)
 
 
 class PositionEmbedding(nn.Module):
@@ -105,10 +115,18 @@ class PositionEmbedding(nn.Module):
 class Decoder(nn.Module):
     """The layers `layers` of a model: with the embedding if they are the first, norm and head if the last.
 
-    Layers keep their number in the whole model as their name. Parameters are uninitialized.
+    Layers keep their number in the whole model as their name. Parameters are uninitialized. `experts` are the ranks
+    that experts are spread over; without it, those of the stage have a slice of each.
     """
 
-    def __init__(self, arch: Architecture, layers: range, max_length: int, parallel: Parallel) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        layers: range,
+        max_length: int,
+        parallel: Parallel,
+        experts: ExpertGroup | None = None,
+    ) -> None:
         super().__init__()
         self._arch = arch
         first, last = layers.start == 0, layers.stop == arch.num_layers
@@ -122,7 +140,7 @@ class Decoder(nn.Module):
             PositionEmbedding(arch.position_embeddings, width, arch.position_offset) if has_positions else None
         )
         self.layers = nn.ModuleDict(
-            {str(number): DecoderLayer(arch.layers[number], width, parallel) for number in layers}
+            {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
         )
         if last:
             tied = self.embedding.weight if self.embedding is not None and arch.tie_embeddings else None

@@ -33,7 +33,7 @@ from quire.engine.models.checkpoint import Stored, find
 from quire.engine.models.checkpoint_files import FP8_SCALES, Checkpoint, open_files
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
-from quire.engine.parallel import Parallel
+from quire.engine.parallel import ExpertGroup, Parallel
 from quire.engine.pooling import Dense
 
 if TYPE_CHECKING:
@@ -64,18 +64,25 @@ def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.devi
 
 
 def load_model(
-    config: EngineConfig, rank: int, parallel: Parallel, device: torch.device, *, pack: bool = True
+    config: EngineConfig,
+    rank: int,
+    parallel: Parallel,
+    device: torch.device,
+    *,
+    experts: ExpertGroup | None = None,
+    pack: bool = True,
 ) -> Model:
     """The model of this rank's stage on `device`, with its weights.
 
-    Only the rank's own slices are read, straight into the parameters, several at once. A linear layer is packed (and
-    quantized) as soon as it is whole, so that no more than a few are held in both forms; `pack=False` leaves that out.
-    Rank 0 warns of tensors that no rank needs; that of the host's first replica shows a progress bar. Raises
-    `ConfigError` that names the tensors missing or of another shape.
+    `rank` is its number in the replica. Only the rank's own slices are read, straight into the parameters, several at
+    once. A linear layer is packed (and quantized) as soon as it is whole, so that no more than a few are held in both
+    forms; `pack=False` leaves that out.
+    Rank 0 shows a progress bar and warns of tensors that no rank needs. Raises `ConfigError` that names the
+    tensors missing or of another shape.
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)):
-        decoder = build(model, stage, parallel)
+        decoder = build(model, stage, parallel, experts)
     is_dummy, is_built = model.load_format == "dummy", isinstance(model.architecture, BuiltArchitecture)
     if not isinstance(decoder, Decoder | Encoder):
         decoder.find(None if is_dummy else Checkpoint(model, "", ()).headers.keys())
@@ -94,7 +101,7 @@ def load_model(
     return decoder
 
 
-def build(model: ModelConfig, layers: range, parallel: Parallel) -> Model:
+def build(model: ModelConfig, layers: range, parallel: Parallel, experts: ExpertGroup | None = None) -> Model:
     """The model, or a stage of it, uninitialized; where it makes vectors, without a head."""
     arch = model.architecture
     if isinstance(arch, BuiltArchitecture):
@@ -103,7 +110,7 @@ def build(model: ModelConfig, layers: range, parallel: Parallel) -> Model:
         return TransformersDecoder.of(model, arch, layers, parallel, torch.get_default_device())
     if isinstance(arch, encoder.Encoder):
         return Encoder(arch, parallel)
-    decoder = Decoder(arch, layers, model.max_model_len, parallel)
+    decoder = Decoder(arch, layers, model.max_model_len, parallel, experts)
     if model.pooling is not None and hasattr(decoder, "head"):
         del decoder.head
     return decoder

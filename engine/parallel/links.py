@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
 
 from quire.engine.config import ParallelConfig
+from quire.engine.parallel.experts import ExpertGroup, GroupPeers, Peers
 from quire.engine.parallel.host import HostParallel
 from quire.engine.parallel.pipeline import Pipeline
 from quire.engine.parallel.tensor import GroupParallel, Parallel
@@ -18,10 +20,12 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 @dataclass(frozen=True)
 class Links:
-    """What a rank is connected to: the ranks of its stage, and the stages before and after."""
+    """What a rank is connected to: the ranks of its stage, the stages before and after, and who shares its experts."""
 
     tp: Parallel
     pipeline: Pipeline
+    experts: ExpertGroup | None = None
+    """None: experts are not spread, but sliced over the ranks of the stage."""
 
     def close(self) -> None:
         """Leave the process groups, once what was sent has gone."""
@@ -37,31 +41,54 @@ def connect(
     device: torch.device,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Links:
-    """Join the grid as `rank`; returns when the others of the grid have joined too.
+    """Join the grid as `rank` of the configuration's replica; returns when the others of the grid have joined too.
 
-    `init_method` is torch's (`tcp://host:port`, `file:///path`) and the same for all; a world of one needs none and
-    starts no process group. `timeout` bounds every collective and message.
+    The grid is that of all replicas where they share experts, and otherwise this replica's. `init_method` is torch's
+    (`tcp://host:port`, `file:///path`) and the same for all; a world of one needs none and starts no process group.
+    `timeout` bounds every collective and message.
     """
     width, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    stage = config.stage_of(rank)
-    pipeline = Pipeline(stage, stages, rank, width, device)
-    if config.world_size == 1:
-        return Links(Parallel(), pipeline)
+    stage, position = config.stage_of(rank), config.tp_rank_of(rank)
+    replicas = config.replicas if config.is_coupled else 1
+    replica = config.replica if config.is_coupled else 0
+    world_rank, world_size = replica * config.world_size + rank, replicas * config.world_size
+    pipeline = Pipeline(stage, stages, world_rank, width, device)
+    if world_size == 1:
+        alone = Parallel()
+        experts = None if config.experts is None else ExpertGroup(config.experts, alone, Peers(), Peers())
+        return Links(alone, pipeline, experts)
     dist.init_process_group(
         _BACKENDS[device.type],
         init_method=init_method,
-        world_size=config.world_size,
-        rank=rank,
+        world_size=world_size,
+        rank=world_rank,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    if width == 1:
-        return Links(Parallel(), pipeline)
-    if stages == 1:
-        group = dist.group.WORLD
-    else:
-        ranks = list(range(stage * width, (stage + 1) * width))
-        group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    tp = HostParallel(group, timeout) if device.type == "cpu" else GroupParallel(group)
-    return Links(tp, pipeline)
+
+    @cache
+    def group_of(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+        """All ranks make theirs in the same order."""
+        if len(ranks) == world_size and backend is None:
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def peers(ranks: tuple[int, ...]) -> Peers:
+        if len(ranks) == 1:
+            return Peers()
+        return GroupPeers(group_of(ranks), group_of(ranks, None if device.type == "cpu" else "gloo"))
+
+    of_stage = tuple(  # in each replica
+        tuple(range(first, first + width)) for first in range(stage * width, world_size, config.world_size)
+    )
+    tp = Parallel()
+    if width > 1:
+        group = group_of(of_stage[replica])
+        tp = HostParallel(group, timeout) if device.type == "cpu" else GroupParallel(group)
+    if config.experts is None:
+        return Links(tp, pipeline)
+    dp, everyone = peers(tuple(ranks[position] for ranks in of_stage)), peers(sum(of_stage, ()))
+    return Links(tp, pipeline, ExpertGroup(config.experts, tp, dp, everyone))

@@ -156,8 +156,8 @@ class RequestStates:
                 table[slot, begin:end] = block_ids[group::groups]
         self.num_blocks[slot] = end
 
-    def batch(self, rows: Rows, device: torch.device) -> Batch:
-        """The rows' next tokens, in one transfer to the device."""
+    def batch(self, rows: Rows, device: torch.device, replica_tokens: tuple[int, ...] = ()) -> Batch:
+        """The rows' next tokens, in one transfer to the device. See `Batch.replica_tokens`."""
         first = self.num_computed[rows.slots]
         lengths = first + rows.counts
         if rows.counts.max() == 1:
@@ -181,7 +181,9 @@ class RequestStates:
         sent = torch.from_numpy(np.concatenate(host)).to(device)
         tokens, places, ends, query_starts, sampled, *by_group = sent.split_with_sizes([len(part) for part in host])
         tables = [table.view(-1, width) for table in by_group[self._groups :]]
-        batch = Batch(tokens, places, by_group[0], tables[0], ends, query_starts, sampled)
+        batch = Batch(
+            tokens, places, by_group[0], tables[0], ends, query_starts, sampled, replica_tokens=replica_tokens
+        )
         if self._groups == 1:
             return batch
         others = zip(by_group[1 : self._groups], tables[1:], strict=True)

@@ -65,7 +65,7 @@ class Runner:
         self._vocab_size = arch.vocab_size
         least, most = _SCORED_AT_ONCE
         self._scored_at_once = max(least, min(most, config.scheduler.max_num_seqs))
-        self._model = load_model(config, rank, links.tp, device)
+        self._model = load_model(config, rank, links.tp, device, experts=links.experts)
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])

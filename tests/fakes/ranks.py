@@ -1,4 +1,4 @@
-"""The ranks of a stage as threads of one process."""
+"""Ranks as threads of one process."""
 
 from __future__ import annotations
 
@@ -8,23 +8,69 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from quire.engine.parallel import Parallel
-from quire.engine.parallel.threads import ThreadParallel
+from quire.engine.config import ExpertParallelConfig
+from quire.engine.parallel import ExpertGroup, Parallel, Peers
+from quire.engine.parallel.threads import ThreadParallel, ThreadPeers
 
 T = TypeVar("T")
 
 
 def on_ranks(size: int, work: Callable[[Parallel], T]) -> list[T]:
     """What `work` returns on each of `size` ranks, run side by side without gradients."""
-    barrier, shared = threading.Barrier(size), [torch.empty(0)] * size
+    stage = _stage(size)
+    return _side_by_side(size, lambda rank: work(stage[rank]), _barriers(stage))
 
+
+def expert_groups(dp: int, tp: int, config: ExpertParallelConfig) -> tuple[list[ExpertGroup], list[threading.Barrier]]:
+    """Of the ranks of a stage in `dp` replicas, and what is to be broken when one of them fails."""
+    barriers: list[threading.Barrier] = []
+
+    def peers(size: int) -> list[Peers]:
+        if size == 1:
+            return [Peers()]
+        barriers.append(threading.Barrier(size))
+        shared: list[list[Tensor]] = [[]] * size
+        return [ThreadPeers(rank, size, barriers[-1], shared) for rank in range(size)]
+
+    stages = [_stage(tp) for _ in range(dp)]
+    for stage in stages:
+        barriers += _barriers(stage)
+    columns, everyone = [peers(dp) for _ in range(tp)], peers(dp * tp)
+    ranks = [(replica, position) for replica in range(dp) for position in range(tp)]
+    groups = [
+        ExpertGroup(config, stages[replica][position], columns[position][replica], everyone[replica * tp + position])
+        for replica, position in ranks
+    ]
+    return groups, barriers
+
+
+def on_replicas(dp: int, tp: int, config: ExpertParallelConfig, work: Callable[[ExpertGroup], T]) -> list[T]:
+    """As `on_ranks`, of the ranks of a stage in replicas that share experts."""
+    groups, barriers = expert_groups(dp, tp, config)
+    return _side_by_side(dp * tp, lambda rank: work(groups[rank]), barriers)
+
+
+def _stage(size: int) -> list[Parallel]:
+    if size == 1:
+        return [Parallel()]
+    barrier, shared = threading.Barrier(size), [torch.empty(0)] * size
+    return [ThreadParallel(rank, size, barrier, shared) for rank in range(size)]
+
+
+def _barriers(stage: list[Parallel]) -> list[threading.Barrier]:
+    return [rank._barrier for rank in stage[:1] if isinstance(rank, ThreadParallel)]
+
+
+def _side_by_side(size: int, work: Callable[[int], T], barriers: list[threading.Barrier]) -> list[T]:
     def run(rank: int) -> T:
         with torch.no_grad():
             try:
-                return work(ThreadParallel(rank, size, barrier, shared) if size > 1 else Parallel())
+                return work(rank)
             except BaseException:
-                barrier.abort()
+                for barrier in barriers:
+                    barrier.abort()
                 raise
 
     with ThreadPoolExecutor(size) as pool:

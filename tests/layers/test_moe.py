@@ -73,23 +73,6 @@ def test_packed_ranks_give_what_one_gives(spec: Experts, size: int) -> None:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("ranks", "slices"), [(2, 1), (4, 1), (4, 2)])
-def test_whole_experts_on_each_rank_give_the_same(ranks: int, slices: int) -> None:
-    """Expert parallelism is another `Held`: here ranks hold a subset, whole or sliced again."""
-    x = torch.randn(20, HIDDEN)
-
-    def run(parallel: Parallel) -> Tensor:
-        subset, part = divmod(parallel.rank, slices)
-        each = EVERYTHING.num_experts * slices // ranks
-        held = Held(range(subset * each, (subset + 1) * each), part, slices)
-        out: Tensor = packed(fill(MixtureOfExperts(EVERYTHING, HIDDEN, parallel, held)))(x)
-        return out
-
-    expected = on_ranks(1, lambda parallel: fill(MixtureOfExperts(EVERYTHING, HIDDEN, parallel))(x))[0]
-    for result in on_ranks(ranks, run):
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_an_expert_that_nobody_chooses_may_hold_anything() -> None:
     module = fill(MixtureOfExperts(replace(PLAIN, router_bias=True), HIDDEN, Parallel()))
     x = torch.randn(11, HIDDEN)
@@ -313,4 +296,4 @@ def test_a_whole_linear_is_the_plain_one() -> None:
 
 def test_experts_that_do_not_divide_are_a_mistake() -> None:
     with pytest.raises(AssertionError):
-        ExpertsOfRank(PLAIN, HIDDEN, Held(range(6), 0, 5))
+        ExpertsOfRank(PLAIN, HIDDEN, Held(tuple(range(6)), 0, 5))
