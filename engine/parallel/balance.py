@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Placement = tuple[tuple[int, ...], ...]
-"""The experts of each rank, by their numbers in the model, place by place. All ranks have equally many, each at least
-one, and none has an expert twice."""
+"""The experts of each rank, by their numbers in the model, place by place. All ranks have equally many."""
 
 SLACK = 0.05
 """So much more than the mean, as a share of it, a rank may have to do."""
@@ -168,3 +167,27 @@ def moves(now: Placement, then: Placement) -> list[Move]:
         sources[reader], readers[beside], readers[first] = beside, [reader], []
         fill(first)
     return ordered
+
+
+def rounds(steps: Sequence[Move]) -> list[list[Move]]:
+    """The same moves, as many at once as can be: in a round each rank sends one expert and receives one at most.
+
+    What is laid beside goes first in its round; then all are read, and only then are places overwritten.
+    """
+    made: list[list[Move]] = []
+    senders, receivers = set[int](), set[int]()
+    written, read = set[Spot](), set[Spot]()
+    for move in steps:
+        source, target = move.source, move.target
+        lays_beside = target.place is None
+        is_taken = target in read if lays_beside else source.rank in senders or target.rank in receivers
+        if not made or source in written or is_taken:
+            made.append([])
+            senders, receivers, written, read = set(), set(), set(), set()
+        made[-1].append(move)
+        if not lays_beside:
+            senders.add(source.rank)
+            receivers.add(target.rank)
+            written.add(target)
+            read.add(source)
+    return made

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from quire.engine.parallel.balance import (
     GAIN,
     SLACK,
+    Move,
     Placement,
     Spot,
     imbalance,
     moves,
     rank_loads,
     rebalance,
+    rounds,
 )
 
 
@@ -80,6 +82,28 @@ def test_moves_make_one_placement_of_the_other(case: tuple[list[int], Placement]
         changed = sum(a != b for was, is_ in zip(now, then, strict=True) for a, b in zip(was, is_, strict=True))
         assert changed <= len(steps) <= changed + changed // 2  # a ring of two needs three
         assert all(step.source != step.target for step in steps)
+        held = {Spot(rank, place): expert for rank, row in enumerate(now) for place, expert in enumerate(row)}
+        for some in rounds(steps):
+            run_round(some, held)
+        for rank, row in enumerate(then):
+            assert [held[Spot(rank, place)] for place in range(len(row))] == list(row)
+        assert sum(rounds(steps), []) == steps
+
+
+def run_round(some: list[Move], held: dict[Spot, int]) -> None:
+    """As ranks do it: lay beside, read all, write all."""
+    laid, sent = ([move for move in some if (move.target.place is None) == beside] for beside in (True, False))
+    held.update({move.target: held[move.source] for move in laid})
+    held.update({move.target: held[move.source] for move in sent})
+    for ranks in ([move.source.rank for move in sent], [move.target.rank for move in sent]):
+        assert len(set(ranks)) == len(ranks)
+
+
+def test_ranks_that_change_experts_do_so_at_once() -> None:
+    steps = moves(((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    assert len(steps) == 3
+    assert len(rounds(steps)) == 1
+    assert len(rounds(moves(((0, 1), (2, 3)), ((3, 2), (1, 0))))) == 2
 
 
 def test_nothing_moves_where_it_would_bring_little() -> None:
