@@ -1,0 +1,61 @@
+"""The hosts that other tests stand on are really apart."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.namespaces import Host, _remove_leftovers
+from tests.namespaces import hosts as hosts
+
+pytestmark = pytest.mark.slow
+
+_SERVE = """
+import os, socket
+server = socket.create_server(("", 7000))
+print("boot", os.readlink("/proc/self/ns/pid"), "ready", flush=True)
+while True:
+    connection, _ = server.accept()
+    connection.sendall(b"hello")
+    connection.close()
+"""
+
+
+def test_hosts_reach_each_other_until_the_cable_is_out(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    server = second.start(sys.executable, "-c", _SERVE)
+    assert server.wait_for(r"boot (\S+) ready")[1] != os.readlink("/proc/self/ns/pid")
+    with first.inside():
+        with socket.create_connection((second.address, 7000), timeout=5) as connection:
+            assert connection.recv(5) == b"hello"
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection(("127.0.0.1", 7000), timeout=5)
+    second.set_link(False)
+    with first.inside(), pytest.raises(OSError, match="timed out"):
+        socket.create_connection((second.address, 7000), timeout=0.5)
+    assert len(server.family()) == 2
+    server.kill_all()
+    assert server.wait(5)
+
+
+def test_what_a_killed_run_has_left_is_removed() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    name = f"quire-test-{ended.pid}-1"
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    left = subprocess.Popen(["ip", "netns", "exec", name, "sleep", "60"])
+    try:
+        while (
+            name
+            not in subprocess.run(["ip", "netns", "identify", str(left.pid)], capture_output=True, text=True).stdout
+        ):
+            assert left.poll() is None
+        _remove_leftovers()
+        assert left.wait(5) == -9
+        assert name not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    finally:
+        left.kill()
