@@ -182,11 +182,27 @@ class ExpertParallelConfig:
     """A step in which some replica has so many tokens is cut in two (DBO); None: never."""
 
 
+@dataclass(frozen=True)
+class RayPlace:
+    """Where Ray runs the ranks."""
+
+    address: str
+    """Of the cluster's control store, HOST:PORT."""
+    head: str
+    """Address of this host, where the engine core is."""
+    group: str | None
+    """Placement group to use, in hex; None: one is made."""
+    nodes: tuple[tuple[str, str], ...]
+    """Ray's id and the address of each node that has ranks."""
+    bundles: tuple[int, ...]
+    """Of each rank, in `group`; empty without one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """The rank grid of one replica, and the replicas. Rank = stage * tensor_parallel_size + position in the stage.
 
-    The ranks of a replica lie on `nodes` hosts, evenly and in order: host `n` has `ranks_of(n)`.
+    The ranks of a replica lie on `nodes` hosts in order, evenly unless there are `shares`: host `n` has `ranks_of(n)`.
     """
 
     tensor_parallel_size: int
@@ -199,6 +215,10 @@ class ParallelConfig:
     """The host that this configuration is for."""
     master: tuple[str, int] = ("127.0.0.1", 0)
     """Address and port of host 0, which the other nodes join."""
+    shares: tuple[int, ...] = ()
+    """Ranks of each node; empty: each has as many."""
+    ray: RayPlace | None = None
+    """None: Ray does not run the ranks."""
     devices: tuple[int, ...] = ()
     """Device of each rank on this host, in the order of ranks (and of local replicas); empty: 0, 1, 2, …"""
     links: Crossed = Crossed()
@@ -230,8 +250,8 @@ class ParallelConfig:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of this replica."""
-        return self.world_size // self.nodes
+        """Of this replica, on this node."""
+        return len(self.ranks_of(self.node))
 
     @property
     def ranks_here(self) -> int:
@@ -239,7 +259,8 @@ class ParallelConfig:
         return self.ranks_per_node * len(self.local_replicas)
 
     def ranks_of(self, node: int) -> range:
-        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
+        shares = self.shares or (self.world_size // self.nodes,) * self.nodes
+        return range(sum(shares[:node]), sum(shares[: node + 1]))
 
     def stage_of(self, rank: int) -> int:
         return rank // self.tensor_parallel_size

@@ -41,6 +41,11 @@ def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices
     return Devices("cpu", os.cpu_count() or 1, _free_host_memory())
 
 
+def count_gpus() -> int:
+    """GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
+    return len(_free_gpu_memory())
+
+
 def _free_gpu_memory() -> list[int]:
     """Free bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; empty without a driver."""
     import pynvml

@@ -12,6 +12,7 @@ from quire.engine.architecture import Architecture, Experts
 from quire.engine.config import EngineOptions, ExpertParallelConfig, ParallelConfig
 from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
+from quire.engine.ray_cluster import Found
 
 
 def ranks_here(options: EngineOptions) -> int:
@@ -37,18 +38,10 @@ def ranks_here(options: EngineOptions) -> int:
     return ranks // nodes * len(_local_replicas(options))
 
 
-def groups_here(options: EngineOptions) -> tuple[int, ...]:
-    """Sizes of the groups of this host's ranks that share layers, in the order of ranks; raises as `ranks_here`."""
-    ranks = ranks_here(options) // max(1, len(_local_replicas(options)))
-    here = range(options.node_rank * ranks, (options.node_rank + 1) * ranks)
-    sizes = Counter(rank // options.tensor_parallel_size for rank in here)
-    return tuple(sizes.values()) * len(_local_replicas(options))
-
-
-def resolve(options: EngineOptions, arch: Architecture, found: Devices) -> ParallelConfig:
-    """The grid; raises `ConfigError`."""
+def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: Found | None = None) -> ParallelConfig:
+    """The grid; `placed` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
-    executor = choose_executor(options)
+    executor = "ray" if placed is not None else choose_executor(options)
     here = ranks_here(options)
     if found.kind == "cuda" and executor != "ray" and here > found.count:
         raise ConfigError(
@@ -62,11 +55,11 @@ def resolve(options: EngineOptions, arch: Architecture, found: Devices) -> Paral
         stages=_cut_layers(arch.num_layers, options),
         executor=executor,
         device=found.kind,
-        nodes=options.nnodes,
+        nodes=options.nnodes if placed is None else len(placed.shares),
         node=options.node_rank,
         master=(options.master_addr, options.master_port),
-        devices=found.order,
-        links=_links(options, found),
+        shares=() if placed is None else placed.shares,
+        ray=None if placed is None else placed.place,
         timeout=options.distributed_timeout_seconds,
         replicas=options.data_parallel_size,
         replica=replicas.start,
@@ -164,8 +157,6 @@ def choose_executor(options: EngineOptions) -> Literal["uni", "mp", "ray"]:
     """Who runs the ranks: this process where there is only one, and nobody to step together with."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     match options.distributed_executor_backend:
-        case "ray":
-            raise ConfigError("--distributed-executor-backend ray is not served yet; mp runs the ranks on this host")
         case "uni" if world_size > 1:
             raise ConfigError(f"--distributed-executor-backend uni runs one rank, not {world_size}; use mp")
         case "auto":

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.engine import devices, grid, model_files, pooling
+from quire.engine import devices, grid, model_files, pooling, ray_cluster
 from quire.engine.architecture import Architecture, BuiltArchitecture, Experts, Matrices
 from quire.engine.cache_groups import CacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config import (
@@ -43,11 +43,12 @@ def resolve(options: EngineOptions) -> EngineConfig:
     """Fix every open choice; raises `ConfigError` with numbers and a remedy for what cannot be served."""
     _check_ranges(options)
     _refuse_what_is_not_there(options)
-    found = devices.find(options.device, max(1, grid.ranks_here(options)))
+    placed = ray_cluster.find(options)
+    found = placed.devices if placed is not None else devices.find(options.device, grid.ranks_here(options))
     model = _resolve_model(options, found)
     model.architecture.check_divides(options.tensor_parallel_size)
     _check_quantization(model, options.tensor_parallel_size, found)
-    parallel = grid.resolve(options, model.architecture, found)
+    parallel = grid.resolve(options, model.architecture, found, placed)
     scheduler = _resolve_scheduler(options, model, found)
     kv_dtype: str = options.kv_cache_dtype
     if kv_dtype == "auto":
