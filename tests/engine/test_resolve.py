@@ -377,3 +377,35 @@ def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: s
 def test_words_that_are_not_choices_are_refused_from_python_too(tmp_path: Path, wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=f"must be one of .*, got {next(iter(wrong.values()))}"):
         resolve(options(folder(tmp_path), **wrong))
+
+
+def test_replicas_share_the_host(tmp_path: Path) -> None:
+    alone = resolve(options(folder(tmp_path)))
+    config = resolve(options(folder(tmp_path), data_parallel_size=3, data_parallel_size_local=2))
+    assert config.parallel.local_replicas == range(2)
+    assert config.cache.num_blocks <= alone.cache.num_blocks
+    assert "data parallel 3, of these replicas on this host: 0, 1" in plan_text(config)
+    second = resolve(options(folder(tmp_path), data_parallel_size=3, data_parallel_start_rank=2))
+    assert "data parallel 3, of these replicas on this host: 2" in plan_text(second)
+
+
+def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_free_host_memory", lambda: 1)
+    config = resolve(options(folder(tmp_path), data_parallel_size=2, data_parallel_size_local=0))
+    assert plan_text(config).splitlines()[-1] == "data parallel 2, of these replicas on this host: none"
+    with pytest.raises(ConfigError, match="the model does not fit"):
+        resolve(options(folder(tmp_path), data_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_parallel_start_rank": 2}, "there are 2 replicas"),
+        ({"data_parallel_start_rank": -1}, "there are 2 replicas"),
+        ({"data_parallel_size_local": 3}, "there are 2 replicas"),
+        ({"data_parallel_start_rank": 0, "data_parallel_size_local": 0}, "leave one of them out"),
+    ],
+)
+def test_replicas_that_there_are_not(tmp_path: Path, changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(options(folder(tmp_path), data_parallel_size=2, **changes))
