@@ -28,14 +28,14 @@ from quire.engine import executor as executors
 from quire.engine import log, process
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.executor import Executor, Pending, WorkerError
+from quire.engine.executor import LOST_TOUCH, Executor, Pending, WorkerError
 from quire.engine.grammar import Grammar, GrammarError
 from quire.engine.launch import Endpoints
 from quire.engine.messages import (
     Abort,
     Alive,
     Dead,
-    ExpertLoad,
+    Fault,
     Join,
     Outputs,
     Probe,
@@ -46,14 +46,20 @@ from quire.engine.messages import (
     Submit,
     ToCore,
     ToServer,
+    Wake,
 )
 from quire.engine.scheduler import Scheduler
+from quire.engine.wave import Wave
 
 logger = logging.getLogger("quire.engine.core")
 
 _STATS_SECONDS = 1.0
 _COMPILERS = 8
 """Threads that compile grammars: more than there are processors, so that quick ones do not wait for slow ones."""
+_LEAVE_SECONDS = 5.0
+"""Longest that a core which is to stop steps on without work, for replicas that share its experts."""
+_HEAR_SECONDS = 3.0
+"""Longest that a core waits to hear from the others why the replicas have lost touch."""
 _SHUTDOWN_GRACE = 10.0
 """Seconds that an orphaned core may take to end by itself, a model half loaded included."""
 
@@ -77,16 +83,25 @@ class Wire:
     """The sockets of the core, each owned by one thread; the loop sees two queues."""
 
     def __init__(self, endpoints: Endpoints, replica: int = 0) -> None:
+        self.peers = tuple(number for number in range(len(endpoints.requests)) if number != replica)
+        """The other replicas, whose cores may be written to."""
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
-        self._outbox: SimpleQueue[tuple[int, ToServer] | None] = SimpleQueue()
+        self._endpoints = endpoints
+        self._outbox: SimpleQueue[tuple[str, ToServer | Wake | Fault] | None] = SimpleQueue()
+        """Addresses, and what is for them."""
         self._context = zmq.Context()
         self.num_clients = len(endpoints.responses)
         threading.Thread(target=self._receive, args=(endpoints.requests[replica],), daemon=True, name="wire-in").start()
-        self._sender = threading.Thread(target=self._send, args=(endpoints.responses,), name="wire-out")
+        self._sender = threading.Thread(target=self._send, name="wire-out")
         self._sender.start()
 
     def send(self, client: int, message: ToServer) -> None:
-        self._outbox.put((client, message))
+        self._outbox.put((self._endpoints.responses[client], message))
+
+    def send_peers(self, message: Wake | Fault) -> None:
+        """To the cores of all other replicas."""
+        for replica in self.peers:
+            self._outbox.put((self._endpoints.requests[replica], message))
 
     def broadcast(self, message: ToServer) -> None:
         for client in range(self.num_clients):
@@ -111,19 +126,18 @@ class Wire:
             except msgspec.DecodeError as error:
                 self.inbox.put(error)
 
-    def _send(self, addresses: tuple[str, ...]) -> None:
-        sockets = []
-        for address in addresses:
-            socket = self._context.socket(zmq.PUSH)
-            socket.set_hwm(0)
-            socket.setsockopt(zmq.LINGER, 2000)
-            socket.connect(address)
-            sockets.append(socket)
+    def _send(self) -> None:
+        sockets: dict[str, zmq.Socket[bytes]] = {}
         encode = msgspec.msgpack.Encoder().encode
         while (entry := self._outbox.get()) is not None:
-            client, message = entry
-            sockets[client].send(encode(message))
-        for socket in sockets:
+            address, message = entry
+            if (socket := sockets.get(address)) is None:
+                socket = sockets[address] = self._context.socket(zmq.PUSH)
+                socket.set_hwm(0)
+                socket.setsockopt(zmq.LINGER, 2000)
+                socket.connect(address)
+            socket.send(encode(message))
+        for socket in sockets.values():
             socket.close()
 
 
@@ -149,11 +163,14 @@ class Core:
         self.compiling: dict[str, Submit] = {}
         """Requests whose grammar is not there yet; they join the scheduler with it."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, "compile")
+        self.wave = Wave(self.depth) if config.parallel.is_coupled else None
+        """None: this replica steps by itself."""
         self.stopping = False
+        self.leave_at = 0.0
 
     def run(self) -> None:
         """Serve until `Shutdown`; raises `WorkerError` when a rank fails."""
-        while not self.stopping:
+        while not (self.stopping and self.may_leave):
             self.receive()
             plan = self.schedule()
             if plan is not None:
@@ -175,20 +192,43 @@ class Core:
         shows = is_full or self.scheduler.stages == 1
         self.scheduler.learn(plan, now - max(begun, self.result_taken) if shows else None)
         self.result_taken = now
+        if self.wave is not None:
+            self.wave.take(is_active=result.is_wave_active)
         self.deliver(self.scheduler.update(plan, result))
 
     def schedule(self) -> StepPlan | None:
         """The next plan; with nothing to run, a sign of life if somebody asks for one."""
+        if self.wave is not None:
+            return self.schedule_together(self.wave)
         plan = self.scheduler.schedule()
         if plan is None and self.probes and not self.in_flight:
             plan = self.scheduler.sign_of_life()
         return plan
 
+    def schedule_together(self, wave: Wave) -> StepPlan | None:
+        """The next plan of the wave, without rows if there is nothing to run; None while none is under way."""
+        has_work = self.scheduler.has_requests and not self.stopping
+        if wave.begin(has_work=has_work or bool(self.probes)):
+            self.wire.send_peers(Wake(wave.number))
+        if not wave.goes_on:
+            return None
+        wave.hand_out()
+        plan = (self.scheduler.schedule() if has_work else None) or self.scheduler.sign_of_life()
+        plan.has_work = has_work
+        return plan
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether nobody waits for this replica's steps; or has waited too long for the others' end."""
+        return self.wave is None or self.wave.is_asleep or time.monotonic() > self.leave_at
+
     def receive(self) -> None:
         """Take in all that has arrived; with nothing to do, wait for something."""
         idle = not (self.in_flight or self.scheduler.has_requests or self.probes)
+        if self.wave is not None:
+            idle = idle and self.wave.is_asleep
         with contextlib.suppress(Empty):
-            while not self.stopping:
+            while not self.stopping or self.wave is not None:
                 self.handle(self.wire.inbox.get(block=idle))
                 idle = False
 
@@ -210,8 +250,15 @@ class Core:
                 self.wire.send(message.client, self.ready)
             case Probe():
                 self.probes.append(message)
+            case Wake(wave=number):
+                assert self.wave is not None
+                self.wave.wake(number)
+            case Fault():
+                self.wire.inbox.put(message)  # for `first_cause`
+                raise WorkerError(LOST_TOUCH)
             case Shutdown():
                 self.stopping = True
+                self.leave_at = time.monotonic() + _LEAVE_SECONDS
             case RankEnded():
                 self.executor.check()
             case Exception():
@@ -321,6 +368,8 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     except Exception as error:
         logger.error("engine core failed:\n%s", traceback.format_exc())
         trouble = f"engine core failed: {type(error).__name__}: {error}"
+    if trouble is not None and config.parallel.is_coupled:
+        trouble = first_cause(trouble, wire, replica)
     if core is not None:
         core.end(trouble or "the engine was shut down")
     if trouble is not None:
@@ -329,6 +378,29 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     if executor is not None:
         executor.close()
     return 0 if trouble is None else 1
+
+
+def first_cause(trouble: str, wire: Wire, replica: int) -> str | None:
+    """What has ended the replicas that share experts, as all are told; None if they are being shut down.
+
+    The one with the cause says it to the others, which have only lost touch. Whoever says nothing has it.
+    """
+    wire.send_peers(Fault(replica, trouble))
+    if LOST_TOUCH not in trouble:
+        return f"replica {replica}: {trouble}"
+    silent, deadline = set(wire.peers), time.monotonic() + _HEAR_SECONDS
+    while silent and (seconds := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(Empty):
+            match wire.inbox.get(timeout=seconds):
+                case Fault(replica=other, reason=reason):
+                    if LOST_TOUCH not in reason:
+                        return f"replica {other}: {reason}"
+                    silent.discard(other)
+                case Shutdown():
+                    return None
+    if not silent:
+        return f"replica {replica}: {trouble}"
+    return f"replica{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))} ended or hung: {trouble}"
 
 
 def _watch_stdin(wire: Wire) -> None:

@@ -211,7 +211,14 @@ class Wake(msgspec.Struct, tag=True, array_like=True):
     wave: int
 
 
-ToCore = Submit | Abort | Probe | Join | Shutdown | Wake
+class Fault(msgspec.Struct, tag=True, array_like=True):
+    """From one core to the others whose replicas share its experts: it ends, and they cannot go on without it."""
+
+    replica: int
+    reason: str
+
+
+ToCore = Submit | Abort | Probe | Join | Shutdown | Wake | Fault
 
 
 # --- engine core → server -------------------------------------------------------------------------------------
@@ -408,6 +415,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     """The last token of each of `decodes`; empty where the workers have kept it."""
     masks: dict[int, bytes] = {}
     """By slot, which tokens a row of `scheduled` may sample: bit `i % 32` of the int32 `i // 32` for token `i`."""
+    has_work: bool | None = None
+    """Of a replica that shares experts: whether it has requests. None: it steps by itself."""
 
     @property
     def num_rows(self) -> int:
@@ -431,9 +440,7 @@ class StepResult(msgspec.Struct, tag=True, array_like=True):
     vectors: dict[int, bytes] = {}
     """Of a model that embeds: of rows, by number, that end their prompt; float32. No row samples."""
     is_wave_active: bool = False
-    """Of replicas that share experts: whether any of them had rows in this step."""
-    expert_load: ExpertLoad | None = None
-    """Of a model whose experts are spread over the ranks: not with every step."""
+    """Of replicas that share experts: whether any of them had requests as this step was planned."""
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True):

@@ -15,8 +15,21 @@ SIGN_OF_LIFE_TIMEOUT = 15.0
 """The same for a plan without rows, which costs nothing."""
 
 
+LOST_TOUCH = "lost touch with the other replicas"
+"""What a rank says when an exchange with them fails: the cause is elsewhere."""
+_LATER = 5.0
+"""Seconds by which ranks give up an exchange before their own core gives them up."""
+
+
 class WorkerError(RuntimeError):
     """A rank died, hung or failed; the text names it."""
+
+
+def patience(plan: StepPlan, config: EngineConfig) -> float:
+    """Seconds after which a step that does not come back counts as hung."""
+    if plan.has_work is not None:  # rows or none, it takes as long as the longest of all replicas
+        return min(STEP_TIMEOUT, config.parallel.timeout + _LATER)
+    return STEP_TIMEOUT if plan.num_rows else SIGN_OF_LIFE_TIMEOUT
 
 
 class Pending(Protocol):

@@ -23,7 +23,7 @@ import msgspec
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, WorkerError
+from quire.engine.executor import WorkerError, patience
 from quire.engine.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
 from quire.engine.ring import Ring
 
@@ -41,6 +41,7 @@ class MpExecutor:
         context.set_forkserver_preload(["quire.engine.worker.worker"])
         # All ranks are on this host, whatever its name resolves to and whichever networks it has.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self._config = config
         size = config.parallel.world_size
         self._ring = Ring(context, readers=size)
         self._progress = context.RawArray("q", [-1] * size)
@@ -84,8 +85,7 @@ class MpExecutor:
     def submit(self, plan: StepPlan) -> MpPending:
         # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
         self._ring.write(self._encode(plan), while_waiting=lambda: self._poll(0))
-        timeout = STEP_TIMEOUT if plan.num_rows else SIGN_OF_LIFE_TIMEOUT
-        pending = MpPending(self, plan.step, timeout)
+        pending = MpPending(self, plan.step, patience(plan, self._config))
         self._pending.append(pending)
         return pending
 

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from quire.engine.config import EngineConfig
-from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, Pending, WorkerError
+from quire.engine.executor import Pending, WorkerError, patience
 from quire.engine.messages import StepPlan, StepResult
 
 T = TypeVar("T")
@@ -57,6 +57,7 @@ class UniExecutor:
         from quire.engine.worker.worker import Worker
 
         imported = time.perf_counter()
+        self._config = config
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         load = partial(Worker, config, rank=0, init_method=None)
@@ -70,8 +71,7 @@ class UniExecutor:
 
     def submit(self, plan: StepPlan) -> Pending:
         if self._thread is not None:
-            timeout = STEP_TIMEOUT if plan.num_rows else SIGN_OF_LIFE_TIMEOUT
-            return Running(self._in_thread(partial(self._worker.execute, plan)), timeout)
+            return Running(self._in_thread(partial(self._worker.execute, plan)), patience(plan, self._config))
         result = self._worker.execute(plan)
         assert result is not None
         return Done(result)

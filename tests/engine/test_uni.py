@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from quire.engine import executor as executors
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.executor import WorkerError, uni
+from quire.engine.executor import WorkerError
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.messages import Scheduled, StepPlan, StepResult
 from tests.fakes.configs import engine_config
@@ -75,7 +76,7 @@ def test_what_a_step_raises_comes_out_of_its_result(executor: UniExecutor) -> No
 
 
 def test_a_rank_that_hangs_is_named(executor: UniExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uni, "SIGN_OF_LIFE_TIMEOUT", 0.0)
+    monkeypatch.setattr(executors, "SIGN_OF_LIFE_TIMEOUT", 0.0)
     with pytest.raises(WorkerError, match="rank 0 did not answer within 0 s"):
         executor.submit(StepPlan(0, [], [], [])).result()
 

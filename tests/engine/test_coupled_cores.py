@@ -1,0 +1,291 @@
+"""Cores of replicas that share experts: each in a thread, with workers that wait for one another at every step."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+
+import pytest
+
+from quire.engine import core as cores
+from quire.engine.config import ExpertParallelConfig
+from quire.engine.core import Core, Inbound, first_cause
+from quire.engine.executor import LOST_TOUCH, WorkerError
+from quire.engine.messages import (
+    Alive,
+    Fault,
+    Outputs,
+    Probe,
+    SamplingParams,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    Submit,
+    ToServer,
+    Wake,
+)
+from tests.engine.test_scheduler import continuation
+from tests.fakes.configs import engine_config
+from tests.fakes.model import FakeModel
+from tests.fakes.outputs import each
+
+WAIT = 5.0
+
+
+class Meeting:
+    """What the workers of all replicas agree on in each step, once all have come to it."""
+
+    def __init__(self, replicas: int) -> None:
+        self._changed = threading.Condition()
+        self.plans: list[list[StepPlan]] = [[] for _ in range(replicas)]
+        self.has_ended = False
+
+    def join(self, replica: int, plan: StepPlan) -> None:
+        with self._changed:
+            assert plan.step == len(self.plans[replica]), "a step was left out"
+            self.plans[replica].append(plan)
+            self._changed.notify_all()
+
+    def agree(self, step: int) -> bool:
+        with self._changed:
+            everyone = self._changed.wait_for(
+                lambda: self.has_ended or all(len(plans) > step for plans in self.plans), WAIT
+            )
+            if self.has_ended or not everyone:
+                raise WorkerError(LOST_TOUCH)
+            return any(plans[step].has_work for plans in self.plans)
+
+    def end(self) -> None:
+        with self._changed:
+            self.has_ended = True
+            self._changed.notify_all()
+
+
+@dataclass
+class Step:
+    meeting: Meeting
+    step_result: StepResult
+
+    def result(self) -> StepResult:
+        self.step_result.is_wave_active = self.meeting.agree(self.step_result.step)
+        return self.step_result
+
+
+@dataclass
+class MeetingExecutor:
+    replica: int
+    meeting: Meeting
+    model: FakeModel
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def submit(self, plan: StepPlan) -> Step:
+        self.meeting.join(self.replica, plan)
+        return Step(self.meeting, self.model.execute(plan))
+
+    def check(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LinkedWire:
+    """Of a core among others; every answer goes to one queue."""
+
+    def __init__(self, replica: int, replicas: int) -> None:
+        self.replica, self.num_clients = replica, 1
+        self.peers = tuple(number for number in range(replicas) if number != replica)
+        self.wires: list[LinkedWire] = []
+        self.inbox: SimpleQueue[Inbound] = SimpleQueue()
+        self.sent: SimpleQueue[ToServer] = SimpleQueue()
+        self.num_wakes = 0
+        self.tokens: dict[str, list[int]] = {}
+        self.ended: set[str] = set()
+
+    def send(self, client: int, message: ToServer) -> None:
+        self.sent.put(message)
+
+    def send_peers(self, message: Wake | Fault) -> None:
+        self.num_wakes += isinstance(message, Wake)
+        for peer in self.peers:
+            self.wires[peer].inbox.put(message)
+
+    def answer(self, request_id: str) -> list[int]:
+        """Its tokens, once it has ended."""
+        while request_id not in self.ended:
+            message = self.sent.get(timeout=WAIT)
+            for output in each(message) if isinstance(message, Outputs) else ():
+                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    assert output.finish_reason == "length", output.error
+                    self.ended.add(output.request_id)
+        return self.tokens[request_id]
+
+
+@dataclass
+class Replicas:
+    wires: list[LinkedWire]
+    cores: list[Core]
+    meeting: Meeting
+    threads: list[threading.Thread]
+
+    def submit(self, replica: int, request_id: str, prompt: list[int], max_tokens: int) -> None:
+        self.wires[replica].inbox.put(Submit(0, request_id, prompt, SamplingParams(max_tokens=max_tokens)))
+
+    def probe(self, replica: int) -> None:
+        wire = self.wires[replica]
+        wire.inbox.put(Probe(0, 5))
+        while not isinstance(wire.sent.get(timeout=WAIT), Alive):
+            pass
+
+    def steps(self) -> list[int]:
+        return [len(plans) for plans in self.meeting.plans]
+
+
+@contextmanager
+def running(replicas: int, stages: int, depth: int) -> Iterator[Replicas]:
+    """The cores, which all end by themselves, with nothing under way, once they are to stop."""
+    config = engine_config(stages=stages, depth=depth)
+    cache, scheduler = config.cache, config.scheduler
+    wires = [LinkedWire(replica, replicas) for replica in range(replicas)]
+    meeting, made, failures = Meeting(replicas), [], []
+    for replica, wire in enumerate(wires):
+        wire.wires = wires
+        model = FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=stages == 1)
+        parallel = replace(config.parallel, replicas=replicas, replica=replica, experts=ExpertParallelConfig())
+        executor = MeetingExecutor(replica, meeting, model)
+        made.append(Core(replace(config, parallel=parallel), executor, wire))  # type: ignore[arg-type]
+
+    def run(core: Core) -> None:
+        try:
+            core.run()
+        except BaseException as error:
+            failures.append(error)
+            meeting.end()
+
+    threads = [threading.Thread(target=run, args=(core,), daemon=True) for core in made]
+    for thread in threads:
+        thread.start()
+    try:
+        yield Replicas(wires, made, meeting, threads)
+    finally:
+        for wire in wires:
+            wire.inbox.put(Shutdown())
+        for thread in threads:
+            thread.join(WAIT)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+    assert len({len(plans) for plans in meeting.plans}) == 1
+    for core in made:
+        core.scheduler.check_integrity()
+        assert not core.in_flight
+
+
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2), (3, 3)])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_requests_at_any_replica_are_answered_and_then_all_sleep(replicas: int, stages: int, depth: int) -> None:
+    rng = random.Random(replicas * 10 + depth)
+    with running(replicas, stages, depth) as them:
+        for burst in range(4):
+            asked = [
+                (rng.randrange(replicas), f"{burst}-{n}", rng.randrange(1, 30)) for n in range(rng.randrange(1, 7))
+            ]
+            for replica, request_id, length in asked:
+                them.submit(replica, request_id, [1, 2, length], length)
+            for replica in range(replicas):
+                for _, request_id, length in (ask for ask in asked if ask[0] == replica):
+                    assert them.wires[replica].answer(request_id) == continuation([1, 2, length], length)
+        assert all(core.wave is not None and core.wave.number >= 1 for core in them.cores)
+        waited = threading.Event()
+        while not all(core.wave and core.wave.is_asleep for core in them.cores):
+            waited.wait(0.005)
+        steps = them.steps()
+        assert len(set(steps)) == 1
+        waited.wait(0.05)
+        assert them.steps() == steps, "somebody steps in its sleep"
+
+
+def test_a_sign_of_life_is_a_step_of_all() -> None:
+    with running(2, 1, 1) as them:
+        them.probe(1)
+        assert [plans[0].num_rows for plans in them.meeting.plans] == [0, 0]
+        assert [wire.num_wakes for wire in them.wires] == [0, 1]
+
+
+def test_an_idle_replica_takes_part_without_rows_and_nobody_is_woken_twice() -> None:
+    with running(2, 1, 2) as them:
+        them.submit(0, "a", [1], 40)
+        assert them.wires[0].answer("a") == continuation([1], 40)
+        assert sum(plan.num_rows for plan in them.meeting.plans[0]) >= 40
+        assert not any(plan.num_rows for plan in them.meeting.plans[1])
+        assert [wire.num_wakes for wire in them.wires] == [1, 0]
+
+
+def test_who_is_to_stop_steps_on_until_the_others_have_no_work() -> None:
+    with running(2, 1, 1) as them:
+        them.submit(0, "a", [1], 100)
+        them.submit(1, "b", [2], 100)
+        them.wires[1].sent.get(timeout=WAIT)  # it is in the wave
+        them.wires[1].inbox.put(Shutdown())
+        assert them.wires[0].answer("a") == continuation([1], 100)
+
+
+def test_who_waits_too_long_for_the_others_to_stop_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_LEAVE_SECONDS", 0.0)
+    wire = LinkedWire(0, 2)
+    config = engine_config(depth=2)
+    parallel = replace(config.parallel, replicas=2, experts=ExpertParallelConfig())
+    core = Core(replace(config, parallel=parallel), None, wire)  # type: ignore[arg-type]
+    assert core.wave is not None
+    core.wave.begin(has_work=True)
+    wire.inbox.put(Shutdown())
+    core.receive()
+    assert core.may_leave
+
+
+# --- who was it? ----------------------------------------------------------------------------------------------
+
+
+def reported(mine: str, *heard: Fault | Shutdown, replicas: int = 3) -> str | None:
+    wires = [LinkedWire(replica, replicas) for replica in range(replicas)]
+    wires[0].wires = wires
+    for message in heard:
+        wires[0].inbox.put(message)
+    reason = first_cause(mine, wires[0], 0)  # type: ignore[arg-type]
+    told = wires[1].inbox.get_nowait()
+    assert isinstance(told, Fault)
+    assert (told.replica, told.reason) == (0, mine)
+    return reason
+
+
+def test_the_cause_is_named_by_the_replica_that_has_it() -> None:
+    killed, lost = "rank 1 was killed by SIGKILL", f"rank 0 failed: {LOST_TOUCH}: Connection closed"
+    assert reported(killed) == f"replica 0: {killed}"
+    assert reported(lost, Fault(2, lost), Fault(1, killed)) == f"replica 1: {killed}"
+
+
+def test_who_says_nothing_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_HEAR_SECONDS", 0.05)
+    lost = f"rank 0 failed: {LOST_TOUCH}: Connection closed"
+    assert reported(lost, Fault(2, lost)) == f"replica 1 ended or hung: {lost}"
+    assert reported(lost, Fault(2, lost), Fault(1, lost)) == f"replica 0: {lost}"
+
+
+def test_nobody_is_to_blame_for_being_shut_down() -> None:
+    assert reported(LOST_TOUCH, Shutdown()) is None
+
+
+def test_a_core_ends_when_another_says_that_it_does() -> None:
+    wire = LinkedWire(0, 2)
+    wire.wires = [wire, LinkedWire(1, 2)]
+    config = engine_config()
+    parallel = replace(config.parallel, replicas=2, experts=ExpertParallelConfig())
+    core = Core(replace(config, parallel=parallel), None, wire)  # type: ignore[arg-type]
+    wire.inbox.put(Fault(1, "rank 0 was killed by SIGKILL"))
+    with pytest.raises(WorkerError) as caught:
+        core.run()
+    assert first_cause(str(caught.value), wire, 0) == "replica 1: rank 0 was killed by SIGKILL"  # type: ignore[arg-type]
