@@ -263,6 +263,13 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
         self.top_ids += more.top_ids
         self.top_logprobs += more.top_logprobs
 
+    def behind(self, count: int) -> PromptLogprobs:
+        """The same without the first `count` tokens."""
+        row, top = 4 * count, 4 * count * self.num_top
+        return PromptLogprobs(
+            self.num_top, self.logprobs[row:], self.ranks[row:], self.top_ids[top:], self.top_logprobs[top:]
+        )
+
     def rows(self) -> list[TokenLogprobs]:
         """The same as objects."""
         logprobs, tops = array("f", self.logprobs), array("f", self.top_logprobs).tolist()
@@ -308,6 +315,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    started: int = 0
+    """When that start was, in milliseconds since 1970: a replica may have more than one."""
 
 
 class ExpertLoad(msgspec.Struct, array_like=True):

@@ -21,6 +21,7 @@ rows and of the pending tokens, so that no stage stands idle while another is ov
 from __future__ import annotations
 
 import heapq
+import time
 from bisect import bisect_left, insort
 from itertools import repeat
 
@@ -99,7 +100,7 @@ class Scheduler:
         """Tuned plans since the last that left the prompts out."""
         self._decode_context = 0
         """Tokens computed of all that are decoding."""
-        self.stats = EngineStats(kv_blocks=cache.num_blocks)
+        self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
         self._arrivals = 0
         self._step = 0
         self._done = -1

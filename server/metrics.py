@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Literal, get_args
 
 from msgspec.structs import astuple
@@ -83,28 +83,41 @@ class Times:
 
 
 def _layout() -> tuple[dict[str, slice], int]:
-    """Where each group of numbers stands in a process's row of the table, and how long the row is."""
+    """Where each group of a process's own numbers stands in its row of the table, and how many they are.
+
+    Behind them stand, for each replica, its newest stats and its state, which the first process alone says.
+    """
     sizes = {name: len(bounds) + 2 for name, (_, bounds) in HISTOGRAMS.items()}
-    sizes |= {"finished": len(FINISH_REASONS), "stats": len(EngineStats.__struct_fields__)}
+    sizes |= {"finished": len(FINISH_REASONS)}
     ends = list(accumulate(sizes.values()))
     return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}, ends[-1]
 
 
 FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
 _AT, _CELLS = _layout()
-_STEPS = EngineStats.__struct_fields__.index("steps")
+_STATS = len(EngineStats.__struct_fields__)
+STATES = ("loading", "up", "dead")
 
 
 class Metrics(Collector):
     """The metrics of one model, summed over its API processes; each counts in its own row of a table of float64.
 
-    The table is the file at `path`, one page or two that all of them map; whoever is asked adds the rows up. What a
+    The table is the file at `path`, some pages that all of them map; whoever is asked adds the rows up. What a
     process has counted stays when it dies, and the next in its place goes on from there. Without a path there is only
-    this process.
+    this process. What the engine counts is told for each replica, with its number as `engine`.
     """
 
-    def __init__(self, model_name: str, path: str | None = None, index: int = 0, count: int = 1) -> None:
-        size = _CELLS * 8
+    def __init__(
+        self,
+        model_name: str,
+        path: str | None = None,
+        index: int = 0,
+        count: int = 1,
+        replicas: Sequence[int] = (0,),
+    ) -> None:
+        """`index` is the process's place among `count`; `replicas` are the numbers of the engine's."""
+        width = _CELLS + len(replicas) * (_STATS + 1)
+        size = width * 8
         if path is None:
             table: mmap.mmap = mmap.mmap(-1, size * count)
         else:
@@ -112,7 +125,18 @@ class Metrics(Collector):
                 file.truncate(size * count)
                 table = mmap.mmap(file.fileno(), size * count)
         cells = memoryview(table).cast("d")
-        self._rows = [cells[row * _CELLS : (row + 1) * _CELLS] for row in range(count)]
+        self._rows = [cells[row * width : (row + 1) * width] for row in range(count)]
+        starts = [_CELLS + place * (_STATS + 1) for place in range(len(replicas))]
+        self._told = {
+            number: [row[start : start + _STATS] for row in self._rows]
+            for number, start in zip(replicas, starts, strict=True)
+        }
+        """Of each replica, the stats that each process has."""
+        self._states = {
+            number: self._rows[0][start + _STATS : start + _STATS + 1]
+            for number, start in zip(replicas, starts, strict=True)
+        }
+        self._index = index
         mine = self._rows[index]
         self._model_name = model_name
         self._registry = CollectorRegistry()
@@ -121,35 +145,49 @@ class Metrics(Collector):
             Times(name, mine[_AT[name]]) for name in HISTOGRAMS
         )
         self._finished = mine[_AT["finished"]]
-        self._stats = mine[_AT["stats"]]
-        self.expert_load: ExpertLoad | None = None
-        """The newest; every process hears of it."""
 
     def finished(self, reason: FinishReason, seconds: float) -> None:
         """A request ended, so many seconds after it came."""
         self._finished[FINISH_REASONS.index(reason)] += 1
         self.e2e_latency.observe(seconds)
 
+    def take(self, replica: int, stats: EngineStats) -> None:
+        """A replica has told this."""
+        self._told[replica][self._index][:] = memoryview(array("d", astuple(stats)))
+
+    def state(self, replica: int, state: Literal["loading", "up", "dead"]) -> None:
+        """For the first process: how a replica is from now on."""
+        self._states[replica][0] = STATES.index(state)
+
+    def of(self, replica: int) -> EngineStats:
+        """The newest that a replica has sent to any of the processes; nothing runs on one that is dead."""
+        rows = [EngineStats(*map(int, row)) for row in self._told[replica]]
+        stats = max(rows, key=lambda stats: (stats.started, stats.steps))
+        if self._states[replica][0] == STATES.index("dead"):
+            stats.running = stats.waiting = stats.kv_blocks_used = 0
+        return stats
+
     @property
     def stats(self) -> EngineStats:
-        """The newest that the engine has sent to any of the processes."""
-        rows = [list(row[_AT["stats"]]) for row in self._rows]
-        newest = max(rows, key=lambda row: row[_STEPS])
-        return EngineStats(*map(int, newest))
-
-    @stats.setter
-    def stats(self, news: EngineStats) -> None:
-        self._stats[:] = memoryview(array("d", astuple(news)))
+        """The sum over the replicas."""
+        each = [astuple(self.of(replica)) for replica in self._told]
+        return EngineStats(*map(int, map(sum, zip(*each, strict=True))))
 
     def collect(self) -> Iterator[Metric]:
         """Everything, read when Prometheus asks."""
-        labels, stats = [self._model_name], self.stats
+        labels = [self._model_name]
+        stats = {str(replica): self.of(replica) for replica in self._told}
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         for name, kind, meaning, value in ENGINE_METRICS:
-            family = families[kind](f"quire:{name}", meaning, labels=["model_name"])
-            family.add_metric(labels, value(stats))
+            family = families[kind](f"quire:{name}", meaning, labels=["model_name", "engine"])
+            for replica, told in stats.items():
+                family.add_metric([*labels, replica], value(told))
             yield family
-        yield from self._experts(labels)
+        replicas = GaugeMetricFamily("quire:replicas", "Replicas of the engine.", labels=["model_name", "state"])
+        states = [STATES[int(state[0])] for state in self._states.values()]
+        for state in STATES:
+            replicas.add_metric([*labels, state], states.count(state))
+        yield replicas
         for name, (meaning, bounds) in HISTOGRAMS.items():
             *counts, seconds = self._sum(name)
             times = HistogramMetricFamily(f"quire:{name}", meaning, labels=["model_name"])

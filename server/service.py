@@ -238,13 +238,12 @@ class Service:
     ) -> Service:
         client = EngineClient(
             place.endpoints,
-            cores,
+            None if core is None else {0: core},
             metrics,
             place.index,
-            replicas=place.replicas,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_queue=max_queue,
-            restart=restart,
+            cache=config.cache,
         )
         return Service(config, client, metrics, place, formats)
 

@@ -146,7 +146,7 @@ async def test_stop_string_ends_the_request_in_the_engine_too(server: Server, st
 async def test_parameters_reach_the_engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: Any = []
     send = server.service.client._send
-    monkeypatch.setattr(server.service.client, "_send", lambda message: sent.append(message) or send(message))
+    monkeypatch.setattr(server.service.client, "_send", lambda message, to: sent.append(message) or send(message, to))
     given: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -181,7 +181,9 @@ async def test_defaults_come_from_the_model(
     async with run_server(replace(config, model=replace(config.model, path=tmp_path))) as server:
         sent: Any = []
         send = server.service.client._send
-        monkeypatch.setattr(server.service.client, "_send", lambda message: sent.append(message) or send(message))
+        monkeypatch.setattr(
+            server.service.client, "_send", lambda message, to: sent.append(message) or send(message, to)
+        )
         for body in ({}, {"temperature": 1.0, "min_tokens": 20}):
             response = await server.http.post("/v1/chat/completions", json={"messages": USER, **body})
             assert response.status_code == 200, response.text

@@ -40,9 +40,9 @@ def submitted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
     sent: list[Submit] = []
     send = server.service.client._send
 
-    def watch(message: Any) -> None:
+    def watch(message: Any, to: int) -> None:
         sent.append(message)
-        send(message)
+        send(message, to)
 
     monkeypatch.setattr(server.service.client, "_send", watch)
     return sent

@@ -382,7 +382,7 @@ def test_several_api_processes_share_the_port_and_sum_their_metrics(model_folder
             lines = client.get("/metrics").text.splitlines()
             assert 'quire:request_success_total{finished_reason="length",model_name="echo"} 2.0' in lines
             assert 'quire:inter_token_latency_seconds_count{model_name="echo"} 6.0' in lines
-            assert 'quire:generation_tokens_total{model_name="echo"} 8.0' in lines
+            assert 'quire:generation_tokens_total{engine="0",model_name="echo"} 8.0' in lines
         process.send_signal(signal.SIGINT)
         _, err = process.communicate()
     assert process.returncode == 0, err
@@ -433,7 +433,10 @@ def test_an_api_process_that_dies_is_replaced_and_nobody_else_is_hurt(model_fold
         for client in held_by_each(stack, url, process):
             assert client.post("/v1/completions", json={"prompt": "hello"}).json()["choices"][0]["text"] == "hello"
             # What the dead one had left in the engine is gone; the other stream runs on.
-            assert 'quire:num_requests_running{model_name="echo"} 1.0' in client.get("/metrics").text.splitlines()
+            assert (
+                'quire:num_requests_running{engine="0",model_name="echo"} 1.0'
+                in client.get("/metrics").text.splitlines()
+            )
         process.send_signal(signal.SIGTERM)
         assert "the server is shutting down" in first.read().decode()
         _, err = process.communicate()

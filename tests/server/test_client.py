@@ -91,8 +91,8 @@ async def test_a_core_that_cannot_start_says_why(config: EngineConfig, core_mode
     with pytest.raises(EngineUnavailable, match="the weights do not fit"):
         await service.ready()
     await service.close()
-    assert service.client._core is not None
-    assert service.client._core.returncode == 0
+    assert service.client._replicas[0].core is not None
+    assert service.client._replicas[0].core.returncode == 0
     assert not Path(service.place.folder).exists()
 
 
@@ -100,9 +100,9 @@ async def test_a_core_that_will_not_stop_is_killed(
     config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core_mode("stubborn")
-    monkeypatch.setattr("quire.server.client.SHUTDOWN_SECONDS", 0.1)
+    monkeypatch.setattr("quire.server.replica.SHUTDOWN_SECONDS", 0.1)
     service = await Service.start(config, name="x")
     await service.ready()
     await service.close()
-    assert service.client._core is not None
-    assert service.client._core.returncode == -9
+    assert service.client._replicas[0].core is not None
+    assert service.client._replicas[0].core.returncode == -9

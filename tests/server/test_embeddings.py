@@ -55,9 +55,9 @@ def sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     messages: list[Any] = []
     send = server.service.client._send
 
-    def watch(message: Any) -> None:
+    def watch(message: Any, to: int) -> None:
         messages.append(message)
-        send(message)
+        send(message, to)
 
     monkeypatch.setattr(server.service.client, "_send", watch)
     return messages

@@ -332,7 +332,7 @@ async def test_what_counts_as_waiting(
 ) -> None:
     client = server.service.client
     client._max_queue, client._max_num_seqs = max_queue, 4
-    client._metrics.stats = EngineStats(running=running, waiting=waiting)
+    client._metrics.take(0, EngineStats(running=running, waiting=waiting))
     client._running = dict.fromkeys(map(str, range(num_open)), SimpleNamespace())  # type: ignore[arg-type]
     try:
         if is_full:

@@ -97,9 +97,9 @@ def test_chat_with_tools(
         client = llm._service.client
         send = client._send
 
-        def watch(message: Any) -> None:
+        def watch(message: Any, to: int) -> None:
             asked.append(message)
-            send(message)
+            send(message, to)
 
         monkeypatch.setattr(client, "_send", watch)
         llm.chat(says[1], params, tools=[F], tool_choice="required", use_tqdm=False)
@@ -232,7 +232,7 @@ def test_a_script_needs_no_main_guard_and_cleans_up(model_folder: Path, tmp_path
             from quire import LLM
             llm = LLM({str(model_folder)!r}, load_format="dummy", device="cpu")
             print(llm.generate("hello", use_tqdm=False)[0].outputs[0].text)
-            print(llm._service._remove_folder.peek()[2][0], llm._service.client._core.pid)
+            print(llm._service._remove_folder.peek()[2][0], llm._service.client._replicas[0].core.pid)
         """)
     )
     done = subprocess.run([sys.executable, str(script)], env={"PYTHONPATH": "."}, capture_output=True, text=True)

@@ -163,7 +163,7 @@ async def test_a_call_that_is_cut_off_has_what_was_complete(server: Server) -> N
 async def test_tool_choice(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: Any = []
     submit = server.service.client._send
-    monkeypatch.setattr(server.service.client, "_send", lambda message: sent.append(message) or submit(message))
+    monkeypatch.setattr(server.service.client, "_send", lambda message, to: sent.append(message) or submit(message, to))
     for choice, is_held in (("auto", False), ("any", True), ("none", False)):
         response = await server.http.post("/v1/messages", json=body(tools=[F, G], tool_choice={"type": choice}))
         assert response.status_code == 200

@@ -31,9 +31,9 @@ def test_whoever_is_asked_answers_for_all(tmp_path: Path) -> None:
     first.finished("stop", 1.0)
     second.finished("abort", 2.0)
     second.finished("stop", 3.0)
-    first.stats = EngineStats(steps=7, generated_tokens=70, kv_blocks=4, kv_blocks_used=1)
-    second.stats = EngineStats(steps=9, generated_tokens=90, kv_blocks=4, kv_blocks_used=3)
-    first.stats = EngineStats(steps=8, generated_tokens=80)
+    first.take(0, EngineStats(steps=7, generated_tokens=70, kv_blocks=4, kv_blocks_used=1))
+    second.take(0, EngineStats(steps=9, generated_tokens=90, kv_blocks=4, kv_blocks_used=3))
+    first.take(0, EngineStats(steps=8, generated_tokens=80))
     found = samples(first)
     assert found == samples(second)
     assert found["quire:inter_token_latency_seconds_count"] == 7
@@ -46,8 +46,8 @@ def test_whoever_is_asked_answers_for_all(tmp_path: Path) -> None:
     assert found["quire:request_success_total stop"] == 2
     assert found["quire:request_success_total abort"] == 1
     assert found["quire:request_success_total length"] == 0
-    assert found["quire:generation_tokens_total"] == 90  # the newest, whoever has it
-    assert found["quire:kv_cache_usage_perc"] == 0.75
+    assert found["quire:generation_tokens_total 0"] == 90  # the newest, whoever has it
+    assert found["quire:kv_cache_usage_perc 0"] == 0.75
 
 
 def test_a_process_goes_on_counting_where_the_one_before_it_ended(tmp_path: Path) -> None:
