@@ -425,7 +425,7 @@ def route(
     if scoring == "softmax" and correction_bias is None and (groups == 1 or group_score == "max"):
         choice = logits  # which have the order of their softmax, where some that differ may have become equal
     if groups > 1:
-        members = choice.view(len(choice), groups, -1)  # [tokens, groups, experts of a group]
+        members = choice.view(len(choice), groups, choice.shape[1] // groups)
         best = members.topk(2 if group_score == "top2_sum" else 1, dim=-1).values.sum(dim=-1)
         closed = torch.ones_like(best, dtype=torch.bool).scatter_(-1, _highest(best, top_groups), False)
         choice = members.masked_fill(closed[..., None], -torch.inf).flatten(-2)

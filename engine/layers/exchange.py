@@ -110,12 +110,12 @@ def share(tokens: int, rank: int, size: int) -> slice:
 
 
 def _packed(routed: Routed) -> Tensor:
-    """A token's numbers in one row of bytes, so that there is one message."""
-    parts = routed.x, routed.weights, routed.places.int()
+    """A token's numbers in one row of bytes, so that there is one message; the widest come first, to be aligned."""
+    parts = routed.weights, routed.places.int(), routed.x
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
 def _unpacked(rows: Tensor, like: Routed) -> Routed:
-    widths = [like.x.shape[1] * like.x.element_size(), *[like.weights.shape[1] * 4] * 2]
-    x, weights, places = (part.contiguous() for part in rows.split_with_sizes(widths, dim=1))
+    widths = [*[like.weights.shape[1] * 4] * 2, like.x.shape[1] * like.x.element_size()]
+    weights, places, x = (part.contiguous() for part in rows.split_with_sizes(widths, dim=1))
     return Routed(x.view(like.x.dtype), weights.view(torch.float32), places.view(torch.int32).long())

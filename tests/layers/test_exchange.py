@@ -12,29 +12,16 @@ from torch import Tensor
 
 from quire.engine.architecture import Experts, FeedForward
 from quire.engine.config import ExpertParallelConfig
-from quire.engine.layers.attention import Batch
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.parallel import ExpertGroup, Parallel, Placement
 from tests.fakes.ranks import on_replicas
-from tests.layers.test_moe import EVERYTHING, HIDDEN, PLAIN, packed
+from tests.layers.experts import EVERYTHING, HIDDEN, PLAIN, batch, build, packed
 from tests.layers.test_sharding import fill
 
 BACKENDS: Any = ("allgather_reducescatter", "all_to_all")
 PLACEMENTS: Any = ("linear", "round_robin")
 TWELVE = replace(PLAIN, num_experts=12, top_k=4)
 """Four of the twelve: tokens have several experts on a rank."""
-
-
-def batch(tokens: int, replica_tokens: Sequence[int]) -> Batch:
-    """As far as experts look at it."""
-    none = torch.empty(0, dtype=torch.int64)
-    return Batch(none, torch.arange(tokens), none, none, none, none, none, replica_tokens=tuple(replica_tokens))
-
-
-def build(spec: Experts, group: ExpertGroup) -> MixtureOfExperts:
-    module = fill(MixtureOfExperts(spec, HIDDEN, group.tp, group))
-    assert isinstance(module, MixtureOfExperts)
-    return module
 
 
 def whole(spec: Experts, x: Tensor) -> Tensor:

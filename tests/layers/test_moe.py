@@ -22,40 +22,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from quire import kernels
 from quire.engine.architecture import Experts, FeedForward
-from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import Held, MixtureOfExperts, WholeLinear
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.parallel import Parallel
 from tests.fakes.ranks import on_ranks
+from tests.layers.experts import EVERYTHING, HIDDEN, PLAIN, SHARED, packed
 from tests.layers.test_sharding import check, fill
-
-HIDDEN = 32
-PLAIN = Experts(num_experts=6, top_k=2, size=24, activation="silu", scoring="softmax", renormalize=True)
-SHARED = replace(PLAIN, shared=FeedForward(size=40), shared_gate=True)
-EVERYTHING = replace(
-    SHARED,
-    num_experts=12,
-    top_k=3,
-    activation="swiglu_oai",
-    scoring="sigmoid",
-    scale=2.5,
-    groups=4,
-    top_groups=2,
-    group_score="top2_sum",
-    correction_bias=True,
-    router_bias=True,
-    bias=True,
-    shared=FeedForward(size=40, bias=True),
-)
-
-
-def packed(module: nn.Module, quantization: kernels.Quantization | None = None) -> nn.Module:
-    """As the loader does."""
-    for part in module.modules():
-        if isinstance(part, Linear | ExpertsOfRank):
-            part.pack(quantization)
-    return module
 
 
 @pytest.mark.parametrize("spec", [PLAIN, SHARED, EVERYTHING], ids=["plain", "shared", "everything"])

@@ -1,0 +1,58 @@
+"""Mixtures of experts to try, and what a layer needs around it. No transformers here: it imports slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from quire import kernels
+from quire.engine.architecture import Experts, FeedForward
+from quire.engine.layers.attention import Batch
+from quire.engine.layers.linear import Linear
+from quire.engine.layers.moe import Experts as ExpertsOfRank
+from quire.engine.layers.moe import MixtureOfExperts
+from quire.engine.parallel import ExpertGroup
+from tests.layers.test_sharding import fill
+
+HIDDEN = 32
+PLAIN = Experts(num_experts=6, top_k=2, size=24, activation="silu", scoring="softmax", renormalize=True)
+SHARED = replace(PLAIN, shared=FeedForward(size=40), shared_gate=True)
+EVERYTHING = replace(
+    SHARED,
+    num_experts=12,
+    top_k=3,
+    activation="swiglu_oai",
+    scoring="sigmoid",
+    scale=2.5,
+    groups=4,
+    top_groups=2,
+    group_score="top2_sum",
+    correction_bias=True,
+    router_bias=True,
+    bias=True,
+    shared=FeedForward(size=40, bias=True),
+)
+
+
+def packed(module: nn.Module, quantization: kernels.Quantization | None = None) -> nn.Module:
+    """As the loader does."""
+    for part in module.modules():
+        if isinstance(part, Linear | ExpertsOfRank):
+            part.pack(quantization)
+    return module
+
+
+def build(spec: Experts, group: ExpertGroup) -> MixtureOfExperts:
+    """The layer as a rank of the group has it."""
+    module = fill(MixtureOfExperts(spec, HIDDEN, group.tp, group))
+    assert isinstance(module, MixtureOfExperts)
+    return module
+
+
+def batch(tokens: int, replica_tokens: Sequence[int]) -> Batch:
+    """As far as experts look at it."""
+    none = torch.empty(0, dtype=torch.int64)
+    return Batch(none, torch.arange(tokens), none, none, none, none, none, replica_tokens=tuple(replica_tokens))
