@@ -199,9 +199,11 @@ class Service:
             raise ConfigError(
                 f"TMPDIR is too long a path to hold Unix sockets: {os.path.dirname(folder)}; set a shorter one"
             )
-        endpoints = local_endpoints(config.parallel, folder, count) if hosts is None else hosts.endpoints
+        endpoints = local_endpoints(config.parallel, folder, count)
+        if hosts is not None:
+            endpoints = Endpoints(hosts.requests, hosts.responses or endpoints.responses)
         place = Place(folder, endpoints, served(config))
-        metrics = Metrics(name, place.metrics, 0, count)
+        metrics = Metrics(name, place.metrics, 0, count, place.replicas)
         ports = reserve_ports(LOOPBACK, 1) if config.parallel.is_coupled and hosts is None else []
         master = (LOOPBACK, port_of(ports[0])) if ports else None if hosts is None else hosts.master
 
@@ -223,7 +225,7 @@ class Service:
         config: EngineConfig, place: Place, *, name: str, formats: ChatFormats, max_queue: int | None = None
     ) -> Service:
         """The text side of an engine that another process has started; `max_queue` as for `start`."""
-        metrics = Metrics(name, place.metrics, place.index, place.count)
+        metrics = Metrics(name, place.metrics, place.index, place.count, place.replicas)
         return Service._of(config, None, metrics, place, formats, max_queue)
 
     @staticmethod
@@ -244,6 +246,7 @@ class Service:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_queue=max_queue,
             cache=config.cache,
+            restart=restart,
         )
         return Service(config, client, metrics, place, formats)
 

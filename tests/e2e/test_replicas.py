@@ -25,7 +25,7 @@ from tests.namespaces import Command, Host, hosts
 __all__ = ["hosts"]  # the fixture
 
 PROMPTS = ["Quire is", "A pipeline", "Tensor parallelism", "The KV cache", "Which flag", "Hello", "One two", "How do I"]
-LONG = 400
+LONG = 120
 REPLICAS = "data parallel 2, of these replicas on this host: "
 
 
@@ -79,10 +79,6 @@ async def streams(url: str, disturb: object) -> list[str]:
     return await asyncio.gather(*tasks)
 
 
-def busy(server: Server | Command, name: str) -> psutil.Process:
-    return server.named(name)
-
-
 def until(condition: object, seconds: float = 60.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + seconds
@@ -91,10 +87,9 @@ def until(condition: object, seconds: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def replicas_up(url: str) -> set[str]:
-    """Which replicas have answered something since their start: they tell their number of blocks."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return {line for line in lines if line.startswith("quire:engine_steps_total")}
+def serves_again(server: Server, replica: str) -> int:
+    """How often the replica has come back."""
+    return sum(f"replica {replica}: serves again" in line for line in server.lines)
 
 
 def free_port() -> str:
@@ -124,21 +119,13 @@ def run(*arguments: str) -> Iterator[Command]:
 
 @pytest.mark.slow
 def test_two_replicas_answer_as_one_and_stand_in_for_each_other(expected: tuple[list[str], list[str]]) -> None:
-    with serve("-dp", "2", "--api-server-count", "2", "--log-level", "info") as server:
+    with serve("-dp", "2", "--api-server-count", "2") as server:
         assert any(REPLICAS + "all" in line for line in server.lines)
         assert answers(server.url) == expected[0]
         for victim in ("quire-core-1", "quire-core-0"):  # the first has come back when the second goes
-            core = server.named(victim)
-            cpu = core.cpu_times().user
-            assert asyncio.run(streams(server.url, core.kill)) == expected[1]
-            assert cpu > 0
-            until(lambda victim=victim: [p for p in server.family() if p.name() == victim and p.is_running()])
-            until(lambda victim=victim: _is_ready_again(server, victim[-1]))
+            assert asyncio.run(streams(server.url, server.named(victim).kill)) == expected[1]
+            until(lambda victim=victim: serves_again(server, victim[-1]))
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
-
-
-def _is_ready_again(server: Server, replica: str) -> bool:
-    return any(f"replica {replica} " in line and "again" in line for line in server.lines)
 
 
 @pytest.mark.slow
@@ -176,7 +163,7 @@ def test_headless_replicas_behind_an_api_without_any(expected: tuple[list[str], 
             assert asyncio.run(streams(server.url, first.process.kill)) == expected[1]
             with run(*headless(port, 0)) as again:
                 again.wait_for("replica 0 is ready")
-                until(lambda: _is_ready_again(server, "0"))
+                until(lambda: serves_again(server, "0"))
                 assert asyncio.run(streams(server.url, second.process.kill)) == expected[1]
                 server.process.kill()
                 assert again.wait(20) == 1
@@ -213,7 +200,7 @@ def test_two_hosts(hosts: tuple[Host, Host], expected: tuple[list[str], list[str
         assert asyncio.run(streams(url, other.kill_all)) == expected[1]
         other = two.start(*behind)
         other.wait_for("replica 1 is ready")
-        api.wait_for(r"replica 1 .*again")
+        api.wait_for("replica 1: serves again")
         cut = time.monotonic()
         assert asyncio.run(streams(url, lambda: two.set_link(False))) == expected[1]
         assert other.wait(20) == 1
