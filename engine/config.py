@@ -262,6 +262,11 @@ class ParallelConfig:
         shares = self.shares or (self.world_size // self.nodes,) * self.nodes
         return range(sum(shares[:node]), sum(shares[: node + 1]))
 
+    def device_of(self, rank: int) -> int:
+        """Number of the device, on this host, of one of its ranks."""
+        place = (self.replica - self.local_replicas.start) * self.ranks_per_node + rank % self.ranks_per_node
+        return self.devices[place] if self.devices else place
+
     def stage_of(self, rank: int) -> int:
         return rank // self.tensor_parallel_size
 

@@ -357,7 +357,7 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     try:
         executor = executors.start(config, log_level, on_end=lambda: wire.inbox.put(RankEnded()))
         seconds = {"start engine": age, **executor.seconds}
-        core = Core(config, executor, wire, Ready(seconds, replica))
+        core = Core(executor.config, executor, wire, Ready(seconds, replica))
         gc.collect()
         gc.freeze()
         seconds["engine in all"] = time.perf_counter() - started + age
@@ -374,7 +374,7 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
         wire.broadcast(Dead(trouble, replica))
     wire.close()
     if executor is not None:
-        executor.close()
+        executor.close(trouble or "")
     return 0 if trouble is None else 1
 
 
@@ -405,7 +405,7 @@ def _watch_stdin(wire: Wire) -> None:
     """Standard input closes when the starting process ends, however it ends."""
     while os.read(0, 4096):
         pass
-    wire.inbox.put(Shutdown())
+    wire.inbox.put(WorkerError("the server process has ended"))
     time.sleep(_SHUTDOWN_GRACE)
     os._exit(1)
 

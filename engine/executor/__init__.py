@@ -42,6 +42,8 @@ class Pending(Protocol):
 class Executor(Protocol):
     """The ranks of one replica, loaded and ready."""
 
+    config: EngineConfig
+    """What it came to with the other hosts: the KV cache is as large as the smallest of them."""
     seconds: dict[str, float]
     """Where their start-up time went."""
 
@@ -51,8 +53,8 @@ class Executor(Protocol):
     def check(self) -> None:
         """Raise `WorkerError` if a rank has ended."""
 
-    def close(self) -> None:
-        """End every rank."""
+    def close(self, reason: str = "") -> None:
+        """End every rank; `reason` is the trouble, if there was any."""
 
 
 def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> Executor:
@@ -60,11 +62,19 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
 
     `on_end` is called, in some thread, as soon as a rank's process ends, in idle times too.
     """
+    if config.parallel.node:
+        raise ConfigError(
+            f"--node-rank {config.parallel.node}: node 0 has the API; the others are started with quire serve --headless"
+        )
     match config.parallel.executor:
         case "uni":
             from quire.engine.executor.uni import UniExecutor
 
             return UniExecutor(config)
+        case "mp" if config.parallel.nodes > 1:
+            from quire.engine.executor.nodes import NodesExecutor
+
+            return NodesExecutor(config, log_level, on_end)
         case "mp":
             from quire.engine.executor.mp import MpExecutor
 

@@ -54,6 +54,7 @@ class UniExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         begun = time.perf_counter()
+        self.config = config
         from quire.engine.worker.worker import Worker
 
         imported = time.perf_counter()
@@ -79,7 +80,7 @@ class UniExecutor:
     def check(self) -> None:
         """The rank lives as long as this process."""
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         """A thread that hangs is left to the end of the process."""
         if self._thread is not None:
             self._work.put(None)

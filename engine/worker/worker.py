@@ -6,9 +6,11 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import traceback
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -40,13 +42,13 @@ class Worker:
         started = time.perf_counter()
         if parallel.device == "cpu":
             cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.world_size)))
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.ranks_here)))
             device = torch.device("cpu")
         else:
-            device = torch.device("cuda", rank)
+            device = torch.device("cuda", parallel.device_of(rank))
             torch.cuda.set_device(device)
         kernels_ready = kernels.prepare(device.type)
-        self._links = connect(parallel, rank, init_method, device)
+        self._links = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
         connected = time.perf_counter()
         kernels_ready()  # weights are packed for them
         compiled = time.perf_counter()
@@ -69,14 +71,19 @@ class Worker:
 def main(
     config: EngineConfig,
     rank: int,
+    place: int,
     init_method: str,
     plans: Ring,
     progress: ctypes.Array[ctypes.c_longlong],
     results: Connection,
     log_level: str,
 ) -> None:
-    """A worker process: `plans` in, `results` out, `progress[rank]` as `MpExecutor` reads it."""
+    """A worker process: `plans` in, `results` out, `progress[place]` as `LocalRanks` reads it.
+
+    `place` is the rank's among those of this host.
+    """
     begun = process.age()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the process that started this one
     process.set_name(f"quire-rank-{rank}")
     _end_with_parent()
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed rank would leave behind
@@ -86,11 +93,11 @@ def main(
         worker = Worker(config, rank, init_method)
         results.send_bytes(encode(WorkerReady({"start processes": begun, **worker.seconds})))
         decode = msgspec.msgpack.Decoder(StepPlan).decode
-        while message := plans.read(rank):
+        while message := plans.read(place):
             plan = decode(message)
-            progress[rank] = 2 * plan.step
+            progress[place] = 2 * plan.step
             result: StepResult | None = worker.execute(plan)
-            progress[rank] = 2 * plan.step + 1
+            progress[place] = 2 * plan.step + 1
             if result is not None:
                 results.send_bytes(encode(result))
         worker.close()

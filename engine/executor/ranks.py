@@ -1,0 +1,198 @@
+"""Ranks as processes on this host: plans go out through a shared-memory ring, results come back by pipe.
+
+The processes come from a fork server that has imported torch once, so that many start as quickly as one. Nothing of
+the engine core is inherited by them, and no device is touched before they are apart.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import selectors
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import msgspec
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.executor import WorkerError
+from quire.engine.messages import StepResult, WorkerFailed, WorkerReady
+from quire.engine.ring import Ring
+
+_GRACE = 1.0
+"""Seconds to look for the rank that died first, once the first trouble shows: its neighbours complain too."""
+
+
+class RankFailed(WorkerError):
+    """A rank of this host is in trouble; the cause is certain when it was killed, else it may lie with another."""
+
+    def __init__(self, reason: str, *, is_certain: bool) -> None:
+        super().__init__(reason)
+        self.is_certain = is_certain
+
+
+class LocalRanks:
+    """Worker processes of some ranks of a replica."""
+
+    def __init__(
+        self, config: EngineConfig, ranks: range, init_method: str, log_level: str, on_end: Callable[[], None]
+    ) -> None:
+        """Start them, which does not wait until they are loaded (see `is_ready`).
+
+        `on_end` is called, in some thread, as soon as one of them ends. All ranks of the grid meet at `init_method`.
+        """
+        from quire.engine.worker.worker import main
+
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["quire.engine.worker.worker"])
+        self.ranks = ranks
+        self.arrived: deque[StepResult] = deque()
+        self.seconds: dict[str, float] = {}
+        """Of the slowest rank that is loaded."""
+        self._loading = set(ranks)
+        self._ring = Ring(context, readers=len(ranks))
+        self._progress = context.RawArray("q", [-1] * len(ranks))
+        """What each rank has come to, written by the rank: 2 × step on receiving a plan, one more when it has run."""
+        self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | StepResult] = msgspec.msgpack.Decoder(
+            WorkerReady | WorkerFailed | StepResult
+        )
+        self._processes: dict[int, BaseProcess] = {}
+        self._pipes: list[Connection] = []
+        self._selector = selectors.DefaultSelector()
+        try:
+            for place, rank in enumerate(ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=main,
+                    args=(config, rank, place, init_method, self._ring, self._progress, sender, log_level),
+                    name=f"quire-rank-{rank}",
+                    daemon=True,
+                )
+                process.start()
+                sender.close()
+                self._processes[rank] = process
+                self._pipes.append(receiver)
+                self._selector.register(receiver, selectors.EVENT_READ, rank)
+                self._selector.register(process.sentinel, selectors.EVENT_READ, rank)
+        except BaseException:
+            self.kill()
+            raise
+        threading.Thread(target=self._watch, args=(on_end,), daemon=True, name="rank-watch").start()
+
+    def _watch(self, on_end: Callable[[], None]) -> None:
+        wait([process.sentinel for process in self._processes.values()])
+        on_end()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `poll` has heard that all are loaded."""
+        return not self._loading
+
+    @property
+    def progress(self) -> list[int]:
+        """Of each rank, in their order: 2 × step of the last plan received, one more when it has run."""
+        return list(self._progress)
+
+    def listen(self, fd: int, callback: Callable[[], None]) -> None:
+        """Have `poll` call this, too, when something can be read there; what it raises comes out of `poll`."""
+        self._selector.register(fd, selectors.EVENT_READ, callback)
+
+    def write(self, plan: bytes, while_waiting: Callable[[], object]) -> None:
+        """Hand an encoded plan to every rank; `while_waiting` is called now and then when they are far behind."""
+        self._ring.write(plan, while_waiting)
+
+    def poll(self, timeout: float | None) -> bool:
+        """Take in what the ranks have sent, waiting for the first; False when nothing has come in time.
+
+        Raises `RankFailed` when a rank has failed or ended, `ConfigError` when it could not load the model.
+        """
+        events = self._selector.select(timeout)
+        ended: int | None = None
+        has_news = False
+        for key, _ in events:
+            if callable(key.data):
+                key.data()
+                has_news = True
+            elif isinstance(key.fileobj, Connection):
+                try:
+                    message = self._decoder.decode(key.fileobj.recv_bytes())
+                except EOFError:
+                    ended = key.data
+                    continue
+                has_news = True
+                match message:
+                    case StepResult():
+                        self.arrived.append(message)
+                    case WorkerReady(seconds):
+                        self._loading.discard(key.data)
+                        self.seconds = max(self.seconds, seconds, key=lambda each: sum(each.values()))
+                    case WorkerFailed(reason, user_error=True):
+                        raise ConfigError(reason)
+                    case WorkerFailed(reason):
+                        raise self._blame(key.data, reason)
+            else:
+                ended = key.data
+        if ended is not None and not has_news:
+            raise self._blame(ended, None)
+        return bool(events)
+
+    def killed(self, seconds: float) -> RankFailed | None:
+        """The rank that was killed, if there is one or comes to be one in this time."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for rank, process in self._processes.items():
+                process.join(seconds / 20 / len(self._processes))
+                if process.exitcode is not None and process.exitcode < 0 and -process.exitcode != signal.SIGABRT:
+                    text = f"rank {rank} was killed by {signal.Signals(-process.exitcode).name}"
+                    return RankFailed(text, is_certain=True)
+            if time.monotonic() >= deadline:
+                return None
+
+    def _blame(self, rank: int, reason: str | None) -> RankFailed:
+        """The error for a rank in trouble, naming the one that was killed rather than those that noticed.
+
+        A rank whose neighbour vanishes fails too, or aborts inside the communication library.
+        """
+        if (killed := self.killed(_GRACE)) is not None:
+            return killed
+        if reason is not None:
+            return RankFailed(f"rank {rank} failed: {reason}", is_certain=False)
+        return RankFailed(f"rank {rank} ended with exit code {self._processes[rank].exitcode}", is_certain=False)
+
+    def close(self) -> None:
+        """Ask every rank to end, and kill those that do not."""
+        try:
+            self.write(b"", while_waiting=lambda: self.poll(0))
+        except (WorkerError, ConfigError):
+            return self.kill()
+        deadline = time.monotonic() + 5.0
+        for process in self._processes.values():
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank now."""
+        self._selector.close()
+        for process in self._processes.values():
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def name_late(progress: dict[int, int], step: int) -> list[int]:
+    """The ranks that keep a step from its result: those that never took its plan, else those that have not run it."""
+    late = [rank for rank, come_to in progress.items() if come_to < 2 * step]
+    return late or [rank for rank, come_to in progress.items() if come_to < 2 * step + 1]
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """rank 1, or ranks 1, 2"""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
