@@ -36,6 +36,11 @@ class Experts(ABC):
         Equally many bytes for each, contiguous; they may be views or copies.
         """
 
+    @property
+    def form(self) -> str:
+        """What two are to have in common whose experts change places."""
+        return f"{type(self).__name__} {[(part.dtype, *part.shape) for part in self.state(0)]}"
+
     def restore(self, place: int, state: Sequence[Tensor]) -> None:
         """Put the expert whose `state` this is in the place of another."""
         for mine, theirs in zip(self.state(place), state, strict=True):
@@ -72,8 +77,8 @@ class PlainExperts(Experts):
     def __init__(
         self, gate_up: Tensor, down: Tensor, activation: str, gate_up_bias: Tensor | None, down_bias: Tensor | None
     ) -> None:
-        biases = (bias if bias is None else bias.detach() for bias in (gate_up_bias, down_bias))
-        self._weights = gate_up.detach(), down.detach(), activation, *biases
+        first_bias, second_bias = (bias if bias is None else bias.detach() for bias in (gate_up_bias, down_bias))
+        self._weights = gate_up.detach(), down.detach(), activation, first_bias, second_bias
 
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return fused_experts(x, weights, ids, *self._weights)
@@ -168,6 +173,10 @@ class ExpertByExpert(Experts):
     def _feed_forward(self, expert: int, rows: Tensor) -> Tensor:
         both = self._gate_up[expert](rows, self._gate_up_biases[expert])
         return self._down[expert](_act_mul(both, self._activation), self._down_biases[expert])
+
+    @property
+    def form(self) -> str:
+        return f"{super().form} of {type(self._down[0]).__name__}"
 
     def state(self, place: int) -> list[Tensor]:
         biases = [each[place] for each in (self._gate_up_biases, self._down_biases)]

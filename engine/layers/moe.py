@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,6 +58,8 @@ class MixtureOfExperts(nn.Module):
         self._parallel, self._group = parallel, group
         self._num_experts = spec.num_experts
         self.placement: Placement | None = None
+        self.tokens = torch.zeros(spec.num_experts, dtype=torch.int64)
+        """How many have gone to each expert since the start, if experts are spread: a token counts on one rank only."""
         self.router = Router(spec, hidden_size)
         held = slice_of_each(spec.num_experts, parallel)
         if group is not None:
@@ -111,6 +114,9 @@ class MixtureOfExperts(nn.Module):
     def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> Routed:
         """`x` are the tokens `own` of the batch. Which copy of an expert a token has depends on its position alone."""
         weights, experts = self.router(x)
+        if own != slice(None) or self._parallel.rank == 0:
+            chosen = experts.flatten()
+            self.tokens.index_add_(0, chosen, torch.ones_like(chosen))
         if self._copies is None:
             return Routed(x, weights, self._places[experts, 0])
         assert batch is not None
@@ -234,6 +240,24 @@ class Experts(nn.Module):
     @property
     def _down_bias(self) -> Tensor | None:
         return self.down.bias if self._held.slice == 0 else None  # in the sum once
+
+    @property
+    def form(self) -> str:
+        """What ranks are to have in common whose experts change places."""
+        return "as they are" if self._product is None else self._product.form
+
+    def state(self, place: int) -> list[Tensor]:
+        """The expert in this place, as `kernels.Experts.state`."""
+        if self._product is not None:
+            return self._product.state(place)
+        return [weight.data[place] for weight in self.parameters()]
+
+    def restore(self, place: int, state: Sequence[Tensor]) -> None:
+        """Put the expert whose `state` this is into a place."""
+        if self._product is not None:
+            return self._product.restore(place, state)
+        for mine, theirs in zip(self.state(place), state, strict=True):
+            mine.copy_(theirs)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """This rank's part of the sum; `ids` are places of its own, and what is beyond them is left out."""

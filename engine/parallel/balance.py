@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Placement = tuple[tuple[int, ...], ...]
-"""The experts of each rank, by their numbers in the model, place by place. All ranks have equally many."""
+Table = tuple[tuple[int, ...], ...]
+"""The experts of each rank, as `Placement.experts`: by their numbers in the model, place by place."""
 
 SLACK = 0.05
 """So much more than the mean, as a share of it, a rank may have to do."""
@@ -31,7 +31,7 @@ def imbalance(loads: Sequence[float]) -> float:
     return max(loads) * len(loads) / total if total else 1.0
 
 
-def rebalance(load: Sequence[float], now: Placement) -> Placement:
+def rebalance(load: Sequence[float], now: Table) -> Table:
     """The placement for experts of such a `load`; `now` where no other is clearly better."""
     draft = _Draft(load, now)
     draft.share_out(_wanted_copies(load, now))
@@ -48,7 +48,7 @@ def _count(num_experts: int, placement: Sequence[Sequence[int]]) -> list[int]:
     return counts
 
 
-def _wanted_copies(load: Sequence[float], now: Placement) -> list[int]:
+def _wanted_copies(load: Sequence[float], now: Table) -> list[int]:
     """How many copies each expert is to have, no more than there are ranks."""
     counts = [1] * len(load)
     for _ in range(sum(map(len, now)) - len(load)):
@@ -60,7 +60,7 @@ def _wanted_copies(load: Sequence[float], now: Placement) -> list[int]:
 class _Draft:
     """A placement that is made better, a place at a time. Of choices that are equal the first is taken."""
 
-    def __init__(self, load: Sequence[float], now: Placement) -> None:
+    def __init__(self, load: Sequence[float], now: Table) -> None:
         self.held = [list(experts) for experts in now]
         self._load = load
         self._counts = _count(len(load), now)
@@ -126,7 +126,7 @@ class Move:
     target: Spot
 
 
-def moves(now: Placement, then: Placement) -> list[Move]:
+def moves(now: Table, then: Table) -> list[Move]:
     """What makes `then` of `now`, one after the other.
 
     Nothing is overwritten before all that need it have it. Where places change their experts in a ring, one of them is

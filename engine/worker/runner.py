@@ -17,6 +17,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loading import load_dense, load_model
 from quire.engine.parallel import Links
+from quire.engine.worker.balancer import Balancer
 from quire.engine.worker.batch import RequestStates, Rows
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
@@ -66,6 +67,10 @@ class Runner:
         least, most = _SCORED_AT_ONCE
         self._scored_at_once = max(least, min(most, config.scheduler.max_num_seqs))
         self._model = load_model(config, rank, links.tp, device, experts=links.experts)
+        self._balancer: Balancer | None = None
+        if links.experts is not None and isinstance(self._model, Decoder):
+            grid = config.parallel, links.experts, links.pipeline
+            self._balancer = Balancer(self._model, arch, *grid, device)
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
@@ -77,6 +82,13 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step of this stage. The first rank of the last stage returns the tokens, the others None."""
+        expert_load = None if self._balancer is None else self._balancer.step()
+        result = self._run(plan)
+        if result is not None:
+            result.expert_load = expert_load
+        return result
+
+    def _run(self, plan: StepPlan) -> StepResult | None:
         rows = self._states.apply(plan)
         if not plan.num_rows:
             return self._pass_on(plan)

@@ -13,8 +13,8 @@ from quire.engine.parallel.balance import (
     GAIN,
     SLACK,
     Move,
-    Placement,
     Spot,
+    Table,
     imbalance,
     moves,
     rank_loads,
@@ -23,7 +23,7 @@ from quire.engine.parallel.balance import (
 )
 
 
-def placed(ranks: int, each: int, num_experts: int, rng: random.Random) -> Placement:
+def placed(ranks: int, each: int, num_experts: int, rng: random.Random) -> Table:
     """Any placement of all experts, copies included."""
     places: list[list[int]] = [[] for _ in range(ranks)]
     copies = [*range(num_experts)]
@@ -37,7 +37,7 @@ def placed(ranks: int, each: int, num_experts: int, rng: random.Random) -> Place
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[int], Placement]:
+def cases(draw: st.DrawFn) -> tuple[list[int], Table]:
     ranks, num_experts = draw(st.integers(1, 6)), draw(st.integers(1, 14))
     least = -(-num_experts // ranks)
     each = draw(st.integers(least, min(least + 3, num_experts)))
@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> tuple[list[int], Placement]:
     return load, placed(ranks, each, num_experts, random.Random(draw(st.integers(0, 99))))
 
 
-def is_legal(placement: Placement, now: Placement, num_experts: int) -> bool:
+def is_legal(placement: Table, now: Table, num_experts: int) -> bool:
     return (
         {len(experts) for experts in placement} == {len(now[0])}
         and len(placement) == len(now)
@@ -56,7 +56,7 @@ def is_legal(placement: Placement, now: Placement, num_experts: int) -> bool:
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_every_expert_has_a_place_and_no_rank_has_more_to_do_than_before(case: tuple[list[int], Placement]) -> None:
+def test_every_expert_has_a_place_and_no_rank_has_more_to_do_than_before(case: tuple[list[int], Table]) -> None:
     load, now = case
     then = rebalance(load, now)
     assert is_legal(then, now, len(load))
@@ -68,7 +68,7 @@ def test_every_expert_has_a_place_and_no_rank_has_more_to_do_than_before(case: t
 
 @settings(max_examples=300, deadline=None)
 @given(cases(), st.integers(0, 99))
-def test_moves_make_one_placement_of_the_other(case: tuple[list[int], Placement], seed: int) -> None:
+def test_moves_make_one_placement_of_the_other(case: tuple[list[int], Table], seed: int) -> None:
     """Step by step on what the ranks hold, with room for one expert beside their places."""
     load, now = case
     rng = random.Random(seed)
@@ -87,7 +87,7 @@ def test_moves_make_one_placement_of_the_other(case: tuple[list[int], Placement]
             run_round(some, held)
         for rank, row in enumerate(then):
             assert [held[Spot(rank, place)] for place in range(len(row))] == list(row)
-        assert sum(rounds(steps), []) == steps
+        assert list(itertools.chain(*rounds(steps))) == steps
 
 
 def run_round(some: list[Move], held: dict[Spot, int]) -> None:
@@ -107,7 +107,7 @@ def test_ranks_that_change_experts_do_so_at_once() -> None:
 
 
 def test_nothing_moves_where_it_would_bring_little() -> None:
-    now: Placement = ((0, 1), (2, 3))
+    now: Table = ((0, 1), (2, 3))
     assert rebalance([10, 10, 10, 10], now) is now
     assert rebalance([0, 0, 0, 0], now) is now
     assert rebalance([100, 30, 2, 1], now) is not now  # 1 goes, 2 comes
@@ -117,7 +117,7 @@ def test_nothing_moves_where_it_would_bring_little() -> None:
 
 
 def test_few_move_when_one_becomes_busy() -> None:
-    now: Placement = tuple(tuple(range(8 * rank, 8 * rank + 8)) for rank in range(4))
+    now: Table = tuple(tuple(range(8 * rank, 8 * rank + 8)) for rank in range(4))
     load = [5.0 + 10.0 * (expert % 2) for expert in range(32)]
     load[5] = 50.0
     then = rebalance(load, now)
@@ -127,7 +127,7 @@ def test_few_move_when_one_becomes_busy() -> None:
 
 
 def test_a_copy_goes_to_the_busiest() -> None:
-    now: Placement = ((0, 1, 2), (3, 4, 0))
+    now: Table = ((0, 1, 2), (3, 4, 0))
     load = [10, 10, 10, 70, 10]
     then = rebalance(load, now)
     assert [3 in experts for experts in then] == [True, True]
@@ -153,7 +153,7 @@ def test_few_ranks_are_as_even_as_the_best_of_all_placements() -> None:
     rng = random.Random(3)
     for _ in range(20):
         load = [rng.randint(1, 100) for _ in range(8)]
-        now: Placement = ((0, 1, 2, 3), (4, 5, 6, 7))
+        now: Table = ((0, 1, 2, 3), (4, 5, 6, 7))
         best = min(
             max(sum(load[i] for i in half), sum(load) - sum(load[i] for i in half))
             for half in itertools.combinations(range(8), 4)

@@ -249,7 +249,7 @@ def _is_inside(module: nn.Module, base: nn.Module) -> bool:
     return any(each is module for each in base.modules())
 
 
-class _Zeros:
+class _Zeros(kernels.Linear):
     """The product of a linear layer without weights."""
 
     def __init__(self, rows: int) -> None:
@@ -258,6 +258,9 @@ class _Zeros:
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         self.is_asked = True
         return x.new_zeros(len(x), self._rows)
+
+    def state(self) -> list[Tensor]:
+        return []
 
 
 def _read_directly(decoder: TransformersDecoder) -> frozenset[str]:

@@ -1,0 +1,195 @@
+"""How much the experts of a stage are used; and the busy ones moved and doubled between steps (EPLB)."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.engine.architecture import Architecture, Experts
+from quire.engine.config import ParallelConfig
+from quire.engine.errors import ConfigError
+from quire.engine.layers.moe import MixtureOfExperts
+from quire.engine.messages import ExpertLoad
+from quire.engine.models.decoder import Decoder
+from quire.engine.parallel import ExpertGroup, Pipeline, Placement
+from quire.engine.parallel.balance import Move, moves, rank_loads, rebalance, rounds
+
+TOLD_STEPS = 100
+"""Steps from one report to the next, unless experts move more often."""
+_ALIGNMENT = 16
+"""Bytes; no type is larger."""
+
+
+class Balancer:
+    """Of one rank. Invariant: all ranks of the group call `step` equally often, and so do the same at the same time.
+
+    Tokens are summed over the group from time to time, so that all decide alike. Every `step_interval` steps the busy
+    experts of each layer find a new place, one layer after the other, a step for each where there are enough: a step
+    waits for the experts of one layer to change places, and at most three lie beside those that a rank has.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        arch: Architecture,
+        parallel: ParallelConfig,
+        group: ExpertGroup,
+        pipeline: Pipeline,
+        device: torch.device,
+    ) -> None:
+        self._group, self._pipeline, self._config, self._device = group, pipeline, group.config, device
+        self._layers = [
+            layer.feed_forward for layer in decoder.layers.values() if isinstance(layer.feed_forward, MixtureOfExperts)
+        ]
+        layers = parallel.stages[pipeline.stage]
+        specs = [(number, arch.layers[number].feed_forward) for number in range(layers.stop)]
+        self._counts = {number: spec.num_experts for number, spec in specs if isinstance(spec, Experts)}
+        """Of this stage and those before it."""
+        self._num_before = sum(count for number, count in self._counts.items() if number < layers.start)
+        self._sizes = [count for number, count in self._counts.items() if number in layers]
+        self._every = min(TOLD_STEPS, self._config.step_interval) if self._config.is_balanced else TOLD_STEPS
+        self._steps = self._moved = 0
+        self._told = self._balanced = [[0] * size for size in self._sizes]
+        """What experts had computed at the last report, and when they were last moved."""
+        self._waiting: deque[tuple[MixtureOfExperts, list[int]]] = deque()
+        """Layers whose experts are to be moved, and the load to do so by."""
+        if self._config.is_balanced and self._layers:
+            self._check_forms()
+
+    def step(self) -> ExpertLoad | None:
+        """Before each step of the model; sometimes there is something to tell, on the last stage."""
+        told = None
+        if self._steps:
+            if self._steps % self._every == 0:
+                told = self._tell()
+            if self._config.is_balanced and self._steps % self._config.step_interval == 0:
+                self._begin()
+        for _ in range(min(len(self._waiting), math.ceil(len(self._layers) / self._config.step_interval))):
+            self._balance(*self._waiting.popleft())
+        self._steps += 1
+        return told
+
+    def _totals(self) -> list[list[int]]:
+        """Tokens of each expert of each layer since the start, of all ranks."""
+        if not self._layers:
+            return []
+        mine = torch.cat([layer.tokens for layer in self._layers])
+        everyone = self._group.everyone
+        rows = everyone.start_gather(mine[None], [1] * everyone.size).wait()
+        return [counts.tolist() for counts in rows.sum(0).cpu().split_with_sizes(self._sizes)]
+
+    def _tell(self) -> ExpertLoad | None:
+        """The report of this stage and those before it, which goes on to the next."""
+        totals = self._totals()
+        loads = [
+            rank_loads(_since(now, then), _table(layer))
+            for layer, now, then in zip(self._layers, totals, self._told, strict=True)
+        ]
+        self._told = totals
+        told = torch.tensor(
+            [
+                sum(map(max, loads)),
+                sum(sum(each) / len(each) for each in loads),
+                self._moved,
+                *(count for counts in totals for count in counts),
+            ],
+            dtype=torch.float64,
+        )
+        if not self._pipeline.is_first:
+            before = self._pipeline.receive((3 + self._num_before,), torch.float64).cpu()
+            told = torch.cat([before[:3] + told[:3], before[3:], told[3:]])
+        if not self._pipeline.is_last:
+            self._pipeline.send(told.to(self._device))
+            return None
+        busiest, mean, moved, *tokens = told.tolist()
+        counts = torch.tensor(tokens, dtype=torch.int64).numpy().tobytes()
+        return ExpertLoad(self._counts, counts, busiest / mean if mean else 1.0, int(moved))
+
+    def _begin(self) -> None:
+        totals = self._totals()
+        self._waiting.extend(
+            (layer, _since(now, then)) for layer, now, then in zip(self._layers, totals, self._balanced, strict=True)
+        )
+        self._balanced = totals
+
+    def _balance(self, layer: MixtureOfExperts, load: Sequence[int]) -> None:
+        now = _table(layer)
+        then = rebalance(load, now)
+        if then == now:
+            return
+        steps = moves(now, then)
+        mover = _Mover(layer, self._group)
+        for some in rounds(steps):
+            mover.run(some)
+        layer.place(Placement(then))
+        self._moved += sum(step.target.place is not None for step in steps)
+
+    def _check_forms(self) -> None:
+        """All ranks are to hold experts in the same form; it depends on the processor."""
+        forms = str([layer.experts.form for layer in self._layers])
+        told = self._group.everyone.tell([zlib.crc32(forms.encode())])
+        if told.count(told[self._group.rank]) != len(told):
+            raise ConfigError(
+                "--enable-eplb: experts cannot move between ranks whose processors want their weights in different "
+                "forms; run all ranks on hosts of one kind, or leave it out"
+            )
+
+
+def _table(layer: MixtureOfExperts) -> tuple[tuple[int, ...], ...]:
+    assert layer.placement is not None
+    return layer.placement.experts
+
+
+def _since(now: Sequence[int], then: Sequence[int]) -> list[int]:
+    return [after - before for after, before in zip(now, then, strict=True)]
+
+
+class _Mover:
+    """This rank's part in the moves of a layer's experts."""
+
+    def __init__(self, layer: MixtureOfExperts, group: ExpertGroup) -> None:
+        self._experts, self._peers = layer.experts, group.everyone
+        self._beside: Tensor | None = None
+
+    def run(self, some: Sequence[Move]) -> None:
+        """A round."""
+        rank, size = self._peers.rank, self._peers.size
+        sent, received = [0] * size, [0] * size
+        rows: list[Tensor] = []
+        place = None
+        for move in some:
+            if move.target.place is None:
+                if move.source.rank == rank:
+                    self._beside = self._row(move.source.place)
+                continue
+            if move.source.rank == rank:
+                sent[move.target.rank] = 1
+                rows.append(self._row(move.source.place))
+            if move.target.rank == rank:
+                received[move.source.rank] = 1
+                place = move.target.place
+        leaving = rows[0] if rows else self._row(0)[:0]
+        come = self._peers.exchange(leaving, sent, received)
+        if place is not None:
+            self._experts.restore(place, list(_parts(come[0], self._experts.state(place))))
+
+    def _row(self, place: int | None) -> Tensor:
+        """One expert, `[1, bytes]`."""
+        if place is None:
+            assert self._beside is not None
+            return self._beside
+        parts = [part.reshape(-1).view(torch.uint8) for part in self._experts.state(place)]
+        return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNMENT)) for part in parts])[None]
+
+
+def _parts(row: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The expert of a row again."""
+    start = 0
+    for part in like:
+        yield row[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        start += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
