@@ -125,9 +125,10 @@ class Scheduler:
     def add(self, submit: Submit, grammar: Grammar | None = None) -> RequestOutput | None:
         """Queue a request; returns its terminal output at once if it can never run, or need not.
 
-        A request for structured output comes with its compiled grammar.
+        A request for structured output comes with its compiled grammar. One that comes with output goes on like one
+        that was preempted behind it: its prompt's log-probabilities have been told.
         """
-        prompt = submit.prompt_token_ids
+        prompt, output = submit.prompt_token_ids, submit.output_token_ids
         error = None
         if submit.request_id in self.requests:
             error = f"request id {submit.request_id!r} is in use"
@@ -144,13 +145,16 @@ class Scheduler:
             client=submit.client,
             request_id=submit.request_id,
             order=(submit.priority if self.config.policy == "priority" else 0, self._arrivals),
-            token_ids=list(prompt),
+            token_ids=prompt + output,
             max_tokens=self.max_model_len if limit is None else min(self.max_model_len, len(prompt) + limit),
             stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            num_scored=len(prompt) - 1 if output and params.prompt_logprobs is not None else 0,
             grammar=grammar,
         )
-        if grammar is not None and (output := self._begin(request, grammar)) is not None:
-            return output
+        if len(request.token_ids) >= request.max_tokens:
+            return RequestOutput(submit.request_id, [], finish_reason="length")
+        if grammar is not None and (end := self._begin(request, grammar)) is not None:
+            return end
         self._arrivals += 1
         self.requests[submit.request_id] = request
         self._enqueue(request)
@@ -608,6 +612,7 @@ class Scheduler:
     def _begin(self, request: Request, grammar: Grammar) -> RequestOutput | None:
         """Force what can be before anything is sampled; the terminal output where that is all, or there is an error."""
         try:
+            grammar.advance(request.submit.output_token_ids)
             request.unreported = self._force(request)
             (error,) = self._constrain([request])
         except GrammarError as trouble:

@@ -39,8 +39,8 @@ class CountingWire(Wire):
 
     def send(self, client: int, message: ToServer) -> None:
         match message:
-            case Alive():
-                self.inbox.put(Shutdown())
+            case Alive(probe_id):  # the first may be the answer of a plan made before the last request ended
+                self.inbox.put(Shutdown() if probe_id else Probe(0, 1))
             case Outputs():
                 for output in each(message):
                     self.outputs[output.request_id].append(output)
@@ -74,9 +74,17 @@ class Ranks:
         self.executor.close()
 
     def run(
-        self, requests: list[tuple[list[int], SamplingParams]], *, num_blocks: int | None = None, **settings: Any
+        self,
+        requests: list[tuple[list[int], SamplingParams]],
+        *,
+        told: list[list[int]] | None = None,
+        num_blocks: int | None = None,
+        **settings: Any,
     ) -> list[list[RequestOutput]]:
-        """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`."""
+        """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`.
+
+        `told` is output of each that another replica has given before.
+        """
         scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
         assert scheduler.keys() | cache.keys() == settings.keys()
@@ -89,7 +97,10 @@ class Ranks:
             scheduler=replace(self.config.scheduler, **scheduler),
             cache=replace(self.config.cache, num_blocks=blocks, **cache),
         )
-        submits = [Submit(0, str(i), prompt, params) for i, (prompt, params) in enumerate(requests)]
+        submits = [
+            Submit(0, str(i), prompt, params, output_token_ids=told[i] if told else [])
+            for i, (prompt, params) in enumerate(requests)
+        ]
         wire = CountingWire(submits)
         core = CheckedCore(config, self.executor, wire)
         core.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,9 +39,15 @@ class Engine:
         """Counted here, to hold the scheduler's own count against."""
 
     def add(
-        self, request_id: str, prompt: list[int], priority: int = 0, cache_salt: bytes = b"", **params: Any
+        self,
+        request_id: str,
+        prompt: list[int],
+        priority: int = 0,
+        cache_salt: bytes = b"",
+        told: Sequence[int] = (),
+        **params: Any,
     ) -> None:
-        submit = Submit(0, request_id, prompt, SamplingParams(**params), priority, cache_salt)
+        submit = Submit(0, request_id, prompt, SamplingParams(**params), priority, cache_salt, list(told))
         self.outputs[request_id] = []
         outputs = submit.params.structured_outputs
         refusal = self.scheduler.add(submit, None if outputs is None else self.scheduler.grammars.compile(outputs))
@@ -218,6 +224,41 @@ def test_what_has_been_scored_may_come_from_the_cache_again() -> None:
     engine.add("again", list(range(60)), prompt_logprobs=0, max_tokens=1)
     engine.run()
     assert engine.outputs["again"][-1].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+@pytest.mark.parametrize("windows", [(None,), *WINDOWS])
+@pytest.mark.parametrize("tight", [True, False])
+def test_a_request_goes_on_behind_the_output_that_another_replica_gave(
+    stages: int, depth: int, windows: Windows, tight: bool
+) -> None:
+    """Cut at every position, all at once; what was told is not told again, the scores of the prompt neither."""
+    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=2000)
+    engine = Engine(tightened(config) if tight else config)
+    prompt = list(range(3, 40))
+    output = continuation(prompt, 30)
+    end = output.index(output[20]) + 1
+    for cut in range(end):
+        engine.add(f"stop {cut}", prompt, told=output[:cut], max_tokens=50, stop_token_ids=[output[20]])
+    for cut in range(30):
+        scores: dict[str, Any] = {"prompt_logprobs": 0} if cut % 2 else {}
+        engine.add(f"length {cut}", prompt, told=output[:cut], max_tokens=30, **scores)
+    engine.run()
+    for cut in range(end):
+        assert engine.tokens(f"stop {cut}") == output[cut:end]
+        assert engine.ends(f"stop {cut}") == ["stop"]
+        assert engine.outputs[f"stop {cut}"][-1].stop_token_id == output[20]
+    for cut in range(30):
+        assert engine.tokens(f"length {cut}") == output[cut:]
+        assert engine.ends(f"length {cut}") == ["length"]
+        assert not engine.scored(f"length {cut}")
+
+
+def test_what_another_replica_has_ended_but_for_the_word_is_ended() -> None:
+    engine = Engine(engine_config())
+    engine.add("a", [1, 2, 3], told=[4, 5], max_tokens=2)
+    assert (engine.tokens("a"), engine.ends("a")) == ([], ["length"])
+    assert not engine.turn()
 
 
 def test_a_salt_keeps_prefixes_apart() -> None:

@@ -37,8 +37,8 @@ def text(tokens: list[int]) -> str:
     return decoded
 
 
-def asked(**outputs: Any) -> dict[str, Any]:
-    return {"structured_outputs": StructuredOutputs(**outputs), "max_tokens": 100}
+def asked(max_tokens: int = 100, **outputs: Any) -> dict[str, Any]:
+    return {"structured_outputs": StructuredOutputs(**outputs), "max_tokens": max_tokens}
 
 
 CHOICES = ["the first of three", "the second", "the third, and so on"]
@@ -101,6 +101,35 @@ def test_the_answer_does_not_depend_on_the_company(
     stats = engine.scheduler.snapshot()
     assert (stats.preemptions > 0) == tight
     assert stats.generated_tokens == sum(len(engine.tokens(str(index))) for index in range(40))
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+@pytest.mark.parametrize(
+    "params", [asked(json=SCHEMA), asked(choice=CHOICES), asked(regex="[a-d]{3,9}!"), asked(json=SCHEMA, max_tokens=12)]
+)
+def test_an_output_goes_on_in_its_grammar_behind_what_another_replica_gave(
+    folder: Path, stages: int, depth: int, params: dict[str, Any]
+) -> None:
+    """Cut at every position, in the middle of forced tokens, too."""
+    prompt = list(range(60, 90))
+    whole = Engine(config_of(folder))
+    whole.add("x", prompt, **params)
+    whole.run()
+    output = whole.tokens("x")
+    engine = Engine(config_of(folder, stages=stages, depth=depth))
+    for cut in range(len(output)):
+        engine.add(str(cut), prompt, told=output[:cut], **params)
+    engine.run()
+    for cut in range(len(output)):
+        assert engine.tokens(str(cut)) == output[cut:]
+        assert engine.ends(str(cut)) == whole.ends("x")
+
+
+def test_output_that_its_grammar_does_not_allow_is_an_error(folder: Path) -> None:
+    engine = Engine(config_of(folder))
+    engine.add("x", [60], told=[70, 71], **asked(choice=CHOICES))
+    assert engine.ends("x") == ["error"]
+    assert not engine.turn()
 
 
 def steps_of(engine: Engine) -> list[int]:
