@@ -77,8 +77,8 @@ def _misplaced(nodes: Sequence[ClusterNode], tp: int, pp: int, stage: int, unit:
         size for size in range(tp - 1, 0, -1) if tp % size == 0 and sum(n.free // size for n in nodes) * size >= tp * pp
     ]
     return (
-        f"--tensor-parallel-size {tp} keeps the {tp} ranks of a stage on one node, and stage {stage} of {pp} finds none "
-        f"with {_count(tp, unit)} left; {owner} has {_each(nodes, unit)}; use --tensor-parallel-size {fitting[0]} "
+        f"--tensor-parallel-size {tp} keeps the {tp} ranks of a stage on one node, and stage {stage} of {pp} finds "
+        f"none with {_count(tp, unit)} left; {owner} has {_each(nodes, unit)}; use --tensor-parallel-size {fitting[0]} "
         f"--pipeline-parallel-size {tp * pp // fitting[0]}, or free {unit}s on one node"
     )
 

@@ -28,6 +28,8 @@ from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
 from quire.engine.placement import ClusterNode, Share, cut_stages, place
 
+Kind = Literal["cpu", "cuda"]
+
 CONNECT_SECONDS = 12.0
 """To be connected to the cluster."""
 NODES_SECONDS = 60.0
@@ -61,7 +63,7 @@ class Answer(msgspec.Struct, kw_only=True):
     """Of Ray's control store."""
     head: str = ""
     """Address of this host, as Ray knows it."""
-    kind: Literal["cpu", "cuda"] = "cpu"
+    kind: Kind = "cpu"
     nodes: list[tuple[str, str]] = []
     """Id and address of each node that has ranks, in the order of ranks."""
     shares: list[int] = []
@@ -96,8 +98,8 @@ def find(options: EngineOptions) -> Found | None:
         return None
     for name, count in (("nnodes", options.nnodes), ("data-parallel-size", options.data_parallel_size)):
         if count > 1:
-            remedy = "leave it out" if name == "nnodes" else "start each replica as a server of its own, with a balancer"
-            raise ConfigError(f"--{name} {count} is for hosts without Ray (--distributed-executor-backend ray); {remedy}")
+            remedy = "leave it out" if name == "nnodes" else "start each replica as a server of its own, and a balancer"
+            raise ConfigError(f"--{name} {count} goes without --distributed-executor-backend ray; {remedy}")
     group = _current_group()
     try:
         answer = ask(options, group)
@@ -110,8 +112,8 @@ def find(options: EngineOptions) -> Found | None:
         return None  # its nodes have nothing that this host has not
     if answer.cut:
         logger.warning(
-            "stage%s %s of tensor parallel %d %s on several nodes, since none has so many devices: every layer waits for "
-            "the network; --tensor-parallel-size %d with a larger --pipeline-parallel-size would not",
+            "stage%s %s of tensor parallel %d %s on several nodes, since none has so many devices: every layer waits "
+            "for the network; --tensor-parallel-size %d with a larger --pipeline-parallel-size would not",
             "s" * (len(answer.cut) > 1),
             ", ".join(map(str, answer.cut)),
             options.tensor_parallel_size,
@@ -219,10 +221,15 @@ def _current_group() -> str | None:
     return None if group is None else str(group.id.hex())
 
 
-def connect(ray: Any, address: str) -> None:
+def group_of(ray: Any, name: str) -> Any:
+    """The placement group with this id, in hex; that of another driver, too."""
+    return ray.util.placement_group.PlacementGroup(ray.PlacementGroupID.from_hex(name))
+
+
+def connect(ray: Any, address: str, *, log_to_driver: bool = False) -> None:
     """Join the cluster as a driver; raises `ConfigError` for what Ray says is wrong."""
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False, configure_logging=False)
+        ray.init(address=address, logging_level="ERROR", log_to_driver=log_to_driver, configure_logging=False)
     except Exception as error:
         raise ConfigError(_explain(ray, address, error)) from None
 
@@ -244,14 +251,16 @@ def _explain(ray: Any, address: str, error: Exception) -> str:
 
 def _answer(question: Question, on_connected: Callable[[], object]) -> Answer:
     """In the child."""
-    import ray
-    from ray._private.state import available_resources_per_node
+    import ray as typed
+    from ray._private import state
 
+    ray: Any = typed
+    available: Any = state.available_resources_per_node
     connect(ray, "auto")
     on_connected()
     context = ray.get_runtime_context()
     alive = [node for node in ray.nodes() if node["Alive"]]
-    free = available_resources_per_node()
+    free = available()
     wants_gpus = question.device == "cuda" or (
         question.device == "auto" and any(node["Resources"].get("GPU") for node in alive)
     )
@@ -274,7 +283,7 @@ def _answer(question: Question, on_connected: Callable[[], object]) -> Answer:
         nodes = [replace(node, free=counts[node.id], total=counts[node.id]) for node in nodes if node.id in counts]
     owner = "the Ray cluster" if question.group is None else "the placement group"
     shares = place(nodes, question.tp, question.pp, unit, owner)
-    kind: Literal["cpu", "cuda"] = "cuda" if wants_gpus else "cpu"
+    kind: Kind = "cuda" if wants_gpus else "cpu"
     memory = _look_at(ray, question, shares, kind, here)
     return Answer(
         address=context.gcs_address,
@@ -290,9 +299,9 @@ def _answer(question: Question, on_connected: Callable[[], object]) -> Answer:
 
 def _bundles(ray: Any, group: str, unit: str) -> dict[str, list[int]]:
     """Bundles of a placement group that have a device, by node."""
-    table = ray.util.placement_group_table(ray.util.placement_group.PlacementGroup(ray.PlacementGroupID.from_hex(group)))
-    if table.get("state") != "CREATED":
-        raise ConfigError(f"the placement group {group} is {table.get('state', 'not there').lower()}; wait for its ready()")
+    table = ray.util.placement_group_table(group_of(ray, group))
+    if (state := table.get("state")) != "CREATED":
+        raise ConfigError(f"the placement group {group} is {str(state).lower()}; wait until it is ready")
     found: dict[str, list[int]] = {}
     for number, bundle in sorted(table["bundles"].items()):
         if bundle.get(unit, 0) > 1 and unit == "GPU":
@@ -304,11 +313,11 @@ def _bundles(ray: Any, group: str, unit: str) -> dict[str, list[int]]:
     return found
 
 
-def _look_at(ray: Any, question: Question, shares: Sequence[Share], kind: str, here: str) -> list[int]:
+def _look_at(ray: Any, question: Question, shares: Sequence[Share], kind: Kind, here: str) -> list[int]:
     """See that every node can run its ranks as this host would; returns the free memory of each."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def describe(model: str, revision: str | None, kind: str, ranks: int) -> dict[str, Any]:
+    def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[str, Any]:
         """On a node, where Quire may be another or missing: this function travels as it is."""
         import os
         import platform
@@ -358,7 +367,7 @@ def _look_at(ray: Any, question: Question, shares: Sequence[Share], kind: str, h
     return [memory[share.node.id] for share in shares]
 
 
-def describe(model: str, revision: str | None, kind: Literal["cpu", "cuda"], ranks: int) -> dict[str, Any]:
+def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[str, Any]:
     """On a node: its versions, what it has of the model, and free memory; `error` is what it lacks."""
     found: dict[str, Any] = {"versions": cluster.versions()}
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray shows a task without GPUs none

@@ -66,7 +66,9 @@ class Script:
         return [line.split("|") for line in self.log.read_text().splitlines()]
 
     def refusal(self, *arguments: str, **env: str) -> str:
-        ended = subprocess.run([SCRIPT, *arguments], env={**self.env, **env}, capture_output=True, text=True, timeout=20)
+        ended = subprocess.run(
+            [SCRIPT, *arguments], env={**self.env, **env}, capture_output=True, text=True, timeout=20
+        )
         assert ended.returncode == 2
         assert not self.log.exists()
         (line,) = ended.stderr.splitlines()

@@ -1,0 +1,204 @@
+"""Ranks on the nodes of a Ray cluster. Ray places and starts them, and tells of their death; that is all it does.
+
+Each rank's device is a bundle of one placement group, and held by an actor. One actor of a node runs the node's process,
+which joins the leader as a host without Ray would (`quire.engine.executor.nodes`): plans and results go that way. The
+process ends with its actor, because its standard input closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from quire.engine import ray_cluster
+from quire.engine.config import EngineConfig, RayPlace
+from quire.engine.errors import ConfigError
+from quire.engine.executor import WorkerError
+
+GROUP_SECONDS = 15.0
+"""For a placement group whose devices were free a moment ago."""
+ACTORS_SECONDS = 60.0
+"""For all actors to be started."""
+_CLOSE_SECONDS = 5.0
+_CARRIED = ("NCCL_", "GLOO_", "QUIRE_", "HF_TOKEN", "OMP_NUM_THREADS")
+"""Variables of this process that nodes get too, unless they have their own."""
+_OWN = ("QUIRE_HOST_IP", "QUIRE_API_KEY", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""But not these."""
+
+logger = logging.getLogger(__name__)
+
+
+class Actors:
+    """The actors of one engine, each with its device; on each node the first runs a process of ours."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start them; raises `ConfigError` when Ray does not, within `GROUP_SECONDS` and `ACTORS_SECONDS`."""
+        import ray
+
+        self._ray: Any = ray
+        parallel = config.parallel
+        assert parallel.ray is not None
+        self._place: RayPlace = parallel.ray
+        self._resource = "GPU" if parallel.device == "cuda" else "CPU"
+        self._node_of = [node for node in range(parallel.nodes) for _ in parallel.ranks_of(node)]
+        self._own_group: Any = None
+        self._actors: list[Any] = []
+        self._runs: dict[Any, int] = {}
+        self._is_closing = False
+        ray_cluster.connect(ray, self._place.address, log_to_driver=True)
+        try:
+            gpus = self._start()
+        except BaseException:
+            self.close()
+            raise
+        self.gpus: list[list[str]] = [
+            [gpus[rank] for rank in parallel.ranks_of(node) if gpus[rank]] for node in range(parallel.nodes)
+        ]
+        """Of each node, in the order of its ranks, as CUDA_VISIBLE_DEVICES names them."""
+
+    def name(self, node: int) -> str:
+        """As errors say it."""
+        return f"node {node} ({self._place.nodes[node][1]})"
+
+    def run(self, node: int, body: object, on_end: Callable[[int, str], None]) -> None:
+        """Have the node's process run `main` with `body`; `on_end` is called, in some thread, when it has ended."""
+        first = self._node_of.index(node)
+        env = {
+            name: value for name, value in os.environ.items() if name.startswith(_CARRIED) and name not in _OWN
+        }
+        visible = ",".join(self.gpus[node]) if self._resource == "GPU" else None
+        run = self._actors[first].run.remote(pickle.dumps(body), env, visible)
+        threading.Thread(target=self._watch, args=(node, run, on_end), daemon=True, name=f"ray-node-{node}").start()
+
+    def close(self) -> None:
+        """End all actors, and give the devices back. A cluster that is gone is not waited for."""
+        self._is_closing = True
+        thread = threading.Thread(target=self._close, daemon=True, name="ray-close")
+        thread.start()
+        thread.join(_CLOSE_SECONDS)
+
+    def _close(self) -> None:
+        for actor in self._actors:
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)
+        if self._own_group is not None:
+            with contextlib.suppress(Exception):
+                self._ray.util.remove_placement_group(self._own_group)
+        self._ray.shutdown()
+
+    def _start(self) -> list[str]:
+        """The actors, one for each rank; returns the GPU of each, '' for none."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ray = self._ray
+        size = len(self._node_of)
+        if self._place.group is not None:
+            group, bundles = ray_cluster.group_of(ray, self._place.group), list(self._place.bundles)
+        else:
+            group, bundles = self._make_group(), list(range(size))
+        takes = {"num_cpus": 0, "num_gpus": 1} if self._resource == "GPU" else {"num_cpus": 1}
+        keeper = ray.remote(max_restarts=0, max_task_retries=0, **takes)(_keeper())
+        self._actors = [
+            keeper.options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            ).remote()
+            for bundle in bundles
+        ]
+        told = [actor.tell.remote() for actor in self._actors]
+        _, silent = ray.wait(told, num_returns=size, timeout=ACTORS_SECONDS)
+        if silent:
+            late = sorted({self.name(self._node_of[told.index(each)]) for each in silent})
+            whose = "of the placement group may be in use" if self._place.group else "may have been lost"
+            raise ConfigError(
+                f"Ray did not start {len(silent)} of {size} workers within {ACTORS_SECONDS:.0f} s, on "
+                f"{', '.join(late)}: bundles {whose}; see `ray status`"
+            )
+        gpus = []
+        for rank, each in enumerate(told):
+            try:
+                node, gpu = ray.get(each)
+            except ray.exceptions.RayError as error:
+                raise ConfigError(f"{self.name(self._node_of[rank])}: Ray could not start a worker: {_line(error)}") from None
+            expected = self._place.nodes[self._node_of[rank]][0]
+            assert node == expected, f"rank {rank} is on the Ray node {node}, not on {expected}"
+            gpus.append(gpu)
+        return gpus
+
+    def _make_group(self) -> Any:
+        """A placement group whose bundles are on the nodes that were chosen."""
+        ray = self._ray
+        ids = [self._place.nodes[node][0] for node in self._node_of]
+        group = self._own_group = ray.util.placement_group(
+            [{self._resource: 1} for _ in ids], bundle_label_selector=[{"ray.io/node-id": name} for name in ids]
+        )
+        if not group.wait(GROUP_SECONDS):
+            asked = ", ".join(
+                f"{self._node_of.count(node)} {self._resource}s on {address}"
+                for node, (_, address) in enumerate(self._place.nodes)
+            )
+            raise ConfigError(
+                f"Ray did not give {asked} within {GROUP_SECONDS:.0f} s, although they were free; somebody else may have "
+                "taken them: see `ray status`"
+            )
+        return group
+
+    def _watch(self, node: int, run: Any, on_end: Callable[[int, str], None]) -> None:
+        try:
+            code, last = self._ray.get(run)
+            reason = f"ended with exit code {code}" + f": {last}" * bool(last)
+        except Exception as error:
+            if self._is_closing:
+                return
+            text = _line(error)
+            reason = "was lost: " + (
+                "Ray says that the node has died" if "node has died" in text else f"its Ray actor died ({text[:300]})"
+            )
+        if not self._is_closing:
+            on_end(node, f"{self.name(node)} {reason}")
+
+
+def _keeper() -> type:
+    """The class of the actors; it travels as it is, so that it needs nothing of its node but Ray and Quire."""
+
+    class Keeper:
+        def tell(self) -> tuple[str, str]:
+            """The node's id, and the GPU of this actor."""
+            import ray
+
+            context: Any = ray.get_runtime_context()
+            gpus = context.get_accelerator_ids().get("GPU", [])
+            return context.get_node_id(), gpus[0] if gpus else ""
+
+        def run(self, body: bytes, env: dict[str, str], visible: str | None) -> tuple[int, str]:
+            """Run the node's process to its end; returns its exit code and the last line that it said."""
+            import os
+            import subprocess
+            import sys
+
+            own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's, not the user's
+            own = {**env, **own}
+            if visible is not None:
+                own["CUDA_VISIBLE_DEVICES"] = visible
+            command = [sys.executable, "-P", "-m", "quire.engine.executor.ray"]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=own) as process:
+                assert process.stdin is not None
+                assert process.stderr is not None
+                process.stdin.write(body)
+                process.stdin.flush()
+                last = ""
+                for line in process.stderr:
+                    sys.stderr.buffer.write(line)
+                    sys.stderr.flush()
+                    last = line.decode(errors="replace").strip() or last
+                return process.wait(), last.removeprefix("quire: error: ")
+
+    return Keeper
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
