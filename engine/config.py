@@ -244,9 +244,9 @@ class ParallelConfig:
         return self.experts is not None and self.replicas > 1
 
     @property
-    def is_first_here(self) -> bool:
-        """Whether no replica on this host stands before this one."""
-        return self.replica == self.local_replicas.start
+    def init_method(self) -> str | None:
+        """Where the ranks of coupled replicas meet, as torch.distributed is told; None: those of a replica choose."""
+        return f"tcp://{self.master[0]}:{self.master[1]}" if self.is_coupled else None
 
     @property
     def ranks_per_node(self) -> int:

@@ -28,10 +28,11 @@ from quire.engine import executor as executors
 from quire.engine import log, process
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.executor import LOST_TOUCH, Executor, Pending, WorkerError
+from quire.engine.executor import Executor, Pending, WorkerError
 from quire.engine.grammar import Grammar, GrammarError
 from quire.engine.launch import Endpoints
 from quire.engine.messages import (
+    LOST_TOUCH,
     Abort,
     Alive,
     Dead,

@@ -15,8 +15,6 @@ SIGN_OF_LIFE_TIMEOUT = 15.0
 """The same for a plan without rows, which costs nothing."""
 
 
-LOST_TOUCH = "lost touch with the other replicas"
-"""What a rank says when an exchange with them fails: the cause is elsewhere."""
 _LATER = 5.0
 """Seconds by which ranks give up an exchange before their own core gives them up."""
 

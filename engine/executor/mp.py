@@ -26,8 +26,7 @@ class MpExecutor:
         self._encode = msgspec.msgpack.Encoder().encode
         self._pending: deque[MpPending] = deque()
         with tempfile.TemporaryDirectory(prefix="quire-") as folder:
-            init_method = (Path(folder) / "rendezvous").as_uri()
-            self._ranks = LocalRanks(config, range(config.parallel.world_size), init_method, log_level, on_end)
+            init_method = config.parallel.init_method or (Path(folder) / "rendezvous").as_uri()
             try:
                 while not self._ranks.is_ready:
                     self._ranks.poll(None)

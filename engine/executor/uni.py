@@ -61,7 +61,7 @@ class UniExecutor:
         self._config = config
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        load = partial(Worker, config, rank=0, init_method=None)
+        load = partial(Worker, config, rank=0, init_method=config.parallel.init_method)
         if config.scheduler.depth == 1:
             self._worker = load()
         else:

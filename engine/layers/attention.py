@@ -38,6 +38,8 @@ class Batch:
     """The same step for the other groups of layers, whose slots and block tables differ (`engine.cache_groups`)."""
     replica_tokens: tuple[int, ...] = ()
     """Tokens of each replica in this step, where they share experts."""
+    halves: tuple[Batch, ...] = ()
+    """The step cut in two, where one half's exchange is to run beside the other's computation; else empty."""
 
     def of(self, group: int) -> Batch:
         """As the layers of this group see it."""

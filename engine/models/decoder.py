@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,19 +40,42 @@ class DecoderLayer(nn.Module):
         self, x: Tensor, residual: Tensor | None, batch: Batch, turns: Tensor, cache: Tensor
     ) -> tuple[Tensor, Tensor]:
         """`x` is still to be added to `residual`, in the arguments and in what is returned."""
+        normed, mixed, residual = self._attended(x, residual, batch, turns, cache)
+        is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
+        x = self.feed_forward(normed, batch) if is_mixture else self.feed_forward(normed)
+        return self._added(x, mixed), residual
+
+    def in_phases(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, turns: Tensor, cache: Tensor
+    ) -> Generator[None, None, tuple[Tensor, Tensor]]:
+        """As `forward`, with a pause wherever its tokens are on their way to experts or back."""
+        normed, mixed, residual = self._attended(x, residual, batch, turns, cache)
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            begun = self.feed_forward.begin(normed, batch)
+            yield
+            begun = self.feed_forward.compute(begun)
+            yield
+            x = self.feed_forward.end(begun)
+        else:
+            x = self.feed_forward(normed)
+        return self._added(x, mixed), residual
+
+    def _attended(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, turns: Tensor, cache: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the feed-forward reads, what attention has made, and the residual stream."""
         normed, residual = _add(self.attention_norm, x, residual)
         mixed = self._scaled(_apply(self.attention_post_norm, self.attention(normed, batch, turns, cache)))
         if self.spec.is_parallel:
             normed = normed if self.feed_forward_norm is None else self.feed_forward_norm(residual)
         else:
             normed, residual = _add(self.feed_forward_norm, mixed, residual)
-        x = self._scaled(_apply(self.feed_forward_post_norm, self._fed_forward(normed, batch)))
-        return (x + mixed if self.spec.is_parallel else x), residual
+        return normed, mixed, residual
 
-    def _fed_forward(self, x: Tensor, batch: Batch) -> Tensor:
-        is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
-        out: Tensor = self.feed_forward(x, batch) if is_mixture else self.feed_forward(x)
-        return out
+    def _added(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """What the feed-forward has made, and where it stood beside attention, that too."""
+        x = self._scaled(_apply(self.feed_forward_post_norm, x))
+        return x + mixed if self.spec.is_parallel else x
 
     def _scaled(self, x: Tensor) -> Tensor:
         return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
@@ -154,13 +178,30 @@ class Decoder(nn.Module):
         """
         if x is None:
             x = self._embed(batch)
+        if batch.halves:
+            parts = x.split_with_sizes([len(half.positions) for half in batch.halves])
+            runs = [self._in_phases(part, half, caches) for part, half in zip(parts, batch.halves, strict=True)]
+            return torch.cat(_by_turns(runs))
         residual = None
-        turns = {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
+        turns = self._turns(batch)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             assert isinstance(layer, DecoderLayer)
             x, residual = layer(x, residual, batch.of(cache.group), turns[layer.spec.attention.rope], cache.memory)
         assert x is not None
         return x if residual is None else residual + x
+
+    def _in_phases(self, x: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Generator[None, None, Tensor]:
+        """All layers, with the pauses of `DecoderLayer.in_phases`."""
+        residual = None
+        turns = self._turns(batch)
+        for layer, cache in zip(self.layers.values(), caches, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            place = batch.of(cache.group), turns[layer.spec.attention.rope], cache.memory
+            x, residual = yield from layer.in_phases(x, residual, *place)
+        return x if residual is None else residual + x
+
+    def _turns(self, batch: Batch) -> dict[architecture.Rope | None, Tensor]:
+        return {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
 
     def _embed(self, batch: Batch) -> Tensor:
         assert self.embedding is not None
@@ -180,3 +221,15 @@ class Decoder(nn.Module):
         if arch.logit_multiplier != 1.0:
             out = out * arch.logit_multiplier
         return out if not arch.logit_softcap else (out / arch.logit_softcap).tanh() * arch.logit_softcap
+
+
+def _by_turns(runs: list[Generator[None, None, Tensor]]) -> list[Tensor]:
+    """Drive all to their ends, from pause to pause: while one's tokens are on their way, the next computes."""
+    results: list[Tensor] = []
+    while len(results) < len(runs):
+        for run in runs:
+            try:
+                next(run)
+            except StopIteration as end:
+                results.append(end.value)
+    return results

@@ -160,14 +160,14 @@ class RequestStates:
         """The rows' next tokens, in one transfer to the device. See `Batch.replica_tokens`."""
         first = self.num_computed[rows.slots]
         lengths = first + rows.counts
-        if rows.counts.max() == 1:
+        if rows.counts.max(initial=1) == 1:
             owners, positions, starts = rows.slots, first, np.arange(len(first) + 1)
         else:
             starts = np.concatenate(([0], rows.counts.cumsum()))
             owners = np.repeat(rows.slots, rows.counts)  # [tokens]
             positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], rows.counts)
         blocks, offsets = np.divmod(positions, self._block_size)
-        width = -(-int(lengths.max()) // self._block_size)
+        width = -(-int(lengths.max(initial=1)) // self._block_size)
         slots = [table[owners, blocks] * self._block_size + offsets for table in self.block_tables]
         host: tuple[npt.NDArray[np.integer[Any]], ...] = (
             self.tokens[owners, positions],
@@ -192,6 +192,50 @@ class RequestStates:
     def advance(self, rows: Rows) -> None:
         """The rows' tokens are computed."""
         self.num_computed[rows.slots] += rows.counts
+
+
+def halve(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
+    """The first and the second half of a step's tokens, and of each replica's; what samples is left to the whole.
+
+    `counts` are the tokens of each row. A row may be cut: its first tokens come first in every layer, so that its last
+    ones find their keys.
+    """
+    ends = counts.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    cut = -(-total // 2)
+    stop = min(len(ends), int(ends.searchsorted(cut)) + 1)  # of the rows with tokens before the cut
+    start = int(ends.searchsorted(cut, "right"))  # of those with tokens behind it
+    behind = int(ends[stop - 1]) - cut if stop else 0
+    lengths = batch.sequence_lengths[:stop].clone()
+    lengths[stop - 1 :] -= behind
+
+    def parts(whole: Batch) -> tuple[Batch, Batch]:
+        firsts, seconds = zip(*[parts(other) for other in whole.others], strict=True) if whole.others else ((), ())
+        first = Batch(
+            token_ids=whole.token_ids[:cut],
+            positions=whole.positions[:cut],
+            slots=whole.slots[:cut],
+            block_tables=whole.block_tables[:stop],
+            sequence_lengths=lengths,
+            query_starts=whole.query_starts[: stop + 1].clamp(max=cut),
+            sampled=whole.sampled[:0],
+            others=firsts,
+            replica_tokens=tuple(-(-tokens // 2) for tokens in whole.replica_tokens),
+        )
+        second = Batch(
+            token_ids=whole.token_ids[cut:],
+            positions=whole.positions[cut:],
+            slots=whole.slots[cut:],
+            block_tables=whole.block_tables[start:],
+            sequence_lengths=whole.sequence_lengths[start:],
+            query_starts=whole.query_starts[start:].clamp(min=cut) - cut,
+            sampled=whole.sampled[:0],
+            others=seconds,
+            replica_tokens=tuple(tokens // 2 for tokens in whole.replica_tokens),
+        )
+        return first, second
+
+    return parts(batch)
 
 
 def _extend(table: npt.NDArray[np.int32], ends: Ints, slot: int, values: list[int]) -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from quire import kernels
 from quire.engine.cache_groups import cache_specs, count_planes, place_layers
 from quire.engine.config import EngineConfig
-from quire.engine.layers.attention import LayerCache
-from quire.engine.messages import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.messages import LOST_TOUCH, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loading import load_dense, load_model
-from quire.engine.parallel import Links
-from quire.engine.worker.balancer import Balancer
-from quire.engine.worker.batch import RequestStates, Rows
+from quire.engine.parallel import Links, Peers
+from quire.engine.worker.batch import RequestStates, Rows, halve
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
 
@@ -62,6 +63,11 @@ class Runner:
         model, cache = config.model, config.cache
         arch = model.architecture
         self._tp, self._pipeline, self._device = links.tp, links.pipeline, device
+        self._replicas: Peers | None = None
+        """This rank's counterparts in the replicas that share experts; None: there are none."""
+        self._split_tokens: int | None = None
+        if (experts := links.experts) is not None and experts.dp.size > 1:
+            self._replicas, self._split_tokens = experts.dp, experts.config.split_tokens
         self._hidden_size, self._dtype = arch.hidden_size, getattr(torch, model.dtype)
         self._vocab_size = arch.vocab_size
         least, most = _SCORED_AT_ONCE
@@ -82,17 +88,35 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step of this stage. The first rank of the last stage returns the tokens, the others None."""
-        expert_load = None if self._balancer is None else self._balancer.step()
-        result = self._run(plan)
+        if self._replicas is None:
+            return self._run(plan, ())
+        try:
+            replica_tokens, is_active = self._agree(plan, self._replicas)
+            result = self._run(plan, replica_tokens)
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise RuntimeError(f"{LOST_TOUCH}: {error}") from error
+            raise
         if result is not None:
-            result.expert_load = expert_load
+            result.is_wave_active = is_active
         return result
 
-    def _run(self, plan: StepPlan) -> StepResult | None:
+    def _agree(self, plan: StepPlan, replicas: Peers) -> tuple[tuple[int, ...], bool]:
+        """The tokens of each replica in this step, and whether any of them has work."""
+        assert plan.has_work is not None
+        told = replicas.tell((plan.step, plan.num_tokens, plan.has_work))
+        assert all(step == plan.step for step, *_ in told), f"replicas are at steps {[step for step, *_ in told]}"
+        return tuple(tokens for _, tokens, _ in told), any(has_work for *_, has_work in told)
+
+    def _run(self, plan: StepPlan, replica_tokens: tuple[int, ...]) -> StepResult | None:
         rows = self._states.apply(plan)
-        if not plan.num_rows:
+        if not plan.num_rows and not any(replica_tokens):
             return self._pass_on(plan)
-        batch = self._states.batch(rows, self._device)
+        batch = self._states.batch(rows, self._device, replica_tokens)
+        if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
+            batch = replace(batch, halves=halve(batch, rows.counts))
+        if not plan.num_rows:
+            return self._pass_on(plan, batch)
         hidden = self._model(self._receive(plan.num_tokens), batch, self._caches)
         if self._pooler is not None and self._pipeline.is_last:
             return self._pool(plan, rows, hidden, batch.sampled, self._pooler)
@@ -185,9 +209,14 @@ class Runner:
             sampled = self._tp.broadcast(torch.from_numpy(sampled).to(self._device)).cpu().numpy()
         self._states.keep(rows.slots[rows.sampling], sampled)
 
-    def _pass_on(self, plan: StepPlan) -> StepResult | None:
-        """A plan without rows: each stage waits for the one before, for all its own ranks, and wakes the next."""
-        self._receive(1)
+    def _pass_on(self, plan: StepPlan, batch: Batch | None = None) -> StepResult | None:
+        """A plan without rows: each stage waits for the one before, for all its own ranks, and wakes the next.
+
+        The empty `batch` takes other replicas' tokens to the experts that are here.
+        """
+        hidden = self._receive(1)
+        if batch is not None:
+            self._model(None if hidden is None else hidden[:0], batch, self._caches)
         self._tp.all_reduce(torch.zeros(1, device=self._device))
         if not self._pipeline.is_last:
             self._pipeline.send(torch.zeros(1, self._hidden_size, dtype=self._dtype, device=self._device))

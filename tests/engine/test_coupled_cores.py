@@ -14,8 +14,9 @@ import pytest
 from quire.engine import core as cores
 from quire.engine.config import ExpertParallelConfig
 from quire.engine.core import Core, Inbound, first_cause
-from quire.engine.executor import LOST_TOUCH, WorkerError
+from quire.engine.executor import WorkerError
 from quire.engine.messages import (
+    LOST_TOUCH,
     Alive,
     Fault,
     Outputs,
