@@ -221,7 +221,7 @@ class ParallelConfig:
     """None: Ray does not run the ranks."""
     devices: tuple[int, ...] = ()
     """Device of each rank on this host, in the order of ranks (and of local replicas); empty: 0, 1, 2, …"""
-    links: Crossed = Crossed()
+    links: Crossed = dataclasses.field(default_factory=Crossed)
     """What those have to cross to reach each other."""
     timeout: float = 600.0
     """Seconds that a rank waits for another in an exchange."""

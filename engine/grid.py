@@ -135,8 +135,9 @@ def _spread(parallel: ParallelConfig, arch: Architecture) -> list[str]:
     counts = sorted(
         {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, Experts)}
     )
+    copies = f" and {experts.redundant} copies" * bool(experts.redundant)
     text = [
-        f"{' or '.join(map(str, counts))} experts a layer{f' and {experts.redundant} copies' * bool(experts.redundant)} "
+        f"{' or '.join(map(str, counts))} experts a layer{copies} "
         f"over {ranks} ranks ({parallel.replicas} replicas × {parallel.tensor_parallel_size}), "
         f"{' or '.join(str((count + experts.redundant) // ranks) for count in counts)} each, {experts.placement}",
         f"tokens reach them by {experts.all2all}{' across hosts' * (len(parallel.local_replicas) < parallel.replicas)}",

@@ -12,7 +12,8 @@ from torch import Tensor
 class Pipeline:
     """One stage among `size`. It talks to the rank of its own tensor-parallel position in the stages beside it.
 
-    A message may wait to be received while the stage goes on: up to `size` of them, as many as plans are in flight.
+    A message leaves while this stage goes on: up to `size` of them, as many as plans are in flight. Gloo moves nothing
+    before the receiver has a place for it: what is `expect`ed comes in while this stage goes on, too.
     """
 
     def __init__(self, stage: int, size: int, rank: int, width: int, device: torch.device) -> None:
@@ -20,6 +21,7 @@ class Pipeline:
         self.stage, self.size = stage, size
         self._before, self._after, self._device = rank - width, rank + width, device
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        self._coming: deque[tuple[dist.Work, Tensor]] = deque()
 
     @property
     def is_first(self) -> bool:
@@ -43,8 +45,21 @@ class Pipeline:
         while self._sending:
             self._sending.popleft()[0].wait()
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next message of the stage before, whose shape and type both sides know from the plan."""
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Have a place for the next message of the stage before that is not expected yet; another thread may do this.
+
+        Its shape and type are known on both sides from the plan.
+        """
         message = torch.empty(shape, dtype=dtype, device=self._device)
-        dist.recv(message, self._before)
+        work = dist.irecv(message, self._before)
+        assert work is not None
+        self._coming.append((work, message))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The next message of the stage before."""
+        if not self._coming:
+            self.expect(shape, dtype)
+        work, message = self._coming.popleft()
+        assert (message.shape, message.dtype) == (shape, dtype), "stages run the same plans in the same order"
+        work.wait()
         return message

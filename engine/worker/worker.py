@@ -10,8 +10,9 @@ import signal
 import threading
 import time
 import traceback
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 import msgspec
 import torch
@@ -56,7 +57,9 @@ class Worker:
         self._runner = Runner(config, rank, self._links, device)
         if parallel.device == "cpu":
             _keep_freed_memory()
-        self.execute = self._runner.execute
+        self.execute, self.expect = self._runner.execute, self._runner.expect
+        # NCCL would hold a part of the device while it waits.
+        self.expects = self._runner.receives and parallel.device == "cpu"
         self._links.tp.settle()
         self.seconds = {
             "connect ranks": connected - started,
@@ -93,9 +96,8 @@ def main(
         worker = Worker(config, rank, init_method)
         results.send_bytes(encode(WorkerReady({"start processes": begun, **worker.seconds})))
         decode = msgspec.msgpack.Decoder(StepPlan).decode
-        while message := plans.read(place):
-            plan = decode(message)
-            progress[place] = 2 * plan.step
+        for plan in read_plans(lambda: plans.read(rank), decode, worker.expect if worker.expects else None):
+            progress[rank] = 2 * plan.step
             result: StepResult | None = worker.execute(plan)
             progress[place] = 2 * plan.step + 1
             if result is not None:
@@ -110,6 +112,34 @@ def main(
         return
     results.send_bytes(encode(failure))
     os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
+
+
+def read_plans(
+    read: Callable[[], bytes], decode: Callable[[bytes], StepPlan], expect: Callable[[StepPlan], None] | None
+) -> Iterator[StepPlan]:
+    """The plans that `read` gives until it gives nothing. With `expect`, a thread reads ahead and calls it with each."""
+    if expect is None:
+        while message := read():
+            yield decode(message)
+        return
+    plans: SimpleQueue[StepPlan | BaseException | None] = SimpleQueue()
+
+    def read_ahead() -> None:
+        try:
+            while message := read():
+                plan = decode(message)
+                expect(plan)
+                plans.put(plan)
+        except BaseException as error:
+            plans.put(error)
+        else:
+            plans.put(None)
+
+    threading.Thread(target=read_ahead, daemon=True, name="plans").start()
+    while (plan := plans.get()) is not None:
+        if isinstance(plan, BaseException):
+            raise plan
+        yield plan
 
 
 def return_freed_memory() -> None:

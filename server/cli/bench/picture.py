@@ -26,7 +26,7 @@ _MARKS = ((50, "-"), (90, "--"), (99, ":"))
 _NUM_BINS = 50
 _SHORTEST_SECONDS = 1e-3
 """The axis of time is at least so long."""
-_STYLE: Any = {
+STYLE: Any = {
     "font.size": 9,
     "font.family": "sans-serif",
     "axes.titlesize": 10,
@@ -61,7 +61,7 @@ def draw(file: str, records: Sequence[Record], title: str) -> None:
 
     begun = min(record.moments.start for record in records)
     span = max(max(record.end for record in records) - begun, _SHORTEST_SECONDS)
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(11, 10), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
         grid = figure.add_gridspec(4, 2, height_ratios=(2.4, 1, 1, 1.5))
