@@ -427,7 +427,8 @@ class EngineClient:
             if number == replica.number:
                 answer.cancel()
         reason = f"{self._name(replica)}{reason}"
-        if not any(other.state == "up" or self._is_awaited(other) for other in self._replicas.values()):
+        is_left = any(other.state == "up" or self._is_awaited(other) for other in self._replicas.values())
+        if not is_left or (self._is_owner and not self._ready.done()):  # what cannot be loaded is to be seen at once
             return self.fail(reason)
         self._settle()
         moved = [(i, running) for i, running in self._running.items() if running.replica == replica.number]
@@ -472,7 +473,7 @@ class EngineClient:
         self._settle()
 
     def _settle(self) -> None:
-        """Be ready once every replica is up or dead; where the engine ran before this process, once one is up."""
+        """Be ready once every replica is up; where the engine ran before this process, once one is up."""
         is_settled = not (self._is_owner and any(map(self._is_awaited, self._replicas.values())))
         if is_settled and self._up() and not self._ready.done():
             self._ready.set_result(self._greeting)
