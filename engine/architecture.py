@@ -8,7 +8,7 @@ without positions are no special cases anywhere. Sizes are in features and param
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from quire.engine.errors import ConfigError
@@ -243,20 +243,27 @@ class Experts:
                 f"which {self.top_groups} are eligible)"
             )
 
+    def held(self, tp: int) -> tuple[int, int]:
+        """How many experts a rank has, and the inner features that it has of each."""
+        return self.num_experts, self.size // tp
+
     def width(self, tp: int) -> int:
         """Inner features of a token on one rank."""
-        return (self.top_k * self.size + (self.shared.size if self.shared is not None else 0)) // tp
+        _, size = self.held(tp)
+        return self.top_k * size + (0 if self.shared is None else self.shared.width(tp))
 
     def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
-        yield Matrices(2 * self.size // tp, hidden, self.num_experts)
-        yield Matrices(hidden, self.size // tp, self.num_experts)
+        number, size = self.held(tp)
+        yield Matrices(2 * size, hidden, number)
+        yield Matrices(hidden, size, number)
         if self.shared is not None:
             yield from self.shared.matrices(hidden, tp)
 
     def vectors(self, hidden: int, tp: int) -> int:
         """Parameters beside the matrices; the router is among them, as it is never cut or quantized."""
+        number, size = self.held(tp)
         count = self.num_experts * (hidden + self.router_bias + self.correction_bias)
-        count += self.bias * self.num_experts * (2 * self.size // tp + hidden) + self.shared_gate * hidden
+        count += self.bias * number * (2 * size + hidden) + self.shared_gate * hidden
         return count if self.shared is None else count + self.shared.vectors(hidden, tp)
 
     def wide(self, hidden: int) -> int:
@@ -267,6 +274,22 @@ class Experts:
         """What `tp` ranks cannot share."""
         if self.size % tp:
             yield f"{self.size} feed-forward columns of an expert"
+        if self.shared is not None:
+            yield from self.shared.misfits(tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpreadExperts(Experts):
+    """A mixture whose experts are spread over ranks as a whole; sizes are those of one rank."""
+
+    places: int
+    """Experts that each rank has, copies included."""
+
+    def held(self, tp: int) -> tuple[int, int]:
+        return self.places, self.size
+
+    def misfits(self, tp: int) -> Iterator[str]:
+        """What `tp` ranks cannot share."""
         if self.shared is not None:
             yield from self.shared.misfits(tp)
 
@@ -331,6 +354,19 @@ class Architecture:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    def spread(self, ranks: int, redundant: int) -> Architecture:
+        """The same with the experts of each layer, and `redundant` copies, spread evenly over `ranks`."""
+
+        def of(layer: Layer) -> Layer:
+            mixture = layer.feed_forward
+            if not isinstance(mixture, Experts):
+                return layer
+            places = (mixture.num_experts + redundant) // ranks
+            return replace(layer, feed_forward=SpreadExperts(**vars(mixture), places=places))
+
+        made = {layer: of(layer) for layer in set(self.layers)}
+        return replace(self, layers=tuple(made[layer] for layer in self.layers))
 
     def vocab_per_rank(self, tp: int) -> int:
         """Rows of the embedding and the head on each rank; the last rank's are padded."""

@@ -244,9 +244,9 @@ class ParallelConfig:
         return self.experts is not None and self.replicas > 1
 
     @property
-    def init_method(self) -> str | None:
-        """Where the ranks of coupled replicas meet, as torch.distributed is told; None: those of a replica choose."""
-        return f"tcp://{self.master[0]}:{self.master[1]}" if self.is_coupled else None
+    def expert_ranks(self) -> int:
+        """Ranks that a layer's experts are spread over: those of its stage in all replicas."""
+        return self.replicas * self.tensor_parallel_size
 
     @property
     def ranks_per_node(self) -> int:

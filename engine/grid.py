@@ -7,8 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Literal
 
-from quire.engine import topology
-from quire.engine.architecture import Architecture, Experts
+from quire.engine.architecture import Architecture, BuiltArchitecture, Experts
 from quire.engine.config import EngineOptions, ExpertParallelConfig, ParallelConfig
 from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
@@ -190,6 +189,11 @@ def _experts(options: EngineOptions, arch: Architecture, ranks: int) -> ExpertPa
             if getattr(options, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is about --enable-expert-parallel, which is not given")
         return None
+    if isinstance(arch, BuiltArchitecture):
+        raise ConfigError(
+            f"--enable-expert-parallel: {arch.name} is run by transformers' implementation (--model-impl), which keeps "
+            "its experts to itself; leave it out"
+        )
     counts = {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, Experts)}
     if not counts:
         raise ConfigError(f"--enable-expert-parallel: {arch.name} has no experts; leave it out")
@@ -212,6 +216,13 @@ def _experts(options: EngineOptions, arch: Architecture, ranks: int) -> ExpertPa
         step_interval=options.eplb_step_interval,
         split_tokens=options.dbo_token_threshold if options.enable_dbo else None,
     )
+
+
+def on_a_rank(arch: Architecture, parallel: ParallelConfig) -> Architecture:
+    """The architecture whose sizes, for the ranks of a stage, are those of a rank of this grid."""
+    if parallel.experts is None:
+        return arch
+    return arch.spread(parallel.expert_ranks, parallel.experts.redundant)
 
 
 def _cut_layers(num_layers: int, options: EngineOptions) -> tuple[range, ...]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.engine import devices, grid, model_files, pooling, ray_cluster
-from quire.engine.architecture import Architecture, BuiltArchitecture, Experts, Matrices
+from quire.engine import devices, grid, model_files, pooling
+from quire.engine.architecture import Architecture, BuiltArchitecture, Experts, Matrices, SpreadExperts
 from quire.engine.cache_groups import CacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config import (
     DTYPE_BYTES,
@@ -20,6 +20,7 @@ from quire.engine.config import (
     CacheConfig,
     EngineConfig,
     EngineOptions,
+    ExpertParallelConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -46,9 +47,10 @@ def resolve(options: EngineOptions) -> EngineConfig:
     placed = ray_cluster.find(options)
     found = placed.devices if placed is not None else devices.find(options.device, grid.ranks_here(options))
     model = _resolve_model(options, found)
-    model.architecture.check_divides(options.tensor_parallel_size)
-    _check_quantization(model, options.tensor_parallel_size, found)
-    parallel = grid.resolve(options, model.architecture, found, placed)
+    parallel = grid.resolve(options, model.architecture, found)
+    held = grid.on_a_rank(model.architecture, parallel)
+    held.check_divides(options.tensor_parallel_size)
+    _check_quantization(model, held, options.tensor_parallel_size, found)
     scheduler = _resolve_scheduler(options, model, found)
     kv_dtype: str = options.kv_cache_dtype
     if kv_dtype == "auto":
@@ -70,8 +72,13 @@ def resolve(options: EngineOptions) -> EngineConfig:
 def _refuse_what_is_not_there(options: EngineOptions) -> None:
     if options.nnodes > 1:
         raise ConfigError(f"--nnodes {options.nnodes}: more than one host is not served yet")
-    if options.enable_expert_parallel:
-        raise ConfigError("--enable-expert-parallel is not served yet")
+    if options.data_parallel_size > 1 or options.data_parallel_start_rank is not None:
+        raise ConfigError(f"--data-parallel-size {options.data_parallel_size}: replicas are not served yet")
+    if options.enable_expert_parallel and options.data_parallel_size > 1:
+        raise ConfigError(
+            f"--enable-expert-parallel with --data-parallel-size {options.data_parallel_size}: replicas that share "
+            "experts are not served yet; experts are spread over --tensor-parallel-size ranks"
+        )
     if options.enable_eplb:
         raise ConfigError("--enable-eplb is not served yet")
     if options.enable_dbo:
@@ -103,18 +110,37 @@ class Sizes:
     @staticmethod
     def of(config: EngineConfig) -> Sizes:
         model, scheduler, cache, tp = config.model, config.scheduler, config.cache, config.parallel.tensor_parallel_size
-        arch, stages = model.architecture, range(config.parallel.pipeline_parallel_size)
+        arch = grid.on_a_rank(model.architecture, config.parallel)
+        stages = range(config.parallel.pipeline_parallel_size)
         specs = cache_specs(arch, tp, model.max_model_len)
-        widest = max(layer.feed_forward.width(tp) for layer in arch.layers)
-        hidden = 6 * arch.hidden_size + 3 * widest
         attending = max(layer.attention.workspace(model.max_model_len, tp) for layer in arch.layers)
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
         logits *= model.pooling is None
         return Sizes(
             weights=tuple(_weight_bytes(model, config.parallel, stage) for stage in stages),
             kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
-            workspace=(scheduler.max_num_batched_tokens * hidden + attending) * DTYPE_BYTES[model.dtype] + logits,
+            workspace=(_activations(config, arch) + attending) * DTYPE_BYTES[model.dtype] + logits,
         )
+
+
+def _activations(config: EngineConfig, arch: Architecture) -> int:
+    """Numbers that a rank holds of the largest step's tokens; its experts may be those of every replica's tokens."""
+    parallel, tokens, tp = (
+        config.parallel,
+        config.scheduler.max_num_batched_tokens,
+        config.parallel.tensor_parallel_size,
+    )
+    coming = tokens * parallel.replicas if parallel.is_coupled else tokens
+    inner = max(
+        each.width(tp) * (coming if isinstance(each, SpreadExperts) else tokens)
+        for each in {layer.feed_forward for layer in arch.layers}
+    )
+    count = 6 * tokens * arch.hidden_size + 3 * inner
+    if parallel.is_coupled:
+        most = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, Experts))
+        leaving = tokens // tp * min(most, parallel.expert_ranks)  # each token to every rank where it has an expert
+        count += 8 * max(coming, leaving) * arch.hidden_size
+    return count
 
 
 def _kv_block_bytes(cache: CacheConfig, planes: Counter[CacheShape]) -> int:
@@ -127,7 +153,7 @@ def _kv_block_bytes(cache: CacheConfig, planes: Counter[CacheShape]) -> int:
 
 def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Bytes of one rank's weights as they are held: linear layers and head packed, the rest in the model's type."""
-    arch, stages, tp = model.architecture, parallel.stages, parallel.tensor_parallel_size
+    arch, stages, tp = grid.on_a_rank(model.architecture, parallel), parallel.stages, parallel.tensor_parallel_size
     width, last = DTYPE_BYTES[model.dtype], stage == len(stages) - 1
     matrices = [each for number in stages[stage] for each in arch.layers[number].matrices(arch.hidden_size, tp)]
     head = Matrices(arch.vocab_per_rank(tp), arch.hidden_size)
@@ -182,12 +208,8 @@ def plan_text(config: EngineConfig) -> str:
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
         *grid.lines(parallel, arch),
     ]
-    if parallel.replicas > 1:
-        here = parallel.local_replicas
-        names = "all" if len(here) == parallel.replicas else ", ".join(map(str, here)) or "none"
-        lines.append(f"data parallel {parallel.replicas}, of these replicas on this host: {names}")
-    if not parallel.local_replicas:
-        return lines[0] + "\n" + lines[-1]
+    if parallel.experts is not None:
+        lines.append(_experts_text(arch, parallel, parallel.experts))
     if model.pooling is not None:
         length = f"{model.max_model_len:,} tokens"
         lines.append(f"embeds prompts of up to {length} (--runner pooling): {model.pooling.text()}")
@@ -214,6 +236,17 @@ def plan_text(config: EngineConfig) -> str:
         f"{model.max_model_len:,}; {limits}"
     )
     return "\n".join(lines)
+
+
+def _experts_text(arch: Architecture, parallel: ParallelConfig, experts: ExpertParallelConfig) -> str:
+    count = max(layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, Experts))
+    ranks = parallel.expert_ranks
+    copies = f" and {experts.redundant} copies" * bool(experts.redundant)
+    way = f", tokens by {experts.all2all}" * parallel.is_coupled
+    return (
+        f"{count} experts{copies} of a layer spread over {ranks} ranks ({experts.placement}): "
+        f"{(count + experts.redundant) // ranks} on each{way}"
+    )
 
 
 def _tokens_held(config: EngineConfig) -> int:
@@ -360,12 +393,12 @@ def _may_reuse_prefixes(model: ModelConfig) -> bool:
     return model.pooling is None or not model.pooling.needs_all_tokens
 
 
-def _check_quantization(model: ModelConfig, tp: int, found: Devices) -> None:
+def _check_quantization(model: ModelConfig, arch: Architecture, tp: int, found: Devices) -> None:
+    """`arch` is that of a rank."""
     if model.quantization is None:
         return
     if found.kind != "cpu":
         raise ConfigError(f"--quantization {model.quantization} is served on CPU only so far; leave it out")
-    arch = model.architecture
     for _, columns, _ in {each for layer in set(arch.layers) for each in layer.matrices(arch.hidden_size, tp)}:
         if model.quantization == "int4" and columns % INT4_GROUPS[-1]:
             raise ConfigError(

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, ExpertParallelConfig
 from quire.engine.executor import Pending
 from quire.engine.messages import StepPlan
 from quire.engine.parallel import Links
 from quire.engine.parallel.pipeline import Pipeline
-from quire.engine.parallel.threads import ThreadParallel
 from quire.engine.worker.runner import Runner
+from tests.fakes.ranks import expert_groups
 
 
 class QueuePipeline(Pipeline):
@@ -45,9 +45,11 @@ class ThreadExecutor:
         self._threads: list[threading.Thread] = []
         queues: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(stages)] for _ in range(tp)]
         for stage in range(stages):
-            barrier, shared = threading.Barrier(tp), [torch.empty(0)] * tp
-            for rank in range(tp):
-                links = Links(ThreadParallel(rank, tp, barrier, shared), QueuePipeline(stage, stages, queues[rank]))
+            spread = parallel.experts or ExpertParallelConfig()
+            groups, _ = expert_groups(1, tp, spread)
+            for rank, group in enumerate(groups):
+                experts = None if parallel.experts is None else group
+                links = Links(group.tp, QueuePipeline(stage, stages, queues[rank]), experts)
                 runner = Runner(config, stage * tp + rank, links, torch.device("cpu"))
                 plans: SimpleQueue[tuple[StepPlan, Future[Any]] | None] = SimpleQueue()
                 self._plans.append(plans)

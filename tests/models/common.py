@@ -13,7 +13,7 @@ from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loading import load_model
-from quire.engine.parallel import Parallel
+from quire.engine.parallel import ExpertGroup, Parallel, Peers
 from quire.engine.resolve import resolve
 
 CPU = torch.device("cpu")
@@ -29,6 +29,8 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
     positions = torch.arange(count)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     blocks = -(-count // 4)
+    spread = config.parallel.experts
+    experts = None if spread is None else ExpertGroup(spread, parallel, Peers(), Peers())
     batch = Batch(
         token_ids=tokens,
         positions=positions,
@@ -39,7 +41,7 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
         sampled=positions,
     )
     for stage, layers in enumerate(config.parallel.stages):
-        decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU)
+        decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)
         shapes = [arch.layers[number].attention.kv_shape(parallel.size) for number in layers]
         caches = [
             kernels.allocate_kv_cache(1, blocks, kv_heads, 4, head_dim, dtype, CPU, sides)[0]
