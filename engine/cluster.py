@@ -362,6 +362,8 @@ class Follower:
         self._inbox: SimpleQueue[bytes | Ended] = SimpleQueue()
         self._answered = threading.Event()
         self._is_welcome = False
+        self.ended: Ended | None = None
+        """What `receive` will raise once it has given the messages before."""
         self._heard = 0.0
         self._socket = _Socket(zmq.DEALER, ipv6=":" in address)
         self._socket.zmq.setsockopt(zmq.RECONNECT_IVL, 200)
@@ -437,7 +439,7 @@ class Follower:
             self._is_welcome = True
             self._answered.set()
         elif kind == _END:
-            self._inbox.put(Ended(body.decode(errors="replace")))
+            self._end(Ended(body.decode(errors="replace")))
             self._answered.set()
         return kind == _END
 
@@ -450,9 +452,13 @@ class Follower:
         else:
             return False
         reason = f"{self._leader} was lost: {how}"
-        self._inbox.put(Ended(reason, is_lost=True))
+        self._end(Ended(reason, is_lost=True))
         self._on_lost(reason)
         return True
+
+    def _end(self, ended: Ended) -> None:
+        self.ended = ended
+        self._inbox.put(ended)
 
 
 def address_towards(host: str, seconds: float = 0.0) -> str:

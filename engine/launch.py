@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NoReturn
 
-from quire.engine.config import EngineConfig, ParallelConfig
-
-LOOPBACK = "127.0.0.1"
+from quire.engine.config import EngineConfig, EngineOptions
 
 
 @dataclass(frozen=True)
@@ -72,3 +72,12 @@ def start_core(config: EngineConfig, endpoints: Endpoints, log_level: str = "inf
     core.stdin.write(pickle.dumps((config, endpoints, log_level)))
     core.stdin.flush()
     return core
+
+
+def become_node(options: EngineOptions, log_level: str) -> NoReturn:
+    """Turn this process into that of another node than 0 (see `quire.engine.executor.nodes.main`)."""
+    reader, writer = os.pipe()
+    os.write(writer, pickle.dumps((options, log_level)))
+    os.close(writer)
+    os.dup2(reader, 0)
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "quire.engine.executor.nodes"])

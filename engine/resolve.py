@@ -70,8 +70,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
 
 
 def _refuse_what_is_not_there(options: EngineOptions) -> None:
-    if options.nnodes > 1:
-        raise ConfigError(f"--nnodes {options.nnodes}: more than one host is not served yet")
     if options.data_parallel_size > 1 or options.data_parallel_start_rank is not None:
         raise ConfigError(f"--data-parallel-size {options.data_parallel_size}: replicas are not served yet")
     if options.enable_expert_parallel and options.data_parallel_size > 1:

@@ -62,7 +62,8 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
     """
     if config.parallel.node:
         raise ConfigError(
-            f"--node-rank {config.parallel.node}: node 0 has the API; the others are started with quire serve --headless"
+            f"--node-rank {config.parallel.node}: node 0 has the API; the others are started with "
+            "quire serve --headless"
         )
     match config.parallel.executor:
         case "uni":

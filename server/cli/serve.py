@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 from quire.engine import log, process
 from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.errors import ConfigError
+from quire.engine.grid import ranks_here
+from quire.engine.launch import become_node
 from quire.engine.resolve import fetch_weights, plan_text, resolve
 from quire.server.cli import flags
 from quire.server.cli.listen import address, listen
@@ -60,10 +62,10 @@ def run(parsed: argparse.Namespace) -> int:
     options, server = read_options(parsed)
     log.setup(server.log_level, "api")
     server.check()
+    if options.nnodes > 1 or server.headless:
+        _check_node(options, server)
     if server.headless:
-        from quire.server.cli.headless import serve_replicas
-
-        return serve_replicas(options, server)
+        become_node(options, server.log_level)
     Keys.load(server)
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
     process.set_name("quire-api")
@@ -86,6 +88,19 @@ def run(parsed: argparse.Namespace) -> int:
         except EngineUnavailable as failure:
             print(f"quire: error: {failure}", file=sys.stderr)
             return 1
+
+
+def _check_node(options: EngineOptions, server: ServerOptions) -> None:
+    """Raise `ConfigError` where the API is not on node 0, or a node is meant to have none and is alone."""
+    if options.nnodes == 1:
+        raise ConfigError("--headless is for the other nodes of a server on several hosts: --nnodes N --node-rank R")
+    if server.headless and options.node_rank == 0:
+        raise ConfigError(
+            "--headless with --node-rank 0: node 0 has the API; leave --headless out, or give this node's rank"
+        )
+    if not server.headless and options.node_rank != 0:
+        raise ConfigError(f"--node-rank {options.node_rank}: node 0 has the API; start this node with --headless")
+    ranks_here(options)
 
 
 def read_options(parsed: argparse.Namespace) -> tuple[EngineOptions, ServerOptions]:

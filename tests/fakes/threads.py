@@ -38,7 +38,7 @@ class ThreadExecutor:
     """Loads as it is made, and runs each rank's plans in a thread."""
 
     def __init__(self, config: EngineConfig) -> None:
-        parallel = config.parallel
+        self.config, parallel = config, config.parallel
         tp, stages = parallel.tensor_parallel_size, len(parallel.stages)
         self.seconds: dict[str, float] = {}
         self._plans: list[SimpleQueue[tuple[StepPlan, Future[Any]] | None]] = []
@@ -76,7 +76,7 @@ class ThreadExecutor:
     def check(self) -> None:
         """Threads do not die."""
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         for plans in self._plans:
             plans.put(None)
         for thread in self._threads:

@@ -1,0 +1,521 @@
+"""The ranks of one replica on several hosts, without Ray.
+
+Node 0 has the engine core. The others join it (`quire.engine.cluster`), and `serve_node` runs their ranks. Plans and
+results go over that connection, hidden states over torch.distributed. Every node resolves the options for itself, as
+its model folder and its memory are its own; what comes of them must be the same but for the number of KV blocks, of
+which all use the least.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+
+import msgspec
+
+from quire.engine import cluster, log, process
+from quire.engine.cluster import Ended, Follower, Hello, Leader
+from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.errors import ConfigError
+from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, WorkerError
+from quire.engine.executor.ranks import LocalRanks, RankFailed, name_late, ranks_text
+from quire.engine.messages import StepPlan, StepResult
+from quire.engine.resolve import fetch_weights, resolve
+
+_GRACE = 2.0
+"""Seconds to find out whose trouble came first, when it may have spread: a node takes a second for its own ranks."""
+_FAREWELL = 10.0
+"""Seconds that a node waits to be told why all end, after it has told that its ranks cannot go on."""
+_TELLING = 5.0
+"""Seconds that a node tries to tell the others that it cannot even begin."""
+_PROGRESS_SECONDS = 1.0
+
+_NODES_OWN = frozenset(
+    {
+        *("model", "tokenizer", "revision", "node_rank", "master_addr", "master_port"),
+        *("distributed_timeout_seconds", "gpu_memory_utilization", "kv_cache_memory_bytes"),
+    }
+)
+"""Options that may differ from node to node."""
+
+logger = logging.getLogger("quire.engine.nodes")
+
+
+class Offer(msgspec.Struct, kw_only=True):
+    """What a node can do, in its `Hello`."""
+
+    terms: dict[str, str] = {}
+    """By option, what it came to; the same on all nodes."""
+    num_blocks: int = 0
+    error: str = ""
+    """Why it cannot begin at all."""
+
+
+class Begin(msgspec.Struct):
+    """The first message to a node; plans follow."""
+
+    num_blocks: int
+    init_method: str
+
+
+class NodeReady(msgspec.Struct, tag=True, array_like=True):
+    """The node's ranks are loaded."""
+
+    seconds: dict[str, float]
+
+
+class NodeProgress(msgspec.Struct, tag=True, array_like=True):
+    """What its ranks have come to, as `LocalRanks.progress` says it."""
+
+    progress: list[int]
+
+
+class NodeFailed(msgspec.Struct, tag=True, array_like=True):
+    """Its ranks cannot go on. If this is certain, nothing else was the cause; `user_error` is for the user alone."""
+
+    reason: str
+    is_certain: bool
+    user_error: bool = False
+
+
+class Lost(msgspec.Struct):
+    """The node itself is gone."""
+
+    reason: str
+
+
+FromNode = NodeReady | NodeProgress | NodeFailed | StepResult
+
+
+class NodesExecutor:
+    """The ranks of node 0, and through their nodes those of the others."""
+
+    def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
+        parallel, begun = config.parallel, time.monotonic()
+        self.mine = introduce(config.options, offer(config), config)
+        set_interfaces(config)
+        self._on_end = on_end
+        self._inbox: SimpleQueue[tuple[int, FromNode | Lost]] = SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._pending: deque[NodesPending] = deque()
+        self._arrived: deque[StepResult] = deque()
+        self._progress = dict.fromkeys(range(parallel.world_size), -1)
+        self._names = {0: self.mine.name}
+        self._ranks: LocalRanks | None = None
+        self._leader = Leader(
+            parallel.master[1],
+            range(1, parallel.nodes),
+            on_lost=lambda number, reason: self._put(number, Lost(reason)),
+            on_message=lambda number, body: self._put(number, self._decode(body)),
+        )
+        try:
+            hellos = self._leader.wait(parallel.timeout)
+            self._names |= {number: hello.name for number, hello in hellos.items()}
+            num_blocks = self._agree(config, hellos)
+            self.config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
+            joined = time.monotonic()
+            init_method = f"tcp://{_bracketed(parallel.master[0])}:{_free_port()}"
+            for number in hellos:
+                self._leader.send(number, msgspec.msgpack.encode(Begin(num_blocks, init_method)))
+            self._ranks = LocalRanks(self.config, parallel.ranks_of(0), init_method, log_level, on_end)
+            self._ranks.listen(self._bell, self._take)
+            self._loading = set(hellos)
+            self.seconds: dict[str, float] = {}
+            while self._loading or not self._ranks.is_ready:
+                self._poll(None)
+        except BaseException as error:
+            self.close(str(error) or type(error).__name__)
+            raise
+        slowest = max(self.seconds, self._ranks.seconds, key=lambda each: sum(each.values()))
+        self.seconds = {"join nodes": joined - begun, **slowest}
+
+    def _agree(self, config: EngineConfig, hellos: dict[int, Hello]) -> int:
+        """The KV blocks that every node has; raises `ConfigError` for a node that cannot serve, or not the same."""
+        offers = {0: offer(config)}
+        for number, hello in sorted(hellos.items()):
+            offers[number] = theirs = msgspec.msgpack.decode(hello.body, type=Offer)
+            for name, ours in self.mine.versions.items():
+                if hello.versions.get(name) != ours:
+                    self._leader.check(self.mine, hello)
+            if theirs.error:
+                raise ConfigError(f"{hello.name}: {theirs.error}")
+            self._leader.check(self.mine, hello)
+            for option, here in offers[0].terms.items():
+                if (there := theirs.terms.get(option)) != here:
+                    flag = f"--{option.replace('_', '-')}"
+                    raise ConfigError(
+                        f"{hello.name} was started with {flag} {there}, and {self.mine.name} with {here}; give every "
+                        "node the same"
+                    )
+            if _is_loopback(config.parallel.master[0]) and not _is_loopback(_address(hello)):
+                raise ConfigError(
+                    f"--master-addr {config.parallel.master[0]}: {hello.name} cannot reach that address of "
+                    "node 0; start every node with one that it can"
+                )
+        least = min(offers, key=lambda number: offers[number].num_blocks)
+        if (num_blocks := offers[least].num_blocks) < config.cache.num_blocks:
+            logger.warning(
+                "the KV cache has %s blocks on every node instead of %s: no more fit on %s",
+                f"{num_blocks:,}",
+                f"{config.cache.num_blocks:,}",
+                self._names[least],
+            )
+        return num_blocks
+
+    def submit(self, plan: StepPlan) -> NodesPending:
+        assert self._ranks is not None
+        encoded = self._encode(plan)
+        for number in range(1, self.config.parallel.nodes):
+            self._leader.send(number, encoded)
+        # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
+        self._ranks.write(encoded, while_waiting=self.check)
+        pending = NodesPending(self, plan.step, STEP_TIMEOUT if plan.num_rows else SIGN_OF_LIFE_TIMEOUT)
+        self._pending.append(pending)
+        return pending
+
+    def receive(self, step: int, timeout: float) -> StepResult:
+        """The next result; raises `WorkerError` when a rank or a node dies, fails or hangs instead."""
+        deadline = time.monotonic() + timeout
+        while not self._arrived:
+            if not self._poll(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                raise WorkerError(f"{self._late(step)} did not answer within {timeout:.0f} s")
+        return self._arrived.popleft()
+
+    def check(self) -> None:
+        """Raise `WorkerError` if a rank has ended, or a node."""
+        while self._poll(0):
+            pass
+
+    def close(self, reason: str = "") -> None:
+        """End every rank of every node."""
+        self._leader.close(reason)
+        if self._ranks is not None:
+            self._ranks.kill() if reason else self._ranks.close()
+            self._ranks = None
+            os.close(self._bell)
+
+    def _put(self, number: int, message: FromNode | Lost) -> None:
+        """From the leader's thread. A core that is idle is told of trouble besides."""
+        self._inbox.put((number, message))
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+        if isinstance(message, NodeFailed | Lost):
+            self._on_end()
+
+    def _poll(self, timeout: float | None) -> bool:
+        assert self._ranks is not None
+        try:
+            has_news = self._ranks.poll(timeout)
+        except RankFailed as failure:
+            raise WorkerError(self._blame(0, failure)) from None
+        self._arrived += self._ranks.arrived
+        self._ranks.arrived.clear()
+        return has_news
+
+    def _take(self) -> None:
+        """What other nodes have sent; raises `WorkerError` and `ConfigError` for those in trouble."""
+        os.eventfd_read(self._bell)
+        while True:
+            try:
+                number, message = self._inbox.get_nowait()
+            except Empty:
+                return
+            match message:
+                case StepResult():
+                    self._arrived.append(message)
+                case NodeReady(seconds):
+                    self._loading.discard(number)
+                    self.seconds = max(self.seconds, seconds, key=lambda each: sum(each.values()))
+                case NodeProgress(progress):
+                    self._progress |= zip(self.config.parallel.ranks_of(number), progress, strict=True)
+                case NodeFailed(reason, user_error=True):
+                    raise ConfigError(f"{self._names[number]}: {reason}")
+                case NodeFailed(reason, is_certain):
+                    raise WorkerError(self._blame(number, RankFailed(reason, is_certain=is_certain)))
+                case Lost(reason):
+                    raise WorkerError(reason)
+
+    def _blame(self, number: int, failure: RankFailed) -> str:
+        """The text for a rank in trouble on a node, or for what was its cause.
+
+        When a rank or a node goes, the ranks that were talking to it fail on every node.
+        """
+        assert self._ranks is not None
+        deadline = time.monotonic() + _GRACE
+        unheard = set(range(self.config.parallel.nodes)) - {number}
+        while not failure.is_certain and unheard and time.monotonic() < deadline:
+            if 0 in unheard and (killed := self._ranks.killed(0.0)) is not None:
+                number, failure = 0, killed
+                break
+            with contextlib.suppress(Empty):
+                match self._inbox.get(timeout=0.05):
+                    case other, Lost(reason):
+                        return reason
+                    case other, NodeFailed(reason, is_certain):
+                        unheard.discard(other)
+                        if is_certain:
+                            number, failure = other, RankFailed(reason, is_certain=True)
+        return f"{failure} on {self._names[number]}"
+
+    def _late(self, step: int) -> str:
+        """The ranks that keep a step from its result, with their nodes."""
+        assert self._ranks is not None
+        self._progress |= zip(self._ranks.ranks, self._ranks.progress, strict=True)
+        late, parallel = name_late(self._progress, step), self.config.parallel
+        texts = []
+        for number, name in sorted(self._names.items()):
+            if theirs := [rank for rank in late if rank in parallel.ranks_of(number)]:
+                texts.append(f"{ranks_text(theirs)} on {name}")
+        return " and ".join(texts)
+
+
+class NodesPending:
+    """A step under way; taking a later result first would be our own mistake."""
+
+    def __init__(self, executor: NodesExecutor, step: int, timeout: float) -> None:
+        self._executor = executor
+        self._step = step
+        self._timeout = timeout
+
+    def result(self) -> StepResult:
+        assert self._executor._pending.popleft() is self
+        result = self._executor.receive(self._step, self._timeout)
+        assert result.step == self._step
+        return result
+
+
+def serve_node(options: EngineOptions, log_level: str) -> int:
+    """Run the ranks of node `options.node_rank` until node 0 ends; returns the exit code, 1 when there was trouble.
+
+    Raises `ConfigError` when they cannot begin; node 0 is told, too.
+    """
+    try:
+        config = resolve(options)
+        fetch_weights(options, config)
+    except ConfigError as error:
+        _tell(options, str(error))
+        raise
+    set_interfaces(config)
+    try:
+        node = Node(config, log_level)
+    except Ended as refusal:
+        raise ConfigError(refusal.reason) from None
+    try:
+        node.serve()
+    except Ended as end:
+        if end.reason:
+            logger.error("%s", end.reason)
+        else:
+            logger.info("node 0 has ended")
+        return 1 if end.reason else 0
+    finally:
+        node.close()
+    raise AssertionError
+
+
+class Node:
+    """The ranks of a host that follows node 0."""
+
+    def __init__(self, config: EngineConfig, log_level: str) -> None:
+        self._config, self._log_level = config, log_level
+        self._ranks: LocalRanks | None = None
+        self._failure: NodeFailed | None = None
+        self._is_over = threading.Event()
+        self._results: threading.Thread | None = None
+        self._farewell = "it was stopped"
+        self._follower = _join(
+            config.options, introduce(config.options, offer(config), config), config.parallel.timeout
+        )
+
+    def serve(self) -> None:
+        """Returns never; raises `Ended`."""
+        begin = msgspec.msgpack.decode(self._follower.receive(None), type=Begin)
+        config = replace(self._config, cache=replace(self._config.cache, num_blocks=begin.num_blocks))
+        ranks = config.parallel.ranks_of(config.parallel.node)
+        self._ranks = LocalRanks(config, ranks, begin.init_method, self._log_level, on_end=lambda: None)
+        self._results = threading.Thread(target=self._send_results, args=(self._ranks,), daemon=True, name="results")
+        self._results.start()
+        while True:
+            try:
+                plan = self._follower.receive(_PROGRESS_SECONDS)
+            except TimeoutError:
+                self._check()
+            else:
+                self._ranks.write(plan, while_waiting=self._check)
+
+    def _check(self) -> None:
+        """Raise `Ended` once node 0 has ended, or was told that our ranks have and did not answer."""
+        if (ended := self._follower.ended) is not None:
+            raise ended
+        if self._failure is not None:
+            deadline = time.monotonic() + _FAREWELL
+            with contextlib.suppress(TimeoutError):
+                while (left := deadline - time.monotonic()) > 0:
+                    self._follower.receive(left)
+            self._farewell = self._failure.reason
+            raise Ended(self._failure.reason)
+
+    def _send_results(self, ranks: LocalRanks) -> None:
+        """In a thread: whatever the ranks say goes to node 0."""
+        encode, send = msgspec.msgpack.Encoder().encode, self._follower.send
+        progress, has_told_ready, next_look = list[int](), False, 0.0
+        try:
+            while not self._is_over.is_set():
+                ranks.poll(_PROGRESS_SECONDS)
+                while ranks.arrived:
+                    send(encode(ranks.arrived.popleft()))
+                if ranks.is_ready and not has_told_ready:
+                    has_told_ready = True
+                    send(encode(NodeReady(ranks.seconds)))
+                if (now := time.monotonic()) >= next_look and ranks.progress != progress:
+                    progress, next_look = ranks.progress, now + _PROGRESS_SECONDS
+                    send(encode(NodeProgress(progress)))
+        except ConfigError as error:
+            self._failure = NodeFailed(str(error), is_certain=True, user_error=True)
+        except RankFailed as error:
+            self._failure = NodeFailed(str(error), is_certain=error.is_certain)
+        except Exception as error:
+            logger.exception("the results of this node's ranks cannot be sent")
+            self._failure = NodeFailed(f"{type(error).__name__}: {error}", is_certain=True)
+        if self._failure is not None:
+            send(encode(self._failure))
+
+    def close(self) -> None:
+        """End the ranks, and leave."""
+        self._is_over.set()
+        if self._results is not None:
+            self._results.join(2 * _PROGRESS_SECONDS)
+        if self._ranks is not None:
+            self._ranks.kill()
+        self._follower.close(self._farewell)
+
+
+def offer(config: EngineConfig) -> Offer:
+    """What this node can do."""
+    options, model = config.options, config.model
+    terms = {
+        field.name: getattr(options, field.name)
+        for field in dataclasses.fields(EngineOptions)
+        if field.name not in _NODES_OWN
+    }
+    terms |= {
+        "runner": "generate" if model.pooling is None else "pooling",
+        "device": config.parallel.device,
+        "pipeline_layer_partition": ",".join(str(len(layers)) for layers in config.parallel.stages),
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "max_model_len": model.max_model_len,
+        "load_format": model.load_format,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "kv_cache_dtype": config.cache.dtype,
+    }
+    return Offer(terms={name: str(value) for name, value in terms.items()}, num_blocks=config.cache.num_blocks)
+
+
+def introduce(options: EngineOptions, offered: Offer, config: EngineConfig | None, seconds: float = 0.0) -> Hello:
+    """This node, as the others know it; without a `config` it cannot begin. Raises `ConfigError` as `address_towards`.
+
+    A name of node 0 that is not known yet is asked for again for so many seconds.
+    """
+    return Hello(
+        name=f"node {options.node_rank} ({cluster.address_towards(options.master_addr, seconds)})",
+        number=options.node_rank,
+        versions=cluster.versions(),
+        model={} if config is None else cluster.fingerprint(config.model.path),
+        body=msgspec.msgpack.encode(offered),
+    )
+
+
+def set_interfaces(config: EngineConfig) -> None:
+    """Have gloo and NCCL use the interface that reaches node 0, unless the user has chosen one.
+
+    gloo would take the address of the host's name, which often is 127.0.0.1. Raises `ConfigError` when this host has no
+    such interface. Processes that are started later inherit it.
+    """
+    own = cluster.address_towards(config.parallel.master[0])
+    interface = cluster.interface_of(own)
+    if interface is None:
+        raise ConfigError(f"QUIRE_HOST_IP={own}: no network interface of this host has that address")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        logger.debug("%s=%s", name, os.environ.setdefault(name, interface))
+
+
+def _join(options: EngineOptions, hello: Hello, seconds: float) -> Follower:
+    address, port = options.master_addr, options.master_port
+    leader = "node 0" if address in hello.name else f"node 0 ({address})"
+    return Follower(address, port, hello, seconds=seconds, on_lost=lambda reason: None, leader=leader)
+
+
+def _tell(options: EngineOptions, error: str) -> None:
+    """Let node 0 know why this one cannot begin, if it is there."""
+    with contextlib.suppress(ConfigError, Ended):
+        follower = _join(options, introduce(options, Offer(error=error), None), _TELLING)
+        try:
+            follower.receive(_TELLING)
+        except TimeoutError:
+            pass
+        finally:
+            follower.close(error)
+
+
+def _address(hello: Hello) -> str:
+    return hello.name.rpartition("(")[2].rstrip(")")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
+
+
+def main() -> int:
+    """The process of `quire serve --headless` on another node than 0; its options come by standard input."""
+    options, log_level = pickle.load(sys.stdin.buffer)
+    log.setup(log_level, f"node {options.node_rank}")
+    process.set_name(f"quire-node-{options.node_rank}")
+
+    def on_signal(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    try:
+        return serve_node(options, log_level)
+    except ConfigError as error:
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        logger.info("stopped")
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
