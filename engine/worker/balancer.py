@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from quire.engine.architecture import Architecture, Experts
-from quire.engine.config import ParallelConfig
+from quire.engine.architecture import Experts
+from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.messages import ExpertLoad
 from quire.engine.models.decoder import Decoder
-from quire.engine.parallel import ExpertGroup, Pipeline, Placement
+from quire.engine.parallel import ExpertGroup, Links, Pipeline, Placement
 from quire.engine.parallel.balance import Move, moves, rank_loads, rebalance, rounds
 
 TOLD_STEPS = 100
@@ -35,23 +35,17 @@ class Balancer:
 
     def __init__(
         self,
-        decoder: Decoder,
-        arch: Architecture,
-        parallel: ParallelConfig,
+        layers: Mapping[int, MixtureOfExperts],
+        counts: dict[int, int],
         group: ExpertGroup,
         pipeline: Pipeline,
         device: torch.device,
     ) -> None:
+        """`layers` are those of this stage that have experts; `counts` how many, also of the stages before it."""
         self._group, self._pipeline, self._config, self._device = group, pipeline, group.config, device
-        self._layers = [
-            layer.feed_forward for layer in decoder.layers.values() if isinstance(layer.feed_forward, MixtureOfExperts)
-        ]
-        layers = parallel.stages[pipeline.stage]
-        specs = [(number, arch.layers[number].feed_forward) for number in range(layers.stop)]
-        self._counts = {number: spec.num_experts for number, spec in specs if isinstance(spec, Experts)}
-        """Of this stage and those before it."""
-        self._num_before = sum(count for number, count in self._counts.items() if number < layers.start)
-        self._sizes = [count for number, count in self._counts.items() if number in layers]
+        self._layers, self._counts = list(layers.values()), counts
+        self._sizes = [counts[number] for number in layers]
+        self._num_before = sum(counts.values()) - sum(self._sizes)
         self._every = min(TOLD_STEPS, self._config.step_interval) if self._config.is_balanced else TOLD_STEPS
         self._steps = self._moved = 0
         self._told = self._balanced = [[0] * size for size in self._sizes]
@@ -60,6 +54,18 @@ class Balancer:
         """Layers whose experts are to be moved, and the load to do so by."""
         if self._config.is_balanced and self._layers:
             self._check_forms()
+
+    @staticmethod
+    def of(decoder: Decoder, config: EngineConfig, links: Links, device: torch.device) -> Balancer | None:
+        """That of a rank, if its layers' experts are spread."""
+        if links.experts is None:
+            return None
+        arch, stage = config.model.architecture, config.parallel.stages[links.pipeline.stage]
+        specs = [(number, arch.layers[number].feed_forward) for number in range(stage.stop)]
+        counts = {number: spec.num_experts for number, spec in specs if isinstance(spec, Experts)}
+        modules = {int(name): layer.feed_forward for name, layer in decoder.layers.items()}
+        layers = {number: layer for number, layer in modules.items() if isinstance(layer, MixtureOfExperts)}
+        return Balancer(layers, counts, links.experts, links.pipeline, device)
 
     def step(self) -> ExpertLoad | None:
         """Before each step of the model; sometimes there is something to tell, on the last stage."""

@@ -73,10 +73,7 @@ class Runner:
         least, most = _SCORED_AT_ONCE
         self._scored_at_once = max(least, min(most, config.scheduler.max_num_seqs))
         self._model = load_model(config, rank, links.tp, device, experts=links.experts)
-        self._balancer: Balancer | None = None
-        if links.experts is not None and isinstance(self._model, Decoder):
-            grid = config.parallel, links.experts, links.pipeline
-            self._balancer = Balancer(self._model, arch, *grid, device)
+        self._balancer = Balancer.of(self._model, config, links, device) if isinstance(self._model, Decoder) else None
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
