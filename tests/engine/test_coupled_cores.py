@@ -7,34 +7,24 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from queue import SimpleQueue
 
 import pytest
 
 from quire.engine import core as cores
 from quire.engine.config import ExpertParallelConfig
-from quire.engine.core import Core, Inbound, first_cause
-from quire.engine.executor import WorkerError
+from quire.engine.core import Core, first_cause
+from quire.engine.executor import Executor, WorkerError
 from quire.engine.messages import (
     LOST_TOUCH,
-    Alive,
     Fault,
-    Outputs,
-    Probe,
-    SamplingParams,
     Shutdown,
     StepPlan,
     StepResult,
-    Submit,
-    ToServer,
-    Wake,
 )
 from tests.engine.test_scheduler import continuation
 from tests.fakes.configs import engine_config
+from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
 from tests.fakes.model import FakeModel
-from tests.fakes.outputs import each
-
-WAIT = 5.0
 
 
 class Meeting:
@@ -94,96 +84,31 @@ class MeetingExecutor:
         pass
 
 
-class LinkedWire:
-    """Of a core among others; every answer goes to one queue."""
-
-    def __init__(self, replica: int, replicas: int) -> None:
-        self.replica, self.num_clients = replica, 1
-        self.peers = tuple(number for number in range(replicas) if number != replica)
-        self.wires: list[LinkedWire] = []
-        self.inbox: SimpleQueue[Inbound] = SimpleQueue()
-        self.sent: SimpleQueue[ToServer] = SimpleQueue()
-        self.num_wakes = 0
-        self.tokens: dict[str, list[int]] = {}
-        self.ended: set[str] = set()
-
-    def send(self, client: int, message: ToServer) -> None:
-        self.sent.put(message)
-
-    def send_peers(self, message: Wake | Fault) -> None:
-        self.num_wakes += isinstance(message, Wake)
-        for peer in self.peers:
-            self.wires[peer].inbox.put(message)
-
-    def answer(self, request_id: str) -> list[int]:
-        """Its tokens, once it has ended."""
-        while request_id not in self.ended:
-            message = self.sent.get(timeout=WAIT)
-            for output in each(message) if isinstance(message, Outputs) else ():
-                self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
-                if output.finish_reason is not None:
-                    assert output.finish_reason == "length", output.error
-                    self.ended.add(output.request_id)
-        return self.tokens[request_id]
-
-
 @dataclass
-class Replicas:
-    wires: list[LinkedWire]
-    cores: list[Core]
+class Met(Replicas):
     meeting: Meeting
-    threads: list[threading.Thread]
-
-    def submit(self, replica: int, request_id: str, prompt: list[int], max_tokens: int) -> None:
-        self.wires[replica].inbox.put(Submit(0, request_id, prompt, SamplingParams(max_tokens=max_tokens)))
-
-    def probe(self, replica: int) -> None:
-        wire = self.wires[replica]
-        wire.inbox.put(Probe(0, 5))
-        while not isinstance(wire.sent.get(timeout=WAIT), Alive):
-            pass
 
     def steps(self) -> list[int]:
         return [len(plans) for plans in self.meeting.plans]
 
 
 @contextmanager
-def running(replicas: int, stages: int, depth: int) -> Iterator[Replicas]:
+def running(replicas: int, stages: int, depth: int) -> Iterator[Met]:
     """The cores, which all end by themselves, with nothing under way, once they are to stop."""
     config = engine_config(stages=stages, depth=depth)
-    cache, scheduler = config.cache, config.scheduler
-    wires = [LinkedWire(replica, replicas) for replica in range(replicas)]
-    meeting, made, failures = Meeting(replicas), [], []
-    for replica, wire in enumerate(wires):
-        wire.wires = wires
-        model = FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=stages == 1)
-        parallel = replace(config.parallel, replicas=replicas, replica=replica, experts=ExpertParallelConfig())
-        executor = MeetingExecutor(replica, meeting, model)
-        made.append(Core(replace(config, parallel=parallel), executor, wire))  # type: ignore[arg-type]
-
-    def run(core: Core) -> None:
-        try:
-            core.run()
-        except BaseException as error:
-            failures.append(error)
-            meeting.end()
-
-    threads = [threading.Thread(target=run, args=(core,), daemon=True) for core in made]
-    for thread in threads:
-        thread.start()
-    try:
-        yield Replicas(wires, made, meeting, threads)
-    finally:
-        for wire in wires:
-            wire.inbox.put(Shutdown())
-        for thread in threads:
-            thread.join(WAIT)
-    assert not failures
-    assert not any(thread.is_alive() for thread in threads)
+    config = replace(config, parallel=replace(config.parallel, replicas=replicas, experts=ExpertParallelConfig()))
+    cache, scheduler, meeting = config.cache, config.scheduler, Meeting(replicas)
+    executors: list[Executor] = [
+        MeetingExecutor(
+            replica,
+            meeting,
+            FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=stages == 1),
+        )
+        for replica in range(replicas)
+    ]
+    with serving(config, executors, on_failure=meeting.end) as them:
+        yield Met(them.wires, them.cores, meeting)
     assert len({len(plans) for plans in meeting.plans}) == 1
-    for core in made:
-        core.scheduler.check_integrity()
-        assert not core.in_flight
 
 
 @pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2), (3, 3)])
