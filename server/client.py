@@ -144,6 +144,7 @@ class Stream:
                 earlier.prompt_logprobs.extend(output.prompt_logprobs)
             earlier.finish_reason = output.finish_reason
             earlier.stop_token_id = output.stop_token_id
+            earlier.num_cached_tokens = max(earlier.num_cached_tokens, output.num_cached_tokens)
             earlier.error = output.error
         if output.finish_reason is not None:
             self._open.discard(output.request_id)

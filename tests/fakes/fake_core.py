@@ -2,9 +2,10 @@
 
 It answers a request with the prompt's own tokens, one a step, and the end-of-sequence token; with `ignore_eos` it
 starts over until `max_tokens`. Special tokens in the prompt (tests.fakes.tokenizers.COMMANDS) are not echoed but
-obeyed. Run as `python -m tests.fakes.fake_core MODE REQUESTS RESPONSES …`; MODE `dead` reports a death instead of
-starting, `loading` never gets ready, `stubborn` gets ready and then does nothing, nor does it stop; `one at a time`
-lets the others wait. For a model that embeds, the vector of a prompt is `vector` of its tokens.
+obeyed. Run as `python -m tests.fakes.fake_core MODE REPLICA REQUESTS RESPONSES …`; MODE `dead` reports a death instead
+of starting, `loading` never gets ready, `stubborn` gets ready and then does nothing, nor does it stop; `one at a time`
+lets the others wait; `slow` takes 10 ms for a step. For a model that embeds, the vector of a prompt is `vector` of its
+tokens.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def start(config: EngineConfig, endpoints: Endpoints, log_level: str, mode: str 
     """In place of `quire.engine.launch.start_core`."""
     if config.model.pooling is not None and not mode:
         mode = f"embed {config.model.pooling.size}"
-    command = [sys.executable, "-m", "tests.fakes.fake_core", mode, endpoints.requests[0], *endpoints.responses]
-    return subprocess.Popen(command, stdin=subprocess.PIPE)
+    replica = config.parallel.replica
+    command = [sys.executable, "-m", "tests.fakes.fake_core", mode, str(replica), endpoints.requests[replica]]
+    return subprocess.Popen([*command, *endpoints.responses], stdin=subprocess.PIPE)
 
 
 def vector(tokens: list[int], size: int) -> list[float]:
@@ -63,7 +65,12 @@ def vector(tokens: list[int], size: int) -> list[float]:
 
 
 class FakeCore:
-    def __init__(self, requests: str, responses: list[str], width: int | None = None, size: int = 0) -> None:
+    def __init__(
+        self, replica: int, requests: str, responses: list[str], width: int | None = None, size: int = 0
+    ) -> None:
+        self.replica = replica
+        self.milliseconds = 1
+        """That a step takes at least."""
         self.width = width
         """Requests that run at once; None: all."""
         self.size = size
@@ -92,7 +99,7 @@ class FakeCore:
 
     def run(self) -> None:
         while True:
-            while self.requests.poll(1 if self.running else 1000):
+            while self.requests.poll(self.milliseconds if self.running else 1000):
                 message = self.decoder.decode(self.requests.recv())
                 if isinstance(message, Shutdown):
                     return
@@ -109,9 +116,9 @@ class FakeCore:
                 self.abort(request_ids)
             case Join(client):
                 self.abort([i for i in self.running if self.clients[i] == client])
-                self.send(client, Ready({}))
+                self.send(client, Ready({}, self.replica))
             case Probe(client, probe_id) if not self.is_mute:
-                self.send(client, Alive(probe_id))
+                self.send(client, Alive(probe_id, self.replica))
 
     def abort(self, request_ids: list[str]) -> None:
         ended = [i for i in request_ids if self.running.pop(i, None) is not None]
@@ -144,10 +151,10 @@ class FakeCore:
         columns = [output for output in plain if output.request_id in self.told]
         self.told.update(output.request_id for output in first)
         ids, tokens = [output.request_id for output in columns], [output.token_ids[0] for output in columns]
-        self.send(client, Outputs(first + full, self.stats, ids, tokens))
+        self.send(client, Outputs(first + full, self.stats, ids, tokens, self.replica))
 
     def echo(self, request: Submit) -> Iterator[RequestOutput]:
-        """The outputs of a request, one for each step; those without tokens are not sent."""
+        """The outputs of a request behind what it has had, one for each step; those without tokens are not sent."""
         prompt, params = request.prompt_token_ids, request.params
         room = MAX_MODEL_LEN - len(prompt)
         limit = min(params.max_tokens or room, room)
@@ -158,10 +165,10 @@ class FakeCore:
         if self.size:
             numbers = array("f", vector(prompt, self.size)).tobytes()
             yield RequestOutput(request.request_id, [], finish_reason="stop", num_cached_tokens=1, vector=numbers)
-        if params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None and not request.output_token_ids:
             for chunk in (prompt[1:4], prompt[4:]):
                 yield RequestOutput(request.request_id, [], prompt_logprobs=self.score(chunk, params.prompt_logprobs))
-        for count, token in enumerate(tokens, 1):
+        for count, token in itertools.islice(enumerate(tokens, 1), len(request.output_token_ids), None):
             is_stop = (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
             reason: FinishReason | None = "stop" if is_stop else "length" if count == limit else None
             logprobs = None
@@ -181,7 +188,7 @@ class FakeCore:
     def obey(self, command: int, request_id: str) -> Iterator[RequestOutput]:
         match command:
             case int() if command == DIE:
-                self.broadcast(Dead("rank 1 was killed by SIGKILL"))
+                self.broadcast(Dead("rank 1 was killed by SIGKILL", self.replica))
                 sys.exit(1)
             case int() if command == VANISH:
                 sys.exit(3)
@@ -202,18 +209,20 @@ def end_with_the_server() -> None:
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_the_server, daemon=True).start()
-    core = FakeCore(sys.argv[2], sys.argv[3:], 1 if sys.argv[1] == "one at a time" else None)
+    width = 1 if sys.argv[1] == "one at a time" else None
+    core = FakeCore(int(sys.argv[2]), sys.argv[3], sys.argv[4:], width)
+    core.milliseconds = 10 if sys.argv[1] == "slow" else 1
     match sys.argv[1]:
         case "dead":
-            core.broadcast(Dead("the weights do not fit"))
+            core.broadcast(Dead("the weights do not fit", core.replica))
         case "stubborn":
-            core.broadcast(Ready({}))
+            core.broadcast(Ready({}, core.replica))
             threading.Event().wait()
         case mode if mode.startswith("embed "):
             core.size = int(mode.removeprefix("embed "))
-            core.broadcast(Ready({"engine in all": 0.0}))
+            core.broadcast(Ready({"engine in all": 0.0}, core.replica))
             core.run()
         case mode:
             if mode != "loading":
-                core.broadcast(Ready({"engine in all": 0.0}))
+                core.broadcast(Ready({"engine in all": 0.0}, core.replica))
             core.run()
