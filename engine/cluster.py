@@ -222,6 +222,13 @@ class Leader:
                     f"{theirs.name} has {what}, unlike {mine.name}; copy the same model files to every host"
                 )
 
+    def give_up(self, number: int, reason: str) -> None:
+        """It is known that this one will not join: `wait` ends with the reason."""
+        with self._changed:
+            if number not in self._peers:
+                self._lost.setdefault(number, reason)
+                self._changed.notify_all()
+
     def send(self, number: int, body: bytes) -> None:
         """To a follower; what is for one that is lost goes nowhere."""
         self._socket.put((number, _BODY, body))

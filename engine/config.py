@@ -193,7 +193,7 @@ class RayPlace:
     group: str | None
     """Placement group to use, in hex; None: one is made."""
     nodes: tuple[tuple[str, str], ...]
-    """Ray's id and the address of each node that has ranks."""
+    """Ray's id and the address of each node that has ranks, from node 1 on."""
     bundles: tuple[int, ...]
     """Of each rank, in `group`; empty without one."""
 

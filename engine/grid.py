@@ -11,7 +11,7 @@ from quire.engine.architecture import Architecture, BuiltArchitecture, Experts
 from quire.engine.config import EngineOptions, ExpertParallelConfig, ParallelConfig
 from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
-from quire.engine.ray_cluster import Found
+from quire.engine.ray_cluster import Placed
 
 
 def ranks_here(options: EngineOptions) -> int:
@@ -37,12 +37,12 @@ def ranks_here(options: EngineOptions) -> int:
     return ranks // nodes * len(_local_replicas(options))
 
 
-def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: Found | None = None) -> ParallelConfig:
+def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: Placed | None = None) -> ParallelConfig:
     """The grid; `placed` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     executor = "ray" if placed is not None else choose_executor(options)
-    here = ranks_here(options)
-    if found.kind == "cuda" and executor != "ray" and here > found.count:
+    here = ranks_here(options) if placed is None else 0
+    if found.kind == "cuda" and here > found.count:
         raise ConfigError(
             f"--tensor-parallel-size {options.tensor_parallel_size} × --pipeline-parallel-size "
             f"{options.pipeline_parallel_size} needs {here} GPUs on this host; it shows {found.count}"

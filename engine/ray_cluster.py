@@ -77,15 +77,17 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Found:
+class Placed:
     """Where the ranks go, and what they find there."""
 
     place: RayPlace
     shares: tuple[int, ...]
-    devices: Devices
+    """Ranks of each node. Node 0 is the engine core, and has none; its host may be another node, too."""
+    devices: Devices | None
+    """As large as the smallest of all nodes, each for one rank; None: to be found on this one."""
 
 
-def find(options: EngineOptions) -> Found | None:
+def find(options: EngineOptions) -> Placed | None:
     """The places of all ranks in the Ray cluster, if that is who runs them; None: this host does.
 
     Raises `ConfigError` when Ray is asked for, and cannot.
@@ -125,11 +127,10 @@ def find(options: EngineOptions) -> Found | None:
         free // share if answer.kind == "cpu" else free
         for free, share in zip(answer.memory, answer.shares, strict=True)
     ]
-    least = min(per_rank) * (answer.shares[0] if answer.kind == "cpu" else 1)
-    return Found(
+    return Placed(
         RayPlace(answer.address, answer.head, group, tuple(answer.nodes), tuple(answer.bundles)),
-        tuple(answer.shares),
-        Devices(answer.kind, sum(answer.shares), least),
+        (0, *answer.shares),
+        Devices(answer.kind, sum(answer.shares), min(per_rank)),
     )
 
 

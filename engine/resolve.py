@@ -31,6 +31,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.families import FAMILIES, by_transformers, from_hf_config
 from quire.engine.families.quantized import quantized
 from quire.engine.pooling import Pooling
+from quire.engine.ray_cluster import Placed
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,19 @@ _CPU_KV_CACHE_BYTES = 4 << 30
 """On CPU the KV cache of all ranks together stops here unless --kv-cache-memory-bytes asks for more."""
 
 
-def resolve(options: EngineOptions) -> EngineConfig:
-    """Fix every open choice; raises `ConfigError` with numbers and a remedy for what cannot be served."""
+def resolve(options: EngineOptions, placed: Placed | None = None) -> EngineConfig:
+    """Fix every open choice; raises `ConfigError` with numbers and a remedy for what cannot be served.
+
+    `placed` is for a node of a Ray cluster: where the ranks are has been found on another.
+    """
     _check_ranges(options)
     _refuse_what_is_not_there(options)
-    placed = ray_cluster.find(options)
-    found = placed.devices if placed is not None else devices.find(options.device, grid.ranks_here(options))
+    if placed is None:
+        placed = ray_cluster.find(options)
+    if placed is None:
+        found = devices.find(options.device, grid.ranks_here(options))
+    else:
+        found = placed.devices or devices.find(options.device, placed.shares[options.node_rank])
     model = _resolve_model(options, found)
     parallel = grid.resolve(options, model.architecture, found)
     held = grid.on_a_rank(model.architecture, parallel)
@@ -485,7 +493,7 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) 
         return 0
     sizes, row = Sizes.of(config), scheduler.max_num_batched_tokens
     blocks_per_request = cache.most_blocks(model.max_model_len, row)
-    sharing = parallel.ranks_here if found.kind == "cpu" else 1
+    sharing = max(1, parallel.ranks_here) if found.kind == "cpu" else 1
     whole = found.memory // sharing
     share = int(whole * options.gpu_memory_utilization)
     fixed = [weights + sizes.workspace for weights in sizes.weights]

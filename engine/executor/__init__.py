@@ -79,4 +79,6 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
 
             return MpExecutor(config, log_level, on_end)
         case "ray":
-            raise ConfigError("--distributed-executor-backend ray is not served yet")
+            from quire.engine.executor.ray import RayExecutor
+
+            return RayExecutor(config, log_level, on_end)

@@ -33,6 +33,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, WorkerError
 from quire.engine.executor.ranks import LocalRanks, RankFailed, name_late, ranks_text
 from quire.engine.messages import StepPlan, StepResult
+from quire.engine.ray_cluster import Placed
 from quire.engine.resolve import fetch_weights, resolve
 
 _GRACE = 2.0
@@ -124,12 +125,13 @@ class NodesExecutor:
             on_message=lambda number, body: self._put(number, self._decode(body)),
         )
         try:
+            self._start_nodes(config, log_level)
             hellos = self._leader.wait(parallel.timeout)
             self._names |= {number: hello.name for number, hello in hellos.items()}
             num_blocks = self._agree(config, hellos)
             self.config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
             joined = time.monotonic()
-            init_method = f"tcp://{_bracketed(parallel.master[0])}:{_free_port()}"
+            init_method = self._meeting_point(config)
             for number in hellos:
                 self._leader.send(number, msgspec.msgpack.encode(Begin(num_blocks, init_method)))
             self._ranks = LocalRanks(self.config, parallel.ranks_of(0), init_method, log_level, on_end)
@@ -143,6 +145,13 @@ class NodesExecutor:
             raise
         slowest = max(self.seconds, self._ranks.seconds, key=lambda each: sum(each.values()))
         self.seconds = {"join nodes": joined - begun, **slowest}
+
+    def _start_nodes(self, config: EngineConfig, log_level: str) -> None:
+        """The user does: each joins by itself."""
+
+    def _meeting_point(self, config: EngineConfig) -> str:
+        """Where torch.distributed has its store: on the host of rank 0."""
+        return f"tcp://{_bracketed(config.parallel.master[0])}:{_free_port()}"
 
     def _agree(self, config: EngineConfig, hellos: dict[int, Hello]) -> int:
         """The KV blocks that every node has; raises `ConfigError` for a node that cannot serve, or not the same."""
@@ -299,13 +308,14 @@ class NodesPending:
         return result
 
 
-def serve_node(options: EngineOptions, log_level: str) -> int:
+def serve_node(options: EngineOptions, log_level: str, placed: Placed | None = None) -> int:
     """Run the ranks of node `options.node_rank` until node 0 ends; returns the exit code, 1 when there was trouble.
 
-    Raises `ConfigError` when they cannot begin; node 0 is told, too.
+    `placed` says which they are, where Ray has chosen. Raises `ConfigError` when they cannot begin;
+    node 0 is told, too.
     """
     try:
-        config = resolve(options)
+        config = resolve(options, placed)
         fetch_weights(options, config)
     except ConfigError as error:
         _tell(options, str(error))

@@ -1,8 +1,8 @@
 """Ranks on the nodes of a Ray cluster. Ray places and starts them, and tells of their death; that is all it does.
 
-Each rank's device is a bundle of one placement group, and held by an actor. One actor of a node runs the node's process,
-which joins the leader as a host without Ray would (`quire.engine.executor.nodes`): plans and results go that way. The
-process ends with its actor, because its standard input closes.
+Each rank's device is a bundle of one placement group, and held by an actor. One actor of a node runs the node's
+process, which joins the leader as a host without Ray would (`quire.engine.executor.nodes`): plans and results go that
+way. The process ends with its actor, because its standard input closes.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import contextlib
 import logging
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from quire.engine import ray_cluster
+from quire.engine import log, process, ray_cluster
 from quire.engine.config import EngineConfig, RayPlace
 from quire.engine.errors import ConfigError
-from quire.engine.executor import WorkerError
+from quire.engine.executor.nodes import Lost, NodesExecutor, serve_node
+from quire.engine.ray_cluster import Placed
 
 GROUP_SECONDS = 15.0
 """For a placement group whose devices were free a moment ago."""
@@ -33,11 +37,60 @@ _OWN = ("QUIRE_HOST_IP", "QUIRE_API_KEY", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFN
 logger = logging.getLogger(__name__)
 
 
+class _Told(NamedTuple):
+    """What an actor says of itself."""
+
+    node: str
+    """Ray's id of it."""
+    gpu: str
+    """As CUDA_VISIBLE_DEVICES names it; empty: none."""
+    port: int
+    """A free one there."""
+
+
+class RayExecutor(NodesExecutor):
+    """The ranks of a replica on nodes that Ray has started. Node 0 is the core, and has no ranks."""
+
+    def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
+        place = config.parallel.ray
+        assert place is not None
+        self._actors = Actors(config)
+        options = replace(config.options, master_addr=place.head, master_port=0)
+        if Path(options.model).expanduser().is_dir():
+            options = replace(options, model=str(Path(options.model).expanduser().absolute()))
+        parallel = replace(config.parallel, master=(place.head, 0))
+        try:
+            super().__init__(replace(config, options=options, parallel=parallel), log_level, on_end)
+        except BaseException:
+            self._actors.close()
+            raise
+
+    def _start_nodes(self, config: EngineConfig, log_level: str) -> None:
+        parallel = config.parallel
+        assert parallel.ray is not None
+        for node in range(1, parallel.nodes):
+            options = replace(config.options, node_rank=node, master_port=self._leader.port, device=parallel.device)
+            placed = Placed(parallel.ray, parallel.shares, None)
+            self._actors.run(node, (options, log_level, placed), self._node_ended)
+
+    def _meeting_point(self, config: EngineConfig) -> str:
+        return self._actors.meeting_point
+
+    def _node_ended(self, node: int, reason: str) -> None:
+        self._leader.give_up(node, reason)
+        self._put(node, Lost(reason))
+
+    def close(self, reason: str = "") -> None:
+        super().close(reason)
+        self._actors.close()
+
+
 class Actors:
     """The actors of one engine, each with its device; on each node the first runs a process of ours."""
 
     def __init__(self, config: EngineConfig) -> None:
         """Start them; raises `ConfigError` when Ray does not, within `GROUP_SECONDS` and `ACTORS_SECONDS`."""
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # each line names its node
         import ray
 
         self._ray: Any = ray
@@ -45,34 +98,37 @@ class Actors:
         assert parallel.ray is not None
         self._place: RayPlace = parallel.ray
         self._resource = "GPU" if parallel.device == "cuda" else "CPU"
-        self._node_of = [node for node in range(parallel.nodes) for _ in parallel.ranks_of(node)]
+        self._node_of = [node for node in range(1, parallel.nodes) for _ in parallel.ranks_of(node)]
+        """Of each rank."""
         self._own_group: Any = None
         self._actors: list[Any] = []
-        self._runs: dict[Any, int] = {}
+        self._runs: list[Any] = []
         self._is_closing = False
         ray_cluster.connect(ray, self._place.address, log_to_driver=True)
         try:
-            gpus = self._start()
+            self._told = self._start()
         except BaseException:
             self.close()
             raise
-        self.gpus: list[list[str]] = [
-            [gpus[rank] for rank in parallel.ranks_of(node) if gpus[rank]] for node in range(parallel.nodes)
-        ]
-        """Of each node, in the order of its ranks, as CUDA_VISIBLE_DEVICES names them."""
+
+    @property
+    def meeting_point(self) -> str:
+        """A free port of the host of rank 0, for torch.distributed."""
+        address = self._place.nodes[0][1]
+        return f"tcp://{f'[{address}]' if ':' in address else address}:{self._told[0].port}"
 
     def name(self, node: int) -> str:
         """As errors say it."""
-        return f"node {node} ({self._place.nodes[node][1]})"
+        return f"node {node} ({self._place.nodes[node - 1][1]})"
 
     def run(self, node: int, body: object, on_end: Callable[[int, str], None]) -> None:
         """Have the node's process run `main` with `body`; `on_end` is called, in some thread, when it has ended."""
         first = self._node_of.index(node)
-        env = {
-            name: value for name, value in os.environ.items() if name.startswith(_CARRIED) and name not in _OWN
-        }
-        visible = ",".join(self.gpus[node]) if self._resource == "GPU" else None
+        env = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED) and name not in _OWN}
+        gpus = [told.gpu for told, its in zip(self._told, self._node_of, strict=True) if its == node]
+        visible = ",".join(gpus) if self._resource == "GPU" else None
         run = self._actors[first].run.remote(pickle.dumps(body), env, visible)
+        self._runs.append(run)
         threading.Thread(target=self._watch, args=(node, run, on_end), daemon=True, name=f"ray-node-{node}").start()
 
     def close(self) -> None:
@@ -83,6 +139,8 @@ class Actors:
         thread.join(_CLOSE_SECONDS)
 
     def _close(self) -> None:
+        with contextlib.suppress(Exception):
+            self._ray.wait(self._runs, num_returns=len(self._runs), timeout=_CLOSE_SECONDS / 2)
         for actor in self._actors:
             with contextlib.suppress(Exception):
                 self._ray.kill(actor)
@@ -91,8 +149,8 @@ class Actors:
                 self._ray.util.remove_placement_group(self._own_group)
         self._ray.shutdown()
 
-    def _start(self) -> list[str]:
-        """The actors, one for each rank; returns the GPU of each, '' for none."""
+    def _start(self) -> list[_Told]:
+        """The actors, one for each rank; returns what they tell."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray = self._ray
@@ -118,32 +176,32 @@ class Actors:
                 f"Ray did not start {len(silent)} of {size} workers within {ACTORS_SECONDS:.0f} s, on "
                 f"{', '.join(late)}: bundles {whose}; see `ray status`"
             )
-        gpus = []
+        answers = []
         for rank, each in enumerate(told):
             try:
-                node, gpu = ray.get(each)
+                answers.append(_Told(*ray.get(each)))
             except ray.exceptions.RayError as error:
-                raise ConfigError(f"{self.name(self._node_of[rank])}: Ray could not start a worker: {_line(error)}") from None
-            expected = self._place.nodes[self._node_of[rank]][0]
-            assert node == expected, f"rank {rank} is on the Ray node {node}, not on {expected}"
-            gpus.append(gpu)
-        return gpus
+                raise ConfigError(
+                    f"{self.name(self._node_of[rank])}: Ray could not start a worker: {_line(error)}"
+                ) from None
+            assert answers[rank].node == self._place.nodes[self._node_of[rank] - 1][0]
+        return answers
 
     def _make_group(self) -> Any:
         """A placement group whose bundles are on the nodes that were chosen."""
         ray = self._ray
-        ids = [self._place.nodes[node][0] for node in self._node_of]
+        ids = [self._place.nodes[node - 1][0] for node in self._node_of]
         group = self._own_group = ray.util.placement_group(
             [{self._resource: 1} for _ in ids], bundle_label_selector=[{"ray.io/node-id": name} for name in ids]
         )
         if not group.wait(GROUP_SECONDS):
             asked = ", ".join(
                 f"{self._node_of.count(node)} {self._resource}s on {address}"
-                for node, (_, address) in enumerate(self._place.nodes)
+                for node, (_, address) in enumerate(self._place.nodes, 1)
             )
             raise ConfigError(
-                f"Ray did not give {asked} within {GROUP_SECONDS:.0f} s, although they were free; somebody else may have "
-                "taken them: see `ray status`"
+                f"Ray did not give {asked} within {GROUP_SECONDS:.0f} s, although they were free; somebody else may "
+                "have taken them: see `ray status`"
             )
         return group
 
@@ -166,13 +224,17 @@ def _keeper() -> type:
     """The class of the actors; it travels as it is, so that it needs nothing of its node but Ray and Quire."""
 
     class Keeper:
-        def tell(self) -> tuple[str, str]:
-            """The node's id, and the GPU of this actor."""
+        def tell(self) -> tuple[str, str, int]:
+            """As `_Told`."""
+            import socket
+
             import ray
 
             context: Any = ray.get_runtime_context()
             gpus = context.get_accelerator_ids().get("GPU", [])
-            return context.get_node_id(), gpus[0] if gpus else ""
+            with socket.socket() as free:
+                free.bind(("", 0))
+                return context.get_node_id(), gpus[0] if gpus else "", free.getsockname()[1]
 
         def run(self, body: bytes, env: dict[str, str], visible: str | None) -> tuple[int, str]:
             """Run the node's process to its end; returns its exit code and the last line that it said."""
@@ -180,8 +242,11 @@ def _keeper() -> type:
             import subprocess
             import sys
 
-            own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's, not the user's
-            own = {**env, **own}
+            import ray
+
+            # OMP_NUM_THREADS is Ray's there, not the user's.
+            own = env | {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+            own["QUIRE_HOST_IP"] = ray.util.get_node_ip_address()
             if visible is not None:
                 own["CUDA_VISIBLE_DEVICES"] = visible
             command = [sys.executable, "-P", "-m", "quire.engine.executor.ray"]
@@ -200,5 +265,28 @@ def _keeper() -> type:
     return Keeper
 
 
+def main() -> int:
+    """A node's process, of which an actor holds the standard input."""
+    options, log_level, placed = pickle.load(sys.stdin.buffer)
+    log.setup(log_level, f"node {options.node_rank}")
+    process.set_name(f"quire-node-{options.node_rank}")
+    threading.Thread(target=_end_with_actor, daemon=True, name="stdin-watch").start()
+    try:
+        return serve_node(options, log_level, placed)
+    except ConfigError as error:
+        print(f"quire: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _end_with_actor() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
