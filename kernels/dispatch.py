@@ -6,17 +6,17 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from types import ModuleType
 from typing import Concatenate, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from quire.kernels import cpu
 
 logger = logging.getLogger(__name__)
 
-PLATFORMS: dict[str, ModuleType] = {}
-"""Device type → the module whose functions replace the reference's of the same name."""
+PLATFORMS: dict[str, object] = {}
+"""Device type → what has the functions that replace the reference's of the same name."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,22 +34,34 @@ def by_device(operation: Callable[Concatenate[Tensor, P], R]) -> Callable[Concat
     return dispatch
 
 
-def prepare(device_type: str) -> Callable[[], None]:
+def prepare(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
     """Make the device's kernels ready, in the background; call what is returned to wait for them.
 
-    Where the CPU's cannot be compiled, a warning says why, and the reference serves.
+    Where they cannot be compiled, or a GPU's do not what the reference does with numbers of `dtype`, a warning says
+    so, and the reference serves.
     """
-
-    def work() -> None:
-        try:
-            cpu.load()
-        except cpu.CannotBuild as error:
-            logger.warning("the CPU kernels cannot be compiled, a slower reference serves: %s", error)
-        else:
-            PLATFORMS["cpu"] = cpu
-
-    if device_type != "cpu" or "cpu" in PLATFORMS:
+    device = torch.device(device)
+    if device.type in PLATFORMS:
         return lambda: None
-    thread = threading.Thread(target=work, name="prepare-kernels")
+    load = _load_cpu if device.type == "cpu" else functools.partial(_load_triton, device, dtype)
+    thread = threading.Thread(target=load, name="prepare-kernels")
     thread.start()
     return thread.join
+
+
+def _load_cpu() -> None:
+    try:
+        cpu.load()
+    except cpu.CannotBuild as error:
+        logger.warning("the CPU kernels cannot be compiled, a slower reference serves: %s", error)
+    else:
+        PLATFORMS["cpu"] = cpu
+
+
+def _load_triton(device: torch.device, dtype: torch.dtype) -> None:
+    try:
+        from quire.kernels.triton import check
+    except ImportError as error:
+        logger.warning("the GPU kernels need Triton, a slower reference serves: %s", error)
+    else:
+        PLATFORMS[device.type] = check.passing(device, dtype)

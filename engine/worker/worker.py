@@ -48,8 +48,8 @@ class Worker:
         else:
             device = torch.device("cuda", parallel.device_of(rank))
             torch.cuda.set_device(device)
-        kernels_ready = kernels.prepare(device.type)
-        self._links = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
+        kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype))
+        self._links = connect(parallel, rank, init_method, device)
         connected = time.perf_counter()
         kernels_ready()  # weights are packed for them
         compiled = time.perf_counter()

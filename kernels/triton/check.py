@@ -1,0 +1,91 @@
+"""Each Triton kernel against the reference, on the device that it is to run on, before anything is served with it."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quire.kernels import reference
+from quire.kernels import triton as kernels
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[Any], Any]
+"""An operation of the module that it is given, on the same inputs each time; returns what is to be compared."""
+
+
+def passing(device: torch.device, dtype: torch.dtype) -> types.SimpleNamespace:
+    """The kernels that do what the reference does there; a warning names the others, which the reference serves."""
+    namespace = types.SimpleNamespace()
+    for name, call in _calls(device, dtype):
+        try:
+            trouble = _difference(call(kernels), call(reference), dtype)
+        except Exception as error:  # whatever a compiler or a driver finds
+            trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if trouble:
+            logger.warning(
+                "the Triton kernel %s is not used on %s, a slower reference serves: %s", name, device, trouble
+            )
+        else:
+            setattr(namespace, name, getattr(kernels, name))
+    logger.info("Triton kernels on %s: %s", device, ", ".join(vars(namespace)) or "none")
+    return namespace
+
+
+def _difference(found: Any, expected: Any, dtype: torch.dtype) -> str:
+    """What is wrong with it; "" where it is right within the precision of the type."""
+    step = max(8 * torch.finfo(dtype).eps, 2e-5)
+    try:
+        torch.testing.assert_close(found, expected, rtol=step, atol=step)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Every operation of the platform, on small inputs of odd sizes."""
+    noise = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=noise).to(device, dtype)
+
+    def whole(*numbers: int) -> Tensor:
+        return torch.tensor(numbers, device=device)
+
+    x, residual, weight = random(3, 200), random(3, 200), random(200)
+    yield "rms_norm", lambda module: module.rms_norm(x, weight, 1e-6)
+    yield "add_rms_norm", lambda module: module.add_rms_norm(x, residual, weight, 1e-6)
+    yield "act_mul", lambda module: module.act_mul(x, "silu")
+
+    blocks = random(2, 40, 2, 16, 80)
+    query, key, value = random(20, 6, 80), random(20, 2, 80), random(20, 2, 80)
+    turns = random(20, 80).float()
+
+    def write(module: Any) -> tuple[Tensor, Tensor]:
+        cache = blocks.clone()
+        return module.rotary_write_kv(query, key, value, turns, cache, torch.arange(20, device=device) * 3), cache
+
+    yield "rotary_write_kv", write
+    table = torch.arange(40, device=device).flip(0).repeat(3, 1)
+    batch = blocks, table, whole(600, 37, 19), whole(0, 1, 2, 20)
+    options = {"window": 500, "softcap": 20.0, "sinks": random(6).float()}
+    yield (
+        "paged_attention",
+        lambda module: (
+            module.paged_attention(query, *batch, 0.1),
+            module.paged_attention(query, *batch, 0.1, **options),
+        ),
+    )
+    ids = torch.randint(-1, 6, (3, 2), generator=noise).to(device)
+    experts = random(5, 96, 200) / 14, random(5, 200, 48) / 7
+    shares = torch.rand(3, 2, generator=noise).to(device)
+    yield "fused_experts", lambda module: module.fused_experts(x, shares, ids, *experts, "silu")
+    logits = torch.randn(4, 999, generator=noise).to(device)
+    controls = torch.ones(4), torch.tensor([0, 5, 0, 9]), torch.tensor([1.0, 1.0, 0.8, 0.7]), torch.zeros(4)
+    seeds = torch.arange(4)
+    yield "sample", lambda module: module.sample(logits, *controls, seeds, seeds)

@@ -1,0 +1,232 @@
+"""Norms, rotary positions with the write into the KV cache, and the middle of a gated feed-forward."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS = 1024
+"""Of the output, for each program of `act_mul`."""
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    normed,
+    total,
+    inner,
+    columns,
+    x_outer,
+    x_inner,
+    eps,
+    offset,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A row: of `x` at `row // inner * x_outer + row % inner * x_inner`, of the others one after the other."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    values = tl.load(x + row // inner * x_outer + row % inner * x_inner + column, mask=inside, other=0.0)
+    if ADDS:
+        values = (tl.load(residual + row * columns + column, mask=inside, other=0.0) + values).to(values.dtype)
+        tl.store(total + row * columns + column, values, mask=inside)
+    wide = values.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / columns + eps)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32) + offset
+    tl.store(normed + row * columns + column, (wide * scale * factor).to(normed.dtype.element_ty), mask=inside)
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """`x` with its last dimension dense: rows of the second last dimension, and the strides of the outer and these."""
+    if x.dim() == 3 and x.stride(-1) == 1:
+        return x, x.shape[1], x.stride(0), x.stride(1)
+    x = x.reshape(-1, x.shape[-1]).contiguous()
+    return x, 1, x.stride(0), 0
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """See `quire.kernels.reference`."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, *strides = _rows(x)
+    if count := x.numel() // x.shape[-1]:
+        _launch_norm(count, rows, rows, weight, normed, normed, strides, eps, offset, adds=False)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
+    """See `quire.kernels.reference`."""
+    normed, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    rows, *strides = _rows(x)
+    if count := x.numel() // x.shape[-1]:
+        _launch_norm(count, rows, residual.contiguous(), weight, normed, total, strides, eps, offset, adds=True)
+    return normed, total
+
+
+def _launch_norm(
+    count: int,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    normed: Tensor,
+    total: Tensor,
+    strides: list[int],
+    eps: float,
+    offset: float,
+    *,
+    adds: bool,
+) -> None:
+    inner, x_outer, x_inner = strides
+    columns = x.shape[-1]
+    block = triton.next_power_of_2(columns)
+    _rms_norm_kernel[(count,)](
+        *(x, residual, weight, normed, total, inner, columns, x_outer, x_inner, eps, offset),
+        ADDS=adds,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 256)),
+    )
+
+
+@triton.jit
+def _turned(row, column, rotations, half, width):
+    """The features `column` of a row, the first 2 * half of them turned by `rotations` (cosines, then sines)."""
+    inside = column < width
+    values = tl.load(row + column, mask=inside, other=0.0)
+    is_turned = column < 2 * half
+    partner = tl.where(column < half, column + half, column - half)
+    other = tl.load(row + partner, mask=is_turned & inside, other=0.0).to(tl.float32)
+    angle = tl.where(column < half, column, column - half)
+    cos = tl.load(rotations + angle, mask=is_turned, other=1.0)
+    sin = tl.load(rotations + half + angle, mask=is_turned, other=0.0)
+    sign = tl.where(column < half, -1.0, 1.0)
+    turned = (values.to(tl.float32) * cos + sign * other * sin).to(values.dtype)
+    return tl.where(is_turned, turned, values)
+
+
+@triton.jit
+def _rotary_write_kernel(
+    query,
+    key,
+    value,
+    rotations,
+    slots,
+    out,
+    cache,
+    heads,
+    query_width,
+    key_width,
+    half,
+    block_size,
+    query_token,
+    query_head,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    cache_side,
+    cache_block,
+    cache_head,
+    cache_row,
+    HAS_VALUE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One head of a token: a query's, or a key's and its value's."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    turns = rotations + token * 2 * half
+    if head < heads:
+        row = query + token * query_token + head * query_head
+        turned = _turned(row, column, turns, half, query_width)
+        tl.store(out + (token * heads + head) * query_width + column, turned, mask=column < query_width)
+    else:
+        head -= heads
+        slot = tl.load(slots + token).to(tl.int64)
+        place = cache + slot // block_size * cache_block + head * cache_head + slot % block_size * cache_row + column
+        inside = column < key_width
+        row = key + token * key_token + head * key_head
+        turned = _turned(row, column, turns, half, key_width)
+        tl.store(place, turned.to(cache.dtype.element_ty), mask=inside)
+        if HAS_VALUE:
+            plain = tl.load(value + token * value_token + head * value_head + column, mask=inside)
+            tl.store(place + cache_side, plain.to(cache.dtype.element_ty), mask=inside)
+
+
+def rotary_write_kv(
+    query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
+) -> Tensor:
+    """See `quire.kernels.reference`; caches of floats."""
+    tokens, heads, query_width = query.shape
+    kv_heads, key_width = key.shape[1:]
+    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    value = key if value is None else value if value.stride(-1) == 1 else value.contiguous()
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if tokens:
+        _rotary_write_kernel[(tokens, heads + kv_heads)](
+            *(query, key, value, rotations.contiguous(), slots, out, cache),
+            *(heads, query_width, key_width, rotations.shape[1] // 2, cache.shape[3]),
+            *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
+            *cache.stride()[:4],
+            HAS_VALUE=len(cache) == 2,
+            BLOCK=triton.next_power_of_2(max(query_width, key_width)),
+            num_warps=1,
+        )
+    return out
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    """float32 `x` through an activation; a NaN stays one."""
+    if KIND == "silu":
+        return x * tl.sigmoid(x)
+    elif KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2 u)
+        return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif KIND == "relu":
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        tl.static_assert(KIND == "relu2")
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return positive * positive
+
+
+@triton.jit
+def gated(gate, up, KIND: tl.constexpr):
+    """`activation(gate) * up` of float32 numbers; gpt-oss's clamps both."""
+    if KIND == "swiglu_oai":
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+    else:
+        return activated(gate, KIND) * up
+
+
+@triton.jit
+def _act_mul_kernel(x, out, size, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = tl.load(x + row * 2 * size + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + column, gated(gate, up, KIND).to(out.dtype.element_ty), mask=inside)
+
+
+def act_mul(x: Tensor, activation: str) -> Tensor:
+    """See `quire.kernels.reference`."""
+    if activation not in KINDS:
+        raise KeyError(activation)
+    x = x.contiguous()
+    size = x.shape[-1] // 2
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+    if out.numel():
+        _act_mul_kernel[(out.numel() // size, triton.cdiv(size, _ELEMENTS))](
+            x, out, size, KIND=activation, BLOCK=_ELEMENTS
+        )
+    return out
+
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai")

@@ -1,0 +1,106 @@
+"""Compile every Triton kernel for a GPU that need not be there: `python -m tests.kernels.compile_ahead [90]`.
+
+The operations are called as ever, on tensors of the CPU, and what they would launch is compiled instead, for the
+compute capability given. Prints a line for each kernel and variant.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from quire.kernels import triton as platform
+
+SHARED_BYTES = 227 * 1024
+"""That a block of threads may have on Hopper (CUDA programming guide, table of compute capabilities)."""
+_TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+}
+compiled: set[tuple[object, ...]] = set()
+
+
+def compile_launch(kernel: JITFunction[Any], capability: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """What a launch with these arguments would run."""
+    given = dict(zip(kernel.arg_names, args, strict=False))
+    meta = {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
+    signature: dict[str, str] = {}
+    for name, value in given.items():
+        match value:
+            case Tensor():
+                signature[name] = f"*{_TYPES[value.dtype]}"
+            case float():
+                signature[name] = "fp32"
+            case int():
+                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+    signature |= dict.fromkeys(meta, "constexpr")
+    variant = (kernel.__name__, *signature.items(), *meta.items())
+    if variant in compiled:
+        return
+    compiled.add(variant)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=meta)
+    out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert out.metadata.shared <= SHARED_BYTES, f"{kernel.__name__} needs {out.metadata.shared} bytes of shared memory"
+    kind = next(iter(signature.values())).removeprefix("*")
+    print(f"{kernel.__name__} {kind} {meta}: {len(out.asm['cubin'])} bytes, shared memory {out.metadata.shared}")
+
+
+def run_all() -> None:
+    """Every operation in the types and shapes that models of the field bring."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, weight = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+        platform.rms_norm(x, weight, 1e-6)
+        platform.add_rms_norm(x, x, weight, 1e-6, 1.0)
+        for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"):
+            platform.act_mul(x, activation)
+        lengths, starts, table = torch.tensor([700, 20]), torch.tensor([0, 1, 9]), torch.zeros(2, 64, dtype=torch.int64)
+        for heads, kv_heads, head_dim in ((32, 8, 128), (16, 8, 256), (32, 32, 80)):
+            query, cache = torch.zeros(9, heads, head_dim, dtype=dtype), torch.zeros(2, 64, kv_heads, 16, head_dim)
+            key = torch.zeros(9, kv_heads, head_dim, dtype=dtype)
+            slots, turns = torch.zeros(9, dtype=torch.int64), torch.zeros(9, head_dim)
+            platform.rotary_write_kv(query, key, key, turns, cache.to(dtype), slots)
+            per_head = torch.zeros(heads)
+            platform.paged_attention(query, cache.to(dtype), table, lengths, starts, 0.1)
+            platform.paged_attention(
+                *(query, cache.to(dtype), table, lengths, starts, 0.1),
+                window=128,
+                softcap=50.0,
+                sinks=per_head,
+                slopes=per_head,
+            )
+        query, side = torch.zeros(9, 128, 576, dtype=dtype), torch.zeros(1, 64, 1, 16, 576, dtype=dtype)
+        platform.paged_attention(query, side.expand(2, -1, -1, -1, -1), table, lengths, starts, 0.1)
+        weights, ids = torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int64)
+        matrices = torch.zeros(8, 256, 4096, dtype=dtype), torch.zeros(8, 4096, 128, dtype=dtype)
+        biases = torch.zeros(8, 256, dtype=dtype), torch.zeros(8, 4096, dtype=dtype)
+        platform.fused_experts(x, weights, ids, *matrices, "silu")
+        platform.fused_experts(x, weights, ids, *matrices, "swiglu_oai", *biases)
+        many = x.repeat(256, 1)
+        platform.fused_experts(many, torch.ones(1024, 2), torch.zeros(1024, 2, dtype=torch.int64), *matrices, "silu")
+    ones, whole = torch.ones(3), torch.ones(3, dtype=torch.int64)
+    platform.sample(torch.zeros(3, 128_256), ones, whole, ones, ones, whole, whole)
+
+
+def main() -> None:
+    capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+
+    def run(self: JITFunction[Any], *args: Any, grid: object, warmup: bool, **options: Any) -> None:
+        compile_launch(self, capability, args, options)
+
+    JITFunction.run = run
+    run_all()
+    print(f"{len(compiled)} kernels compiled for sm_{capability}")
+
+
+if __name__ == "__main__":
+    main()

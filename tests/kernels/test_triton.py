@@ -1,0 +1,231 @@
+"""The Triton kernels against the reference, run by Triton's interpreter: float32 and float16, which it computes right.
+
+The interpreter is slow, so shapes are small and few. What only other types or sizes could show is compiled ahead of
+time for a GPU, and compared there by `quire.kernels.triton.check`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.kernels import dispatch, reference
+from tests.kernels import test_attention, test_sampling
+
+platform = pytest.importorskip("quire.kernels.triton", reason="Triton has no wheel for this platform")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are masked out
+
+TYPES = [torch.float32, torch.float16]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def implementation() -> Any:
+    """In place of the CPU's kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "PLATFORMS", {"cpu": platform})
+        yield "triton"
+
+
+def close(found: Any, expected: Any, dtype: torch.dtype = torch.float32) -> None:
+    step = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 2, 64), (0, 8), (2, 3, 2, 17), (4, 257)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
+    x, residual, weight = ((torch.randn(size) * 2).to(dtype) for size in (shape, shape, shape[-1:]))
+    close(kernels.rms_norm(x, weight, 1e-6, offset), reference.rms_norm(x, weight, 1e-6, offset), dtype)
+    found, expected = (module.add_rms_norm(x, residual, weight, 1e-6, offset) for module in (kernels, reference))
+    close(found[0], expected[0], dtype)
+    assert torch.equal(found[1], expected[1])
+
+
+def test_norms_of_heads_inside_of_wider_rows() -> None:
+    qkv, weight = torch.randn(7, 9, 33), torch.randn(33)
+    for part in qkv.split_with_sizes([5, 2, 2], dim=1):
+        close(kernels.rms_norm(part, weight, 1e-6), reference.rms_norm(part, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"])
+def test_activations(activation: str, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 2 * 1100) * 4).to(dtype)
+    close(kernels.act_mul(x, activation), reference.act_mul(x, activation), dtype)
+    assert kernels.act_mul(torch.tensor([[torch.nan, 1.0, 2.0, 3.0]]), activation).isnan().tolist() == [[True, False]]
+    with pytest.raises(KeyError, match="swoosh"):
+        kernels.act_mul(x, "swoosh")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(6, 6), (80, 34), (64, 0)])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_rotary_write_kv(head_dim: int, rotary_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    query, key, value = torch.randn(7, 8, head_dim).to(dtype).split_with_sizes([4, 2, 2], dim=1)
+    slots, turns = torch.randperm(9 * block_size)[:7], torch.randn(7, rotary_dim)
+    results = []
+    for module in (kernels, reference):
+        cache = kernels.allocate_kv_cache(1, 9, 2, block_size, head_dim, dtype, torch.device("cpu"))[0]
+        results.append((module.rotary_write_kv(query, key, value, turns, cache, slots), cache))
+    close(results[0], results[1], dtype)
+
+
+def test_keys_that_are_values_are_stored_once() -> None:
+    query, key, turns = torch.randn(7, 3, 12), torch.randn(7, 1, 20), torch.randn(7, 8)
+    results = []
+    for module in (kernels, reference):
+        cache = torch.zeros(1, 5, 1, 4, 20)
+        results.append((module.rotary_write_kv(query, key, None, turns, cache, torch.arange(7) * 2), cache))
+    close(results[0], results[1])
+
+
+SHAPES = [(14, 2, 16), (6, 1, 80), (3, 3, 33)]
+REQUESTS = [(0, 1), (0, 17), (40, 1), (5, 3), (7, 1), (1100, 1), (600, 9), (511, 1)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize(("window", "names"), [(0, ()), (10, test_attention.ALL), (600, test_attention.ALL)])
+def test_attention_is_dense_attention(
+    heads: int, kv_heads: int, head_dim: int, window: int, names: tuple[str, ...]
+) -> None:
+    options = test_attention.of_heads(heads, *names, window=window)
+    case = test_attention.build(REQUESTS, heads, kv_heads, head_dim, 16, **options)
+    close(case.run(), case.expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_attention_over_odd_blocks(block_size: int) -> None:
+    case = test_attention.build([(40, 1), (5, 3), (70, 2)], 4, 2, 16, block_size)
+    close(case.run(), case.expected)
+
+
+@pytest.mark.parametrize("cache", TYPES)
+def test_attention_in_half_precision(cache: torch.dtype) -> None:
+    case = test_attention.build([(10, 1), (0, 20), (700, 1)], 4, 2, 64, 16)
+    case = case._replace(query=case.query.half(), cache=case.cache.to(cache))
+    close(case.run(), case.run(reference.paged_attention), torch.float16)
+
+
+def test_attention_where_one_row_is_key_and_value_of_many_heads() -> None:
+    case = test_attention.build([(600, 1), (0, 3)], 32, 1, 576, 16)
+    case = case._replace(cache=case.cache[:1].expand(2, -1, -1, -1, -1))
+    close(case.run(), case.run(reference.paged_attention))
+
+
+def test_attention_does_not_depend_on_the_batch() -> None:
+    case = test_attention.build(REQUESTS, 4, 2, 16, 16)
+    together, first = case.run(), 0
+    for number, count in enumerate(case.counts):
+        rows, one = slice(first, first + count), slice(number, number + 1)
+        alone = case._replace(
+            query=case.query[rows], tables=case.tables[one], lengths=case.lengths[one], counts=case.counts[one]
+        )
+        assert torch.equal(alone.run(), together[rows])
+        first += count
+
+
+def test_attention_does_not_meet_what_lies_behind() -> None:
+    case = test_attention.build([(0, 3), (37, 1), (5, 2)], 4, 2, 8, 16)
+    whole, poisoned = case.run(), case.cache.clone()
+    used = torch.zeros(poisoned.shape[1], poisoned.shape[3], dtype=torch.bool)
+    for table, length in zip(case.tables, case.lengths, strict=True):
+        place = torch.arange(length)
+        used[table[place // 16], place % 16] = True
+    poisoned.transpose(2, 3)[:, ~used] = torch.nan
+    assert torch.equal(case._replace(cache=poisoned).run(), whole)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (13, 7, 3), (150, 4, 2)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_experts(tokens: int, experts: int, top_k: int, has_bias: bool, dtype: torch.dtype) -> None:
+    x, weights = torch.randn(tokens, 40).to(dtype), torch.rand(tokens, top_k)
+    ids = torch.randint(-2, experts + 2, (tokens, top_k))  # others' too
+    ids[:, 0] = experts - 1
+    matrices = (torch.randn(experts, 48, 40) / 6).to(dtype), (torch.randn(experts, 40, 24) / 5).to(dtype)
+    biases = (torch.randn(experts, 48).to(dtype), torch.randn(experts, 40).to(dtype)) if has_bias else ()
+    found, expected = (m.fused_experts(x, weights, ids, *matrices, "silu", *biases) for m in (kernels, reference))
+    close(found, expected, dtype)
+
+
+def test_no_tokens_for_experts() -> None:
+    empty = kernels.fused_experts(
+        *(torch.empty(0, 40), torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int64)),
+        *(torch.randn(3, 48, 40), torch.randn(3, 40, 24), "silu"),
+    )
+    assert empty.shape == (0, 40)
+
+
+@pytest.mark.parametrize("kind", ["normal", "flat", "peaked", "ties", "holes"])
+def test_draws_are_those_of_the_reference(kind: str) -> None:
+    rows, width = 24, 5003
+    pick = torch.randint(0, 2, (3, rows)).bool()
+    controls = {
+        "temperature": torch.rand(rows) * 2 + 0.05,
+        "top_k": torch.where(pick[0], torch.randint(1, width + 9, (rows,)) ** torch.randint(0, 2, (rows,)), 0),
+        "top_p": torch.where(pick[1], torch.rand(rows) * 0.99 + 0.01, 1.0),
+        "min_p": torch.where(pick[2], torch.rand(rows) ** 4, 0.0),
+    }
+    controls["temperature"][::7] = 0.0
+    found, expected = test_sampling.both(test_sampling.shaped(kind, rows, width), **controls)
+    assert torch.equal(found, expected)
+
+
+def test_few_values_with_many_ties_are_drawn_alike() -> None:
+    values = torch.randint(-3, 3, (20, 40)).float().masked_fill(torch.rand(20, 40) < 0.2, -torch.inf)
+    values[0] = -torch.inf
+    for top_k, top_p, min_p in ((0, 0.43, 0.0), (7, 0.91, 0.0), (12, 1.0, 0.3), (5, 0.07, 0.013)):
+        controls = torch.full((20,), top_k), torch.full((20,), top_p), torch.full((20,), min_p)
+        found, expected = test_sampling.both(values, **dict(zip(("top_k", "top_p", "min_p"), controls, strict=True)))
+        assert torch.equal(found, expected)
+
+
+def test_the_check_passes_what_is_right_and_names_what_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from quire.kernels.triton import check
+
+    names = set(platform.__all__)
+    assert set(vars(check.passing(torch.device("cpu"), torch.float32))) == names
+
+    def wrong(x: Tensor, activation: str) -> Tensor:
+        return reference.act_mul(x, activation) + 0.01
+
+    def broken(*_: object) -> Tensor:
+        raise RuntimeError("PTX was compiled for another architecture")
+
+    monkeypatch.setattr(platform, "act_mul", wrong)
+    monkeypatch.setattr(platform, "rms_norm", broken)
+    passing = check.passing(torch.device("cpu"), torch.float32)
+    assert set(vars(passing)) == names - {"act_mul", "rms_norm"}
+    assert "act_mul is not used on cpu" in caplog.text
+    assert "RuntimeError: PTX was compiled for another architecture" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the assembler is for Linux")
+def test_every_kernel_compiles_for_hopper() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.kernels.compile_ahead", "90"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    *variants, last = done.stdout.splitlines()
+    assert last == f"{len(variants)} kernels compiled for sm_90"
+    names = {line.split()[0] for line in variants}
+    assert len(names) == 8, names
+    for name in names - {"_sample_kernel"}:
+        assert {line.split()[1] for line in variants if line.startswith(name)} == {"fp32", "bf16", "fp16"}
