@@ -200,6 +200,12 @@ def _experts(options: EngineOptions, arch: Architecture, ranks: int) -> ExpertPa
     if options.num_redundant_experts and not options.enable_eplb:
         raise ConfigError("--num-redundant-experts needs --enable-eplb, which decides what is doubled")
     for count in counts:
+        if options.num_redundant_experts > count * (ranks - 1):
+            raise ConfigError(
+                f"--num-redundant-experts {options.num_redundant_experts}: {count} experts, each once on each of "
+                f"{ranks} rank{'s' * (ranks > 1)} (--data-parallel-size × --tensor-parallel-size), have at most "
+                f"{count * (ranks - 1)} copies"
+            )
         if (count + options.num_redundant_experts) % ranks:
             least = math.ceil(count / ranks) * ranks - count
             raise ConfigError(

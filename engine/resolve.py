@@ -85,8 +85,6 @@ def _refuse_what_is_not_there(options: EngineOptions) -> None:
             f"--enable-expert-parallel with --data-parallel-size {options.data_parallel_size}: replicas that share "
             "experts are not served yet; experts are spread over --tensor-parallel-size ranks"
         )
-    if options.enable_eplb:
-        raise ConfigError("--enable-eplb is not served yet")
     if options.enable_dbo:
         raise ConfigError("--enable-dbo is not served yet")
 
@@ -125,7 +123,9 @@ class Sizes:
         return Sizes(
             weights=tuple(_weight_bytes(model, config.parallel, stage) for stage in stages),
             kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
-            workspace=(_activations(config, arch) + attending) * DTYPE_BYTES[model.dtype] + logits,
+            workspace=(_activations(config, arch) + attending) * DTYPE_BYTES[model.dtype]
+            + logits
+            + _moving_bytes(config, arch),
         )
 
 
@@ -147,6 +147,21 @@ def _activations(config: EngineConfig, arch: Architecture) -> int:
         leaving = tokens // tp * min(most, parallel.expert_ranks)  # each token to every rank where it has an expert
         count += 8 * max(coming, leaving) * arch.hidden_size
     return count
+
+
+def _moving_bytes(config: EngineConfig, arch: Architecture) -> int:
+    """Room for the experts of a layer that change places: one that leaves, one that comes, one laid beside."""
+    if config.parallel.experts is None or not config.parallel.experts.is_balanced:
+        return 0
+    alone = {
+        replace(each.feed_forward, shared=None, places=1)
+        for each in arch.layers
+        if isinstance(each.feed_forward, SpreadExperts)
+    }
+    width, quantization = DTYPE_BYTES[config.model.dtype], config.model.quantization
+    return 3 * max(
+        sum(packed_bytes(*each[:2], quantization, width) for each in one.matrices(arch.hidden_size, 1)) for one in alone
+    )
 
 
 def _kv_block_bytes(cache: CacheConfig, planes: Counter[CacheShape]) -> int:

@@ -78,14 +78,14 @@ def serve(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("redundant", [0, 8])
+@pytest.mark.parametrize("redundant", [0, 4])
 def test_busy_experts_move_and_outputs_stay(dp: int, tp: int, redundant: int, backend: Any) -> None:
     ranks = serve(balanced(all2all=backend, redundant=redundant), dp, tp, 12, layers=2)
     first_told = ranks[0][1]
     assert len(first_told) == 2
     assert first_told[0].moved == 0
     assert first_told[1].moved > 0
-    assert first_told[0].imbalance > 1.3 or redundant
+    assert first_told[0].imbalance > (1.3 if not redundant else 1.1)
     assert first_told[1].imbalance < min(1.2, first_told[0].imbalance)
     for outs, told, placements in ranks:
         # Bit for bit while nothing moves; then the sum over ranks has another order.
@@ -115,7 +115,7 @@ def test_a_layer_moves_with_a_step() -> None:
         first = Placement.initial(SPEC.num_experts, 2, balanced())
         moved.append(sum(placement != first for placement in placements))
     assert moved == [1, 2, 3, 3]
-    (outs, told, placements), *_ = serve(balanced(step_interval=2), 1, 2, 4, layers=3)
+    _, told, placements = serve(balanced(step_interval=2), 1, 2, 4, layers=3)[0]
     assert first not in placements
     assert len(told) == 1
 
