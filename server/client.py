@@ -45,6 +45,8 @@ RESTART_SECONDS = (1.0, 60.0)
 """From the death of a replica to its next start: at first, and at most where it dies again and again."""
 MOST_MOVES = 2
 """Replicas that a request may lose and still go on at another: it may itself be what they died of."""
+SHUTTING_DOWN = "the server is shutting down"
+"""The reason of an end without trouble."""
 TELL_SECONDS = 2.0
 """For so long the other API processes can be told of a death; one that starts later asks who is there."""
 
@@ -219,11 +221,13 @@ class EngineClient:
         max_queue: int | None = None,
         cache: CacheConfig | None = None,
         restart: Callable[[int], subprocess.Popen[bytes]] | None = None,
+        are_coupled: bool = False,
     ) -> None:
         """`index` is the API process's place among all.
 
         `cores` are those that this process watches, ends and, with `restart`, starts again, by replica; None: the
         engine is another process's, and runs already. `replicas` are those that requests may go to, `cores` or not.
+        Where they `are_coupled`, all end with the first.
         """
         self.loop = asyncio.get_running_loop()
         self.index = index
@@ -231,6 +235,7 @@ class EngineClient:
         self._max_queue = max_queue
         self._is_owner = cores is not None
         self._restart = restart
+        self._are_coupled = are_coupled
         self._metrics = metrics
         self._running: dict[str, _Running] = {}
         self._probes: dict[tuple[int, int], asyncio.Future[None]] = {}
@@ -397,7 +402,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Stop the cores, where they are ours, by force if they do not end in time, and close the wire."""
-        self.fail("the server is shutting down")
+        self.fail(SHUTTING_DOWN)
         self.loop.remove_reader(self._responses.FD)
         for task in self._tasks.copy():
             task.cancel()
@@ -429,7 +434,8 @@ class EngineClient:
                 answer.cancel()
         reason = f"{self._name(replica)}{reason}"
         is_left = any(other.state == "up" or self._is_awaited(other) for other in self._replicas.values())
-        if not is_left or (self._is_owner and not self._ready.done()):  # what cannot be loaded is to be seen at once
+        is_starting = self._is_owner and not self._ready.done()
+        if not is_left or self._are_coupled or is_starting:  # what cannot be loaded is to be seen at once
             return self.fail(reason)
         self._settle()
         moved = [(i, running) for i, running in self._running.items() if running.replica == replica.number]

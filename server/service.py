@@ -31,7 +31,7 @@ from quire.engine.launch import (
     start_core,
 )
 from quire.engine.messages import RequestOutput, SamplingParams
-from quire.server.client import EngineClient, EngineUnavailable, Stream
+from quire.server.client import SHUTTING_DOWN, EngineClient, EngineUnavailable, Stream
 from quire.server.client import RequestFailed as RequestFailed
 from quire.server.hosts import Hosts, served
 from quire.server.metrics import Metrics
@@ -247,6 +247,7 @@ class Service:
             max_queue=max_queue,
             cache=config.cache,
             restart=restart,
+            are_coupled=config.parallel.is_coupled,
         )
         return Service(config, client, metrics, place, formats)
 
@@ -357,8 +358,10 @@ class Service:
         (renderer,) = await asyncio.gather(self._renderer, return_exceptions=True)
         if isinstance(renderer, Renderer):
             renderer.close()
+        self.client.fail(SHUTTING_DOWN)
         if self._hosts is not None:
-            await asyncio.to_thread(self._hosts.close)
+            reason = str(await self.client.failed())
+            await asyncio.to_thread(self._hosts.close, "" if reason == SHUTTING_DOWN else reason)
         await self.client.close()
         for port in self._ports:
             port.close()

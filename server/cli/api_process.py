@@ -26,7 +26,7 @@ import uvloop
 from quire.engine import log, process
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.server.client import EngineUnavailable
+from quire.server.client import SHUTTING_DOWN, EngineUnavailable
 from quire.server.config import ServerOptions
 from quire.server.render import ChatFormats
 from quire.server.service import Place, Service
@@ -167,7 +167,7 @@ async def _serve(order: _Order) -> None:
                 serving = asyncio.create_task(http.serve([socket.socket(fileno=order.listener)]))
                 os.write(sys.stdout.fileno(), b"!")
                 await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
-                service.client.fail("the server is shutting down")
+                service.client.fail(SHUTTING_DOWN)
                 http.should_exit = True
                 await serving
         await stopping

@@ -229,11 +229,18 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
     from quire.server.api.app import create_app
     from quire.server.api.state import State
     from quire.server.client import EngineUnavailable
+    from quire.server.hosts import meet
     from quire.server.render import ChatFormats
     from quire.server.service import Service
 
     names = options.served_model_name or (DEMO_NAME if engine.model == EngineOptions.model else engine.model,)
-    service = await Service.start(config, name=names[0], formats=ChatFormats.of(options), log_level=options.log_level)
+    service = await Service.start(
+        config,
+        name=names[0],
+        formats=ChatFormats.of(options),
+        log_level=options.log_level,
+        hosts=meet(config),
+    )
     try:
         await service.ready()
         backend = InProcess(create_app(State(service, names, options.trust_request_chat_template)))

@@ -123,6 +123,7 @@ async def _serve(
     seconds: dict[str, float],
     hosts: Hosts | None,
 ) -> int:
+    from quire.server.client import SHUTTING_DOWN
     from quire.server.render import ChatFormats
     from quire.server.service import Service
 
@@ -166,7 +167,7 @@ async def _serve(
             logger.info("shutting down")
         engine.cancel()
         asked_to_stop.cancel()
-        service.client.fail("the server is shutting down")
+        service.client.fail(SHUTTING_DOWN)
         http.should_exit = True
         try:
             await asyncio.gather(serving, siblings.close())
