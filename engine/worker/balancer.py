@@ -52,8 +52,6 @@ class Balancer:
         """What experts had computed at the last report, and when they were last moved."""
         self._waiting: deque[tuple[MixtureOfExperts, list[int]]] = deque()
         """Layers whose experts are to be moved, and the load to do so by."""
-        if self._config.is_balanced and self._layers:
-            self._check_forms()
 
     @staticmethod
     def of(decoder: Decoder, config: EngineConfig, links: Links, device: torch.device) -> Balancer | None:
@@ -135,8 +133,13 @@ class Balancer:
         layer.place(Placement(then))
         self._moved += sum(step.target.place is not None for step in steps)
 
-    def _check_forms(self) -> None:
-        """All ranks are to hold experts in the same form; it depends on the processor."""
+    def settle(self) -> None:
+        """Once all ranks are loaded: those that move experts are to hold them in the same form.
+
+        It depends on the processor. Raises `ConfigError` on all ranks.
+        """
+        if not self._config.is_balanced or not self._layers:
+            return
         forms = str([layer.experts.form for layer in self._layers])
         told = self._group.everyone.tell([zlib.crc32(forms.encode())])
         if told.count(told[self._group.rank]) != len(told):

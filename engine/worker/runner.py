@@ -82,14 +82,10 @@ class Runner:
         self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
 
-    @property
-    def receives(self) -> bool:
-        """Whether the hidden states of a plan come from another stage."""
-        return not self._pipeline.is_first
-
-    def expect(self, plan: StepPlan) -> None:
-        """Let the hidden states of a plan to come arrive while others run; plans are expected all, and in order."""
-        self._pipeline.expect((plan.num_tokens or 1, self._hidden_size), self._dtype)
+    def settle(self) -> None:
+        """Agree with the other ranks, once all are loaded; raises `ConfigError` where that cannot be."""
+        if self._balancer is not None:
+            self._balancer.settle()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:

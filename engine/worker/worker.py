@@ -61,6 +61,7 @@ class Worker:
         # NCCL would hold a part of the device while it waits.
         self.expects = self._runner.receives and parallel.device == "cpu"
         self._links.tp.settle()
+        self._runner.settle()
         self.seconds = {
             "connect ranks": connected - started,
             "compile kernels": compiled - connected,

@@ -19,6 +19,7 @@ def serve(config: EngineConfig, rank: int, init_method: str, pipe: Connection) -
     cpu = torch.device("cpu")
     links = connect(config.parallel, rank, init_method, cpu)
     runner = Runner(config, rank, links, cpu)
+    runner.settle()
     while (plan := pipe.recv()) is not None:
         pipe.send(runner.execute(plan))
     links.close()

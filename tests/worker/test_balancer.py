@@ -183,7 +183,7 @@ def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypat
         layer = build(PLAIN, group)
         if group.rank == 1:
             packed(layer)
-        Balancer({0: layer}, {0: PLAIN.num_experts}, group, ALONE, CPU)
+        Balancer({0: layer}, {0: PLAIN.num_experts}, group, ALONE, CPU).settle()
 
     with pytest.raises(ConfigError, match="--enable-eplb: experts cannot move between ranks whose processors"):
         on_replicas(1, 2, balanced(), run)
