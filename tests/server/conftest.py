@@ -51,6 +51,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
 def config(model_folder: Path) -> EngineConfig:
     return engine_config(
         max_model_len=fake_core.MAX_MODEL_LEN,

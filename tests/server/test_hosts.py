@@ -21,13 +21,6 @@ from quire.server.hosts import Hosts, Membership, meet, role, served
 from tests.fakes.configs import engine_config
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
 @dataclass
 class Site:
     """Starts hosts in threads, and ends them with the test."""
@@ -72,11 +65,11 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, port: int) -> Iterator[Site]:
+def site(tmp_path: Path, free_port: int) -> Iterator[Site]:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     with ExitStack() as stack:
-        yield Site(tmp_path / "model", port, stack)
+        yield Site(tmp_path / "model", free_port, stack)
 
 
 class Told:

@@ -60,6 +60,15 @@ def test_chat(llm: LLM) -> None:
         assert all(result.outputs[0].text == "user\nhi\nassistant\n" for result in results)
 
 
+def test_replicas_share_the_prompts(model_folder: Path, core_mode: Callable[[str], None]) -> None:
+    with LLM(str(model_folder), load_format="dummy", device="cpu", data_parallel_size=3) as llm:
+        prompts = [f"prompt {number}" for number in range(12)]
+        results = llm.generate(prompts, SamplingParams(max_tokens=60), use_tqdm=False)
+        assert [result.outputs[0].text for result in results] == prompts
+        metrics = llm._service.metrics
+        assert [metrics.of(replica).generated_tokens > 0 for replica in range(3)] == [True] * 3
+
+
 F: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 

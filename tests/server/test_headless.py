@@ -1,0 +1,205 @@
+"""Replicas without an API on their host, with fake cores: kept alive, told of, and served by an API elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, cast
+
+import pytest
+
+from quire.engine.cluster import Ended
+from quire.engine.config import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.errors import ConfigError
+from quire.engine.messages import SamplingParams
+from quire.server.cli import headless
+from quire.server.cli.main import main
+from quire.server.hosts import Membership, meet
+from quire.server.service import Service
+from tests.fakes import fake_core
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> SimpleQueue[tuple[int, int]]:
+    """Replica and process of each core that is started; all are fakes."""
+    started: SimpleQueue[tuple[int, int]] = SimpleQueue()
+
+    def start(config: EngineConfig, *arguments: Any) -> Any:
+        core = fake_core.start(config, *arguments, MODE[0])
+        started.put((config.parallel.replica, core.pid))
+        return core
+
+    monkeypatch.setattr(headless, "start_core", start)
+    monkeypatch.setattr(headless, "_RESTART_SECONDS", 0.1)
+    MODE[0] = ""
+    return started
+
+
+MODE = [""]
+
+
+@dataclass
+class Alone:
+    """In place of `Membership`, with nobody at the other end."""
+
+    folder: Path
+    told: SimpleQueue[tuple[int, str]] = field(default_factory=SimpleQueue)
+    leader: str = "the host with the API"
+    responses: tuple[str, ...] = ()
+    master: tuple[str, int] = ("127.0.0.1", 0)
+    end: Callable[[Ended], None] | None = None
+
+    @property
+    def requests(self) -> tuple[str, ...]:
+        return tuple(f"ipc://{self.folder}/requests-{replica}" for replica in range(2))
+
+    def listen(self, on_end: Callable[[Ended], None]) -> None:
+        self.end = on_end
+
+    def tell(self, replica: int, reason: str) -> None:
+        self.told.put((replica, reason))
+
+
+def spread(config: EngineConfig, start: int, local: int, *, is_coupled: bool = False) -> EngineConfig:
+    parallel = replace(config.parallel, replicas=2, local_replicas=range(start, start + local))
+    return replace(
+        config, parallel=replace(parallel, experts=ExpertParallelConfig() if is_coupled else None, replica=start)
+    )
+
+
+@dataclass
+class Running:
+    """`Replicas.run` in a thread."""
+
+    stop: threading.Event
+    result: Future[str | None]
+
+
+@pytest.fixture
+def run(cores: SimpleQueue[tuple[int, int]]) -> Iterator[Callable[[EngineConfig, Any], Running]]:
+    with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
+
+        def begin(config: EngineConfig, membership: Any) -> Running:
+            replicas = headless.Replicas(config, cast(Membership, membership), "info")
+            stop = threading.Event()
+            stack.callback(stop.set)
+
+            def work() -> str | None:
+                with replicas:
+                    return replicas.run(stop)
+
+            return Running(stop, pool.submit(work))
+
+        try:
+            yield begin
+        finally:
+            stack.close()  # before the pool waits for them
+
+
+def test_a_replica_that_dies_is_told_of_and_started_again(
+    config: EngineConfig,
+    cores: SimpleQueue[tuple[int, int]],
+    run: Callable[..., Running],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    alone = Alone(tmp_path)
+    running = run(spread(config, 0, 2), alone)
+    first = dict(cores.get(timeout=20) for _ in range(2))
+    wait_for(lambda: "replica 1 is ready" in caplog.text)
+    os.kill(first[1], signal.SIGKILL)
+    assert alone.told.get(timeout=20) == (1, "the engine core of replica 1 was killed by signal 9")
+    replica, process = cores.get(timeout=20)
+    assert replica == 1
+    assert process != first[1]
+    running.stop.set()
+    assert running.result.result(30) is None
+    for each in (first[0], process):
+        with pytest.raises(ProcessLookupError):
+            os.kill(each, 0)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Until it holds; a hanging test otherwise."""
+    while not condition():
+        threading.Event().wait(0.02)
+
+
+def test_what_cannot_be_loaded_ends_the_host(
+    config: EngineConfig, cores: SimpleQueue[tuple[int, int]], run: Callable[..., Running], tmp_path: Path
+) -> None:
+    MODE[0] = "dead"
+    alone = Alone(tmp_path)
+    assert run(spread(config, 1, 1), alone).result.result(30) == "the weights do not fit"
+    assert alone.told.get(timeout=1) == (1, "the weights do not fit")
+
+
+def test_coupled_replicas_end_together(
+    config: EngineConfig,
+    cores: SimpleQueue[tuple[int, int]],
+    run: Callable[..., Running],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    running = run(spread(config, 0, 2, is_coupled=True), Alone(tmp_path))
+    first = dict(cores.get(timeout=20) for _ in range(2))
+    wait_for(lambda: "replica 0 is ready" in caplog.text)
+    os.kill(first[0], signal.SIGKILL)
+    assert running.result.result(30) == "the engine core of replica 0 was killed by signal 9"
+
+
+@pytest.mark.parametrize("reason", ["", "the engine is gone"])
+def test_the_end_of_the_api_ends_them(
+    config: EngineConfig,
+    cores: SimpleQueue[tuple[int, int]],
+    run: Callable[..., Running],
+    tmp_path: Path,
+    reason: str,
+) -> None:
+    alone = Alone(tmp_path)
+    running = run(spread(config, 0, 1), alone)
+    cores.get(timeout=20)
+    assert alone.end is not None
+    alone.end(Ended(reason))
+    assert running.result.result(30) == (reason or None)
+
+
+async def test_an_api_serves_replicas_of_other_hosts(
+    config: EngineConfig, cores: SimpleQueue[tuple[int, int]], run: Callable[..., Running], free_port: int
+) -> None:
+    options = EngineOptions(data_parallel_size=2, data_parallel_rpc_port=free_port, distributed_timeout_seconds=20.0)
+    config = replace(config, options=options)
+
+    def host(replica: int) -> Running:
+        return run(spread(config, replica, 1), Membership(spread(config, replica, 1), is_headless=True))
+
+    hosts = [asyncio.create_task(asyncio.to_thread(host, replica)) for replica in range(2)]
+    here = spread(config, 0, 0)
+    service = await Service.start(here, name="x", hosts=await asyncio.to_thread(meet, here))
+    try:
+        await asyncio.wait_for(service.ready(), 30)
+        with service.generate("r", [[70, 71, 72]] * 8, SamplingParams(max_tokens=20)) as generation:
+            deltas = [delta async for each in generation for delta in each]
+        assert sorted(delta.index for delta in deltas if delta.finish_reason) == list(range(8))
+        await service.probe()
+    finally:
+        await service.close()
+    for each in hosts:
+        assert await asyncio.to_thread((await each).result.result, 30) is None
+
+
+def test_a_headless_host_must_say_which_it_is(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(model_folder), "--headless"]) == 2
+    assert "--headless: say which replicas this host has (--data-parallel-start-rank" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        headless.serve_replicas(EngineOptions(), cast(Any, None))
