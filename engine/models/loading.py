@@ -56,9 +56,17 @@ Needed = dict[str, list[Place]]
 """By the checkpoint tensor."""
 
 
-def load(config: EngineConfig, rank: int, parallel: Parallel, device: torch.device, *, pack: bool = True) -> Decoder:
+def load(
+    config: EngineConfig,
+    rank: int,
+    parallel: Parallel,
+    device: torch.device,
+    *,
+    experts: ExpertGroup | None = None,
+    pack: bool = True,
+) -> Decoder:
     """As `load_model`, of a decoder."""
-    decoder = load_model(config, rank, parallel, device, pack=pack)
+    decoder = load_model(config, rank, parallel, device, experts=experts, pack=pack)
     assert isinstance(decoder, Decoder)
     return decoder
 

@@ -1,7 +1,7 @@
 """Prints the most memory that loading took in this process, and what the plan says of the rank's weights, in bytes.
 
-Run as `python -m tests.models.peak FOLDER DTYPE TP [QUANTIZATION]`, for rank 0. Pages of the checkpoint, which the
-system keeps and drops as it likes, are not the process's own.
+Run as `python -m tests.models.peak FOLDER DTYPE TP EXPERTS [QUANTIZATION]`, for rank 0; EXPERTS is spread or
+sliced. Pages of the checkpoint, which the system keeps and drops as it likes, are not the process's own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire import kernels
 from quire.engine.models.loading import load
-from quire.engine.parallel import Parallel
+from quire.engine.parallel import ExpertGroup, Parallel, Peers
 from quire.engine.resolve import Sizes
 from quire.engine.worker.worker import return_freed_memory
 from tests.models.common import CPU, configure
@@ -24,9 +24,14 @@ def anonymous() -> int:
 
 
 def main() -> None:
-    folder, dtype, tp, *quantization = sys.argv[1:]
+    folder, dtype, tp, experts, *quantization = sys.argv[1:]
     config = configure(
-        Path(folder), dtype=dtype, tensor_parallel_size=int(tp), max_model_len=32, quantization=(*quantization, None)[0]
+        Path(folder),
+        dtype=dtype,
+        tensor_parallel_size=int(tp),
+        enable_expert_parallel=experts == "spread",
+        max_model_len=32,
+        quantization=(*quantization, None)[0],
     )
     parallel = Parallel()
     parallel.size = int(tp)
@@ -40,7 +45,9 @@ def main() -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    decoder = load(config, 0, parallel, CPU)
+    spread = config.parallel.experts
+    group = None if spread is None else ExpertGroup(spread, parallel, Peers(), Peers())
+    decoder = load(config, 0, parallel, CPU, experts=group)
     is_over.set()
     watcher.join()
     sizes = Sizes.of(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from quire.engine.architecture import Experts
 from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
 from quire.engine.messages import SamplingParams
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loading import needed_tensors
@@ -106,11 +108,7 @@ def test_ranks_hold_each_expert_once_and_as_much_as_the_plan_says(family: str, p
     found: dict[tuple[str, str, int], int] = {}
     for group in groups:
         decoder = rank(config, group)
-        held = sum(
-            weight.numel() * (4 if name.endswith(("router.weight", "correction_bias", "shared_gate.weight")) else 4)
-            for name, weight in decoder.named_parameters()
-        )
-        assert held == Sizes.of(config).weights[0]
+        assert sum(weight.nbytes for weight in decoder.parameters()) == Sizes.of(config).weights[0]
         for places in needed_tensors(decoder, config.model).values():
             for _, shard, stored in places:
                 if shard.expert is not None:
@@ -123,3 +121,39 @@ def test_ranks_hold_each_expert_once_and_as_much_as_the_plan_says(family: str, p
     assert len({(name, number) for name, part, number in found if part == ""}) >= experts  # downs
     assert "8 experts of a layer spread over 2 ranks" in plan_text(config)
     assert placement in plan_text(config)
+
+
+def test_experts_need_not_be_cut(tmp_path: Path) -> None:
+    """So their inner features may be any number; what every token passes is still cut."""
+    architecture, changes = CASES["Qwen3 MoE"]
+    write_model(architecture, SIZES | changes | {"num_experts": 4, "moe_intermediate_size": 21}, tmp_path)
+    with pytest.raises(ConfigError, match="4 does not divide this model's 21 feed-forward columns of an expert"):
+        configure(tmp_path, tensor_parallel_size=4, max_model_len=256)
+    tokens = torch.randint(0, 131, (30,), generator=torch.Generator().manual_seed(1))
+    (expected,) = on_ranks(1, partial(logits, configure(tmp_path, max_model_len=256), tokens))
+    for result in on_ranks(4, partial(logits, spread(tmp_path, tensor_parallel_size=4), tokens)):
+        assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_what_cannot_be_spread_is_refused(tmp_path: Path) -> None:
+    write("Mixtral", tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"8 experts cannot be spread evenly over 3 ranks .* --num-redundant-experts 1"
+    ):
+        spread(tmp_path, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match=r"Mixtral\S* is run by transformers' implementation .* leave it out"):
+        spread(tmp_path, tensor_parallel_size=2, model_impl="transformers")
+    architecture, changes = CASES["Llama"]
+    write_model(architecture, SIZES | changes, tmp_path)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts; leave it out"):
+        spread(tmp_path, tensor_parallel_size=2)
+
+
+def test_replicas_make_room_for_the_tokens_of_all(tmp_path: Path) -> None:
+    write("Mixtral", tmp_path)
+    config = spread(tmp_path, tensor_parallel_size=2)
+    one = Sizes.of(config)
+    coupled = Sizes.of(replace(config, parallel=replace(config.parallel, replicas=2)))
+    tokens, inner = config.scheduler.max_num_batched_tokens, 2 * 80
+    assert coupled.workspace - one.workspace == 4 * tokens * (3 * inner + 8 * 2 * 48)
+    assert coupled.weights[0] < one.weights[0]  # half as many experts
