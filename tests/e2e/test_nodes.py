@@ -1,0 +1,261 @@
+"""One server on two hosts without Ray: the same tokens as in one process, and everybody stops when one of them goes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from quire.engine.config import DEMO_MODEL
+from tests.e2e.serving import quire, serve
+from tests.namespaces import Command, Host
+from tests.namespaces import hosts as hosts
+
+pytestmark = pytest.mark.slow
+
+URL = "http://127.0.0.1:8000"
+"""As node 0 sees it."""
+SHAPE = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16")
+STOPPED_SECONDS = 15.0
+PROMPTS = [f"Quire serves {'many ' * n}models" for n in range(6)]
+REQUESTS = [
+    {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, **sampling}
+    for prompt in PROMPTS
+    for sampling in ({"temperature": 0}, {"temperature": 1.0, "top_p": 0.95, "seed": 7})
+]
+
+
+@dataclass
+class Nodes:
+    """Node 0 on the first host and node 1 on the second."""
+
+    first: Host
+    api: Command
+    other: Command
+
+    def everybody(self) -> list[psutil.Process]:
+        return [*self.api.family(), *self.other.family()]
+
+
+def start(hosts: tuple[Host, Host], node: int, *arguments: str, model: Path = DEMO_MODEL) -> Command:
+    first, _ = hosts
+    role = ("--node-rank", str(node), *(("--headless",) if node else ()))
+    command = quire("serve", str(model), "--nnodes", "2", "--master-addr", first.address, *role, *SHAPE, *arguments)
+    return hosts[node].start(*command)
+
+
+def serving(hosts: tuple[Host, Host], *arguments: str, order: tuple[int, int] = (0, 1)) -> Nodes:
+    """Both, ready to answer."""
+    commands = {}
+    for node in order:
+        commands[node] = start(hosts, node, *arguments)
+        if node == order[0]:
+            commands[node].wait_for("waiting up to .* for node 1" if node == 0 else "trying to join")
+    commands[0].wait_for("serving .* on http")
+    return Nodes(hosts[0], commands[0], commands[1])
+
+
+def ask(url: str, host: Host | None = None) -> list[str]:
+    """The texts that answer `REQUESTS`, sent all at once."""
+
+    def one(body: dict[str, object]) -> str:
+        return str(httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"])
+
+    def there(body: dict[str, object]) -> str:
+        if host is None:
+            return one(body)
+        with host.inside():
+            return one(body)
+
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        return list(pool.map(there, REQUESTS))
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[list[str]]:
+    with serve(*SHAPE) as server:
+        yield ask(server.url)
+
+
+@pytest.mark.parametrize(
+    ("layout", "order"),
+    [(("-tp", "2", "-pp", "2"), (0, 1)), (("-tp", "2"), (1, 0)), (("-tp", "4"), (1, 0))],
+    ids=["stages-across", "tp2-across", "tp4-across"],
+)
+def test_tokens_are_those_of_one_process(
+    hosts: tuple[Host, Host], layout: tuple[str, ...], order: tuple[int, int], expected: list[str]
+) -> None:
+    nodes = serving(hosts, *layout, order=order)
+    assert ask(URL, hosts[0]) == expected
+    assert "gloo, since the ranks are not all on one host" in nodes.api.text or "-pp" in layout
+    processes = nodes.everybody()
+    assert len(processes) >= 8
+    nodes.api.named("quire-api").send_signal(signal.SIGTERM)
+    assert nodes.api.wait(30) == 0
+    assert nodes.other.wait(30) == 0
+    assert not psutil.wait_procs(processes, timeout=5)[1]
+
+
+def kill_node(nodes: Nodes, other: Host) -> None:
+    nodes.other.kill_all()
+
+
+def kill_rank(nodes: Nodes, other: Host) -> None:
+    nodes.other.named("quire-rank-3").kill()
+
+
+def unplug(nodes: Nodes, other: Host) -> None:
+    other.set_link(False)
+
+
+def stop_node(nodes: Nodes, other: Host) -> None:
+    nodes.other.named("quire-node-1").send_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "text", "code"),
+    [
+        (kill_node, r"node 1 \(10.77.0.2\) was lost: its connection has closed", None),
+        (kill_rank, r"rank 3 was killed by SIGKILL on node 1 \(10.77.0.2\)", 1),
+        (unplug, r"node 1 \(10.77.0.2\) was lost: nothing was heard of it for 5 s", 1),
+        (stop_node, r"node 1 \(10.77.0.2\) has ended: it was stopped", 0),
+    ],
+)
+def test_a_node_that_goes_is_named_and_all_stop(
+    hosts: tuple[Host, Host], trouble: object, text: str, code: int | None
+) -> None:
+    nodes = serving(hosts, "-tp", "2", "-pp", "2")
+    processes = nodes.everybody()
+    assert callable(trouble)
+    with hosts[0].inside(), openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(
+            model="quire-demo", prompt="Quire", max_tokens=900, extra_body={"ignore_eos": True}, stream=True
+        )
+        next(stream)
+        begun = time.monotonic()
+        trouble(nodes, hosts[1])
+        with pytest.raises(openai.APIError, match=text):
+            list(stream)
+        health = httpx.get(f"{URL}/health")
+        assert health.status_code == 503
+        assert "node 1" in health.text
+    assert nodes.api.wait(STOPPED_SECONDS) == 1
+    ended = nodes.other.wait(STOPPED_SECONDS)
+    assert code is None or ended == code
+    assert not psutil.wait_procs(processes, timeout=max(0.0, begun + STOPPED_SECONDS - time.monotonic()))[1]
+    nodes.api.wait_for(rf"ERROR .*{text}", 0)
+    if trouble is unplug:
+        nodes.other.wait_for(r"ERROR .*node 0 \(10.77.0.1\) was lost: nothing was heard of it for 5 s", 0)
+    if trouble is kill_rank:
+        nodes.other.wait_for(rf"ERROR .*{text}", 0)
+
+
+@pytest.mark.parametrize("victim", ["everything", "quire-api", "quire-core", "quire-rank-1"])
+def test_when_node_0_goes_all_stop(hosts: tuple[Host, Host], victim: str) -> None:
+    nodes = serving(hosts, "-tp", "2", "-pp", "2")
+    processes = nodes.everybody()
+    begun = time.monotonic()
+    if victim == "everything":
+        nodes.api.kill_all()
+    else:
+        nodes.api.named(victim).kill()
+    assert nodes.other.wait(STOPPED_SECONDS) == 1
+    assert not psutil.wait_procs(processes, timeout=max(0.0, begun + STOPPED_SECONDS - time.monotonic()))[1]
+    reason = {
+        "everything": r"node 0 \(10.77.0.1\) was lost: its connection has closed",
+        "quire-api": "the server process has ended",
+        "quire-core": r"node 0 \(10.77.0.1\) was lost: its connection has closed",
+        "quire-rank-1": r"rank 1 was killed by SIGKILL on node 0 \(10.77.0.1\)",
+    }[victim]
+    nodes.other.wait_for(f"ERROR .*{reason}", 0)
+
+
+def test_a_rank_that_hangs_is_named_with_its_node(hosts: tuple[Host, Host]) -> None:
+    nodes = serving(hosts, "-tp", "2", "-pp", "2")
+    processes = nodes.everybody()
+    nodes.other.named("quire-rank-2").suspend()
+    with hosts[0].inside():
+        health = httpx.get(f"{URL}/health", timeout=60)
+    assert health.status_code == 503
+    assert "rank 2 on node 1 (10.77.0.2) did not answer within 15 s" in health.text
+    assert nodes.api.wait(STOPPED_SECONDS) == 1
+    assert nodes.other.wait(STOPPED_SECONDS) == 1
+    assert not psutil.wait_procs(processes, timeout=5)[1]
+
+
+def copied(folder: Path, **changes: object) -> Path:
+    """The bundled model with another config.json."""
+    shutil.copytree(DEMO_MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("no folder", r"/no/such/folder: no such model folder"),
+        ("other bytes", r"node 1 \(10.77.0.2\) has other bytes in config.json, unlike node 0 \(10.77.0.1\)"),
+        ("another flag", r"node 1 \(10.77.0.2\) was started with --max-model-len 512, and node 0 .* with 1024; give"),
+        ("no file", r"node 1 \(10.77.0.2\) has no generation_config.json, unlike node 0"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_one_line_on_each(
+    hosts: tuple[Host, Host], case: str, text: str, tmp_path: Path
+) -> None:
+    arguments, model = ["-pp", "2"], DEMO_MODEL
+    match case:
+        case "no folder":
+            model = Path("/no/such/folder")
+        case "other bytes":
+            model = copied(tmp_path / "model", note="another")
+        case "another flag":
+            arguments += ["--max-model-len", "512"]
+        case "no file":
+            model = tmp_path / "model"
+            shutil.copytree(DEMO_MODEL, model)
+            (model / "generation_config.json").unlink()
+    api = start(hosts, 0, "-pp", "2")
+    api.wait_for("waiting up to 600 s for node 1 at port 29501")
+    begun = time.monotonic()
+    other = start(hosts, 1, *arguments, model=model)
+    assert other.wait(20) in (1, 2)
+    assert api.wait(20) == 1
+    assert time.monotonic() - begun < STOPPED_SECONDS
+    for command in (api, other):
+        command.wait_for(text, 0)
+        assert "Traceback" not in command.text
+    api.wait_for(r"quire: error: node 1 \(10.77.0.2\)", 0)
+
+
+def test_a_node_that_does_not_come_is_named_in_the_time_that_was_stated(hosts: tuple[Host, Host]) -> None:
+    begun = time.monotonic()
+    api = start(hosts, 0, "-tp", "2", "--distributed-timeout-seconds", "3")
+    assert api.wait(30) == 1
+    api.wait_for("quire: error: node 1 did not join at port 29501 within 3 s: 0 of 1 came", 0)
+    other = start(hosts, 1, "-tp", "2", "--distributed-timeout-seconds", "3")
+    assert other.wait(30) == 2
+    other.wait_for(r"quire: error: node 0 \(10.77.0.1\) did not answer at 10.77.0.1:29501 within 3 s; see that", 0)
+    assert time.monotonic() - begun < 30
+
+
+def test_the_kv_cache_is_that_of_the_smallest_node(hosts: tuple[Host, Host]) -> None:
+    api = start(hosts, 0, "-pp", "2")
+    api.wait_for("waiting up to")
+    other = start(hosts, 1, "-pp", "2", "--kv-cache-memory-bytes", str(8 << 20))
+    api.wait_for("serving .* on http")
+    api.wait_for(r"the KV cache has \d+ blocks on every node instead of [\d,]+: no more fit on node 1 \(10.77.0.2\)", 0)
+    with hosts[0].inside():
+        body = {"prompt": "Quire is", "max_tokens": 8, "n": 4}
+        assert httpx.post(f"{URL}/v1/completions", json=body, timeout=60).status_code == 200
+    assert other.process.poll() is None
