@@ -32,7 +32,7 @@ SHAPE = {
     "model_type": "llama",
     "hidden_size": 1024,
     "intermediate_size": 1024,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 4,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "vocab_size": 4096,
@@ -63,7 +63,8 @@ class Room:
 def room_for(options: EngineOptions, budget: int, length: int) -> tuple[EngineOptions, Room]:
     """The options with the KV cache that `budget` bytes a worker leave beside its weights and workspace.
 
-    `length` is a request's, prompt and output. Raises `ConfigError` when there is no room for one.
+    `length` is a request's, prompt and output. No more run at once than fit, so that nothing is computed twice. Raises
+    `ConfigError` when there is no room for one.
     """
     sizes = Sizes.of(resolve(options))
     left = budget - max(sizes.weights) - sizes.workspace
@@ -76,9 +77,9 @@ def room_for(options: EngineOptions, budget: int, length: int) -> tuple[EngineOp
     config = resolve(asked)
     cache, row = config.cache, config.scheduler.max_num_batched_tokens
     requests = cache.num_blocks / cache.most_blocks(length, row)
-    return asked, Room(
-        options.tensor_parallel_size, max(sizes.weights), sizes.workspace, left, cache.num_blocks, requests
-    )
+    fitting = replace(asked, max_num_seqs=min(options.max_num_seqs, int(requests)))
+    weights, tp = max(sizes.weights), options.tensor_parallel_size
+    return fitting, Room(tp, weights, sizes.workspace, left, cache.num_blocks, requests)
 
 
 def measure(options: EngineOptions, prompts: list[list[int]], num_output: int) -> tuple[float, list[list[int]]]:
@@ -138,8 +139,8 @@ def table(rooms: Sequence[Room], rates: Sequence[float], gains: Sequence[float])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget-mib", type=int, default=285, help="memory of a worker")
-    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--budget-mib", type=int, default=163, help="memory of a worker")
+    parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--input-len", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=80)
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])

@@ -37,8 +37,21 @@ def ranks_here(options: EngineOptions) -> int:
     return ranks // nodes * len(_local_replicas(options))
 
 
-def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: Placed | None = None) -> ParallelConfig:
-    """The grid; `placed` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
+def groups_here(options: EngineOptions) -> tuple[int, ...]:
+    """Sizes of the groups of this host's ranks that share layers, in the order of ranks; raises as `ranks_here`."""
+    replicas = len(_local_replicas(options))
+    ranks = ranks_here(options) // max(1, replicas)
+    here = range(options.node_rank * ranks, (options.node_rank + 1) * ranks)
+    return groups_of(here, options.tensor_parallel_size) * replicas
+
+
+def groups_of(ranks: range, tp: int) -> tuple[int, ...]:
+    """Sizes of the groups of a replica's ranks on one host that share layers."""
+    return tuple(Counter(rank // tp for rank in ranks).values())
+
+
+def resolve(options: EngineOptions, arch: Architecture, found: Devices) -> ParallelConfig:
+    """The grid; raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     executor = "ray" if placed is not None else choose_executor(options)
     here = ranks_here(options) if placed is None else 0
@@ -48,7 +61,7 @@ def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: 
             f"{options.pipeline_parallel_size} needs {here} GPUs on this host; it shows {found.count}"
         )
     replicas = _local_replicas(options)
-    return ParallelConfig(
+    parallel = ParallelConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         stages=_cut_layers(arch.num_layers, options),
@@ -57,22 +70,23 @@ def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: 
         nodes=options.nnodes if placed is None else len(placed.shares),
         node=options.node_rank,
         master=(options.master_addr, options.master_port),
-        shares=() if placed is None else placed.shares,
-        ray=None if placed is None else placed.place,
+        devices=found.order,
         timeout=options.distributed_timeout_seconds,
         replicas=options.data_parallel_size,
         replica=replicas.start,
         local_replicas=replicas,
         experts=_experts(options, arch, options.data_parallel_size * world_size // options.pipeline_parallel_size),
     )
+    return replace(parallel, links=_links(parallel, found))
 
 
-def _links(options: EngineOptions, found: Devices) -> topology.Crossed:
-    network = topology.fast_network() if options.nnodes > 1 else None
-    groups, replicas = groups_here(options), len(_local_replicas(options))
+def _links(parallel: ParallelConfig, found: Devices) -> topology.Crossed:
+    network = topology.fast_network() if parallel.nodes > 1 else None
     if not found.order:
         return topology.Crossed(network=network)
-    return replace(topology.crossed(found.links, found.order, groups, len(groups) // replicas), network=network)
+    groups = groups_of(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
+    everywhere = groups * len(parallel.local_replicas)
+    return replace(topology.crossed(found.links, found.order, everywhere, len(groups)), network=network)
 
 
 def lines(parallel: ParallelConfig, arch: Architecture) -> list[str]:
@@ -83,39 +97,44 @@ def lines(parallel: ParallelConfig, arch: Architecture) -> list[str]:
 def _hosts(parallel: ParallelConfig) -> list[str]:
     if parallel.nodes == 1:
         return []
-    ranks = [parallel.ranks_of(node) for node in range(parallel.nodes)]
-    parts = [f"{_numbers('rank', ranks[node])} on host {node}" for node in range(parallel.nodes)]
-    parts[parallel.node] += " (this one)"
-    return [f"  {parallel.nodes} hosts, joined at {parallel.master[0]}:{parallel.master[1]}: {', '.join(parts)}"]
+    parts = [
+        f"{_numbers('rank', parallel.ranks_of(node))} on host {node}{' (this one)' * (node == parallel.node)}"
+        for node in range(parallel.nodes)
+        if parallel.ranks_of(node)
+    ]
+    return [f"  {len(parts)} hosts: {', '.join(parts)}"]
 
 
 def _crossings(parallel: ParallelConfig) -> list[str]:
     """Which links tensor and pipeline parallelism cross, and a warning where that is too slow."""
-    tp, per_host, links = parallel.tensor_parallel_size, parallel.ranks_per_node, parallel.links
+    tp, links, is_cpu = parallel.tensor_parallel_size, parallel.links, parallel.device == "cpu"
     network = f"over {links.network}" if links.network else "over the network"
-    is_cpu, parts, warnings = parallel.device == "cpu", [], []
-    is_wide = parallel.nodes > 1 and per_host % tp != 0
+    hosts = [ranks for node in range(parallel.nodes) if (ranks := parallel.ranks_of(node))]
+    is_cut = any(ranks.start % tp or ranks.stop % tp for ranks in hosts)
+    parts, warnings = [], []
     if tp > 1:
-        inside = "shared memory" if is_cpu else (links.tensor or topology.Link.UNKNOWN).text
-        parts.append(f"tensor parallel {f'across hosts {network}' if is_wide else f'inside a host over {inside}'}")
-        if is_wide and not links.network:
-            fitting = max(size for size in range(1, per_host + 1) if tp % size == 0 and per_host % size == 0)
+        inside = " over shared memory" if is_cpu else _over(links.tensor)
+        parts.append(f"tensor parallel {f'across hosts {network}' if is_cut else f'inside a host{inside}'}")
+        if is_cut and not links.network:
+            fitting = max(size for size in range(1, tp) if not any(n % size for n in (tp, *map(len, hosts))))
             warnings.append(
                 f"warning: tensor parallel crosses hosts, in every layer, and no fast network (InfiniBand, RoCE) is "
                 f"active here: use --tensor-parallel-size {fitting} --pipeline-parallel-size "
                 f"{parallel.world_size // fitting}"
             )
-        if not is_wide and links.tensor is topology.Link.SOCKETS:
+        if not is_cut and links.tensor is topology.Link.SOCKETS:
             warnings.append(
                 "warning: tensor parallel crosses the link between processors, in every layer: a smaller "
                 "--tensor-parallel-size with more --pipeline-parallel-size may be faster"
             )
     if parallel.pipeline_parallel_size > 1:
-        inside = "loopback" if is_cpu else (links.pipeline or topology.Link.UNKNOWN).text
-        parts.append(f"pipeline {f'across hosts {network}' if parallel.nodes > 1 else f'inside a host over {inside}'}")
-    if parallel.executor == "ray":
-        parts = ["ranks where Ray places them, those of a stage on one host"] if parallel.nodes == 1 else parts
+        inside = " over loopback" if is_cpu else _over(links.pipeline)
+        parts.append(f"pipeline {f'across hosts {network}' if len(hosts) > 1 else f'inside a host{inside}'}")
     return [f"  {'; '.join(parts)}"] * bool(parts) + warnings
+
+
+def _over(link: topology.Link | None) -> str:
+    return "" if link is None else f" over {link.text}"
 
 
 def _replicas(parallel: ParallelConfig) -> list[str]:
