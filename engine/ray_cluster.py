@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import os
 import selectors
+import socket
 import subprocess
 import sys
 import time
@@ -191,8 +192,8 @@ def _read(child: subprocess.Popen[bytes], where: str) -> bytes:
                 if _CONNECTED in texts[child.stdout]:
                     raise ConfigError(f"the Ray cluster ({where}) is there, but does nothing; see `ray status`")
                 raise ConfigError(
-                    f"no Ray cluster ({where}) could be connected to within {CONNECT_SECONDS:.0f} s; start one with "
-                    f"{_START}, or set RAY_ADDRESS to the head's HOST:PORT"
+                    f"no Ray cluster ({where}) could be joined within {CONNECT_SECONDS:.0f} s: see that it runs, on "
+                    f"this host too; start one with {_START}, or set RAY_ADDRESS to the head's HOST:PORT"
                 )
     answer = texts[child.stdout].partition(_CONNECTED)[2] or texts[child.stdout]
     if not answer:
@@ -230,9 +231,32 @@ def group_of(ray: Any, name: str) -> Any:
 def connect(ray: Any, address: str, *, log_to_driver: bool = False) -> None:
     """Join the cluster as a driver; raises `ConfigError` for what Ray says is wrong."""
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=log_to_driver, configure_logging=False)
+        ray.init(
+            address=address,
+            logging_level="ERROR",
+            log_to_driver=log_to_driver,
+            configure_logging=False,
+            _node_ip_address=_address_towards(address),
+        )
     except Exception as error:
         raise ConfigError(_explain(ray, address, error)) from None
+
+
+def _address_towards(address: str) -> str | None:
+    """This host's address as the cluster sees it. Ray would ask for the way to the Internet, which there may not be."""
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or (_CURRENT.read_text() if _CURRENT.exists() else "")
+    host, _, port = address.strip().rpartition(":")
+    if not port.isdigit():
+        return None
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)  # sends nothing
+            own = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if own.startswith("127.") else own
 
 
 def _explain(ray: Any, address: str, error: Exception) -> str:

@@ -246,7 +246,8 @@ def _keeper() -> type:
 
             # OMP_NUM_THREADS is Ray's there, not the user's.
             own = env | {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-            own["QUIRE_HOST_IP"] = ray.util.get_node_ip_address()
+            address: Any = ray.util.get_node_ip_address
+            own["QUIRE_HOST_IP"] = address()
             if visible is not None:
                 own["CUDA_VISIBLE_DEVICES"] = visible
             command = [sys.executable, "-P", "-m", "quire.engine.executor.ray"]

@@ -1,0 +1,278 @@
+"""A Ray cluster of two hosts: two network namespaces, each with its raylet. Tokens, failures, and misconfigurations."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from quire.engine.config import DEMO_MODEL
+from tests.e2e.serving import quire, serve
+from tests.namespaces import Command, Host, two_hosts
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+HEAD, PORT = "10.77.0.1", 6379
+URL = f"http://{HEAD}:8000"
+REFUSED_SECONDS = 30.0
+"""Of which Ray's share is bounded by `ray_cluster.CONNECT_SECONDS`; the rest is imports on a busy machine."""
+STOPPED_SECONDS = 15.0
+SHAPE = ("--max-model-len", "1024", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "20000000")
+GRID = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
+RAY = ("--distributed-executor-backend", "ray")
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "Quire is", "max_tokens": 40, "temperature": 0.0},
+    {"prompt": "The rank that", "max_tokens": 40, "temperature": 1.0, "seed": 7},
+    {"prompt": "When a request", "max_tokens": 40, "temperature": 0.0},
+]
+_CLEAN = {name: "" for name in os.environ if name.lower() in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")}
+
+
+@dataclass
+class Cluster:
+    """Two raylets of two processors each. What host 2 has of some model folders is not what host 1 has."""
+
+    hosts: tuple[Host, Host]
+    folder: Path
+    models: dict[str, Path]
+    raylets: list[Command] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+
+    def ray(self, host: Host, *arguments: str, before: str = "", **env: str) -> Command:
+        """`ray start`, until it is up; `before` is done by a shell in the same mount namespace."""
+        start = [f"{Path(sys.executable).parent}/ray", "start", "--block", "--node-ip-address", host.address]
+        start += ["--object-store-memory", "80000000", "--disable-usage-stats", *arguments]
+        command = host.start("sh", "-c", f'{before or ":"} && exec "$@"', "sh", *start, **{**_CLEAN, **self.env, **env})
+        self.raylets.append(command)
+        command.wait_for("This command will now block")
+        return command
+
+    def serve(self, *arguments: str, **env: str) -> Command:
+        """`quire serve` on host 1."""
+        return self.start(*quire("serve", *arguments, "--host", HEAD, "--port", "8000"), **env)
+
+    def start(self, *command: str, **env: str) -> Command:
+        """A program on host 1, among the processes of its raylet: that looks for its drivers there."""
+        shell = next(process for process in self.raylets[0].family() if process.ppid() == self.raylets[0].process.pid)
+        inside = ["nsenter", "--target", str(shell.pid), "--pid", "--ipc", "--mount"]
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.hosts[0].name, *inside, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **_CLEAN, **self.env, "RAY_ADDRESS": f"{HEAD}:{PORT}", **env},
+        )
+        self.hosts[0].commands.append(Command(process, command))
+        return self.hosts[0].commands[-1]
+
+    def refusal(self, *arguments: str, **env: str) -> str:
+        """What `quire serve` says last, when it does not start; and that it says so soon."""
+        begun = time.monotonic()
+        command = self.serve(*arguments, **env)
+        assert command.wait(90) in (1, 2)
+        assert time.monotonic() - begun < REFUSED_SECONDS
+        command.join()
+        assert "Traceback" not in command.text
+        return command.lines[-1]
+
+    def ours(self) -> set[psutil.Process]:
+        """Processes of ours under Ray's."""
+        found = set()
+        for raylet in self.raylets:
+            for process in raylet.family():
+                if process.is_running() and process.name().startswith("quire-"):
+                    found.add(process)
+        return found
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    # Short, since it holds Unix sockets.
+    with (
+        tempfile.TemporaryDirectory(prefix="qray-", dir="/tmp", ignore_cleanup_errors=True) as name,
+        two_hosts() as hosts,
+    ):
+        folder = Path(name)
+        models = {name: folder / name for name in ("missing", "other")}
+        for path in models.values():
+            shutil.copytree(DEMO_MODEL, path)
+        config = json.loads((DEMO_MODEL / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "rope_theta": 5000.0}))
+        (folder / "empty").mkdir()
+        made = Cluster(hosts, folder, models, env={"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "s" * 32})
+        first = ("--head", "--port", str(PORT), "--temp-dir", str(folder / "ray"), "--include-dashboard=false")
+        made.ray(hosts[0], *first, "--num-cpus", "2")
+        elsewhere = f"mount --bind {folder}/config.json {models['other']}/config.json && "
+        elsewhere += f"mount --bind {folder}/empty {models['missing']}"
+        made.ray(hosts[1], "--address", f"{HEAD}:{PORT}", "--num-cpus", "2", before=elsewhere)
+        yield made
+
+
+def ask(url: str, host: Host | None = None) -> list[str]:
+    """The texts of `REQUESTS`, which run together."""
+
+    def one(body: dict[str, Any]) -> str:
+        answer = httpx.post(f"{url}/v1/completions", json={"model": "quire-demo", **body}, timeout=120)
+        return str(answer.raise_for_status().json()["choices"][0]["text"])
+
+    def there(body: dict[str, Any]) -> str:
+        if host is None:
+            return one(body)
+        with host.inside():
+            return one(body)
+
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        return list(pool.map(there, REQUESTS))
+
+
+def assert_gone(processes: set[psutil.Process]) -> None:
+    left = psutil.wait_procs(processes, timeout=STOPPED_SECONDS)[1]
+    assert not left, left
+
+
+def test_stages_on_two_nodes_answer_as_one_process(cluster: Cluster) -> None:
+    with serve(*SHAPE) as server:
+        expected = ask(server.url)
+    api = cluster.serve(*SHAPE, *GRID, *RAY)
+    api.wait_for("serving .* on http")
+    names = {
+        host.address: sorted(p.name() for p in raylet.family() if p.is_running() and p.name().startswith("quire-rank"))
+        for host, raylet in zip(cluster.hosts, cluster.raylets, strict=True)
+    }
+    assert names == {HEAD: ["quire-rank-0", "quire-rank-1"], "10.77.0.2": ["quire-rank-2", "quire-rank-3"]}
+    assert ask(URL, cluster.hosts[0]) == expected
+    processes = cluster.ours() | api.family()
+    api.named("quire-api").terminate()
+    assert api.wait(STOPPED_SECONDS) == 0
+    assert_gone(processes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "message"),
+    [
+        ((*GRID, "-tp", "4"), {}, "needs 8 CPUs; the Ray cluster has 4: 2 CPUs on 10.77.0.1, 2 CPUs on 10.77.0.2; use"),
+        (("-pp", "4"), {"QUIRE_HOST_IP": "10.77.0.9"}, "the Ray node 10.77.0.1 has QUIRE_HOST_IP=10.77.0.9"),
+        (("-pp", "4"), {"RAY_AUTH_TOKEN": "other" * 8}, "does not accept this process's token; give every node"),
+        (("-pp", "4"), {"RAY_AUTH_MODE": "disabled"}, "does not accept this process's token; give every node"),
+        (("-pp", "4"), {"RAY_AUTH_TOKEN": "", "HOME": "/nowhere"}, "wants a token, and this process has none; give"),
+        (("-pp", "4"), {"RAY_ADDRESS": f"{HEAD}:6000"}, f"no Ray cluster (RAY_ADDRESS={HEAD}:6000) could be joined"),
+        (
+            ("-pp", "4"),
+            {"RAY_ADDRESS": "10.78.0.1:6379"},
+            "no Ray cluster (RAY_ADDRESS=10.78.0.1:6379) could be joined",
+        ),
+        (("-pp", "4"), {"RAY_ADDRESS": f"ray://{HEAD}:10001"}, "a Ray client is outside the cluster"),
+        (("-pp", "4", "--device", "cuda"), {}, "needs 4 GPUs; the Ray cluster has 0: 0 GPUs on 10.77.0.1, 0 GPUs on"),
+    ],
+)
+def test_what_cannot_run_is_one_line(
+    cluster: Cluster, arguments: tuple[str, ...], env: dict[str, str], message: str
+) -> None:
+    assert message in cluster.refusal(*SHAPE, *RAY, *arguments, **env)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("missing", "the Ray node 10.77.0.2"),
+        ("other", "the Ray node 10.77.0.2 has other bytes in config.json, unlike this host; copy the same model files"),
+    ],
+)
+def test_a_model_that_is_not_the_same_on_a_node_is_one_line(cluster: Cluster, model: str, message: str) -> None:
+    assert message in cluster.refusal(str(cluster.models[model]), *SHAPE, *GRID, *RAY)
+
+
+def test_other_versions_on_a_node_are_one_line(cluster: Cluster) -> None:
+    metadata = cluster.folder / "older" / "torch-1.2.3.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+    path = os.pathsep.join([str(metadata.parent.parent), os.environ.get("PYTHONPATH", "")])
+    third = cluster.ray(cluster.hosts[1], "--address", f"{HEAD}:{PORT}", "--num-cpus", "8", PYTHONPATH=path)
+    try:
+        assert "the Ray node 10.77.0.2 has torch 1.2.3, and this host has" in cluster.refusal(*SHAPE, *RAY, "-tp", "8")
+    finally:
+        cluster.raylets.remove(third)
+        third.kill_all()
+        third.join()
+
+
+def test_a_placement_group_is_used(cluster: Cluster) -> None:
+    """`LLM` in an actor, whose group has bundles for the ranks: on host 2 only."""
+    script = cluster.folder / "in_group.py"
+    script.write_text(
+        "import ray\n"
+        "from ray.util.placement_group import placement_group\n"
+        "from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy\n"
+        "ray.init(address='auto', log_to_driver=False)\n"
+        "node = next(n['NodeID'] for n in ray.nodes() if n['Alive'] and n['NodeManagerAddress'] == '10.77.0.2')\n"
+        "group = placement_group([{'CPU': 1}] * 2, bundle_label_selector=[{'ray.io/node-id': node}] * 2)\n"
+        "assert group.wait(30)\n"
+        "@ray.remote(num_cpus=0)\n"
+        "def work():\n"
+        "    import psutil\n"
+        "    from quire import LLM, SamplingParams\n"
+        "    llm = LLM(tensor_parallel_size=2, max_model_len=256, kv_cache_memory_bytes=20000000)\n"
+        "    out = llm.generate(['Quire is'], SamplingParams(max_tokens=4, temperature=0.0))[0].outputs[0].token_ids\n"
+        "    free = ray.available_resources().get(f'CPU_group_{group.id.hex()}', 0)\n"
+        "    return len(out), free\n"
+        "strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)\n"
+        "print('it says', ray.get(work.options(scheduling_strategy=strategy).remote(), timeout=120))\n"
+    )
+    driver = cluster.start(sys.executable, str(script))
+    assert driver.wait(180) == 0, driver.text
+    driver.wait_for(r"it says \(4, 0")
+
+
+@pytest.mark.parametrize("auto", [True, False])
+def test_auto_stays_on_one_host_where_that_is_enough(cluster: Cluster, auto: bool) -> None:
+    api = cluster.serve(*SHAPE, "-tp", "2", *(() if auto else ("--distributed-executor-backend", "mp")))
+    api.wait_for(r"= 2 ranks \(mp\)")
+
+
+def kill_actor(cluster: Cluster) -> None:
+    node = next(p for p in cluster.raylets[1].family() if p.is_running() and p.name() == "quire-node-2")
+    parent = node.parent()
+    assert parent is not None
+    parent.kill()
+
+
+def kill_node(cluster: Cluster) -> None:
+    cluster.raylets[1].kill_all()
+
+
+def unplug(cluster: Cluster) -> None:
+    cluster.hosts[1].set_link(False)
+
+
+@pytest.mark.parametrize("trouble", [kill_actor, kill_node])
+def test_a_node_that_is_lost_is_named_and_all_end(cluster: Cluster, trouble: Callable[[Cluster], None]) -> None:
+    api = cluster.serve(*SHAPE, *GRID, *RAY)
+    api.wait_for("serving .* on http")
+    processes = cluster.ours() | api.family()
+    with cluster.hosts[0].inside(), openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(
+            model="quire-demo", prompt="Quire", max_tokens=900, extra_body={"ignore_eos": True}, stream=True
+        )
+        next(stream)
+        begun = time.monotonic()
+        trouble(cluster)
+        with pytest.raises(openai.APIError, match=r"node 2 \(10.77.0.2\)"):
+            list(stream)
+    assert api.wait(STOPPED_SECONDS) == 1
+    assert_gone(processes)
+    assert time.monotonic() - begun < STOPPED_SECONDS
