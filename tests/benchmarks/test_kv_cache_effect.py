@@ -32,7 +32,7 @@ def rooms(effect: Any, folder: Path, budget: int) -> list[Any]:
         "device": "cpu",
         "max_model_len": LENGTH,
         "max_num_batched_tokens": 128,
-        "max_num_seqs": 32,
+        "max_num_seqs": 24,
     }
     asked = [EngineOptions(**options, tensor_parallel_size=tp) for tp in effect.LAYOUTS]
     return [effect.room_for(one, budget, LENGTH)[1] for one in asked]
