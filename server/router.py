@@ -6,11 +6,14 @@ The unit is a token to compute before the request's own first token. At a replic
     + those of the requests that were sent there and have no token yet
     + `DECODE_TOKENS` for each other request there
     + the length of an output for each request that has to end before this one can begin
+    + the tokens that it was sent of late beyond `FAIR_SHARE` times an even part
 
 A decode costs others more than the one token that it adds to a step: it reads its context and the weights, and it will
 go on. When as many run as may (`max_num_seqs`), one ends for each output's length of tokens that is computed. A replica
 without room for the request in its KV cache comes after all that have it, as others must end there or start over, and
-no number of tokens says when. Of replicas that are equal, the one that was sent the fewest tokens is taken.
+no number of tokens says when. The last line is for a prefix that everybody asks for: as long as one replica answers all
+of it at once, nothing else would ever bring it to another. Of replicas that are equal, the one that was sent the fewest
+tokens of late is taken.
 
 What is cached is guessed from what was sent: the hash chains of the prompts (and outputs, once they have ended), the
 latest used, as many blocks as the replica has; another salt is another chain. What is at work is known for the requests
@@ -20,7 +23,7 @@ of this process, and from the replica's newest stats for those of others.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.engine.config import CacheConfig
@@ -28,6 +31,9 @@ from quire.engine.messages import EngineStats, Submit
 
 DECODE_TOKENS = 32
 """Tokens that a request which runs holds up the prompt of another for."""
+FAIR_SHARE = 1.25
+_LATELY = 64
+"""Requests for each replica, after which what was sent counts a third."""
 _FIRST_GUESS = 128.0
 """Tokens of an output, and of a prompt that another process has sent, before any was seen."""
 _MEMORY = 0.05
@@ -58,8 +64,8 @@ class _Load:
     pending: int = 0
     blocks: int = 0
     """The sums over its requests that have not ended."""
-    sent: int = 0
-    """Tokens that it was to compute, ever."""
+    sent: float = 0.0
+    """Tokens that it was to compute of late, for prompts and outputs."""
 
 
 class Router:
@@ -92,7 +98,7 @@ class Router:
             stats,
             key=lambda number: (
                 not self._has_room(number, rests[number], stats[number]),
-                rests[number] + self._ahead(number, stats[number]),
+                rests[number] + self._ahead(number, stats[number]) + self._excess(number, stats),
                 self._loads[number].sent,
                 self._order[number],
             ),
@@ -103,7 +109,9 @@ class Router:
         load.open += 1
         load.pending += placed.pending
         load.blocks += placed.blocks
-        load.sent += rest
+        for each in self._loads.values():
+            each.sent *= 1 - 1 / (_LATELY * len(self._loads))
+        load.sent += rest + self._output
         self._prompt += (rest - self._prompt) * _MEMORY
         self._keep(load, hashes, stats[chosen])
         return chosen
@@ -157,6 +165,11 @@ class Router:
         must_end = max(0, there + 1 - self._max_num_seqs)
         waiting = min(others, stats.waiting)
         return load.pending + waiting * self._prompt + there * DECODE_TOKENS + must_end * self._output
+
+    def _excess(self, replica: int, among: Iterable[int]) -> float:
+        """What a replica was sent of late beyond its part."""
+        sent = [self._loads[number].sent for number in among]
+        return max(0.0, self._loads[replica].sent - FAIR_SHARE * sum(sent) / len(sent))
 
     def _has_room(self, replica: int, rest: int, stats: EngineStats) -> bool:
         total = stats.kv_blocks or self._num_blocks
