@@ -80,6 +80,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+MOVING = ExpertParallelConfig(is_balanced=True, step_interval=2, redundant=4)
+"""Experts find new places every second step."""
 LAYOUTS = [
     pytest.param("Mixtral", 2, 1, 1, ExpertParallelConfig(), id="mixtral"),
     pytest.param("Mixtral", 2, 2, 1, ExpertParallelConfig(all2all="all_to_all"), id="mixtral-tp2"),
@@ -89,6 +91,11 @@ LAYOUTS = [
         "Granite MoE", 2, 2, 1, ExpertParallelConfig(split_tokens=8, all2all="all_to_all"), id="granite-halves"
     ),
     pytest.param("Mixtral", 4, 1, 1, ExpertParallelConfig(split_tokens=20), id="mixtral-dp4-halves"),
+    pytest.param("Mixtral", 2, 2, 1, MOVING, id="mixtral-moving"),
+    pytest.param("DeepSeek V3", 2, 1, 2, replace(MOVING, placement="round_robin"), id="deepseek-pp2-moving"),
+    pytest.param(
+        "Granite MoE", 2, 2, 1, replace(MOVING, all2all="all_to_all", split_tokens=8), id="granite-halves-moving"
+    ),
 ]
 
 
