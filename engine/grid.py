@@ -216,6 +216,11 @@ def _experts(options: EngineOptions, arch: Architecture, ranks: int) -> ExpertPa
     counts = {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, Experts)}
     if not counts:
         raise ConfigError(f"--enable-expert-parallel: {arch.name} has no experts; leave it out")
+    if options.enable_dbo and options.data_parallel_size == 1:
+        raise ConfigError(
+            "--enable-dbo hides the exchange of tokens between replicas, and there is one (--data-parallel-size); "
+            "leave it out"
+        )
     if options.num_redundant_experts and not options.enable_eplb:
         raise ConfigError("--num-redundant-experts needs --enable-eplb, which decides what is doubled")
     for count in counts:

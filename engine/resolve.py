@@ -80,13 +80,8 @@ def resolve(options: EngineOptions, placed: Placed | None = None) -> EngineConfi
 def _refuse_what_is_not_there(options: EngineOptions) -> None:
     if options.data_parallel_size > 1 or options.data_parallel_start_rank is not None:
         raise ConfigError(f"--data-parallel-size {options.data_parallel_size}: replicas are not served yet")
-    if options.enable_expert_parallel and options.data_parallel_size > 1:
-        raise ConfigError(
-            f"--enable-expert-parallel with --data-parallel-size {options.data_parallel_size}: replicas that share "
-            "experts are not served yet; experts are spread over --tensor-parallel-size ranks"
-        )
-    if options.enable_dbo:
-        raise ConfigError("--enable-dbo is not served yet")
+    if options.enable_eplb:
+        raise ConfigError("--enable-eplb is not served yet")
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:

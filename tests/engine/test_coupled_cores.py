@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from quire.engine import core as cores
-from quire.engine.config import ExpertParallelConfig
+from quire.engine.config import EngineConfig, ExpertParallelConfig
 from quire.engine.core import Core, first_cause
 from quire.engine.executor import Executor, WorkerError
 from quire.engine.messages import (
@@ -68,6 +68,7 @@ class Step:
 
 @dataclass
 class MeetingExecutor:
+    config: EngineConfig
     replica: int
     meeting: Meeting
     model: FakeModel
@@ -80,7 +81,7 @@ class MeetingExecutor:
     def check(self) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, reason: str = "") -> None:
         pass
 
 
@@ -100,6 +101,7 @@ def running(replicas: int, stages: int, depth: int) -> Iterator[Met]:
     cache, scheduler, meeting = config.cache, config.scheduler, Meeting(replicas)
     executors: list[Executor] = [
         MeetingExecutor(
+            config,
             replica,
             meeting,
             FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=stages == 1),

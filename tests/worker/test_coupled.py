@@ -38,7 +38,7 @@ class ReplicaExecutor(ThreadExecutor):
 
     def __init__(self, config: EngineConfig, groups: Sequence[ExpertGroup]) -> None:
         tp, stages = config.parallel.tensor_parallel_size, len(config.parallel.stages)
-        self.seconds: dict[str, float] = {}
+        self.config, self.seconds = config, {}
         self._plans: list[SimpleQueue[tuple[StepPlan, Future[Any]] | None]] = [SimpleQueue() for _ in groups]
         queues: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(stages)] for _ in range(tp)]
         self._threads = []
