@@ -44,7 +44,9 @@ class EngineOptions:
         None, "layers of each stage, e.g. 3,2,1 (default: as even as possible)", metavar="N,N,…"
     )
     distributed_executor_backend: Literal["auto", "uni", "mp", "ray"] = flag(
-        "auto", "who runs the workers: uni (in the engine process), mp (processes on this host), ray"
+        "auto",
+        "who runs the workers: uni (in the engine process), mp (processes on this host, or on --nnodes), ray (on the "
+        "nodes of a Ray cluster; auto: that when this host has too few GPUs, or inside a placement group)",
     )
     nnodes: int = flag(1, "hosts that share the ranks evenly, in their order (without Ray)", metavar="N")
     node_rank: int = flag(

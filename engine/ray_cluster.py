@@ -38,6 +38,7 @@ NODES_SECONDS = 60.0
 _CURRENT = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` writes the address of the cluster that runs on this host."""
 _CONNECTED = b"quire: connected\n"
+_COMMAND = (sys.executable, "-P", "-m", "quire.engine.ray_cluster")
 _START = "scripts/run_cluster.sh (or `ray start --head`, and `ray start --address HEAD:6379` on the other nodes)"
 _ONE_TOKEN = "give every node and this process the same RAY_AUTH_TOKEN, or all of them RAY_AUTH_MODE=disabled"
 
@@ -152,9 +153,10 @@ def ask(options: EngineOptions, group: str | None = None) -> Answer:
         options.device,
         group,
     )
-    command = [sys.executable, "-P", "-m", "quire.engine.ray_cluster"]
     where = f"RAY_ADDRESS={address}" if address else "this host"
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    if address:
+        _knock(address, where)
+    with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(question))
         child.stdin.close()
@@ -165,6 +167,23 @@ def ask(options: EngineOptions, group: str | None = None) -> Answer:
     if answer.error is not None:
         raise ConfigError(answer.error)
     return answer
+
+
+def _knock(address: str, where: str) -> None:
+    """Raise `ConfigError` at once where nobody listens, which Ray would try for long."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS / 2).close()
+        except OSError as error:
+            raise ConfigError(_no_cluster(where, f"({(error.strerror or str(error)).lower()})")) from None
+
+
+def _no_cluster(where: str, why: str) -> str:
+    return (
+        f"no Ray cluster ({where}) could be joined {why}: see that it runs, on this host too; start one with {_START}, "
+        "or set RAY_ADDRESS to the head's HOST:PORT"
+    )
 
 
 def _read(child: subprocess.Popen[bytes], where: str) -> bytes:
@@ -191,10 +210,7 @@ def _read(child: subprocess.Popen[bytes], where: str) -> bytes:
             if not ready:
                 if _CONNECTED in texts[child.stdout]:
                     raise ConfigError(f"the Ray cluster ({where}) is there, but does nothing; see `ray status`")
-                raise ConfigError(
-                    f"no Ray cluster ({where}) could be joined within {CONNECT_SECONDS:.0f} s: see that it runs, on "
-                    f"this host too; start one with {_START}, or set RAY_ADDRESS to the head's HOST:PORT"
-                )
+                raise ConfigError(_no_cluster(where, f"within {CONNECT_SECONDS:.0f} s"))
     answer = texts[child.stdout].partition(_CONNECTED)[2] or texts[child.stdout]
     if not answer:
         last = texts[child.stderr].decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]

@@ -1,0 +1,162 @@
+"""How a Ray cluster is asked, with a child that only prints: what it says, how long that takes, what comes of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import socket
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from quire.engine import ray_cluster
+from quire.engine.config import EngineOptions
+from quire.engine.devices import Devices
+from quire.engine.errors import ConfigError
+
+OPTIONS = EngineOptions(distributed_executor_backend="ray", tensor_parallel_size=2, pipeline_parallel_size=2)
+ANSWER: dict[str, Any] = {
+    "address": "10.0.0.1:6379",
+    "head": "10.0.0.1",
+    "kind": "cpu",
+    "nodes": [("a", "10.0.0.1"), ("b", "10.0.0.2")],
+    "shares": [3, 1],
+    "memory": [900, 200],
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def play(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Have this program run instead of the one that asks Ray."""
+    monkeypatch.setattr(ray_cluster, "_COMMAND", (sys.executable, "-c", f"import sys, time; {program}"))
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
+    text = "quire: connected\n" + json.dumps({**ANSWER, **changes})
+    play(monkeypatch, f"print({text!r})")
+
+
+def refusal(options: EngineOptions = OPTIONS) -> str:
+    with pytest.raises(ConfigError) as error:
+        ray_cluster.find(options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_ranks_go_where_the_cluster_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch)
+    placed = ray_cluster.find(OPTIONS)
+    assert placed is not None
+    assert placed.shares == (0, 3, 1)  # node 0 is the core
+    assert placed.place.nodes == (("a", "10.0.0.1"), ("b", "10.0.0.2"))
+    assert placed.devices == Devices("cpu", 4, 200)  # of one rank, on the node with least for each
+
+
+def test_a_gpu_is_one_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, kind="cuda", memory=[900, 700])
+    placed = ray_cluster.find(OPTIONS)
+    assert placed is not None
+    assert placed.devices == Devices("cuda", 4, 700)
+
+
+def test_a_stage_on_several_nodes_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer(monkeypatch, cut=[1])
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    with caplog.at_level("WARNING"):
+        ray_cluster.find(OPTIONS)
+    assert "stage 1 of tensor parallel 2 is on several nodes" in caplog.text
+
+
+def test_what_the_cluster_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, 'print(\'{"error": "too few"}\')')
+    assert refusal() == "too few"
+
+
+def test_a_wrong_token_is_told_as_soon_as_ray_logs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, "print('RPC error: InvalidAuthToken: no', file=sys.stderr, flush=True); time.sleep(60)")
+    begun = time.monotonic()
+    assert "does not accept this process's token; give every node and this process the same" in refusal()
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("time.sleep(60)", "no Ray cluster (this host) could be joined within 0 s: see that it runs"),
+        ("print('quire: connected', flush=True); time.sleep(60)", "is there, but does nothing; see `ray status`"),
+        ("sys.exit('out of luck')", "could not be asked: out of luck"),
+    ],
+)
+def test_a_cluster_that_does_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, program: str, message: str
+) -> None:
+    play(monkeypatch, program)
+    monkeypatch.setattr(ray_cluster, "CONNECT_SECONDS", 0.4 if "sleep" in program else 20.0)
+    if "connected" in program:
+        monkeypatch.setattr(ray_cluster, "CONNECT_SECONDS", 3.0)
+    monkeypatch.setattr(ray_cluster, "NODES_SECONDS", 0.0)
+    begun = time.monotonic()
+    assert message in refusal()
+    assert time.monotonic() - begun < 20
+
+
+def test_an_address_where_nobody_listens_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
+        begun = time.monotonic()
+        assert "could be joined (connection refused)" in refusal()
+        assert time.monotonic() - begun < 5
+
+
+def test_a_ray_client_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    assert "run quire on one of its nodes" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"nnodes": 2}, "--nnodes 2 goes without"), ({"data_parallel_size": 2}, "--data-parallel-size 2 goes without")],
+)
+def test_what_ray_does_not_do_is_refused(changes: dict[str, Any], message: str) -> None:
+    assert message in refusal(EngineOptions(distributed_executor_backend="ray", **changes))
+
+
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert refusal().endswith("pip install 'quire[ray]'")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kind", "is_ray"), [(4, "cuda", False), (2, "cuda", True), (0, "cuda", True), (0, "cpu", False)]
+)
+def test_auto_is_ray_where_this_host_has_too_few_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, kind: str, is_ray: bool
+) -> None:
+    options = EngineOptions(tensor_parallel_size=4)
+    monkeypatch.setattr(ray_cluster.devices, "count_gpus", lambda: gpus)
+    answer(monkeypatch, kind=kind)
+    monkeypatch.setattr(ray_cluster, "_CURRENT", ray_cluster.Path("/nowhere"))
+    assert ray_cluster.find(options) is None  # no cluster is at hand
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        assert (ray_cluster.find(options) is not None) == is_ray
+
+
+def test_auto_goes_on_without_a_cluster_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray_cluster.devices, "count_gpus", lambda: 0)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    assert ray_cluster.find(EngineOptions(tensor_parallel_size=4)) is None
+    assert "Ray is not used: no Ray cluster" in caplog.text
