@@ -315,6 +315,8 @@ def _check_ranges(options: EngineOptions) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
     if options.itl_target_ms is not None and not options.itl_target_ms > 0.0:
         raise ConfigError(f"--itl-target-ms must be above 0, got {options.itl_target_ms}")
+    if not options.distributed_timeout_seconds > 0.0:
+        raise ConfigError(f"--distributed-timeout-seconds must be above 0, got {options.distributed_timeout_seconds}")
     if not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(
             f"--gpu-memory-utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}"

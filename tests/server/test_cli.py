@@ -146,6 +146,15 @@ def test_the_users_mistakes_are_one_line(
     assert "--port 70000" in serve(capsys, *model, "--port", "70000")
     assert "--host" in serve(capsys, *model, "--host", "no.such.host.invalid")
     assert "--uds" in serve(capsys, *model, "--uds", str(tmp_path / "no" / "socket"))
+    two = (*model, "-pp", "2", "--nnodes", "2")
+    assert "--node-rank 0: node 0 has the API; leave" in serve(capsys, *two, "--headless")
+    assert "--node-rank 1: node 0 has the API; start this node with --headless" in serve(
+        capsys, *two, "--node-rank", "1"
+    )
+    assert "with --nnodes 2 it is from 0 to 1" in serve(capsys, *two, "--node-rank", "2", "--headless")
+    assert "--nnodes 3: 2 ranks" in serve(capsys, *two[:-1], "3")
+    assert "--headless is for the other nodes" in serve(capsys, *model, "--headless")
+    assert "--distributed-timeout-seconds must be above 0" in serve(capsys, *two, "--distributed-timeout-seconds", "0")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"port {port} on 127.0.0.1 is in use; choose another with --port" in serve(

@@ -1,0 +1,448 @@
+"""A replica on several hosts: what its nodes agree on, and whom they name. The ranks are fakes, the connection is real."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+import pytest
+
+from quire.engine import executor as executors
+from quire.engine.cluster import Ended, Follower, Hello, Leader
+from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.errors import ConfigError
+from quire.engine.executor import WorkerError, nodes
+from quire.engine.executor.nodes import (
+    Begin,
+    FromNode,
+    Node,
+    NodeFailed,
+    NodeProgress,
+    NodeReady,
+    NodesExecutor,
+    Offer,
+    introduce,
+    offer,
+    set_interfaces,
+)
+from quire.engine.executor.ranks import RankFailed
+from quire.engine.messages import StepPlan, StepResult
+from quire.engine.resolve import resolve
+
+encode = msgspec.msgpack.encode
+
+
+class FakeRanks:
+    """Ranks of a host, as `LocalRanks`, that do what the test says."""
+
+    made: SimpleQueue[FakeRanks] = SimpleQueue()
+
+    def __init__(
+        self, config: EngineConfig, ranks: range, init_method: str, log_level: str, on_end: Callable[[], None]
+    ) -> None:
+        self.config, self.ranks, self.init_method, self.on_end = config, ranks, init_method, on_end
+        self.is_ready, self.seconds = True, {"load weights": 1.0}
+        self.arrived: deque[StepResult] = deque()
+        self.progress = [-1] * len(ranks)
+        self.plans: SimpleQueue[bytes] = SimpleQueue()
+        self.trouble: Exception | None = None
+        self.was_killed: RankFailed | None = None
+        self.selector = selectors.DefaultSelector()
+        self.bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self.listen(self.bell, lambda: os.eventfd_read(self.bell) and None)
+        self.end: SimpleQueue[str] = SimpleQueue()
+        FakeRanks.made.put(self)
+
+    def say(self, *, trouble: Exception | None = None, result: StepResult | None = None) -> None:
+        """In the middle of a wait, if there is one."""
+        self.trouble = trouble
+        if result is not None:
+            self.arrived.append(result)
+        os.eventfd_write(self.bell, 1)
+
+    def listen(self, fd: int, callback: Callable[[], None]) -> None:
+        self.selector.register(fd, selectors.EVENT_READ, callback)
+
+    def write(self, plan: bytes, while_waiting: Callable[[], object]) -> None:
+        while_waiting()
+        self.plans.put(plan)
+
+    def poll(self, timeout: float | None) -> bool:
+        events = self.selector.select(timeout)
+        for key, _ in events:
+            key.data()
+        if self.trouble is not None:
+            raise self.trouble
+        return bool(events)
+
+    def killed(self, seconds: float) -> RankFailed | None:
+        return self.was_killed
+
+    def close(self) -> None:
+        self.end.put("closed")
+        self._release()
+
+    def kill(self) -> None:
+        self.end.put("killed")
+        self._release()
+
+    def _release(self) -> None:
+        self.selector.close()
+        os.close(self.bell)
+
+
+class Hosts:
+    """Node 0 with its executor, and node 1 as the test plays it."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+        self.other = replace(options, node_rank=1)
+        self.config = resolve(options)
+        self.ends: SimpleQueue[None] = SimpleQueue()
+        self.follower: Follower | None = None
+        self.executor: NodesExecutor | None = None
+        self._error: Exception | None = None
+
+    def start(self, offered: Offer | None = None, **changes: Any) -> None:
+        """Have both meet; raises what node 0 raises."""
+        config = resolve(self.other)
+        hello = introduce(self.other, offered or offer(config), config)
+        hello = msgspec.structs.replace(hello, **changes)
+
+        def lead() -> None:
+            try:
+                self.executor = NodesExecutor(self.config, "info", lambda: self.ends.put(None))
+            except Exception as error:
+                self._error = error
+
+        leading = threading.Thread(target=lead)
+        leading.start()
+        self.follower = Follower(
+            "127.0.0.1", self.options.master_port, hello, seconds=20, on_lost=lambda text: None, leader="node 0"
+        )
+        try:
+            self.begin = msgspec.msgpack.decode(self.follower.receive(20), type=Begin)
+        except Ended as ended:
+            leading.join()
+            assert self._error is not None
+            assert ended.reason == str(self._error)
+            raise self._error from None
+        self.say(NodeReady({"load weights": 2.0}))
+        leading.join()
+        assert self._error is None
+        self.ranks = FakeRanks.made.get(timeout=5)
+
+    def say(self, message: FromNode) -> None:
+        """From node 1."""
+        assert self.follower is not None
+        self.follower.send(encode(message))
+
+    def trouble(self) -> str:
+        """What node 0 says of a step that does not come back."""
+        assert self.executor is not None
+        with pytest.raises(WorkerError) as error:
+            self.executor.submit(StepPlan(1, [], [], [])).result()
+        return str(error.value)
+
+    def close(self) -> None:
+        if self.executor is not None:
+            self.executor.close()
+        if self.follower is not None:
+            self.follower.close()
+        while not FakeRanks.made.empty():
+            FakeRanks.made.get()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    monkeypatch.setattr(nodes, "LocalRanks", FakeRanks)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "chosen")
+    monkeypatch.delenv("QUIRE_HOST_IP", raising=False)
+    hosts = Hosts(
+        EngineOptions(
+            device="cpu",
+            tensor_parallel_size=2,
+            pipeline_parallel_size=2,
+            nnodes=2,
+            master_port=free_port(),
+            max_model_len=256,
+            distributed_timeout_seconds=30.0,
+        )
+    )
+    yield hosts
+    hosts.close()
+
+
+def test_plans_go_out_results_come_back_and_the_end_is_told(hosts: Hosts) -> None:
+    hosts.start()
+    executor, follower = hosts.executor, hosts.follower
+    assert executor is not None
+    assert follower is not None
+    assert (hosts.ranks.ranks, hosts.ranks.init_method) == (range(2), hosts.begin.init_method)
+    assert hosts.begin.init_method.startswith("tcp://127.0.0.1:")
+    assert executor.seconds["load weights"] == 2.0
+    pending = [executor.submit(StepPlan(step, [], [], [])) for step in range(3)]
+    for step in range(3):
+        assert hosts.ranks.plans.get(timeout=5) == follower.receive(5) == encode(StepPlan(step, [], [], []))
+        hosts.say(StepResult(step, [step + 7]))
+    assert [each.result().token_ids for each in pending] == [[7], [8], [9]]
+    executor.close()
+    assert hosts.ranks.end.get(timeout=5) == "closed"
+    hosts.executor = None
+    with pytest.raises(Ended) as ended:
+        follower.receive(5)
+    assert ended.value.reason == ""
+
+
+def test_results_of_the_ranks_of_node_0_come_back_too(hosts: Hosts) -> None:
+    hosts.start()
+    assert hosts.executor is not None
+    pending = hosts.executor.submit(StepPlan(0, [], [], []))
+    hosts.ranks.say(result=StepResult(0, [5]))
+    assert pending.result().token_ids == [5]
+
+
+def test_the_kv_cache_is_that_of_the_smallest_node(hosts: Hosts) -> None:
+    own = hosts.config.cache.num_blocks
+    hosts.start(msgspec.structs.replace(offer(hosts.config), num_blocks=own - 5))
+    assert hosts.executor is not None
+    assert hosts.executor.config.cache.num_blocks == hosts.ranks.config.cache.num_blocks == own - 5
+    assert hosts.begin.num_blocks == own - 5
+
+
+def test_a_larger_node_changes_nothing(hosts: Hosts) -> None:
+    own = hosts.config.cache.num_blocks
+    hosts.start(msgspec.structs.replace(offer(hosts.config), num_blocks=own + 5))
+    assert hosts.executor is not None
+    assert hosts.executor.config.cache.num_blocks == own
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_model_len": 128}, r"node 1 \(127.0.0.1\) was started with --max-model-len 128, and node 0 .* with 256;"),
+        ({"dtype": "bfloat16"}, "with --dtype bfloat16, and node 0 .* with float32; give every node the same"),
+        ({"pipeline_layer_partition": "2,4"}, "with --pipeline-layer-partition 2,4, and .* with 3,3"),
+        ({"enable_prefix_caching": False}, "with --enable-prefix-caching False, and .* with True"),
+    ],
+)
+def test_options_that_differ_are_named(hosts: Hosts, changes: dict[str, Any], message: str) -> None:
+    hosts.other = replace(hosts.other, **changes)
+    with pytest.raises(ConfigError, match=message):
+        hosts.start()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gpu_memory_utilization": 0.5}, {"master_addr": "localhost"}, {"distributed_timeout_seconds": 7.0}]
+)
+def test_what_is_a_nodes_own_may_differ(hosts: Hosts, changes: dict[str, Any]) -> None:
+    hosts.other = replace(hosts.other, **changes)
+    hosts.start()
+
+
+def test_nodes_that_cannot_serve_are_named(hosts: Hosts) -> None:
+    with pytest.raises(ConfigError, match=r"^node 1 \(127.0.0.1\): /m: no such model folder$"):
+        hosts.start(Offer(error="/m: no such model folder"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"versions": {"torch": "1.0"}}, r"node 1 \(127.0.0.1\) has python in no version, and node 0"),
+        ({"model": {}}, r"node 1 \(127.0.0.1\) has no chat_template.jinja, unlike node 0 \(127.0.0.1\)"),
+        ({"name": "node 1 (10.1.1.1)"}, r"--master-addr 127.0.0.1: node 1 \(10.1.1.1\) cannot reach that address"),
+    ],
+)
+def test_other_versions_files_and_addresses_are_named(hosts: Hosts, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hosts.start(**changes)
+
+
+def test_a_node_that_is_lost_while_all_is_idle_is_named(hosts: Hosts) -> None:
+    hosts.start()
+    assert hosts.executor is not None
+    hosts.executor.check()
+    assert hosts.follower is not None
+    hosts.follower.close()
+    hosts.ends.get(timeout=5)
+    with pytest.raises(WorkerError, match=r"node 1 \(127.0.0.1\) has left"):
+        hosts.executor.check()
+    hosts.executor.close("node 1 has left")
+    assert hosts.ranks.end.get(timeout=5) == "killed"
+    hosts.executor = None
+
+
+def test_a_rank_that_was_killed_elsewhere_is_named_with_its_node(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.say(NodeFailed("rank 3 was killed by SIGKILL", is_certain=True))
+    assert hosts.trouble() == "rank 3 was killed by SIGKILL on node 1 (127.0.0.1)"
+
+
+def test_a_rank_that_was_killed_here_is_named_although_others_complain_first(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.ranks.was_killed = RankFailed("rank 1 was killed by SIGKILL", is_certain=True)
+    hosts.say(NodeFailed("rank 3 failed: connection closed by peer", is_certain=False))
+    assert hosts.trouble() == "rank 1 was killed by SIGKILL on node 0 (127.0.0.1)"
+
+
+def test_a_lost_node_is_named_although_ranks_complain_first(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.ranks.say(trouble=RankFailed("rank 0 failed: connection closed by peer", is_certain=False))
+    assert hosts.follower is not None
+    threading.Timer(0.3, hosts.follower.close).start()
+    assert hosts.trouble() == "node 1 (127.0.0.1) has left"
+
+
+def test_a_rank_that_failed_by_itself_is_named_without_a_wait_once_all_complain(hosts: Hosts) -> None:
+    hosts.start()
+    hosts.ranks.say(trouble=RankFailed("rank 0 failed: out of memory", is_certain=False))
+    hosts.say(NodeFailed("rank 3 failed: connection closed by peer", is_certain=False))
+    assert hosts.trouble() == "rank 0 failed: out of memory on node 0 (127.0.0.1)"
+
+
+def test_a_model_that_cannot_be_loaded_elsewhere_is_the_users_error(hosts: Hosts) -> None:
+    hosts.start()
+    assert hosts.executor is not None
+    hosts.say(NodeFailed("tensor a is missing", is_certain=True, user_error=True))
+    with pytest.raises(ConfigError, match=r"^node 1 \(127.0.0.1\): tensor a is missing$"):
+        hosts.executor.receive(0, 5.0)
+
+
+def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "SIGN_OF_LIFE_TIMEOUT", 0.5)
+    hosts.start()
+    hosts.ranks.progress = [3, 3]
+    hosts.say(NodeProgress([3, 2]))
+    assert hosts.trouble() == "rank 3 on node 1 (127.0.0.1) did not answer within 0 s"
+    hosts.ranks.progress = [-1, 3]
+    hosts.say(NodeProgress([-1, -1]))
+    assert "rank 0 on node 0 (127.0.0.1) and ranks 2, 3 on node 1 (127.0.0.1) did not" in hosts.trouble()
+
+
+class Follows:
+    """Node 1 for real, but for its ranks; and node 0 as the test plays it."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.messages: SimpleQueue[FromNode] = SimpleQueue()
+        self.lost: SimpleQueue[str] = SimpleQueue()
+        decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
+        self.leader = Leader(
+            options.master_port,
+            [1],
+            on_lost=lambda number, text: self.lost.put(text),
+            on_message=lambda number, body: self.messages.put(decode(body)),
+        )
+        self.ended: Ended | None = None
+        self._thread = threading.Thread(target=self._serve, args=(resolve(replace(options, node_rank=1)),))
+        self._thread.start()
+        self.hello: Hello = self.leader.wait(20)[1]
+        self.leader.send(1, encode(Begin(40, "tcp://127.0.0.1:1")))
+        self.ranks = FakeRanks.made.get(timeout=20)
+        self.ranks.say()
+
+    def _serve(self, config: EngineConfig) -> None:
+        node = Node(config, "info")
+        try:
+            node.serve()
+        except Ended as ended:
+            self.ended = ended
+        finally:
+            node.close()
+
+    def reason(self) -> str:
+        self._thread.join(20)
+        assert self.ended is not None
+        assert self.ranks.end.get(timeout=5) == "killed"
+        return self.ended.reason
+
+
+@pytest.fixture
+def follows(hosts: Hosts) -> Iterator[Follows]:
+    follows = Follows(hosts.options)
+    yield follows
+    follows.leader.close()
+    follows._thread.join()
+
+
+def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
+    assert follows.hello.name == "node 1 (127.0.0.1)"
+    assert follows.ranks.ranks == range(2, 4)
+    assert (follows.ranks.config.cache.num_blocks, follows.ranks.init_method) == (40, "tcp://127.0.0.1:1")
+    assert follows.messages.get(timeout=5) == NodeReady({"load weights": 1.0})
+    assert follows.messages.get(timeout=5) == NodeProgress([-1, -1])
+    follows.leader.send(1, b"a plan")
+    assert follows.ranks.plans.get(timeout=5) == b"a plan"
+    follows.ranks.say(result=StepResult(0, [4]))
+    assert follows.messages.get(timeout=5) == StepResult(0, [4])
+    follows.leader.close()
+    assert follows.reason() == ""
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        (RankFailed("rank 3 failed: closed", is_certain=False), NodeFailed("rank 3 failed: closed", is_certain=False)),
+        (
+            RankFailed("rank 3 was killed by SIGKILL", is_certain=True),
+            NodeFailed("rank 3 was killed by SIGKILL", is_certain=True),
+        ),
+        (ConfigError("no tensor"), NodeFailed("no tensor", is_certain=True, user_error=True)),
+    ],
+)
+def test_a_node_tells_of_its_trouble_and_hears_why_all_end(
+    follows: Follows, trouble: Exception, told: NodeFailed
+) -> None:
+    for _ in range(2):
+        follows.messages.get(timeout=5)  # ready, and its progress
+    follows.ranks.say(trouble=trouble)
+    assert follows.messages.get(timeout=5) == told
+    follows.leader.close("rank 0 was killed by SIGKILL on node 0")
+    assert follows.reason() == "rank 0 was killed by SIGKILL on node 0"
+
+
+def test_a_node_that_is_not_answered_ends_with_its_own_trouble(
+    follows: Follows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_FAREWELL", 0.2)
+    follows.ranks.say(trouble=RankFailed("rank 3 failed: closed", is_certain=False))
+    assert follows.reason() == "rank 3 failed: closed"
+    assert follows.lost.get(timeout=5) == "node 1 (127.0.0.1) has ended: rank 3 failed: closed"
+
+
+def test_interfaces_follow_the_address_and_the_users_choice(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    set_interfaces(hosts.config)
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "chosen")
+    monkeypatch.setenv("QUIRE_HOST_IP", "192.0.2.9")
+    with pytest.raises(ConfigError, match=r"QUIRE_HOST_IP=192.0.2.9: no network interface of this host has that"):
+        set_interfaces(hosts.config)
+
+
+def test_only_node_0_has_a_core(hosts: Hosts) -> None:
+    config = replace(hosts.config, parallel=replace(hosts.config.parallel, node=1))
+    with pytest.raises(ConfigError, match="--node-rank 1: node 0 has the API; .* with quire serve --headless"):
+        executors.start(config, "info", lambda: None)
+
+
+def test_devices_are_counted_on_each_host(hosts: Hosts) -> None:
+    parallel = hosts.config.parallel
+    assert [parallel.device_of(rank) for rank in range(4)] == [0, 1, 0, 1]
+    assert [replace(parallel, devices=(5, 3)).device_of(rank) for rank in range(4)] == [5, 3, 5, 3]
+    second = replace(parallel, nodes=1, replicas=2, replica=1, local_replicas=range(2))
+    assert [second.device_of(rank) for rank in range(4)] == [4, 5, 6, 7]
+    assert (parallel.ranks_here, second.ranks_here) == (2, 8)
