@@ -1,7 +1,8 @@
 """How tokens reach the ranks that have their experts, and what these make of them comes back.
 
 Each way begins when it is made: tokens set out. `arrived` waits for those that this rank computes, `give_back` sends
-the outputs off, and `combined` waits for those of this rank's own tokens. Between the calls others may compute.
+the outputs off, and `combined` waits for those of this rank's own tokens. Between the calls others may compute. Each
+is called once, and what has come is let go of, so that memory holds one direction at a time.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class ToAllRanks:
         self._coming = group.dp.start_gather(_packed(routed), replica_tokens)
 
     def arrived(self) -> Routed:
-        return _unpacked(self._coming.wait(), self._like)
+        rows = self._coming.wait()
+        del self._coming
+        return _unpacked(rows, self._like)
 
     def give_back(self, out: Tensor) -> None:
         self._back = self._group.dp.start_sum(out, self._counts)
@@ -92,7 +95,9 @@ class ToTheirRanks:
         self._coming = group.everyone.start(_packed(leaving), self._sent, self._received)
 
     def arrived(self) -> Routed:
-        return _unpacked(self._coming.wait(), self._like)
+        rows = self._coming.wait()
+        del self._coming
+        return _unpacked(rows, self._like)
 
     def give_back(self, out: Tensor) -> None:
         self._back = self._group.everyone.start(out, self._received, self._sent)

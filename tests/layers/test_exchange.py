@@ -123,6 +123,23 @@ def test_two_batches_may_be_under_way(backend: Any) -> None:
                 assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_is_the_same_in_any_company(backend: Any) -> None:
+    """To the last bit: alone, or in a replica and beside one that have others."""
+    x = torch.randn(12, HIDDEN)
+    counts = ((1, 0), (12, 5))
+
+    def run(group: ExpertGroup) -> list[Tensor]:
+        module, out = packed(build(EVERYTHING, group)), []
+        for tokens in counts:
+            mine = x[: tokens[group.dp.rank]]
+            out.append(module(mine, batch(len(mine), tokens)))
+        return out
+
+    alone, among = on_replicas(2, 2, ExpertParallelConfig(all2all=backend), run)[0]
+    assert torch.equal(alone[0], among[0])
+
+
 def test_a_token_goes_to_a_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many of its experts are there; and by all_to_all, only where they are."""
     spec = replace(TWELVE, router_bias=True)
