@@ -13,7 +13,7 @@ from quire.engine import devices
 from quire.engine.config import DEMO_MODEL, EngineOptions
 from quire.engine.errors import ConfigError
 
-BUDGET, LENGTH = 163 << 20, 96
+BUDGET, LENGTH = 163 << 20, 192
 
 
 @pytest.fixture
@@ -44,13 +44,13 @@ def test_a_budget_is_shared_out(effect: Any, tmp_path: Path) -> None:
         assert room.weights + room.workspace + room.kv_cache == BUDGET
     assert two.weights == pytest.approx(one.weights / 2, rel=0.01)
     assert 13 < two.blocks / one.blocks < 14.5
-    assert (one.requests, one.blocks) == (25 / 6, 25)
+    assert (one.requests, one.blocks) == (25 / 12, 25)
 
 
 def test_a_budget_without_room_for_a_request_is_refused(effect: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave nothing of 150 MiB"):
         rooms(effect, tmp_path, 150 << 20)
-    with pytest.raises(ConfigError, match="less than one request of 96"):
+    with pytest.raises(ConfigError, match="less than one request of 192"):
         rooms(effect, tmp_path, 152 << 20)
 
 
