@@ -54,13 +54,73 @@ async def engine(folder: Path, count: int) -> AsyncIterator[Engine]:
         cores[replica] = start_core(replace(config, parallel=parallel), ends, "warning")
         return cores[replica]
 
-    cores: dict[int, subprocess.Popen[bytes]] = {}
-    for replica in range(count):
-        start(replica)
-    metrics = Metrics("m", replicas=range(count))
-    client = EngineClient(
-        ends, cores, metrics, replicas=range(count), max_num_seqs=64, cache=config.cache, restart=start
-    )
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_each() -> Iterator[None]:
+    """What counts as another host here takes its processors for its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[str], list[str]]:
+    """What one replica says to each prompt, briefly and at length."""
+    with serve() as server, ThreadPoolExecutor(8) as pool:
+        return answers(server.url), list(pool.map(lambda prompt: ask(server.url, prompt, LONG), PROMPTS))
+
+
+async def stream(url: str, prompt: str, begun: asyncio.Event) -> str:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        chunks = await client.completions.create(
+            model="quire-demo",
+            prompt=prompt,
+            max_tokens=LONG,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+            stream=True,
+        )
+        text = ""
+        async for chunk in chunks:
+            begun.set()
+            text += chunk.choices[0].text
+        return text
+
+
+async def streams(url: str, disturb: object) -> list[str]:
+    """One for each prompt; `disturb()` is called once each has begun."""
+    begun = [asyncio.Event() for _ in PROMPTS]
+    tasks = [asyncio.create_task(stream(url, *each)) for each in zip(PROMPTS, begun, strict=True)]
+    for event in begun:
+        await asyncio.wait_for(event.wait(), 60)
+    assert callable(disturb)
+    disturb()
+    return await asyncio.gather(*tasks)
+
+
+def until(condition: object, seconds: float = 60.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that in time"
+        time.sleep(0.1)
+
+
+def serves_again(server: Server, replica: str) -> int:
+    """How often the replica has come back."""
+    return sum(f"replica {replica}: serves again" in line for line in server.lines)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+@contextlib.contextmanager
+def run(*arguments: str) -> Iterator[Command]:
+    """A program on this host, ended with everything that it has started."""
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = Command(process, arguments)
     try:
         await client.ready()
         yield Engine(client, metrics, cores)
