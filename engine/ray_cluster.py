@@ -211,7 +211,7 @@ def _read(child: subprocess.Popen[bytes], where: str) -> bytes:
                 if _CONNECTED in texts[child.stdout]:
                     raise ConfigError(f"the Ray cluster ({where}) is there, but does nothing; see `ray status`")
                 raise ConfigError(_no_cluster(where, f"within {CONNECT_SECONDS:.0f} s"))
-    answer = texts[child.stdout].partition(_CONNECTED)[2] or texts[child.stdout]
+    answer = texts[child.stdout].removeprefix(_CONNECTED)
     if not answer:
         last = texts[child.stderr].decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise ConfigError(f"the Ray cluster ({where}) could not be asked: {last[0]}")
@@ -241,7 +241,9 @@ def _current_group() -> str | None:
 
 def group_of(ray: Any, name: str) -> Any:
     """The placement group with this id, in hex; that of another driver, too."""
-    return ray.util.placement_group.PlacementGroup(ray.PlacementGroupID.from_hex(name))
+    from ray.util.placement_group import PlacementGroup
+
+    return PlacementGroup(ray.PlacementGroupID.from_hex(name))
 
 
 def connect(ray: Any, address: str, *, log_to_driver: bool = False) -> None:

@@ -160,3 +160,8 @@ def test_auto_goes_on_without_a_cluster_that_is_gone(
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     assert ray_cluster.find(EngineOptions(tensor_parallel_size=4)) is None
     assert "Ray is not used: no Ray cluster" in caplog.text
+
+
+def test_a_child_that_fails_after_it_has_joined_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch, "print('quire: connected', flush=True); sys.exit('KeyError: 5')")
+    assert "could not be asked: KeyError: 5" in refusal()
