@@ -196,7 +196,7 @@ class Actors:
         )
         if not group.wait(GROUP_SECONDS):
             asked = ", ".join(
-                f"{self._node_of.count(node)} {self._resource}s on {address}"
+                f"{self._node_of.count(node)} {self._resource} on {address}"
                 for node, (_, address) in enumerate(self._place.nodes, 1)
             )
             raise ConfigError(

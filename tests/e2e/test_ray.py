@@ -234,7 +234,6 @@ def test_a_placement_group_is_used(cluster: Cluster) -> None:
         "assert group.wait(30)\n"
         "@ray.remote(num_cpus=0)\n"
         "def work():\n"
-        "    import psutil\n"
         "    from quire import LLM, SamplingParams\n"
         "    llm = LLM(tensor_parallel_size=2, max_model_len=256, kv_cache_memory_bytes=20000000)\n"
         "    out = llm.generate(['Quire is'], SamplingParams(max_tokens=4, temperature=0.0))[0].outputs[0].token_ids\n"

@@ -1,0 +1,83 @@
+"""The actors of an engine, with a Ray that only says what it would: what it does not give in time is told of."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from quire.engine import ray_cluster
+from quire.engine.config import EngineConfig, EngineOptions, RayPlace
+from quire.engine.errors import ConfigError
+from quire.engine.executor.ray import Actors
+from quire.engine.resolve import resolve
+
+
+class FakeRay(ModuleType):
+    """Gives groups if `has_room`; of the actors, the first `started` answer."""
+
+    def __init__(self, has_room: bool, started: int) -> None:
+        super().__init__("ray")
+        self.removed: list[object] = []
+        self.killed: list[object] = []
+        self.bundles: list[dict[str, str]] = []
+        self._started = started
+        group = SimpleNamespace(wait=lambda seconds: has_room)
+        self.util = SimpleNamespace(
+            placement_group=lambda bundles, bundle_label_selector: self.bundles.extend(bundle_label_selector) or group,
+            remove_placement_group=self.removed.append,
+        )
+        self.exceptions = SimpleNamespace(RayError=RuntimeError)
+        self.kill = self.killed.append
+
+    def remote(self, **takes: float) -> Any:
+        actor = SimpleNamespace(tell=SimpleNamespace(remote=lambda: object()))
+        return lambda kind: SimpleNamespace(options=lambda **where: SimpleNamespace(remote=lambda: actor))
+
+    def wait(self, refs: list[object], num_returns: int, timeout: float) -> tuple[list[object], list[object]]:
+        return refs[: self._started], refs[self._started :]
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture
+def config() -> EngineConfig:
+    """Three ranks on node 1, one on node 2."""
+    config = resolve(EngineOptions(pipeline_parallel_size=4, distributed_executor_backend="mp"))
+    place = RayPlace("10.0.0.1:6379", "10.0.0.1", None, (("a", "10.0.0.1"), ("b", "10.0.0.2")), ())
+    return replace(config, parallel=replace(config.parallel, nodes=3, shares=(0, 3, 1), ray=place))
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **fake: Any) -> FakeRay:
+    ray = FakeRay(**fake)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    strategies = ModuleType("ray.util.scheduling_strategies")
+    strategies.PlacementGroupSchedulingStrategy = lambda *given, **named: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray.util", ModuleType("ray.util"))
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+    monkeypatch.setattr(ray_cluster, "connect", lambda *given, **named: None)
+    return ray
+
+
+def test_a_group_that_is_not_given_is_told_and_given_back(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+) -> None:
+    ray = use(monkeypatch, has_room=False, started=0)
+    with pytest.raises(ConfigError, match=r"did not give 3 CPU on 10.0.0.1, 1 CPU on 10.0.0.2 within 15 s, although"):
+        Actors(config)
+    assert [each["ray.io/node-id"] for each in ray.bundles] == ["a", "a", "a", "b"]
+    assert len(ray.removed) == 1
+
+
+def test_workers_that_do_not_start_are_told_with_their_node(
+    monkeypatch: pytest.MonkeyPatch, config: EngineConfig
+) -> None:
+    ray = use(monkeypatch, has_room=True, started=3)
+    with pytest.raises(ConfigError, match=r"did not start 1 of 4 workers within 60 s, on node 2 \(10.0.0.2\)"):
+        Actors(config)
+    assert len(ray.killed) == 4
+    assert len(ray.removed) == 1
