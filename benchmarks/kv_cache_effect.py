@@ -93,7 +93,7 @@ def measure(options: EngineOptions, prompts: list[list[int]], num_output: int) -
         return time.perf_counter() - begun, [result.outputs[0].token_ids for result in results]
 
 
-def draw(file: str, rooms: Sequence[Room], rates: Sequence[float]) -> None:
+def draw(file: str, rooms: Sequence[Room], rates: Sequence[float], gains: Sequence[float]) -> None:
     """Memory of a worker, blocks, and throughput, side by side for the layouts."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -113,12 +113,13 @@ def draw(file: str, rooms: Sequence[Room], rates: Sequence[float]) -> None:
             bottom = [below + size for below, size in zip(bottom, sizes, strict=True)]
         memory.set(title="Memory of each worker, MiB", ylim=(0, 1.35 * max(bottom)))
         memory.legend(loc="upper center", ncols=3, fontsize=8, handlelength=1, columnspacing=1)
-        for axes, title, numbers, color in (
-            (blocks, "Blocks of KV cache", [float(room.blocks) for room in rooms], KV_CACHE),
-            (speed, "Output tokens a second", rates, MEASURED),
+        more = [room.blocks / rooms[0].blocks for room in rooms]
+        for axes, title, numbers, times, color in (
+            (blocks, "Blocks of KV cache", [float(room.blocks) for room in rooms], more, KV_CACHE),
+            (speed, "Output tokens a second", rates, gains, MEASURED),
         ):
             bars = axes.bar(names, numbers, 0.6, color=color)
-            axes.bar_label(bars, [f"{n:,.0f}\n{n / numbers[0]:.1f} ×" for n in numbers], padding=2)
+            axes.bar_label(bars, [f"{n:,.0f}\n{x:.1f} ×" for n, x in zip(numbers, times, strict=True)], padding=2)
             axes.set(title=title, ylim=(0, 1.3 * max(numbers)))
         for axes in (memory, blocks, speed):
             axes.grid(axis="x", visible=False)
@@ -191,7 +192,7 @@ def main() -> None:
     alike = sum(len({tuple(tokens[row]) for tokens in answers}) == 1 for row in range(options.requests))
     print(f"{alike} of {options.requests} answers are the same in all rounds of both layouts")
     if options.plot:
-        draw(options.plot, rooms, medians)
+        draw(options.plot, rooms, medians, gains)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def test_the_figures_are_shown(effect: Any, tmp_path: Path) -> None:
     text = effect.table(both, [10.0, 40.0], [1.0, 4.1])
     assert "| TP 2 | 128 MiB | 6 MiB | 148 MiB | 280 | 14.0 | 46.7 | 40.0 | 4.1 |" in text
     picture = tmp_path / "effect.svg"
-    effect.draw(str(picture), both, [10.0, 40.0])
+    effect.draw(str(picture), both, [10.0, 40.0], [1.0, 4.1])
     drawn = picture.read_text()
     assert ">14.0 ×<" in drawn
-    assert ">4.0 ×<" in drawn
+    assert ">4.1 ×<" in drawn
