@@ -427,6 +427,7 @@ class EngineClient:
         replica.state = "dead"
         replica.close()
         self._router.lost(replica.number)
+        self._metrics.lost(replica.number)
         if self._is_owner:
             self._metrics.state(replica.number, replica.state)
         for (number, _), answer in self._probes.items():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Literal, get_args
 
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -154,6 +154,10 @@ class Metrics(Collector):
     def take(self, replica: int, stats: EngineStats) -> None:
         """A replica has told this."""
         self._told[replica][self._index][:] = memoryview(array("d", astuple(stats)))
+
+    def lost(self, replica: int) -> None:
+        """Nothing runs any more on a replica that has died; what it has counted stays."""
+        self.take(replica, replace(self.of(replica), running=0, waiting=0, kv_blocks_used=0))
 
     def state(self, replica: int, state: Literal["loading", "up", "dead"]) -> None:
         """For the first process: how a replica is from now on."""
