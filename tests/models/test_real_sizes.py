@@ -7,12 +7,14 @@ import math
 import re
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from quire.engine import devices
+from quire.engine.architecture import Experts
 from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.errors import ConfigError
 from quire.engine.families import from_hf_config
@@ -21,7 +23,7 @@ from quire.engine.models.checkpoint import Stored
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loading import needed_tensors
 from quire.engine.parallel import Parallel
-from quire.engine.resolve import plan_text, resolve
+from quire.engine.resolve import Sizes, plan_text, resolve
 from tests.models.real_models import REAL, Real
 
 TP, PP, GIB = 8, 2, 1 << 30
@@ -37,10 +39,10 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return free
 
 
-def configure(real: Real, folder: Path) -> EngineConfig:
+def configure(real: Real, folder: Path, **options: Any) -> EngineConfig:
     (folder / "config.json").write_text(json.dumps(real.config))
-    options = {"tensor_parallel_size": TP, "pipeline_parallel_size": PP, "device": "cuda"}
-    return resolve(EngineOptions(model=str(folder), **options))  # type: ignore[arg-type]
+    options |= {"tensor_parallel_size": TP, "pipeline_parallel_size": PP, "device": "cuda"}
+    return resolve(EngineOptions(model=str(folder), **options))
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -130,3 +132,17 @@ def test_the_plan_says_whether_16_devices_hold_it(name: str, memory: list[int], 
         assert held == pytest.approx(min(left, most), rel=0.15)  # the workspace takes some, and no stage is even
         assert held <= left
     print(f"\n{name}\n{text}")
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_whole_experts_take_as_much_as_slices_of_them(name: str, memory: list[int], tmp_path: Path) -> None:
+    memory[:] = [160 * GIB] * TP * PP
+    real = REAL[name]
+    mixtures = [layer.feed_forward for layer in from_hf_config(real.config).layers]
+    if not any(isinstance(mixture, Experts) for mixture in mixtures):
+        with pytest.raises(ConfigError, match="has no experts; leave it out"):
+            configure(real, tmp_path, enable_expert_parallel=True)
+        return
+    sliced, spread = (Sizes.of(configure(real, tmp_path, enable_expert_parallel=whole)) for whole in (False, True))
+    assert spread.weights == pytest.approx(sliced.weights, rel=0.001)  # but for biases that every rank has of a slice
+    assert spread.kv_block == sliced.kv_block
