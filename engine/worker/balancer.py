@@ -192,13 +192,21 @@ class _Mover:
         if place is None:
             assert self._beside is not None
             return self._beside
-        parts = [part.reshape(-1).view(torch.uint8) for part in self._experts.state(place)]
-        return torch.cat([torch.nn.functional.pad(part, (0, -len(part) % _ALIGNMENT)) for part in parts])[None]
+        parts = self._experts.state(place)
+        row = torch.empty((1, sum(map(_room, parts))), dtype=torch.uint8, device=parts[0].device)
+        for to, part in zip(_parts(row[0], parts), parts, strict=True):
+            to.copy_(part)
+        return row
+
+
+def _room(part: Tensor) -> int:
+    """Bytes of a row."""
+    return -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _parts(row: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The expert of a row again."""
+    """Where the tensors of an expert lie in a row, `[bytes]`; `like` are those of any."""
     start = 0
     for part in like:
         yield row[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        start += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+        start += _room(part)
