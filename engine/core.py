@@ -59,7 +59,7 @@ _COMPILERS = 8
 """Threads that compile grammars: more than there are processors, so that quick ones do not wait for slow ones."""
 _LEAVE_SECONDS = 5.0
 """Longest that a core which is to stop steps on without work, for replicas that share its experts."""
-_HEAR_SECONDS = 3.0
+_HEAR_SECONDS = 4.0
 """Longest that a core waits to hear from the others why the replicas have lost touch."""
 _SHUTDOWN_GRACE = 10.0
 """Seconds that an orphaned core may take to end by itself, a model half loaded included."""

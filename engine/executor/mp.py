@@ -44,8 +44,11 @@ class MpExecutor:
         return pending
 
     def close(self, reason: str = "") -> None:
-        """Ask every rank to end, and kill those that do not."""
-        self._ranks.close()
+        """Ask every rank to end, and kill those that do not; in trouble, kill them all at once."""
+        if reason:
+            self._ranks.kill()
+        else:
+            self._ranks.close()
 
     def receive(self, step: int, timeout: float) -> StepResult:
         """The next result; raises `WorkerError` when a rank dies, fails or hangs instead."""

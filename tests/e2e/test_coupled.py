@@ -111,13 +111,12 @@ class Replicas:
         for number, (replica, prompt) in enumerate(zip(replica_of, prompts, strict=True)):
             self.send(replica, Submit(0, str(number), prompt, params))
 
-    def deaths(self) -> dict[int, str]:
-        """What each of the cores that live says that it ended for."""
+    def deaths(self, count: int) -> dict[int, str]:
+        """What so many cores say that they ended for."""
         reasons: dict[int, str] = {}
-        with contextlib.suppress(AssertionError):
-            while len(reasons) < len(self.cores):
-                if isinstance(message := self.receive(20.0 if not reasons else 6.0), Dead):
-                    reasons[message.replica] = message.reason
+        while len(reasons) < count:
+            if isinstance(message := self.receive(20.0), Dead):
+                reasons[message.replica] = message.reason
         return reasons
 
 
@@ -227,7 +226,7 @@ def test_when_one_is_killed_all_end_and_name_it(whom: str, tp: int, cases: dict[
         everyone = [process for core in them.cores for process in _family(core.pid)]
         family["quire-core" if whom == "core" else "quire-rank-1"].send_signal(signal.SIGKILL)
         begun = time.monotonic()
-        reasons = them.deaths()
+        reasons = them.deaths(1 if whom == "core" else 2)
         _, left = psutil.wait_procs([each for each in everyone if each.pid not in {c.pid for c in them.cores}], 10)
         codes = [core.wait(10) for core in them.cores]
         assert time.monotonic() - begun < 15
