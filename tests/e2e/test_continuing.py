@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def logprobs(outputs: list[RequestOutput]) -> list[TokenLogprobs]:
 def test_cut_at_every_position(ranks: Ranks, kind: str, prefix: bool) -> None:
     params = KINDS[kind]
     depth = max(2, ranks.config.parallel.pipeline_parallel_size)
-    settings = {"depth": depth, "enable_prefix_caching": prefix}
+    settings: dict[str, Any] = {"depth": depth, "enable_prefix_caching": prefix}
     (whole,) = ranks.run([(PROMPT, params)], **settings)
     output, rows, end = tokens(whole), logprobs(whole), whole[-1]
     assert len(output) > 5

@@ -17,7 +17,7 @@ import pytest
 
 from quire.engine.config import DEMO_MODEL, EngineOptions
 from quire.engine.launch import Endpoints, start_core
-from quire.engine.messages import RequestOutput, SamplingParams, StructuredOutputs
+from quire.engine.messages import FinishReason, RequestOutput, SamplingParams, StructuredOutputs
 from quire.engine.resolve import resolve
 from quire.server.client import EngineClient, Stream
 from quire.server.metrics import Metrics
@@ -161,7 +161,7 @@ def params(number: int) -> SamplingParams:
             return SamplingParams(temperature=1.0, seed=number, max_tokens=60, structured_outputs=GUIDE)
 
 
-async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, int, str | None]], int]:
+async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, int, FinishReason | None]], int]:
     """Of 50 streams: tokens, numbers of log-probabilities and of scores, and the end; and how many had to move."""
     rng = random.Random(0)
     requests = [(str(n), [rng.randrange(3, 300) for _ in range(rng.randrange(5, 60))], params(n)) for n in range(50)]

@@ -20,6 +20,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.launch import Endpoints
 from quire.engine.messages import (
     Abort,
+    Alive,
     Dead,
     EngineStats,
     Join,
@@ -88,7 +89,7 @@ class Script:
     def tell(self, *outputs: RequestOutput, stats: EngineStats | None = None) -> None:
         self.say(Outputs(list(outputs), stats))
 
-    async def hear(self, kind: type[Any]) -> Any:
+    async def hear(self, kind: Any) -> Any:
         """The next message, which is of this kind."""
         await until(lambda: self._requests.poll(0))
         decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
@@ -254,7 +255,7 @@ async def test_a_replica_that_answers_no_probe_is_avoided(tmp_path: Path, monkey
         silent, good = engine.cores
         await silent.hear(Probe)
         probe = await good.hear(Probe)
-        good.say(fake_core.Alive(probe.probe_id))
+        good.say(Alive(probe.probe_id))
         await health  # one lives
         await until(lambda: engine.client._up() == [1])
         for number in range(4):
