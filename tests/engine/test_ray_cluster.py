@@ -8,11 +8,12 @@ import logging
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.engine import ray_cluster
+from quire.engine import devices, ray_cluster
 from quire.engine.config import EngineOptions
 from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
@@ -143,9 +144,9 @@ def test_auto_is_ray_where_this_host_has_too_few_gpus(
     monkeypatch: pytest.MonkeyPatch, gpus: int, kind: str, is_ray: bool
 ) -> None:
     options = EngineOptions(tensor_parallel_size=4)
-    monkeypatch.setattr(ray_cluster.devices, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(devices, "count_gpus", lambda: gpus)
     answer(monkeypatch, kind=kind)
-    monkeypatch.setattr(ray_cluster, "_CURRENT", ray_cluster.Path("/nowhere"))
+    monkeypatch.setattr(ray_cluster, "_CURRENT", Path("/nowhere"))
     assert ray_cluster.find(options) is None  # no cluster is at hand
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
@@ -155,7 +156,7 @@ def test_auto_is_ray_where_this_host_has_too_few_gpus(
 def test_auto_goes_on_without_a_cluster_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(ray_cluster.devices, "count_gpus", lambda: 0)
+    monkeypatch.setattr(devices, "count_gpus", lambda: 0)
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     assert ray_cluster.find(EngineOptions(tensor_parallel_size=4)) is None

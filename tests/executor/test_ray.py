@@ -25,13 +25,14 @@ class FakeRay(ModuleType):
         self.killed: list[object] = []
         self.bundles: list[dict[str, str]] = []
         self._started = started
-        group = SimpleNamespace(wait=lambda seconds: has_room)
-        self.util = SimpleNamespace(
-            placement_group=lambda bundles, bundle_label_selector: self.bundles.extend(bundle_label_selector) or group,
-            remove_placement_group=self.removed.append,
-        )
+        self._group = SimpleNamespace(wait=lambda seconds: has_room)
+        self.util = SimpleNamespace(placement_group=self._make, remove_placement_group=self.removed.append)
         self.exceptions = SimpleNamespace(RayError=RuntimeError)
         self.kill = self.killed.append
+
+    def _make(self, bundles: list[dict[str, float]], bundle_label_selector: list[dict[str, str]]) -> object:
+        self.bundles += bundle_label_selector
+        return self._group
 
     def remote(self, **takes: float) -> Any:
         actor = SimpleNamespace(tell=SimpleNamespace(remote=lambda: object()))
