@@ -132,7 +132,7 @@ def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any
 
 def test_halves_of_a_batch_are_refused_where_nothing_is_exchanged_between_replicas(tmp_path: Path) -> None:
     model = folder(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ConfigError, match="--enable-dbo hides the exchange .* there is one"):
+    with pytest.raises(ConfigError, match=r"--enable-dbo hides the exchange .* there is one"):
         resolve(options(model, enable_expert_parallel=True, enable_dbo=True))
 
 
