@@ -62,7 +62,7 @@ HISTOGRAMS = {
 }
 
 
-MAX_EXPERT_SERIES = 4096
+_EXPERT_SERIES = 4096
 """Experts of all layers that are told of one by one; of more, there are only the sums of their ranks and layers."""
 
 
@@ -231,7 +231,7 @@ class Metrics(Collector):
             for expert, count in enumerate(used):
                 tokens.add_metric([*labels, str(layer), str(expert)], count)
         yield peak
-        if sum(load.layers.values()) <= MAX_EXPERT_SERIES:
+        if sum(load.layers.values()) <= _EXPERT_SERIES:
             yield tokens
 
     def _sum(self, name: str) -> list[float]:
