@@ -246,6 +246,16 @@ class ParallelConfig:
         return self.experts is not None and self.replicas > 1
 
     @property
+    def is_first_here(self) -> bool:
+        """Whether no replica on this host stands before this one."""
+        return self.replica == self.local_replicas.start
+
+    @property
+    def init_method(self) -> str | None:
+        """Where the ranks of coupled replicas meet, as torch.distributed is told; None: those of a replica choose."""
+        return f"tcp://{self.master[0]}:{self.master[1]}" if self.is_coupled else None
+
+    @property
     def expert_ranks(self) -> int:
         """Ranks that a layer's experts are spread over: those of its stage in all replicas."""
         return self.replicas * self.tensor_parallel_size
@@ -266,7 +276,7 @@ class ParallelConfig:
 
     def device_of(self, rank: int) -> int:
         """Number of the device, on this host, of one of its ranks."""
-        place = (self.replica - self.local_replicas.start) * self.ranks_per_node + rank % self.ranks_per_node
+        place = (self.replica - self.local_replicas.start) * self.ranks_per_node + rank - self.ranks_of(self.node).start
         return self.devices[place] if self.devices else place
 
     def stage_of(self, rank: int) -> int:

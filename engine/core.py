@@ -36,6 +36,7 @@ from quire.engine.messages import (
     Abort,
     Alive,
     Dead,
+    ExpertLoad,
     Fault,
     Join,
     Outputs,
@@ -369,6 +370,8 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     except Exception as error:
         logger.error("engine core failed:\n%s", traceback.format_exc())
         trouble = f"engine core failed: {type(error).__name__}: {error}"
+    if trouble is not None and config.parallel.is_coupled:
+        trouble = first_cause(trouble, wire, replica)
     if core is not None and (trouble is None or config.parallel.replicas == 1):
         core.end(trouble or "the engine was shut down")  # else `Dead` alone: what runs here may go on at another
     if trouble is not None:

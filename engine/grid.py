@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Literal
 
+from quire.engine import topology
 from quire.engine.architecture import Architecture, BuiltArchitecture, Experts
 from quire.engine.config import EngineOptions, ExpertParallelConfig, ParallelConfig
 from quire.engine.devices import Devices
@@ -37,12 +38,14 @@ def ranks_here(options: EngineOptions) -> int:
     return ranks // nodes * len(_local_replicas(options))
 
 
-def groups_here(options: EngineOptions) -> tuple[int, ...]:
+def groups_here(options: EngineOptions, placed: Placed | None = None) -> tuple[int, ...]:
     """Sizes of the groups of this host's ranks that share layers, in the order of ranks; raises as `ranks_here`."""
+    tp, node = options.tensor_parallel_size, options.node_rank
+    if placed is not None:
+        return groups_of(range(sum(placed.shares[:node]), sum(placed.shares[: node + 1])), tp)
     replicas = len(_local_replicas(options))
     ranks = ranks_here(options) // max(1, replicas)
-    here = range(options.node_rank * ranks, (options.node_rank + 1) * ranks)
-    return groups_of(here, options.tensor_parallel_size) * replicas
+    return groups_of(range(node * ranks, (node + 1) * ranks), tp) * replicas
 
 
 def groups_of(ranks: range, tp: int) -> tuple[int, ...]:
@@ -50,8 +53,8 @@ def groups_of(ranks: range, tp: int) -> tuple[int, ...]:
     return tuple(Counter(rank // tp for rank in ranks).values())
 
 
-def resolve(options: EngineOptions, arch: Architecture, found: Devices) -> ParallelConfig:
-    """The grid; raises `ConfigError`."""
+def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: Placed | None = None) -> ParallelConfig:
+    """The grid; `placed` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     executor = "ray" if placed is not None else choose_executor(options)
     here = ranks_here(options) if placed is None else 0
@@ -71,6 +74,8 @@ def resolve(options: EngineOptions, arch: Architecture, found: Devices) -> Paral
         node=options.node_rank,
         master=(options.master_addr, options.master_port),
         devices=found.order,
+        shares=() if placed is None else placed.shares,
+        ray=None if placed is None else placed.place,
         timeout=options.distributed_timeout_seconds,
         replicas=options.data_parallel_size,
         replica=replicas.start,
@@ -98,11 +103,17 @@ def _hosts(parallel: ParallelConfig) -> list[str]:
     if parallel.nodes == 1:
         return []
     parts = [
-        f"{_numbers('rank', parallel.ranks_of(node))} on host {node}{' (this one)' * (node == parallel.node)}"
+        f"{_numbers('rank', ranks)} on host {node}{_which(parallel, node)}"
         for node in range(parallel.nodes)
-        if parallel.ranks_of(node)
+        if (ranks := parallel.ranks_of(node))
     ]
     return [f"  {len(parts)} hosts: {', '.join(parts)}"]
+
+
+def _which(parallel: ParallelConfig, node: int) -> str:
+    if parallel.ray is not None:
+        return f" ({parallel.ray.nodes[node - 1][1]})"  # node 0 is the core's
+    return " (this one)" * (node == parallel.node)
 
 
 def _crossings(parallel: ParallelConfig) -> list[str]:

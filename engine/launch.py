@@ -7,17 +7,20 @@ import pickle
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.config import EngineConfig, EngineOptions, ParallelConfig
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
 class Endpoints:
     """ZMQ addresses. The core of replica `r` binds `requests[r]`, API process `i` binds `responses[i]` (PULL, both).
 
-    Replicas that nobody here talks to have no address (""). Frames are msgpack of `messages.ToCore` and `messages.ToServer`.
+    Replicas that nobody here talks to have no address (""). Frames are msgpack of `messages.ToCore` and
+    `messages.ToServer`.
     """
 
     requests: tuple[str, ...]

@@ -452,6 +452,8 @@ class StepResult(msgspec.Struct, tag=True, array_like=True):
     """Of a model that embeds: of rows, by number, that end their prompt; float32. No row samples."""
     is_wave_active: bool = False
     """Of replicas that share experts: whether any of them had requests as this step was planned."""
+    expert_load: ExpertLoad | None = None
+    """Of a model whose experts are spread over the ranks: not with every step."""
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True):

@@ -416,7 +416,7 @@ def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[s
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray shows a task without GPUs none
     try:
         found["model"] = cluster.fingerprint(model_files.locate(model, revision))
-        found["memory"] = devices.find(kind, ranks).memory
+        found["memory"] = devices.find(kind, (1,) * ranks).memory
     except ConfigError as error:
         found["error"] = str(error)
     return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.engine import devices, grid, model_files, pooling
+from quire.engine import devices, grid, model_files, pooling, ray_cluster
 from quire.engine.architecture import Architecture, BuiltArchitecture, Experts, Matrices, SpreadExperts
 from quire.engine.cache_groups import CacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config import (
@@ -20,7 +20,6 @@ from quire.engine.config import (
     CacheConfig,
     EngineConfig,
     EngineOptions,
-    ExpertParallelConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -47,15 +46,12 @@ def resolve(options: EngineOptions, placed: Placed | None = None) -> EngineConfi
     `placed` is for a node of a Ray cluster: where the ranks are has been found on another.
     """
     _check_ranges(options)
-    _refuse_what_is_not_there(options)
     if placed is None:
         placed = ray_cluster.find(options)
-    if placed is None:
-        found = devices.find(options.device, grid.ranks_here(options))
-    else:
-        found = placed.devices or devices.find(options.device, placed.shares[options.node_rank])
+    found = placed.devices if placed is not None else None
+    found = found or devices.find(options.device, grid.groups_here(options, placed))
     model = _resolve_model(options, found)
-    parallel = grid.resolve(options, model.architecture, found)
+    parallel = grid.resolve(options, model.architecture, found, placed)
     held = grid.on_a_rank(model.architecture, parallel)
     held.check_divides(options.tensor_parallel_size)
     _check_quantization(model, held, options.tensor_parallel_size, found)
@@ -75,13 +71,6 @@ def resolve(options: EngineOptions, placed: Placed | None = None) -> EngineConfi
     )
     config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, options=options)
     return replace(config, cache=replace(cache, num_blocks=_count_blocks(options, config, found)))
-
-
-def _refuse_what_is_not_there(options: EngineOptions) -> None:
-    if options.data_parallel_size > 1 or options.data_parallel_start_rank is not None:
-        raise ConfigError(f"--data-parallel-size {options.data_parallel_size}: replicas are not served yet")
-    if options.enable_eplb:
-        raise ConfigError("--enable-eplb is not served yet")
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
@@ -224,8 +213,8 @@ def plan_text(config: EngineConfig) -> str:
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
         *grid.lines(parallel, arch),
     ]
-    if parallel.experts is not None:
-        lines.append(_experts_text(arch, parallel, parallel.experts))
+    if not parallel.local_replicas:
+        return f"{lines[0]}\n  {parallel.replicas} replicas, none of them on this host"
     if model.pooling is not None:
         length = f"{model.max_model_len:,} tokens"
         lines.append(f"embeds prompts of up to {length} (--runner pooling): {model.pooling.text()}")
@@ -252,17 +241,6 @@ def plan_text(config: EngineConfig) -> str:
         f"{model.max_model_len:,}; {limits}"
     )
     return "\n".join(lines)
-
-
-def _experts_text(arch: Architecture, parallel: ParallelConfig, experts: ExpertParallelConfig) -> str:
-    count = max(layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, Experts))
-    ranks = parallel.expert_ranks
-    copies = f" and {experts.redundant} copies" * bool(experts.redundant)
-    way = f", tokens by {experts.all2all}" * parallel.is_coupled
-    return (
-        f"{count} experts{copies} of a layer spread over {ranks} ranks ({experts.placement}): "
-        f"{(count + experts.redundant) // ranks} on each{way}"
-    )
 
 
 def _tokens_held(config: EngineConfig) -> int:

@@ -577,6 +577,8 @@ class EngineClient:
         now = time.monotonic()
         if news.stats is not None:
             self._metrics.take(news.replica, news.stats)
+        if news.expert_load is not None:
+            self._metrics.expert_load = news.expert_load
         earlier: list[float] = []
         for request_id, token_id in zip(news.request_ids, news.token_ids, strict=True):
             running = self._running.get(request_id)

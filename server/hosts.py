@@ -1,8 +1,8 @@
 """Replicas on several hosts, and how they find each other: one host leads, each replica of the others joins it.
 
 The leader has the API of all, or, where each host has an API of its own, replica 0; then only replicas that share
-experts need each other. Whoever joins says where its replica will take requests in; once all have come, the leader tells
-everybody all addresses. See `quire.engine.cluster` for how the hosts are compared, and how one is lost.
+experts need each other. Whoever joins says where its replica will take requests in; once all have come, the leader
+tells everybody all addresses. See `quire.engine.cluster` for how the hosts are compared, and how one is lost.
 """
 
 from __future__ import annotations

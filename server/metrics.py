@@ -6,7 +6,7 @@ import mmap
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Literal, get_args
 
 from msgspec.structs import astuple, replace
@@ -145,6 +145,8 @@ class Metrics(Collector):
             Times(name, mine[_AT[name]]) for name in HISTOGRAMS
         )
         self._finished = mine[_AT["finished"]]
+        self.expert_load: ExpertLoad | None = None
+        """The newest; every process hears of it."""
 
     def finished(self, reason: FinishReason, seconds: float) -> None:
         """A request ended, so many seconds after it came."""
@@ -192,6 +194,7 @@ class Metrics(Collector):
         for state in STATES:
             replicas.add_metric([*labels, state], states.count(state))
         yield replicas
+        yield from self._experts(labels)
         for name, (meaning, bounds) in HISTOGRAMS.items():
             *counts, seconds = self._sum(name)
             times = HistogramMetricFamily(f"quire:{name}", meaning, labels=["model_name"])

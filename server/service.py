@@ -1,4 +1,4 @@
-"""The text side of a model's replicas, whole: what HTTP, `LLM` and `AsyncLLM` all stand on. render → client → output."""
+"""The text side of a model, whole: what HTTP, `LLM` and `AsyncLLM` all stand on. render → client → output."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class Place:
 
 
 class Service:
-    """Running replicas of a model and their text side. `start` it, wait for `ready`, `close` it; all on one event loop."""
+    """The running replicas and their text side. `start` it, wait for `ready`, `close` it; all on one event loop."""
 
     def __init__(
         self, config: EngineConfig, client: EngineClient, metrics: Metrics, place: Place, formats: ChatFormats
@@ -240,9 +240,10 @@ class Service:
     ) -> Service:
         client = EngineClient(
             place.endpoints,
-            None if core is None else {0: core},
+            cores,
             metrics,
             place.index,
+            replicas=place.replicas,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_queue=max_queue,
             cache=config.cache,

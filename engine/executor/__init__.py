@@ -65,6 +65,10 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
             f"--node-rank {config.parallel.node}: node 0 has the API; the others are started with "
             "quire serve --headless"
         )
+    if config.parallel.is_coupled:
+        from quire.engine.executor.nodes import set_interfaces
+
+        set_interfaces(config)
     match config.parallel.executor:
         case "uni":
             from quire.engine.executor.uni import UniExecutor

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.config import EngineConfig
-from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, WorkerError
+from quire.engine.executor import WorkerError, patience
 from quire.engine.executor.ranks import LocalRanks, name_late, ranks_text
 from quire.engine.messages import StepPlan, StepResult
 
@@ -27,6 +27,7 @@ class MpExecutor:
         self._pending: deque[MpPending] = deque()
         with tempfile.TemporaryDirectory(prefix="quire-") as folder:
             init_method = config.parallel.init_method or (Path(folder) / "rendezvous").as_uri()
+            self._ranks = LocalRanks(config, range(config.parallel.world_size), init_method, log_level, on_end)
             try:
                 while not self._ranks.is_ready:
                     self._ranks.poll(None)
@@ -38,8 +39,7 @@ class MpExecutor:
     def submit(self, plan: StepPlan) -> MpPending:
         # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
         self._ranks.write(self._encode(plan), while_waiting=self.check)
-        timeout = STEP_TIMEOUT if plan.num_rows else SIGN_OF_LIFE_TIMEOUT
-        pending = MpPending(self, plan.step, timeout)
+        pending = MpPending(self, plan.step, patience(plan, self.config))
         self._pending.append(pending)
         return pending
 

@@ -58,7 +58,6 @@ class UniExecutor:
         from quire.engine.worker.worker import Worker
 
         imported = time.perf_counter()
-        self._config = config
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         load = partial(Worker, config, rank=0, init_method=config.parallel.init_method)
@@ -72,7 +71,7 @@ class UniExecutor:
 
     def submit(self, plan: StepPlan) -> Pending:
         if self._thread is not None:
-            return Running(self._in_thread(partial(self._worker.execute, plan)), patience(plan, self._config))
+            return Running(self._in_thread(partial(self._worker.execute, plan)), patience(plan, self.config))
         result = self._worker.execute(plan)
         assert result is not None
         return Done(result)

@@ -84,9 +84,8 @@ def load_model(
 
     `rank` is its number in the replica. Only the rank's own slices are read, straight into the parameters, several at
     once. A linear layer is packed (and quantized) as soon as it is whole, so that no more than a few are held in both
-    forms; `pack=False` leaves that out.
-    Rank 0 shows a progress bar and warns of tensors that no rank needs. Raises `ConfigError` that names the
-    tensors missing or of another shape.
+    forms; `pack=False` leaves that out. Rank 0 warns of tensors that no rank needs; that of the host's first replica
+    shows a progress bar. Raises `ConfigError` that names the tensors missing or of another shape.
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)):

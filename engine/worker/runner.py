@@ -19,6 +19,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loading import load_dense, load_model
 from quire.engine.parallel import Links, Peers
+from quire.engine.worker.balancer import Balancer
 from quire.engine.worker.batch import RequestStates, Rows, halve
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
@@ -82,6 +83,15 @@ class Runner:
         self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
 
+    @property
+    def receives(self) -> bool:
+        """Whether the hidden states of a plan come from another stage."""
+        return not self._pipeline.is_first
+
+    def expect(self, plan: StepPlan) -> None:
+        """Let the hidden states of a plan to come arrive while others run; plans are expected all, and in order."""
+        self._pipeline.expect((plan.num_tokens or 1, self._hidden_size), self._dtype)
+
     def settle(self) -> None:
         """Agree with the other ranks, once all are loaded; raises `ConfigError` where that cannot be."""
         if self._balancer is not None:
@@ -111,6 +121,13 @@ class Runner:
         return tuple(tokens for _, tokens, _ in told), any(has_work for *_, has_work in told)
 
     def _run(self, plan: StepPlan, replica_tokens: tuple[int, ...]) -> StepResult | None:
+        expert_load = None if self._balancer is None else self._balancer.step()
+        result = self._compute(plan, replica_tokens)
+        if result is not None:
+            result.expert_load = expert_load
+        return result
+
+    def _compute(self, plan: StepPlan, replica_tokens: tuple[int, ...]) -> StepResult | None:
         rows = self._states.apply(plan)
         if not plan.num_rows and not any(replica_tokens):
             return self._pass_on(plan)

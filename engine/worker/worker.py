@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
@@ -49,7 +50,7 @@ class Worker:
             device = torch.device("cuda", parallel.device_of(rank))
             torch.cuda.set_device(device)
         kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype))
-        self._links = connect(parallel, rank, init_method, device)
+        self._links = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
         connected = time.perf_counter()
         kernels_ready()  # weights are packed for them
         compiled = time.perf_counter()
@@ -97,8 +98,8 @@ def main(
         worker = Worker(config, rank, init_method)
         results.send_bytes(encode(WorkerReady({"start processes": begun, **worker.seconds})))
         decode = msgspec.msgpack.Decoder(StepPlan).decode
-        for plan in read_plans(lambda: plans.read(rank), decode, worker.expect if worker.expects else None):
-            progress[rank] = 2 * plan.step
+        for plan in read_plans(lambda: plans.read(place), decode, worker.expect if worker.expects else None):
+            progress[place] = 2 * plan.step
             result: StepResult | None = worker.execute(plan)
             progress[place] = 2 * plan.step + 1
             if result is not None:
@@ -118,7 +119,7 @@ def main(
 def read_plans(
     read: Callable[[], bytes], decode: Callable[[bytes], StepPlan], expect: Callable[[StepPlan], None] | None
 ) -> Iterator[StepPlan]:
-    """The plans that `read` gives until it gives nothing. With `expect`, a thread reads ahead and calls it with each."""
+    """The plans that `read` gives until it gives nothing. A thread reads ahead for `expect`, and calls it with each."""
     if expect is None:
         while message := read():
             yield decode(message)

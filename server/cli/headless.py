@@ -26,7 +26,7 @@ from quire.engine.resolve import fetch_weights, plan_text, resolve
 from quire.server.config import ServerOptions
 from quire.server.hosts import Membership
 
-_WATCH_SECONDS = 0.2
+_WATCH_MS = 200
 _RESTART_SECONDS = 1.0
 """A replica that dies is not started more often than this."""
 _SHUTDOWN_SECONDS = 12.0
@@ -114,7 +114,7 @@ class Replicas:
                 reason = str(self._ended[0])
                 logger.info("%s has ended%s", self._membership.leader, f": {reason}" if reason else "")
                 return reason or None
-            if self._news.poll(_WATCH_SECONDS * 1000):
+            if self._news.poll(_WATCH_MS):
                 self._hear()
             for replica, core in self._cores.items():
                 if replica not in self._gone and (trouble := self._look_after(replica, core)) is not None:

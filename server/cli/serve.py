@@ -62,7 +62,11 @@ def run(parsed: argparse.Namespace) -> int:
     options, server = read_options(parsed)
     log.setup(server.log_level, "api")
     server.check()
-    if options.nnodes > 1 or server.headless:
+    if server.headless and options.nnodes == 1:
+        from quire.server.cli.headless import serve_replicas
+
+        return serve_replicas(options, server)
+    if options.nnodes > 1:
         _check_node(options, server)
     if server.headless:
         become_node(options, server.log_level)
@@ -92,8 +96,6 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:
     """Raise `ConfigError` where the API is not on node 0, or a node is meant to have none and is alone."""
-    if options.nnodes == 1:
-        raise ConfigError("--headless is for the other nodes of a server on several hosts: --nnodes N --node-rank R")
     if server.headless and options.node_rank == 0:
         raise ConfigError(
             "--headless with --node-rank 0: node 0 has the API; leave --headless out, or give this node's rank"

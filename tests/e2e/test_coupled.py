@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from quire.engine.config import EngineConfig, ExpertParallelConfig
 from quire.engine.launch import Endpoints, start_core
 from quire.engine.messages import (
     Dead,
+    ExpertLoad,
     Outputs,
     Probe,
     Ready,
@@ -213,6 +215,35 @@ def test_tokens_are_those_of_one_rank(
         for replica in range(2):
             them.send(replica, Shutdown())
         assert [core.wait(20) for core in them.cores] == [0, 0]
+
+
+@pytest.mark.parametrize("all2all", ["allgather_reducescatter", "all_to_all"])
+def test_tokens_stay_while_experts_move(
+    all2all: Any, cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each replica tells of them, and all the same."""
+    loads: dict[int, list[ExpertLoad]] = {0: [], 1: []}
+
+    def noted(message: bytes) -> ToServer:
+        outputs: ToServer = decode(message)
+        if isinstance(outputs, Outputs) and outputs.expert_load is not None:
+            loads[outputs.replica].append(outputs.expert_load)
+        return outputs
+
+    decode = _decode
+    monkeypatch.setattr(sys.modules[__name__], "_decode", noted)
+    case = cases["Mixtral"]
+    experts = ExpertParallelConfig(all2all=all2all, is_balanced=True, redundant=4, step_interval=3)
+    with replicas(config_of(case, 2, 1), tmp_path, 2, experts) as them:
+        begun = time.monotonic()
+        while not all(loads.values()) and time.monotonic() - begun < 30.0:
+            for replica_of in ([0] * 5, [1] * 5, [0, 1, 0, 0, 1]):
+                assert them.tokens(replica_of, case.prompts) == case.expected
+        for replica in range(2):
+            them.send(replica, Shutdown())
+        assert [core.wait(20) for core in them.cores] == [0, 0]
+    assert loads[0][-1].moved >= 10
+    assert any(load in loads[1] for load in loads[0])
 
 
 @pytest.mark.parametrize(("whom", "tp"), [("core", 1), ("core", 2), ("rank", 2)])

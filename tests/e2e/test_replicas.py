@@ -1,64 +1,46 @@
-"""Two real replicas of the demo model behind one client: prefixes find their cache, and a death loses no stream."""
+"""Replicas of the demo model, by the real command line: on one host, on two, and behind balancers of others."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
-import random
+import contextlib
 import signal
+import socket
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
+import openai
+import psutil
 import pytest
 
-from quire.engine.config import DEMO_MODEL, EngineOptions
-from quire.engine.launch import Endpoints, start_core
-from quire.engine.messages import FinishReason, RequestOutput, SamplingParams, StructuredOutputs
-from quire.engine.resolve import resolve
-from quire.server.client import EngineClient, Stream
-from quire.server.metrics import Metrics
+from quire import AsyncLLM, SamplingParams
+from tests.e2e.serving import Server, quire, serve
+from tests.namespaces import Command, Host, hosts
 
-pytestmark = pytest.mark.slow
+__all__ = ["hosts"]  # the fixture
 
-GUIDE = StructuredOutputs(
-    json={
-        "type": "object",
-        "properties": {"names": {"type": "array", "items": {"enum": ["Ada", "Grace"]}, "minItems": 12}},
-        "required": ["names"],
-        "additionalProperties": False,
-    }
-)
+PROMPTS = ["Quire is", "A pipeline", "Tensor parallelism", "The KV cache", "Which flag", "Hello", "One two", "How do I"]
+LONG = 120
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each core: they share the processors."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def ask(url: str, prompt: str, max_tokens: int = 24, **body: object) -> str:
+    asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, **body}
+    with httpx.Client(base_url=url, timeout=120) as client:
+        return str(client.post("/v1/completions", json=asked).raise_for_status().json()["choices"][0]["text"])
 
 
-@dataclass
-class Engine:
-    client: EngineClient
-    metrics: Metrics
-    cores: dict[int, subprocess.Popen[bytes]]
+def answers(url: str) -> list[str]:
+    """Greedy ones, and sampled ones with a seed."""
+    with ThreadPoolExecutor(8) as pool:
+        greedy = pool.map(lambda prompt: ask(url, prompt), PROMPTS)
+        sampled = pool.map(lambda prompt: ask(url, prompt, temperature=1, seed=7), PROMPTS)
+        return [*greedy, *sampled]
 
-
-@asynccontextmanager
-async def engine(folder: Path, count: int) -> AsyncIterator[Engine]:
-    """So many cores of one thread each, in float32; those that die are started again."""
-    folder.mkdir()
-    ends = Endpoints(tuple(f"ipc://{folder}/requests-{n}" for n in range(count)), (f"ipc://{folder}/responses-0",))
-    options = EngineOptions(model=str(DEMO_MODEL), device="cpu", kv_cache_memory_bytes=64 << 20, max_num_seqs=64)
-    config = resolve(options)
-
-    def start(replica: int) -> subprocess.Popen[bytes]:
-        parallel = replace(config.parallel, replicas=count, replica=replica, local_replicas=range(count))
-        cores[replica] = start_core(replace(config, parallel=parallel), ends, "warning")
-        return cores[replica]
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread_each() -> Iterator[None]:
@@ -128,105 +110,164 @@ def run(*arguments: str) -> Iterator[Command]:
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     command = Command(process, arguments)
     try:
-        await client.ready()
-        yield Engine(client, metrics, cores)
+        yield command
     finally:
-        await client.close()
-        for core in cores.values():
-            assert core.returncode is not None
+        family = command.family()
+        process.terminate()
+        try:
+            process.wait(30)
+        finally:
+            for left in psutil.wait_procs(family, timeout=10)[1]:
+                left.kill()
+            command.join()
+            print(f"--- {' '.join(arguments)}\n{command.text}")
 
 
-async def read(stream: Stream, outputs: dict[str, list[RequestOutput]]) -> None:
-    """Until each of its requests has ended."""
-    ends = set(stream._open)
-    while ends:
-        for output in await stream.get():
-            outputs[output.request_id].append(output)
-            if output.finish_reason is not None:
-                ends.discard(output.request_id)
+@pytest.mark.slow
+def test_two_replicas_answer_as_one_and_stand_in_for_each_other(expected: tuple[list[str], list[str]]) -> None:
+    with serve("-dp", "2", "--api-server-count", "2") as server:
+        assert any("replicas 0-1 on this host" in line for line in server.lines)
+        assert answers(server.url) == expected[0]
+        for victim in ("quire-core-1", "quire-core-0"):  # the first has come back when the second goes
+            assert asyncio.run(streams(server.url, server.named(victim).kill)) == expected[1]
+            until(lambda victim=victim: serves_again(server, victim[-1]))
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
-def params(number: int) -> SamplingParams:
-    """All kinds; each runs long enough to be cut."""
-    match number % 5:
-        case 0:
-            return SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-        case 1:
-            return SamplingParams(temperature=1.0, seed=number, max_tokens=60, ignore_eos=True, frequency_penalty=1.0)
-        case 2:
-            return SamplingParams(temperature=1.0, seed=number, max_tokens=60, ignore_eos=True, logprobs=2)
-        case 3:
-            return SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, prompt_logprobs=0)
-        case _:
-            return SamplingParams(temperature=1.0, seed=number, max_tokens=60, structured_outputs=GUIDE)
+@pytest.mark.slow
+def test_a_replica_that_cannot_load_ends_the_start(tmp_path: Path) -> None:
+    from quire.engine.config import DEMO_MODEL
+    from tests.e2e.test_failures import refusal
+    from tests.fakes.checkpoints import write_checkpoint
+
+    write_checkpoint("llama", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    config = (tmp_path / "config.json").read_text().replace('"num_hidden_layers": 6', '"num_hidden_layers": 7')
+    (tmp_path / "config.json").write_text(config)
+    assert "model.layers.6" in refusal(str(tmp_path), "-dp", "2", "--port", "0")
 
 
-async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, int, FinishReason | None]], int]:
-    """Of 50 streams: tokens, numbers of log-probabilities and of scores, and the end; and how many had to move."""
-    rng = random.Random(0)
-    requests = [(str(n), [rng.randrange(3, 300) for _ in range(rng.randrange(5, 60))], params(n)) for n in range(50)]
-    outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id, _, _ in requests}
-    moved = 0
-    async with engine(folder, 2) as running:
-        streams = [running.client.submit([request]) for request in requests]
-        reading = [asyncio.create_task(read(stream, outputs)) for stream in streams]
-        if kill:
-            while sum(len(output.token_ids) for told in outputs.values() for output in told) < 50 * 12:
-                await asyncio.sleep(0.005)
-            moved = sum(request.replica == 0 for request in running.client._running.values())
-            os.kill(running.cores[0].pid, signal.SIGKILL)
-        await asyncio.gather(*reading)
-        if kill:  # it serves again
-            while running.client._up() != [0, 1]:
-                await asyncio.sleep(0.05)
-            streams = [running.client.submit([(f"again {n}", [n], params(0))]) for n in range(4)]
-            outputs |= {f"again {n}": [] for n in range(4)}
-            assert {request.replica for request in running.client._running.values()} == {0, 1}
-            await asyncio.gather(*(read(stream, outputs) for stream in streams))
-    found = []
-    for request_id, _, _ in requests:
-        told = outputs[request_id]
-        tokens = list(itertools.chain.from_iterable(output.token_ids for output in told))
-        logprobs = sum(len(output.logprobs or []) for output in told)
-        scores = sum(len(output.prompt_logprobs or []) for output in told)
-        found.append((tokens, logprobs, scores, told[-1].finish_reason))
-    return found, moved
+def headless(port: str, replica: int, address: str = "127.0.0.1") -> list[str]:
+    return quire(
+        *("serve", "-dp", "2", "-dpr", str(replica), "--data-parallel-address", address),
+        *("--data-parallel-rpc-port", port, "--data-parallel-size-local", "1", "--headless"),
+    )
 
 
-async def test_killing_a_replica_under_50_streams_changes_no_token(tmp_path: Path) -> None:
-    undisturbed, _ = await answers(tmp_path / "calm", kill=False)
-    disturbed, moved = await answers(tmp_path / "killed", kill=True)
-    assert moved > 10
-    assert disturbed == undisturbed
-    assert all(end in ("length", "stop") for _, _, _, end in disturbed)
+@pytest.mark.slow
+def test_headless_replicas_behind_an_api_without_any(expected: tuple[list[str], list[str]]) -> None:
+    port = free_port()
+    with (
+        run(*headless(port, 0)) as first,
+        run(*headless(port, 1)) as second,
+        serve("-dp", "2", "-dpl", "0", "--data-parallel-rpc-port", port) as server,
+    ):
+        assert not [p for p in server.family() if p.name().startswith("quire-core")]
+        assert answers(server.url) == expected[0]
+        assert asyncio.run(streams(server.url, second.named("quire-core-1").kill)) == expected[1]
+        second.wait_for(r"replica 1 is started again")
+        until(lambda: second.text.count("replica 1 is ready") == 2)
+        assert asyncio.run(streams(server.url, first.process.kill)) == expected[1]
+        with run(*headless(port, 0)) as again:
+            again.wait_for("replica 0 is ready")
+            until(lambda: serves_again(server, "0"))
+            assert asyncio.run(streams(server.url, second.process.kill)) == expected[1]
+            server.process.kill()
+            assert again.wait(20) == 1
+            assert r"the host with the API (127.0.0.1) was lost" in again.text
+    assert not [p for p in first.everybody | second.everybody if p.is_running() and p.status() != "zombie"]
 
 
-@pytest.mark.parametrize("is_zipf", [False, True], ids=["even", "zipf"])
-async def test_shared_prefixes_find_their_cache(tmp_path: Path, is_zipf: bool) -> None:
-    """By the engines' own counters, cold starts included; and neither replica has much more to do than the other."""
-    rng = random.Random(1)
-    groups, count, length = 10, 240, 128
-    heads = [[rng.randrange(3, 300) for _ in range(length)] for _ in range(groups)]
-    weights = [1 / (rank + 1) if is_zipf else 1.0 for rank in range(groups)]
-    async with engine(tmp_path / "engine", 2) as running:
-        outputs: dict[str, list[RequestOutput]] = {str(n): [] for n in range(count)}
-        places = [0, 0]
-        open_at_once = asyncio.Semaphore(16)
+@pytest.mark.slow
+async def test_headless_replicas_behind_python(expected: tuple[list[str], list[str]]) -> None:
+    port = free_port()
+    with run(*headless(port, 0)) as first, run(*headless(port, 1)) as second:
+        async with AsyncLLM(data_parallel_size=2, data_parallel_size_local=0, data_parallel_rpc_port=int(port)) as llm:
+            params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
-        async def ask(number: int) -> None:
-            async with open_at_once:
-                (head,) = rng.choices(heads, weights)
-                prompt = head + [rng.randrange(3, 300) for _ in range(rng.randrange(4, 20))]
-                asked = SamplingParams(max_tokens=rng.randrange(4, 16), ignore_eos=True, seed=number)
-                stream = running.client.submit([(str(number), prompt, asked)])
-                places[running.client._running[str(number)].replica] += 1
-                await read(stream, outputs)
+            async def one(prompt: str) -> str:
+                return [result async for result in llm.generate(prompt, params)][-1].outputs[0].text
 
-        await asyncio.gather(*map(ask, range(count)))
-        stats = [running.metrics.of(replica) for replica in range(2)]
-    hits = sum(each.prefix_hit_tokens for each in stats) / (count * length)
-    work = [each.generated_tokens + each.prompt_tokens - each.prefix_hit_tokens for each in stats]
-    print(f"hits {hits:.3f}, requests {places}, tokens computed {work}")
-    assert hits >= 0.9
-    assert max(places) / (count / 2) < 1.5
-    assert max(work) / (sum(work) / 2) < 1.5
+            assert await asyncio.gather(*map(one, PROMPTS)) == expected[0][: len(PROMPTS)]
+        assert [await asyncio.to_thread(each.wait, 30) for each in (first, second)] == [0, 0]
+
+
+@pytest.mark.slow
+def test_two_hosts(hosts: tuple[Host, Host], expected: tuple[list[str], list[str]]) -> None:
+    """The other host's replica goes with it and comes back; the API's end is its end."""
+    one, two = hosts
+    behind = headless("29550", 1, one.address)
+    other = two.start(*behind)
+    api = one.start(
+        *quire("serve", "-dp", "2", "-dpl", "1", "--data-parallel-address", one.address, "--host", one.address)
+    )
+    url = api.wait_for(r"serving .* on (http://\S+)")[1]
+    with one.inside():
+        assert answers(url) == expected[0]
+        assert asyncio.run(streams(url, other.kill_all)) == expected[1]
+        other = two.start(*behind)
+        other.wait_for("replica 1 is ready")
+        api.wait_for("replica 1: serves again")
+        cut = time.monotonic()
+        assert asyncio.run(streams(url, lambda: two.set_link(False))) == expected[1]
+        assert other.wait(20) == 1
+        assert "the host with the API (10.77.0.1) was lost: nothing was heard of it for 5 s" in other.text
+        assert time.monotonic() - cut < 60
+        api.wait_for(r"replica 1 \(10.77.0.2\) was lost: nothing was heard of it for 5 s")
+        two.set_link(True)
+        other = two.start(*behind)
+        other.wait_for("replica 1 is ready")
+        api.kill_all()
+        assert other.wait(20) == 1
+        assert "the host with the API (10.77.0.1) was lost: its connection has closed" in other.text
+
+
+@pytest.mark.slow
+def test_one_api_for_each_replica(expected: tuple[list[str], list[str]]) -> None:
+    """Behind somebody else's balancer, and started in the wrong order."""
+    with serve("-dp", "2", "-dpr", "1") as second, serve("-dp", "2", "-dpr", "0") as first:
+        assert any("replica 1 on this host" in line for line in second.lines)
+        assert answers(first.url) == answers(second.url) == expected[0]
+
+
+@pytest.mark.slow
+def test_an_api_for_each_host_that_has_several(expected: tuple[list[str], list[str]]) -> None:
+    with serve("-dp", "4", "-dpr", "2", "-dpl", "2") as server:
+        assert {p.name() for p in server.family() if "core" in p.name()} == {"quire-core-2", "quire-core-3"}
+        assert answers(server.url) == expected[0]
+
+
+@pytest.mark.slow
+def test_who_is_missing_is_named_in_time() -> None:
+    with run(*headless(free_port(), 1), "--distributed-timeout-seconds", "2") as command:
+        assert command.wait(60) == 2
+        assert "the host with the API (127.0.0.1) did not answer at" in command.text
+
+
+@pytest.mark.slow
+def test_a_signal_ends_headless_replicas() -> None:
+    port = free_port()
+    with run(*headless(port, 1)) as command, serve("-dp", "2", "-dpl", "1", "--data-parallel-rpc-port", port) as server:
+        family = command.family()
+        command.process.send_signal(signal.SIGTERM)
+        assert command.wait(30) == 0
+        assert not psutil.wait_procs(family, timeout=20)[1]
+        assert ask(server.url, "Hello")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_example(nodes: int) -> None:
+    """The hosts answer disjoint shares of the prompts."""
+    example = Path(__file__).parents[2] / "examples" / "data_parallel.py"
+    common = ["--dp-size", "2", "--node-size", str(nodes), "--master-port", free_port(), "--max-tokens", "8"]
+    with contextlib.ExitStack() as stack:
+        commands = [
+            stack.enter_context(run(sys.executable, str(example), *common, "--node-rank", str(rank)))
+            for rank in range(nodes)
+        ]
+        assert [command.wait(120) for command in commands] == [0] * nodes
+    lines = [[line for line in command.lines if "→" in line] for command in commands]
+    assert [len(each) for each in lines] == [4 // nodes] * nodes
+    assert len({line for each in lines for line in each}) == 4

@@ -15,6 +15,7 @@ from quire.engine.grammar import GrammarError
 from quire.engine.messages import (
     Abort,
     Alive,
+    ExpertLoad,
     Join,
     Outputs,
     Probe,

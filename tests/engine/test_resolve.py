@@ -390,15 +390,15 @@ def test_replicas_share_the_host(tmp_path: Path) -> None:
     config = resolve(options(folder(tmp_path), data_parallel_size=3, data_parallel_size_local=2))
     assert config.parallel.local_replicas == range(2)
     assert config.cache.num_blocks <= alone.cache.num_blocks
-    assert "data parallel 3, of these replicas on this host: 0, 1" in plan_text(config)
+    assert "3 replicas, which run free of each other: replicas 0-1 on this host" in plan_text(config)
     second = resolve(options(folder(tmp_path), data_parallel_size=3, data_parallel_start_rank=2))
-    assert "data parallel 3, of these replicas on this host: 2" in plan_text(second)
+    assert "3 replicas, which run free of each other: replica 2 on this host" in plan_text(second)
 
 
 def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "_free_host_memory", lambda: 1)
     config = resolve(options(folder(tmp_path), data_parallel_size=2, data_parallel_size_local=0))
-    assert plan_text(config).splitlines()[-1] == "data parallel 2, of these replicas on this host: none"
+    assert plan_text(config).splitlines()[-1] == "  2 replicas, none of them on this host"
     with pytest.raises(ConfigError, match="the model does not fit"):
         resolve(options(folder(tmp_path), data_parallel_size=2))
 

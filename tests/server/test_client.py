@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidParameter
-from quire.engine.messages import RequestOutput, SamplingParams, TokenLogprobs
+from quire.engine.messages import ExpertLoad, Outputs, RequestOutput, SamplingParams, TokenLogprobs
 from quire.server.client import EngineUnavailable, Stream
 from quire.server.service import RequestFailed, Service
 from tests.server.conftest import Server
@@ -106,3 +107,11 @@ async def test_a_core_that_will_not_stop_is_killed(
     await service.close()
     assert service.client._replicas[0].core is not None
     assert service.client._replicas[0].core.returncode == -9
+
+
+async def test_what_the_engine_tells_of_experts_is_in_the_metrics(server: Server) -> None:
+    server.service.client._deliver(Outputs(expert_load=ExpertLoad({0: 2}, array("q", [3, 1]).tobytes(), 1.5, 2)))
+    server.service.client._deliver(Outputs())  # as before
+    exposition = server.service.metrics.exposition().decode()
+    assert 'quire:expert_tokens_total{expert="0",layer="0",' in exposition
+    assert "quire:expert_load_imbalance" in exposition

@@ -19,6 +19,7 @@ import pytest
 from quire.engine.cluster import Ended
 from quire.engine.config import EngineConfig, EngineOptions, ExpertParallelConfig
 from quire.engine.errors import ConfigError
+from quire.engine.launch import Endpoints
 from quire.engine.messages import SamplingParams
 from quire.server.cli import headless
 from quire.server.cli.main import main
@@ -32,8 +33,8 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> SimpleQueue[tuple[int, int]]:
     """Replica and process of each core that is started; all are fakes."""
     started: SimpleQueue[tuple[int, int]] = SimpleQueue()
 
-    def start(config: EngineConfig, *arguments: Any) -> Any:
-        core = fake_core.start(config, *arguments, MODE[0])
+    def start(config: EngineConfig, endpoints: Endpoints, log_level: str) -> Any:
+        core = fake_core.start(config, endpoints, log_level, MODE[0])
         started.put((config.parallel.replica, core.pid))
         return core
 

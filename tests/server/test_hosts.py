@@ -184,7 +184,7 @@ def test_an_api_of_its_own_behind_an_api_of_all_is_refused(site: Site) -> None:
         site.api(site.config(2, 1, 1, coupled=True)),
     )
     for future in (starting, peer):
-        with pytest.raises(ConfigError, match="has an API of its own, and .* start it with --headless"):
+        with pytest.raises(ConfigError, match=r"has an API of its own, and .* start it with --headless"):
             future.result(30)
 
 

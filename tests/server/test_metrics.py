@@ -81,3 +81,35 @@ def test_each_expert_of_each_layer_is_told_of_unless_they_are_too_many() -> None
     found = samples(metrics)
     assert found[f"quire:expert_load_peak {many - 1}"] == 0
     assert not any(name.startswith("quire:expert_tokens") for name in found)
+
+
+def test_each_replica_is_told_of_and_their_sum(tmp_path: Path) -> None:
+    path = str(tmp_path / "metrics")
+    first, second = (Metrics("m", path, index, 2, [0, 3]) for index in (0, 1))
+    first.take(0, EngineStats(running=2, waiting=1, kv_blocks=4, kv_blocks_used=1, steps=5, generated_tokens=50))
+    second.take(3, EngineStats(running=4, kv_blocks=4, kv_blocks_used=4, steps=2, generated_tokens=20))
+    for replica in (0, 3):
+        first.state(replica, "up")
+    found = samples(second)
+    assert [found[f"quire:num_requests_running {replica}"] for replica in (0, 3)] == [2, 4]
+    assert [found[f"quire:kv_cache_usage_perc {replica}"] for replica in (0, 3)] == [0.25, 1]
+    assert [found[f"quire:replicas {state}"] for state in ("loading", "up", "dead")] == [0, 2, 0]
+    assert (first.stats.running, first.stats.waiting, first.stats.generated_tokens) == (6, 1, 70)
+
+
+def test_a_replica_that_died_runs_nothing_and_counts_anew(tmp_path: Path) -> None:
+    path = str(tmp_path / "metrics")
+    first, second = (Metrics("m", path, index, 2) for index in (0, 1))
+    second.take(0, EngineStats(running=2, steps=500, generated_tokens=50, started=1))
+    first.state(0, "dead")
+    for metrics in (first, second):
+        metrics.lost(0)
+    found = samples(first)
+    assert found["quire:num_requests_running 0"] == 0
+    assert found["quire:generation_tokens_total 0"] == 50
+    assert found["quire:replicas dead"] == 1
+    first.state(0, "up")
+    assert samples(first)["quire:num_requests_running 0"] == 0
+    first.take(0, EngineStats(running=1, steps=1, generated_tokens=3, started=2))
+    assert samples(second)["quire:num_requests_running 0"] == 1
+    assert samples(second)["quire:generation_tokens_total 0"] == 3

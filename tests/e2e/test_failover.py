@@ -1,0 +1,172 @@
+"""Two real replicas of the demo model behind one client: prefixes find their cache, and a death loses no stream."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config import DEMO_MODEL, EngineOptions
+from quire.engine.launch import Endpoints, start_core
+from quire.engine.messages import FinishReason, RequestOutput, SamplingParams, StructuredOutputs
+from quire.engine.resolve import resolve
+from quire.server.client import EngineClient, Stream
+from quire.server.metrics import Metrics
+
+pytestmark = pytest.mark.slow
+
+GUIDE = StructuredOutputs(
+    json={
+        "type": "object",
+        "properties": {"names": {"type": "array", "items": {"enum": ["Ada", "Grace"]}, "minItems": 12}},
+        "required": ["names"],
+        "additionalProperties": False,
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each core: they share the processors."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@dataclass
+class Engine:
+    client: EngineClient
+    metrics: Metrics
+    cores: dict[int, subprocess.Popen[bytes]]
+
+
+@asynccontextmanager
+async def engine(folder: Path, count: int) -> AsyncIterator[Engine]:
+    """So many cores of one thread each, in float32; those that die are started again."""
+    folder.mkdir()
+    ends = Endpoints(tuple(f"ipc://{folder}/requests-{n}" for n in range(count)), (f"ipc://{folder}/responses-0",))
+    options = EngineOptions(model=str(DEMO_MODEL), device="cpu", kv_cache_memory_bytes=64 << 20, max_num_seqs=64)
+    config = resolve(options)
+
+    def start(replica: int) -> subprocess.Popen[bytes]:
+        parallel = replace(config.parallel, replicas=count, replica=replica, local_replicas=range(count))
+        cores[replica] = start_core(replace(config, parallel=parallel), ends, "warning")
+        return cores[replica]
+
+    cores: dict[int, subprocess.Popen[bytes]] = {}
+    for replica in range(count):
+        start(replica)
+    metrics = Metrics("m", replicas=range(count))
+    client = EngineClient(
+        ends, cores, metrics, replicas=range(count), max_num_seqs=64, cache=config.cache, restart=start
+    )
+    try:
+        await client.ready()
+        yield Engine(client, metrics, cores)
+    finally:
+        await client.close()
+        for core in cores.values():
+            assert core.returncode is not None
+
+
+async def read(stream: Stream, outputs: dict[str, list[RequestOutput]]) -> None:
+    """Until each of its requests has ended."""
+    ends = set(stream._open)
+    while ends:
+        for output in await stream.get():
+            outputs[output.request_id].append(output)
+            if output.finish_reason is not None:
+                ends.discard(output.request_id)
+
+
+def params(number: int) -> SamplingParams:
+    """All kinds; each runs long enough to be cut."""
+    match number % 5:
+        case 0:
+            return SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        case 1:
+            return SamplingParams(temperature=1.0, seed=number, max_tokens=60, ignore_eos=True, frequency_penalty=1.0)
+        case 2:
+            return SamplingParams(temperature=1.0, seed=number, max_tokens=60, ignore_eos=True, logprobs=2)
+        case 3:
+            return SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, prompt_logprobs=0)
+        case _:
+            return SamplingParams(temperature=1.0, seed=number, max_tokens=60, structured_outputs=GUIDE)
+
+
+async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, int, FinishReason | None]], int]:
+    """Of 50 streams: tokens, numbers of log-probabilities and of scores, and the end; and how many had to move."""
+    rng = random.Random(0)
+    requests = [(str(n), [rng.randrange(3, 300) for _ in range(rng.randrange(5, 60))], params(n)) for n in range(50)]
+    outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id, _, _ in requests}
+    moved = 0
+    async with engine(folder, 2) as running:
+        streams = [running.client.submit([request]) for request in requests]
+        reading = [asyncio.create_task(read(stream, outputs)) for stream in streams]
+        if kill:
+            while sum(len(output.token_ids) for told in outputs.values() for output in told) < 50 * 12:
+                await asyncio.sleep(0.005)
+            moved = sum(request.replica == 0 for request in running.client._running.values())
+            os.kill(running.cores[0].pid, signal.SIGKILL)
+        await asyncio.gather(*reading)
+        if kill:  # it serves again
+            while running.client._up() != [0, 1]:
+                await asyncio.sleep(0.05)
+            streams = [running.client.submit([(f"again {n}", [n], params(0))]) for n in range(4)]
+            outputs |= {f"again {n}": [] for n in range(4)}
+            assert {request.replica for request in running.client._running.values()} == {0, 1}
+            await asyncio.gather(*(read(stream, outputs) for stream in streams))
+    found = []
+    for request_id, _, _ in requests:
+        told = outputs[request_id]
+        tokens = list(itertools.chain.from_iterable(output.token_ids for output in told))
+        logprobs = sum(len(output.logprobs or []) for output in told)
+        scores = sum(len(output.prompt_logprobs or []) for output in told)
+        found.append((tokens, logprobs, scores, told[-1].finish_reason))
+    return found, moved
+
+
+async def test_killing_a_replica_under_50_streams_changes_no_token(tmp_path: Path) -> None:
+    undisturbed, _ = await answers(tmp_path / "calm", kill=False)
+    disturbed, moved = await answers(tmp_path / "killed", kill=True)
+    assert moved > 10
+    assert disturbed == undisturbed
+    assert all(end in ("length", "stop") for _, _, _, end in disturbed)
+
+
+@pytest.mark.parametrize("is_zipf", [False, True], ids=["even", "zipf"])
+async def test_shared_prefixes_find_their_cache(tmp_path: Path, is_zipf: bool) -> None:
+    """By the engines' own counters, cold starts included; and neither replica has much more to do than the other."""
+    rng = random.Random(1)
+    groups, count, length = 10, 240, 128
+    heads = [[rng.randrange(3, 300) for _ in range(length)] for _ in range(groups)]
+    weights = [1 / (rank + 1) if is_zipf else 1.0 for rank in range(groups)]
+    async with engine(tmp_path / "engine", 2) as running:
+        outputs: dict[str, list[RequestOutput]] = {str(n): [] for n in range(count)}
+        places = [0, 0]
+        open_at_once = asyncio.Semaphore(16)
+
+        async def ask(number: int) -> None:
+            async with open_at_once:
+                (head,) = rng.choices(heads, weights)
+                prompt = head + [rng.randrange(3, 300) for _ in range(rng.randrange(4, 20))]
+                asked = SamplingParams(max_tokens=rng.randrange(4, 16), ignore_eos=True, seed=number)
+                stream = running.client.submit([(str(number), prompt, asked)])
+                places[running.client._running[str(number)].replica] += 1
+                await read(stream, outputs)
+
+        await asyncio.gather(*map(ask, range(count)))
+        stats = [running.metrics.of(replica) for replica in range(2)]
+    hits = sum(each.prefix_hit_tokens for each in stats) / (count * length)
+    work = [each.generated_tokens + each.prompt_tokens - each.prefix_hit_tokens for each in stats]
+    print(f"hits {hits:.3f}, requests {places}, tokens computed {work}")
+    assert hits >= 0.9
+    assert max(places) / (count / 2) < 1.5
+    assert max(work) / (sum(work) / 2) < 1.5
