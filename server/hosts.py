@@ -339,6 +339,11 @@ def _compare(mine: Hello, theirs: Hello, others: list[Hello]) -> None:
             if joined.is_headless
             else f"{theirs.name} has an API of its own, and {mine.name} serves all replicas; start it with --headless"
         )
+    if (own := ours.master[0]).startswith("127.") and not _host_of(joined.requests).startswith("127."):
+        raise ConfigError(
+            f"--data-parallel-address {own}: {theirs.name} cannot reach that address of {mine.name}; start every host "
+            "with one that it can"
+        )
     for known, here, there in [
         (mine, ours.settings, joined.settings),
         *((other, _joining(other).found, joined.found) for other in others),

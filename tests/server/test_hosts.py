@@ -17,6 +17,7 @@ import pytest
 
 from quire.engine.config import EngineConfig, EngineOptions, ExpertParallelConfig
 from quire.engine.errors import ConfigError
+from quire.engine.launch import reserve_ports
 from quire.server.hosts import Hosts, Membership, meet, role, served
 from tests.fakes.configs import engine_config
 
@@ -170,6 +171,25 @@ def test_hosts_that_differ_are_refused_by_name(
     for future in (starting, member):
         with pytest.raises(ConfigError, match=reason):
             future.result(30)
+
+
+def test_a_host_that_cannot_reach_the_address_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has found the port of the API by another address, and would be given 127.0.0.1 to talk to."""
+    monkeypatch.setattr("quire.server.hosts._reserve", fake_ports)
+    monkeypatch.setattr("quire.server.hosts.cluster.address_towards", lambda host, seconds: "10.0.0.2")
+    starting, member = site.api(site.config(2, None, 1)), site.headless(site.config(2, 1, 1))
+    for future in (starting, member):
+        with pytest.raises(
+            ConfigError,
+            match=r"--data-parallel-address 127.0.0.1: replica 1 \(10.0.0.2\) cannot reach that address of the host "
+            r"with the API \(127.0.0.1\); start every host with one that it can",
+        ):
+            future.result(30)
+
+
+def fake_ports(options: EngineOptions, address: str, count: int) -> list[socket.socket]:
+    """Of any address."""
+    return reserve_ports("127.0.0.1", count)
 
 
 def test_an_api_of_its_own_behind_an_api_of_all_is_refused(site: Site) -> None:
