@@ -374,7 +374,7 @@ async def test_killing_a_replica_loses_no_stream_of_any_api_process(
     assert [core.returncode for core in cores.values()] == [0, 0]
 
 
-async def test_one_that_cannot_load_is_not_started_again_and_the_others_serve(
+async def test_one_that_cannot_load_ends_the_start_and_is_not_started_again(
     config: EngineConfig, tmp_path: Path
 ) -> None:
     ends = endpoints(tmp_path, 2)
@@ -382,13 +382,10 @@ async def test_one_that_cannot_load_is_not_started_again_and_the_others_serve(
     with started(config, ends, ["dead", ""]) as cores:
         client = EngineClient(ends, cores, metrics, replicas=range(2), restart=lambda number: pytest.fail("again"))
         try:
-            await client.ready()
-            assert client._up() == [1]
-            output = await whole(client.submit([("a", prompt(1), LONG)]))
-            assert output.token_ids == echoed(1)
-            text = metrics.exposition().decode()
-            assert 'quire:replicas{model_name="m",state="up"} 1.0' in text
-            assert 'quire:replicas{model_name="m",state="dead"} 1.0' in text
+            with pytest.raises(EngineUnavailable, match="replica 0: the weights do not fit"):
+                await client.ready()
+            assert "weights do not fit" in str(await client.failed())
+            assert 'quire:replicas{model_name="m",state="dead"} 1.0' in metrics.exposition().decode()
         finally:
             await client.close()
 
@@ -404,26 +401,28 @@ async def test_when_none_can_load_the_reason_is_told(config: EngineConfig, tmp_p
             await client.close()
 
 
-async def test_a_replica_that_loads_while_the_only_other_dies_serves_in_the_end(
-    config: EngineConfig, tmp_path: Path
-) -> None:
+async def test_one_that_has_not_answered_yet_serves_when_the_only_other_has_died(tmp_path: Path) -> None:
+    """An API process that joins does not know which replicas still load."""
     ends = endpoints(tmp_path, 2)
-    with started(config, ends, [""]) as cores:
-        client = EngineClient(ends, cores, Metrics("m", replicas=range(2)), replicas=range(2))
-        try:
-            await until(lambda: client._up() == [0])
-            assert not client._ready.done()
-            os.kill(cores[0].pid, signal.SIGKILL)
-            await until(lambda: client._up() == [])
-            with pytest.raises(EngineUnavailable, match="still loading"):
-                client.check()
-            late = Script(1, ends)
-            late.say(Ready({}))
-            await client.ready()
+    client = EngineClient(ends, None, Metrics("m", replicas=range(2)), replicas=range(2))
+    cores = [Script(number, ends) for number in range(2)]
+    try:
+        cores[0].say(Ready({}))
+        await client.ready()
+        stream = client.submit([("a", [1], LONG)])
+        cores[0].say(Dead("gone"))
+        assert (await whole(stream)).error == (
+            "replica 0: gone; the request cannot go on, as no other replica is there"
+        )
+        with pytest.raises(EngineUnavailable, match="still loading"):
             client.check()
-            late.close()
-        finally:
-            await client.close()
+        cores[1].say(Ready({}))
+        await until(lambda: client._up() == [1])
+        client.check()
+    finally:
+        await client.close()
+        for core in cores:
+            core.close()
 
 
 async def test_an_api_process_that_joins_asks_every_replica(tmp_path: Path) -> None:
