@@ -426,7 +426,6 @@ class EngineClient:
             return
         replica.state = "dead"
         replica.close()
-        self._router.lost(replica.number)
         self._metrics.lost(replica.number)
         if self._is_owner:
             self._metrics.state(replica.number, replica.state)
@@ -447,6 +446,7 @@ class EngineClient:
             why = "no other replica is there" if not self._up() else f"it has lost {running.moves} replicas so"
             error = f"{reason}; the request cannot go on, as {why}"
             running.stream.put(RequestOutput(request_id, [], finish_reason="error", error=error))
+        self._router.lost(replica.number)  # last: what ends is taken for cached
         logger.error("%s; %d requests go on at others, %d cannot", reason, len(moved) - len(lost), len(lost))
 
     def _is_awaited(self, replica: Replica) -> bool:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from quire.engine.config import EngineConfig
+from quire.engine.config import CacheConfig, EngineConfig
 from quire.engine.launch import Endpoints
 from quire.engine.messages import (
     Abort,
@@ -222,11 +222,13 @@ async def test_where_no_replica_is_left_the_reason_is_told(tmp_path: Path) -> No
 
 
 async def test_a_request_that_kills_whoever_has_it_is_not_given_to_all(tmp_path: Path) -> None:
-    async with scripted(tmp_path, 4) as engine:
-        stream = engine.submit("poison", [1])
-        for _ in range(3):
+    cache = CacheConfig(block_size=2, num_blocks=100, dtype="float32", enable_prefix_caching=True)
+    async with scripted(tmp_path, 4, cache=cache) as engine:
+        stream = engine.submit("poison", [1, 2, 3])
+        for token in range(3):
             core = engine.cores[engine.client._running["poison"].replica]
             await core.hear(Submit)
+            core.tell(RequestOutput("poison", [token]))
             core.say(Dead("rank 0 was killed"))
             await until(lambda core=core: core.replica not in engine.client._up())  # type: ignore[misc]
         output = await whole(stream)
@@ -234,6 +236,7 @@ async def test_a_request_that_kills_whoever_has_it_is_not_given_to_all(tmp_path:
         assert output.error is not None
         assert output.error.endswith("rank 0 was killed; the request cannot go on, as it has lost 3 replicas so")
         assert len(engine.client._up()) == 1
+        assert not any(load.cached for load in engine.client._router._loads.values())
         engine.client.check()
 
 
