@@ -45,9 +45,10 @@ class Balancer:
         self._group, self._pipeline, self._config, self._device = group, pipeline, group.config, device
         self._layers, self._counts = list(layers.values()), counts
         self._sizes = [counts[number] for number in layers]
-        self._num_before = sum(counts.values()) - sum(self._sizes)
+        self._told_before = (3 + sum(counts.values()) - sum(self._sizes),)
+        """The shape of what the stage before tells."""
         self._every = min(TOLD_STEPS, self._config.step_interval) if self._config.is_balanced else TOLD_STEPS
-        self._steps = self._moved = 0
+        self._steps = self._expected = self._moved = 0
         self._told = self._balanced = [[0] * size for size in self._sizes]
         """What experts had computed at the last report, and when they were last moved."""
         self._waiting: deque[tuple[MixtureOfExperts, list[int]]] = deque()
@@ -65,18 +66,24 @@ class Balancer:
         layers = {number: layer for number, layer in modules.items() if isinstance(layer, MixtureOfExperts)}
         return Balancer(layers, counts, links.experts, links.pipeline, device)
 
+    def expect(self) -> None:
+        """A step is to come: have a place for what the stage before tells in it. Another thread may do this."""
+        if self._tells(self._expected):
+            self._pipeline.expect(self._told_before, torch.float64)
+        self._expected += 1
+
     def step(self) -> ExpertLoad | None:
         """Before each step of the model; sometimes there is something to tell, on the last stage."""
-        told = None
-        if self._steps:
-            if self._steps % self._every == 0:
-                told = self._tell()
-            if self._config.is_balanced and self._steps % self._config.step_interval == 0:
-                self._begin()
+        told = self._tell() if self._tells(self._steps) else None
+        if self._config.is_balanced and self._steps and self._steps % self._config.step_interval == 0:
+            self._begin()
         for _ in range(min(len(self._waiting), math.ceil(len(self._layers) / self._config.step_interval))):
             self._balance(*self._waiting.popleft())
         self._steps += 1
         return told
+
+    def _tells(self, step: int) -> bool:
+        return step > 0 and step % self._every == 0
 
     def _totals(self) -> list[list[int]]:
         """Tokens of each expert of each layer since the start, of all ranks."""
@@ -105,7 +112,7 @@ class Balancer:
             dtype=torch.float64,
         )
         if not self._pipeline.is_first:
-            before = self._pipeline.receive((3 + self._num_before,), torch.float64).cpu()
+            before = self._pipeline.receive(self._told_before, torch.float64).cpu()
             told = torch.cat([before[:3] + told[:3], before[3:], told[3:]])
         if not self._pipeline.is_last:
             self._pipeline.send(told.to(self._device))

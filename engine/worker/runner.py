@@ -90,6 +90,8 @@ class Runner:
 
     def expect(self, plan: StepPlan) -> None:
         """Let the hidden states of a plan to come arrive while others run; plans are expected all, and in order."""
+        if self._balancer is not None:
+            self._balancer.expect()
         self._pipeline.expect((plan.num_tokens or 1, self._hidden_size), self._dtype)
 
     def settle(self) -> None:

@@ -67,7 +67,7 @@ def test_tokens_stay_while_experts_move(
     assert len(moved) >= 10 * tp
 
 
-@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_processes_move_experts_and_tell_of_it(quantization: Any, pp: int, tmp_path: Path) -> None:
     """The same tokens as where nothing moves, bytes and all."""

@@ -1,8 +1,9 @@
-"""Ranks as processes that take plans from pipes. No transformers here: it imports slowly, and in every rank."""
+"""Ranks as processes that take plans from pipes, and read ahead as workers do. No transformers here: it imports slowly, and in every rank."""
 
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.messages import StepPlan, StepResult
 from quire.engine.parallel import connect
 from quire.engine.worker.runner import Runner
+from quire.engine.worker.worker import read_plans
 
 
 def serve(config: EngineConfig, rank: int, init_method: str, pipe: Connection) -> None:
@@ -20,7 +22,7 @@ def serve(config: EngineConfig, rank: int, init_method: str, pipe: Connection) -
     links = connect(config.parallel, rank, init_method, cpu)
     runner = Runner(config, rank, links, cpu)
     runner.settle()
-    while (plan := pipe.recv()) is not None:
+    for plan in read_plans(pipe.recv_bytes, pickle.loads, runner.expect if runner.receives else None):
         pipe.send(runner.execute(plan))
     links.close()
 
@@ -40,7 +42,7 @@ class Ranks:
 
     def send(self, plan: StepPlan) -> None:
         for pipe in self._pipes:
-            pipe.send(plan)
+            pipe.send_bytes(pickle.dumps(plan))
 
     def receive(self) -> StepResult:
         results: list[StepResult] = [result for pipe in self._pipes if (result := pipe.recv()) is not None]
@@ -53,7 +55,7 @@ class Ranks:
 
     def close(self) -> None:
         for pipe in self._pipes:
-            pipe.send(None)
+            pipe.send_bytes(b"")
         for process in self._processes:
             process.join(30)
             assert process.exitcode == 0
