@@ -31,6 +31,8 @@ _RESTART_SECONDS = 1.0
 """A replica that dies is not started more often than this."""
 _SHUTDOWN_SECONDS = 12.0
 """As long as a core takes at most to end by itself, and a little more."""
+_LAST_WORDS_SECONDS = 0.2
+"""As long as the last message of a core that has ended may be on the way."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,8 @@ class Replicas:
         self._decode = msgspec.msgpack.Decoder(ToServer).decode
         self._ended: list[Ended] = []
         self._loaded: set[int] = set()
-        self._last_words: dict[int, str] = {}
+        self._last_words: dict[int, tuple[str, float]] = {}
+        """Why a core ends, and when it said so."""
         self._started: dict[int, float] = {}
         """When, on the monotonic clock."""
         self._gone: set[int] = set()
@@ -138,18 +141,26 @@ class Replicas:
                     where = ", ".join(f"{part} {count:.2f} s" for part, count in seconds.items())
                     logger.info("replica %d is ready (%s)", replica, where)
                 case Dead(reason, replica):
-                    self._last_words[replica] = reason
+                    self._last_words[replica] = reason, time.monotonic()
                 case Outputs():  # only the numbers of the engine, as for every API process
                     pass
 
     def _look_after(self, replica: int, core: subprocess.Popen[bytes]) -> str | None:
-        """Notice that a core has ended; returns why the others cannot go on, if so."""
+        """Notice that a core has ended; returns why the others cannot go on, if so. One that should but does not is
+        killed.
+        """
         code = core.poll()
         if code is None:
+            _, said = self._last_words.get(replica, ("", time.monotonic()))
+            if time.monotonic() - said > _SHUTDOWN_SECONDS:
+                core.kill()
             return None
-        self._hear()
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        while replica not in self._last_words and (left := deadline - time.monotonic()) > 0:
+            self._news.poll(int(left * 1000) + 1)
+            self._hear()
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        reason = self._last_words.pop(replica, f"the engine core of replica {replica} {how}")
+        reason, _ = self._last_words.pop(replica, (f"the engine core of replica {replica} {how}", 0.0))
         self._membership.tell(replica, reason)
         if replica not in self._loaded or self._config.parallel.is_coupled:
             return reason

@@ -3,9 +3,9 @@
 It answers a request with the prompt's own tokens, one a step, and the end-of-sequence token; with `ignore_eos` it
 starts over until `max_tokens`. Special tokens in the prompt (tests.fakes.tokenizers.COMMANDS) are not echoed but
 obeyed. Run as `python -m tests.fakes.fake_core MODE REPLICA REQUESTS RESPONSES …`; MODE `dead` reports a death instead
-of starting, `loading` never gets ready, `stubborn` gets ready and then does nothing, nor does it stop; `one at a time`
-lets the others wait; `slow` takes 10 ms for a step. For a model that embeds, the vector of a prompt is `vector` of its
-tokens.
+of starting, `loading` never gets ready, `stubborn` gets ready and then does nothing, nor does it stop; `lingering`
+reports a death then and does not end; `one at a time` lets the others wait; `slow` takes 10 ms for a step. For a model
+that embeds, the vector of a prompt is `vector` of its tokens.
 """
 
 from __future__ import annotations
@@ -215,8 +215,10 @@ if __name__ == "__main__":
     match sys.argv[1]:
         case "dead":
             core.broadcast(Dead("the weights do not fit", core.replica))
-        case "stubborn":
+        case "stubborn" | "lingering":
             core.broadcast(Ready({}, core.replica))
+            if sys.argv[1] == "lingering":
+                core.broadcast(Dead("rank 0 hangs", core.replica))
             threading.Event().wait()
         case mode if mode.startswith("embed "):
             core.size = int(mode.removeprefix("embed "))

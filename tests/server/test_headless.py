@@ -129,6 +129,24 @@ def test_a_replica_that_dies_is_told_of_and_started_again(
             os.kill(each, 0)
 
 
+def test_a_dead_core_that_does_not_end_is_killed(
+    config: EngineConfig,
+    cores: SimpleQueue[tuple[int, int]],
+    run: Callable[..., Running],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(headless, "_SHUTDOWN_SECONDS", 0.3)
+    MODE[0] = "lingering"
+    alone = Alone(tmp_path)
+    running = run(spread(config, 1, 1), alone)
+    first = cores.get(timeout=20)
+    assert alone.told.get(timeout=20) == (1, "rank 0 hangs")
+    assert cores.get(timeout=20) != first
+    running.stop.set()
+    assert running.result.result(30) is None
+
+
 def wait_for(condition: Callable[[], bool]) -> None:
     """Until it holds; a hanging test otherwise."""
     while not condition():
