@@ -17,6 +17,7 @@ import socket as sockets
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,8 +51,8 @@ _HASHED = (
     "vocab.txt",
     "*.jinja",
 )
-_SIOCGIFADDR = 0x8915
-"""netdevice(7)"""
+_SIOCGIFCONF, _IFREQ, _MOST_ADDRESSES = 0x8912, struct.Struct("@16s4x4s16x"), 1024
+"""netdevice(7): every IPv4 address of the host, with the interface's name"""
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ class _Socket:
     """A ZMQ socket, and what its thread waits for besides: the bell of other threads, and connections that close."""
 
     kind: int
-    ipv6: bool = False
+    ipv6: bool
+    """Besides IPv4."""
     outbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     closed: set[int] = field(default_factory=set)
     """File descriptors of connections that have closed since they were last looked at."""
@@ -159,7 +161,6 @@ class Leader:
         on_join: Callable[[Hello], None] | None = None,
         noun: str = "node",
         flag: str = "--master-port",
-        ipv6: bool = False,
     ) -> None:
         """Listen at `port` of every interface (0: any, see `port`) for those with the `expected` numbers.
 
@@ -168,7 +169,7 @@ class Leader:
         """
         self._expected = tuple(expected)
         self._on_lost, self._on_message, self._on_join, self._noun = on_lost, on_message, on_join, noun
-        self._socket = _Socket(zmq.ROUTER, ipv6)
+        self._socket = _Socket(zmq.ROUTER, ipv6=sockets.has_dualstack_ipv6())
         self._socket.zmq.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             if port:
@@ -492,21 +493,21 @@ def address_towards(host: str, seconds: float = 0.0) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address; None: none of this host has."""
+    """The network interface that has this address, its first one or another; None: none of this host has."""
     if ":" in address:
         wanted = sockets.inet_pton(sockets.AF_INET6, address.partition("%")[0]).hex()
-        lines = (line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines())
+        table = Path("/proc/net/if_inet6")
+        lines = (line.split() for line in table.read_text().splitlines()) if table.exists() else ()
         return next((fields[5] for fields in lines if fields[0] == wanted), None)
     if address.startswith("127."):
         return "lo"
+    found = array("B", bytes(_IFREQ.size * _MOST_ADDRESSES))
     with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
-        for _, name in sockets.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:
-                continue  # it has no address
-            if sockets.inet_ntoa(answer[20:24]) == address:
-                return name
+        start, length = found.buffer_info()
+        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", length, start))
+    for label, its in _IFREQ.iter_unpack(found.tobytes()[: struct.unpack("iP", answer)[0]]):
+        if sockets.inet_ntoa(its) == address:
+            return label.rstrip(b"\0").decode().partition(":")[0]  # an alias has a name of its own
     return None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
+import psutil
 import pytest
 import zmq
 
@@ -94,6 +95,13 @@ def test_messages_go_both_ways_in_their_order(three: Host) -> None:
     with pytest.raises(TimeoutError):
         first.receive(0.01)
     assert three.lost.empty()
+
+
+@pytest.mark.skipif(cluster.interface_of("::1") is None, reason="this host has no IPv6")
+def test_a_leader_is_reached_over_ipv6_too(two: Host) -> None:
+    hello = Hello(name="node 1 (::1)", number=1)
+    two.followers.append(Follower("::1", two.leader.port, hello, seconds=5, on_lost=two.leader_lost.put))
+    assert two.leader.wait(5).keys() == {1}
 
 
 def test_a_follower_may_come_first() -> None:
@@ -310,3 +318,10 @@ def test_own_address_and_interface(monkeypatch: pytest.MonkeyPatch) -> None:
         cluster.address_towards("no-such-host.invalid")
     monkeypatch.setenv("QUIRE_HOST_IP", "10.9.8.7")
     assert cluster.address_towards("127.0.0.1") == "10.9.8.7"
+
+
+def test_every_address_has_its_interface() -> None:
+    for name, addresses in psutil.net_if_addrs().items():
+        for family, address, *_ in addresses:
+            if family in (socket.AF_INET, socket.AF_INET6):
+                assert cluster.interface_of(address) == name
