@@ -246,6 +246,15 @@ class Leader:
                 self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # nobody would hear of anything any more
+            logger.exception("the hosts that have joined cannot be talked to")
+            for peer in list(self._peers.values()):
+                self._lose(peer, f"{peer.hello.name} was lost: {type(error).__name__}: {error}")
+            self._socket.close()
+
+    def _serve(self) -> None:
         socket, next_beat = self._socket, time.monotonic()
         while True:
             socket.poll(next_beat - time.monotonic())

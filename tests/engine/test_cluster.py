@@ -269,6 +269,18 @@ def test_who_is_lost_may_come_again_where_that_is_wanted() -> None:
     host.followers[1].close()
 
 
+def test_a_leader_that_fails_by_itself_has_lost_everybody(two: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = two.join(1)
+
+    def fail(number: int, body: bytes) -> None:
+        raise ValueError("what is this?")
+
+    monkeypatch.setattr(two.leader, "_on_message", fail)
+    follower.send(b"")
+    assert two.lost.get(timeout=5) == (1, "node 1 (here) was lost: ValueError: what is this?")
+    assert two.leader_lost.get(timeout=5) == "node 0 was lost: its connection has closed"
+
+
 def test_garbage_at_the_port_costs_nothing(two: Host) -> None:
     follower = two.join(1)
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000), b"\xff" * 64):
