@@ -30,7 +30,7 @@ from quire.engine import cluster, log, process
 from quire.engine.cluster import Ended, Follower, Hello, Leader
 from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.errors import ConfigError
-from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, WorkerError
+from quire.engine.executor import WorkerError, patience
 from quire.engine.executor.ranks import LocalRanks, RankFailed, name_late, ranks_text
 from quire.engine.messages import StepPlan, StepResult
 from quire.engine.ray_cluster import Placed
@@ -193,7 +193,7 @@ class NodesExecutor:
             self._leader.send(number, encoded)
         # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
         self._ranks.write(encoded, while_waiting=self.check)
-        pending = NodesPending(self, plan.step, STEP_TIMEOUT if plan.num_rows else SIGN_OF_LIFE_TIMEOUT)
+        pending = NodesPending(self, plan.step, patience(plan, self.config))
         self._pending.append(pending)
         return pending
 
@@ -317,10 +317,10 @@ def serve_node(options: EngineOptions, log_level: str, placed: Placed | None = N
     try:
         config = resolve(options, placed)
         fetch_weights(options, config)
+        set_interfaces(config)
     except ConfigError as error:
         _tell(options, str(error))
         raise
-    set_interfaces(config)
     try:
         node = Node(config, log_level)
     except Ended as refusal:

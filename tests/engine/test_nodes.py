@@ -327,7 +327,7 @@ def test_a_model_that_cannot_be_loaded_elsewhere_is_the_users_error(hosts: Hosts
 
 
 def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "SIGN_OF_LIFE_TIMEOUT", 0.5)
+    monkeypatch.setattr(executors, "SIGN_OF_LIFE_TIMEOUT", 0.5)
     hosts.start()
     hosts.ranks.progress = [3, 3]
     hosts.say(NodeProgress([3, 2]))
@@ -436,6 +436,28 @@ def test_interfaces_follow_the_address_and_the_users_choice(hosts: Hosts, monkey
         set_interfaces(hosts.config)
 
 
+def test_node_0_is_told_of_a_node_whose_address_is_wrong(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_HOST_IP", "192.0.2.9")
+    leader = Leader(
+        hosts.options.master_port, [1], on_lost=lambda number, text: None, on_message=lambda number, body: None
+    )
+    error: list[str] = []
+
+    def follow() -> None:
+        try:
+            nodes.serve_node(hosts.other, "info")
+        except ConfigError as refusal:
+            error.append(str(refusal))
+
+    following = threading.Thread(target=follow)
+    following.start()
+    told = msgspec.msgpack.decode(leader.wait(10)[1].body, type=Offer).error
+    leader.close(told)
+    following.join(10)
+    assert error == [told]
+    assert told.startswith("QUIRE_HOST_IP=192.0.2.9: no network interface")
+
+
 def test_only_node_0_has_a_core(hosts: Hosts) -> None:
     config = replace(hosts.config, parallel=replace(hosts.config.parallel, node=1))
     with pytest.raises(ConfigError, match=r"--node-rank 1: node 0 has the API; .* with quire serve --headless"):
@@ -444,8 +466,10 @@ def test_only_node_0_has_a_core(hosts: Hosts) -> None:
 
 def test_devices_are_counted_on_each_host(hosts: Hosts) -> None:
     parallel = hosts.config.parallel
-    assert [parallel.device_of(rank) for rank in range(4)] == [0, 1, 0, 1]
-    assert [replace(parallel, devices=(5, 3)).device_of(rank) for rank in range(4)] == [5, 3, 5, 3]
+    for node in range(2):
+        there = replace(parallel, node=node)
+        assert [there.device_of(rank) for rank in there.ranks_of(node)] == [0, 1]
+        assert [replace(there, devices=(5, 3)).device_of(rank) for rank in there.ranks_of(node)] == [5, 3]
     second = replace(parallel, nodes=1, replicas=2, replica=1, local_replicas=range(2))
     assert [second.device_of(rank) for rank in range(4)] == [4, 5, 6, 7]
     assert (parallel.ranks_here, second.ranks_here) == (2, 8)
