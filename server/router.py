@@ -60,6 +60,8 @@ class _Load:
 
     cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
     """Hashes of blocks, the latest used last."""
+    capacity: int = 0
+    """KV blocks that it has; 0: it has not said."""
     open: int = 0
     pending: int = 0
     blocks: int = 0
@@ -113,7 +115,8 @@ class Router:
             each.sent *= 1 - 1 / (_LATELY * len(self._loads))
         load.sent += rest + self._output
         self._prompt += (rest - self._prompt) * _MEMORY
-        self._keep(load, hashes, stats[chosen])
+        load.capacity = stats[chosen].kv_blocks or load.capacity
+        self._keep(load, hashes)
         return chosen
 
     def began(self, request_id: str) -> None:
@@ -138,7 +141,7 @@ class Router:
         if self._caches and output:
             # The last token's KV is not computed.
             self._extend(placed.hashes, (placed.prompt + output)[:-1], placed.salt)
-            self._keep(load, placed.hashes, None)
+            self._keep(load, placed.hashes)
 
     def lost(self, replica: int) -> None:
         """It is dead: whatever it had cached is gone."""
@@ -187,11 +190,11 @@ class Router:
         """KV blocks for so many more tokens."""
         return -(-tokens // self._block_size) * self._num_groups if self._block_size else 0
 
-    def _keep(self, load: _Load, hashes: list[int], stats: EngineStats | None) -> None:
+    def _keep(self, load: _Load, hashes: list[int]) -> None:
         """Take these blocks for cached, the first of the chain longest; the least recently used are forgotten."""
         for digest in reversed(hashes):
             load.cached[digest] = None
             load.cached.move_to_end(digest)
-        total = (stats.kv_blocks if stats else 0) or self._num_blocks
-        while len(load.cached) > max(1, total // self._num_groups):
+        total = load.capacity or self._num_blocks
+        while total and len(load.cached) > max(1, total // self._num_groups):
             load.cached.popitem(last=False)

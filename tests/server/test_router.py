@@ -226,6 +226,17 @@ def test_a_prefix_is_known_with_its_salt_and_its_output() -> None:
     assert router._placed["c"].pending == 202  # its logits are needed, whatever is cached
 
 
+def test_caches_are_as_large_as_the_replicas_say() -> None:
+    """An API without replicas of its own has no blocks; another host's may have more or fewer."""
+    prompt = list(range(400))
+    for blocks in (0, 5):
+        router = Router(range(2), cache=replace(CACHE, num_blocks=blocks), max_num_seqs=64)
+        assert place(router, "a", prompt, idle(2)) == 0
+        router.ended("a", [1])
+        assert place(router, "b", prompt, idle(2)) == 0
+        assert router._placed["b"].pending == 1  # all is cached, and the last is computed for its logits
+
+
 def test_a_replica_without_room_is_avoided() -> None:
     router = Router(range(2), cache=CACHE, max_num_seqs=64)
     prompt = list(range(400))
