@@ -81,6 +81,7 @@ class RayExecutor(NodesExecutor):
         self._put(node, Lost(reason))
 
     def close(self, reason: str = "") -> None:
+        self._actors.is_closing = True  # nodes end with the leader
         super().close(reason)
         self._actors.close()
 
@@ -103,7 +104,8 @@ class Actors:
         self._own_group: Any = None
         self._actors: list[Any] = []
         self._runs: list[Any] = []
-        self._is_closing = False
+        self.is_closing = False
+        """That a node ends is no news any more."""
         ray_cluster.connect(ray, self._place.address, log_to_driver=True)
         try:
             self._told = self._start()
@@ -133,7 +135,7 @@ class Actors:
 
     def close(self) -> None:
         """End all actors, and give the devices back. A cluster that is gone is not waited for."""
-        self._is_closing = True
+        self.is_closing = True
         thread = threading.Thread(target=self._close, daemon=True, name="ray-close")
         thread.start()
         thread.join(_CLOSE_SECONDS)
@@ -210,13 +212,13 @@ class Actors:
             code, last = self._ray.get(run)
             reason = f"ended with exit code {code}" + f": {last}" * bool(last)
         except Exception as error:
-            if self._is_closing:
+            if self.is_closing:
                 return
             text = _line(error)
             reason = "was lost: " + (
                 "Ray says that the node has died" if "node has died" in text else f"its Ray actor died ({text[:300]})"
             )
-        if not self._is_closing:
+        if not self.is_closing:
             on_end(node, f"{self.name(node)} {reason}")
 
 
