@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import msgspec
 
@@ -27,6 +28,13 @@ from quire.engine.ring import Ring
 
 _GRACE = 1.0
 """Seconds to look for the rank that died first, once the first trouble shows: its neighbours complain too."""
+
+
+def _run(*arguments: Any) -> None:
+    """A rank's process. Torch is imported there alone: a process that does so gives no signs of life for a while."""
+    from quire.engine.worker.worker import main
+
+    main(*arguments)
 
 
 class RankFailed(WorkerError):
@@ -47,10 +55,8 @@ class LocalRanks:
 
         `on_end` is called, in some thread, as soon as one of them ends. All ranks of the grid meet at `init_method`.
         """
-        from quire.engine.worker.worker import main
-
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["quire.engine.worker.worker"])
+        context.set_forkserver_preload(["quire.engine.worker.worker", __name__])
         self.ranks = ranks
         self.arrived: deque[StepResult] = deque()
         self.seconds: dict[str, float] = {}
@@ -69,7 +75,7 @@ class LocalRanks:
             for place, rank in enumerate(ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=main,
+                    target=_run,
                     args=(config, rank, place, init_method, self._ring, self._progress, sender, log_level),
                     name=f"quire-rank-{rank}",
                     daemon=True,

@@ -1,0 +1,23 @@
+"""Ranks as processes of a host."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_START = """
+import sys
+from quire.engine import executor
+from quire.engine.config import EngineOptions
+from quire.engine.resolve import resolve
+
+if __name__ == "__main__":
+    config = resolve(EngineOptions(device="cpu", tensor_parallel_size=2, max_model_len=64, max_num_seqs=2))
+    executor.start(config, "warning", lambda: None).close()
+    assert "torch" not in sys.modules
+"""
+
+
+def test_only_ranks_import_torch() -> None:
+    """What starts them has other hosts to hear of, who take its silence for its end."""
+    subprocess.run([sys.executable, "-c", _START], check=True, timeout=120)
