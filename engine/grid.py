@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quire.engine import topology
 from quire.engine.architecture import Architecture, BuiltArchitecture, Experts
 from quire.engine.config import EngineOptions, ExpertParallelConfig, ParallelConfig
 from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
-from quire.engine.ray_cluster import Placed
+
+if TYPE_CHECKING:
+    from quire.engine.ray_cluster import Placed
 
 
 def ranks_here(options: EngineOptions) -> int:

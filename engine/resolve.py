@@ -9,9 +9,9 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from quire.engine import devices, grid, model_files, pooling, ray_cluster
+from quire.engine import devices, grid, model_files, pooling
 from quire.engine.architecture import Architecture, BuiltArchitecture, Experts, Matrices, SpreadExperts
 from quire.engine.cache_groups import CacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config import (
@@ -30,7 +30,9 @@ from quire.engine.errors import ConfigError
 from quire.engine.families import FAMILIES, by_transformers, from_hf_config
 from quire.engine.families.quantized import quantized
 from quire.engine.pooling import Pooling
-from quire.engine.ray_cluster import Placed
+
+if TYPE_CHECKING:
+    from quire.engine.ray_cluster import Placed
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ def resolve(options: EngineOptions, placed: Placed | None = None) -> EngineConfi
     """
     _check_ranges(options)
     if placed is None:
+        from quire.engine import ray_cluster  # which the commands that ask a running server do without
+
         placed = ray_cluster.find(options)
     found = placed.devices if placed is not None else None
     found = found or devices.find(options.device, grid.groups_here(options, placed))

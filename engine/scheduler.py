@@ -612,7 +612,8 @@ class Scheduler:
     def _begin(self, request: Request, grammar: Grammar) -> RequestOutput | None:
         """Force what can be before anything is sampled; the terminal output where that is all, or there is an error."""
         try:
-            grammar.advance(request.submit.output_token_ids)
+            if output := request.submit.output_token_ids:
+                grammar.advance(output)
             request.unreported = self._force(request)
             (error,) = self._constrain([request])
         except GrammarError as trouble:

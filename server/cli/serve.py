@@ -22,11 +22,11 @@ from quire.engine.resolve import fetch_weights, plan_text, resolve
 from quire.server.cli import flags
 from quire.server.cli.listen import address, listen
 from quire.server.config import ServerOptions
-from quire.server.hosts import Hosts, meet
 from quire.server.keys import Keys
 
 if TYPE_CHECKING:
     from quire.server.cli.api_process import Siblings
+    from quire.server.hosts import Hosts
     from quire.server.service import Service
 
 DEMO_NAME = "quire-demo"
@@ -78,6 +78,8 @@ def run(parsed: argparse.Namespace) -> int:
         print(plan_text(config), flush=True)
         fetch_weights(options, config)
         seconds["resolve"] = time.monotonic() - begun
+        from quire.server.hosts import meet
+
         hosts = meet(config, server.api_server_count)
 
         import uvloop

@@ -469,7 +469,8 @@ def test_devices_are_counted_on_each_host(hosts: Hosts) -> None:
     for node in range(2):
         there = replace(parallel, node=node)
         assert [there.device_of(rank) for rank in there.ranks_of(node)] == [0, 1]
-        assert [replace(there, devices=(5, 3)).device_of(rank) for rank in there.ranks_of(node)] == [5, 3]
+        chosen = replace(there, devices=(5, 3))
+        assert [chosen.device_of(rank) for rank in chosen.ranks_of(node)] == [5, 3]
     second = replace(parallel, nodes=1, replicas=2, replica=1, local_replicas=range(2))
     assert [second.device_of(rank) for rank in range(4)] == [4, 5, 6, 7]
     assert (parallel.ranks_here, second.ranks_here) == (2, 8)

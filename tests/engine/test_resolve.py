@@ -120,7 +120,10 @@ def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
         ({"itl_target_ms": 50.0, "max_num_batched_tokens": 512}, r"needs --max-num-batched-tokens auto"),
         ({"itl_target_ms": 50.0, "enable_chunked_prefill": False}, r"and chunked prefill"),
         ({"itl_target_ms": 0.0}, r"--itl-target-ms must be above 0"),
-        ({"distributed_executor_backend": "ray", "data_parallel_size": 2}, r"replicas are not served yet"),
+        (
+            {"distributed_executor_backend": "ray", "data_parallel_size": 2},
+            r"--data-parallel-size 2 goes without --distributed-executor-backend ray",
+        ),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"runs one rank, not 2"),
         ({"device": "cuda"}, r"no NVIDIA GPU is visible"),
     ],

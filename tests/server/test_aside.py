@@ -130,4 +130,4 @@ async def test_the_tokenizer_leaves_the_interpreter_to_others(server: Server) ->
     while not encoding.done():
         await asyncio.sleep(0)
         turns += 1
-    assert turns > 1000
+    assert turns > 50  # one or two, where it is held
