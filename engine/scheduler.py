@@ -612,7 +612,7 @@ class Scheduler:
     def _begin(self, request: Request, grammar: Grammar) -> RequestOutput | None:
         """Force what can be before anything is sampled; the terminal output where that is all, or there is an error."""
         try:
-            if output := request.submit.output_token_ids:
+            if output := request.submit.output_token_ids:  # else a grammar of nothing would be at its end
                 grammar.advance(output)
             request.unreported = self._force(request)
             (error,) = self._constrain([request])
