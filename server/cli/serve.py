@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING
 from quire.engine import log, process
 from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.errors import ConfigError
-from quire.engine.grid import ranks_here
 from quire.engine.launch import become_node
-from quire.engine.resolve import fetch_weights, plan_text, resolve
 from quire.server.cli import flags
 from quire.server.cli.listen import address, listen
 from quire.server.config import ServerOptions
@@ -73,6 +71,10 @@ def run(parsed: argparse.Namespace) -> int:
     Keys.load(server)
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
     process.set_name("quire-api")
+    # Here, as the parsers of all commands come with this module.
+    from quire.engine.resolve import fetch_weights, plan_text, resolve
+    from quire.server.hosts import meet
+
     with listen(server) as listener:
         config = resolve(options)
         print(plan_text(config), flush=True)
@@ -98,6 +100,8 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:
     """Raise `ConfigError` where the API is not on node 0, or a node is meant to have none and is alone."""
+    from quire.engine.grid import ranks_here
+
     if server.headless and options.node_rank == 0:
         raise ConfigError(
             "--headless with --node-rank 0: node 0 has the API; leave --headless out, or give this node's rank"
