@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,15 @@ URL = "http://127.0.0.1:8000"
 """As node 0 sees it."""
 SHAPE = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16")
 STOPPED_SECONDS = 15.0
+_INIT = """
+import contextlib, os, subprocess, sys
+code = subprocess.call(sys.argv[1:])
+with contextlib.suppress(ChildProcessError):
+    while True:
+        os.wait()
+sys.exit(code if code >= 0 else 128 - code)
+"""
+"""A host's first process, with which all others end, is none of the server's; it stays until they have ended."""
 PROMPTS = [f"Quire serves {'many ' * n}models" for n in range(6)]
 REQUESTS = [
     {"prompt": prompt, "max_tokens": 24, "ignore_eos": True, **sampling}
@@ -51,7 +61,7 @@ def start(hosts: tuple[Host, Host], node: int, *arguments: str, model: Path = DE
     first, _ = hosts
     role = ("--node-rank", str(node), *(("--headless",) if node else ()))
     command = quire("serve", str(model), "--nnodes", "2", "--master-addr", first.address, *role, *SHAPE, *arguments)
-    return hosts[node].start(*command)
+    return hosts[node].start(sys.executable, "-S", "-c", _INIT, *command)
 
 
 def serving(hosts: tuple[Host, Host], *arguments: str, order: tuple[int, int] = (0, 1)) -> Nodes:
