@@ -54,6 +54,13 @@ class Hosts(Protocol):
     def watch(self, client: Client) -> None:
         """From now on, and for what has happened before, tell `client` which replicas are lost."""
 
+    def leave(self) -> None:
+        """Say that this host has nothing to do any more."""
+
+    @property
+    def may_end(self) -> bool:
+        """Since `leave`: whether no other host needs this one, as all want to leave or the first has been lost."""
+
     def close(self, reason: str = "") -> None:
         """Tell the others that this host ends, and why if there is trouble."""
 
@@ -81,10 +88,17 @@ class Meeting(msgspec.Struct):
     master: tuple[str, int]
 
 
-class Died(msgspec.Struct):
+class Died(msgspec.Struct, tag=True):
     """From the host of a replica: its core ended, and how."""
 
     reason: str
+
+
+class Done(msgspec.Struct, tag=True):
+    """From the host of a replica: it would leave, once all others would."""
+
+
+_decode_news = msgspec.msgpack.Decoder(Died | Done).decode
 
 
 def served(config: EngineConfig) -> tuple[int, ...]:
@@ -132,6 +146,8 @@ class _Leading:
         self._lost: list[tuple[int, str]] = []
         """What has happened before there was a client to tell."""
         self._meeting: Meeting | None = None
+        self._waits_for: set[int] = set()
+        """Replicas whose hosts have requests of their own, in which ours have to step."""
         own = _address(options.data_parallel_address)
         if not options.data_parallel_rpc_port:
             raise ConfigError("--data-parallel-rpc-port 0: other hosts must know it; choose one")
@@ -174,6 +190,7 @@ class _Leading:
             self.close(str(error))
             raise
         self._first = ours[0]
+        self._waits_for = set() if shared else set(others)
         joined = {number: _joining(hello) for number, hello in hellos.items()}
         self.master = joined[0].master if 0 in joined else master
         addresses |= {number: joining.requests for number, joining in joined.items()}
@@ -188,6 +205,14 @@ class _Leading:
             self._client = client
         for replica, reason in self._lost:
             self._tell(client, replica, reason)
+
+    def leave(self) -> None:
+        """The others hear of it by `close`."""
+
+    @property
+    def may_end(self) -> bool:
+        with self._lock:
+            return not self._waits_for
 
     def close(self, reason: str = "") -> None:
         with self._lock:
@@ -215,10 +240,16 @@ class _Leading:
                 self._leader.send(hello.number, msgspec.msgpack.encode(self._meeting))
 
     def _on_message(self, replica: int, body: bytes) -> None:
-        self._on_lost(replica, msgspec.msgpack.decode(body, type=Died).reason)
+        match _decode_news(body):
+            case Died(reason):
+                self._on_lost(replica, reason)
+            case Done():
+                with self._lock:
+                    self._waits_for.discard(replica)
 
     def _on_lost(self, replica: int, reason: str) -> None:
         with self._lock:
+            self._waits_for.clear()
             if self._client is None:
                 self._lost.append((replica, reason))
             else:
@@ -244,6 +275,7 @@ class Membership:
         self._ports = _reserve(options, own, len(parallel.local_replicas) + 1)
         self._followers: dict[int, Follower] = {}
         self._is_closed = False
+        self._has_leader_ended = False
         model = cluster.fingerprint(config.model.path)
         try:
             for replica, port in zip(parallel.local_replicas, self._ports, strict=False):
@@ -271,6 +303,7 @@ class Membership:
         """Its API ends with the leader: their replicas are coupled."""
 
         def on_end(end: Ended) -> None:
+            self._has_leader_ended = True
             client.loop.call_soon_threadsafe(client.fail, str(end) or "the host with the first replica has ended")
 
         self.listen(on_end)
@@ -284,8 +317,16 @@ class Membership:
         """A core has ended."""
         self._followers[replica].send(msgspec.msgpack.encode(Died(reason)))
 
+    def leave(self) -> None:
+        for follower in self._followers.values():
+            follower.send(msgspec.msgpack.encode(Done()))
+
+    @property
+    def may_end(self) -> bool:
+        return self._has_leader_ended
+
     def close(self, reason: str = "") -> None:
-        """Leave."""
+        """End, whatever others do."""
         self._is_closed = True
         for follower in self._followers.values():
             follower.close(reason)

@@ -146,12 +146,12 @@ class AsyncLLM:
         return await _embed(service, prompt, rendering, vectors, request_id, priority)
 
     async def shutdown(self) -> None:
-        """Abort what runs and stop the engine."""
+        """Abort what runs and stop the engine; where hosts share experts, once all of them would."""
         if self._starting is not None:
             starting, self._starting = self._starting, None
             await asyncio.wait((starting,))
             if not starting.cancelled() and starting.exception() is None:
-                await starting.result().close()
+                await starting.result().close(together=True)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()

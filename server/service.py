@@ -41,6 +41,8 @@ from quire.server.render import ChatFormats, Renderer
 
 _NO_PARAMS = SamplingParams()
 """Of what is not sampled."""
+_LEAVE_SECONDS = 0.05
+"""After which hosts that end together look again."""
 _LONGEST_FOLDER = 90
 """Bytes; the path of a Unix socket in it must stay below 108 (unix(7))."""
 
@@ -354,14 +356,21 @@ class Service:
         if (earlier := self._generations.get(request_id)) is not None and earlier.is_open:
             raise InvalidParameter(f"a request with the id {request_id} is running", "request_id")
 
-    async def close(self) -> None:
-        """Abort what runs; the process that started the engine core stops it and removes the sockets."""
+    async def close(self, *, together: bool = False) -> None:
+        """Abort what runs; the process that started the engine core stops it and removes the sockets.
+
+        `together`: without trouble, the core goes on until no other host needs its experts.
+        """
         (renderer,) = await asyncio.gather(self._renderer, return_exceptions=True)
         if isinstance(renderer, Renderer):
             renderer.close()
         self.client.fail(SHUTTING_DOWN)
         if self._hosts is not None:
             reason = str(await self.client.failed())
+            if together and reason == SHUTTING_DOWN:
+                self._hosts.leave()
+                while not self._hosts.may_end:
+                    await asyncio.sleep(_LEAVE_SECONDS)
             await asyncio.to_thread(self._hosts.close, "" if reason == SHUTTING_DOWN else reason)
         await self.client.close()
         for port in self._ports:

@@ -248,7 +248,7 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
     except EngineUnavailable as failure:
         raise RunFailed(str(failure)) from None
     finally:
-        await service.close()
+        await service.close(together=True)
 
 
 def _enough(config: EngineConfig) -> int:

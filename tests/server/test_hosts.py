@@ -241,6 +241,48 @@ def test_peers_that_share_experts_end_together(told: Told, site: Site) -> None:
     assert told.said.get(timeout=10) == (None, "replica 1 (127.0.0.1) has left")
 
 
+def test_peers_that_share_experts_leave_once_all_would(told: Told, site: Site) -> None:
+    first, second, third = (site.api(site.config(3, start, 1, coupled=True)) for start in range(3))
+    leader, members = joined(first), [joined(second), joined(third)]
+    for each in (leader, *members):
+        each.watch(told)
+        assert not each.may_end
+    for each in (members[0], leader):
+        each.leave()
+    assert not leader.may_end
+    members[1].leave()
+    until(lambda: leader.may_end)
+    assert not any(member.may_end for member in members)  # they hear of it by its end
+    leader.close()
+    until(lambda: all(member.may_end for member in members))
+
+
+def test_nobody_stays_for_one_that_is_lost(told: Told, site: Site) -> None:
+    first, second, third = (site.api(site.config(3, start, 1, coupled=True)) for start in range(3))
+    leader, members = joined(first), [joined(second), joined(third)]
+    leader.watch(told)
+    leader.leave()
+    members[0].close()
+    until(lambda: leader.may_end)
+
+
+def test_an_api_of_all_stays_for_nobody(site: Site) -> None:
+    for coupled in (False, True):
+        starting = site.api(site.config(2, None, 1, coupled=coupled))
+        member = site.headless(site.config(2, 1, 1, coupled=coupled)).result(30)
+        api = joined(starting)
+        api.leave()
+        assert api.may_end
+        api.close()
+        member.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """A hanging test, if it never comes true."""
+    while not condition():
+        threading.Event().wait(0.01)
+
+
 def test_peers_without_shared_experts_need_nobody(site: Site) -> None:
     assert meet(site.config(2, 1, 1)) is None
 
