@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
 import subprocess
@@ -19,7 +20,9 @@ import psutil
 import pytest
 
 from quire import AsyncLLM, SamplingParams
+from quire.engine.config import DEMO_MODEL
 from tests.e2e.serving import Server, quire, serve
+from tests.models.families import CASES, SIZES, write_model
 from tests.namespaces import Command, Host, hosts
 
 __all__ = ["hosts"]  # the fixture
@@ -136,7 +139,6 @@ def test_two_replicas_answer_as_one_and_stand_in_for_each_other(expected: tuple[
 
 @pytest.mark.slow
 def test_a_replica_that_cannot_load_ends_the_start(tmp_path: Path) -> None:
-    from quire.engine.config import DEMO_MODEL
     from tests.e2e.test_failures import refusal
     from tests.fakes.checkpoints import write_checkpoint
 
@@ -271,3 +273,27 @@ def test_the_example(nodes: int) -> None:
     lines = [[line for line in command.lines if "→" in line] for command in commands]
     assert [len(each) for each in lines] == [4 // nodes] * nodes
     assert len({line for each in lines for line in each}) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("longest", [0, 1])
+def test_hosts_that_share_experts_end_when_all_are_done(tmp_path: Path, longest: int) -> None:
+    architecture, changes = CASES["Mixtral"]
+    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+    write_model(architecture, SIZES | changes | {"num_local_experts": 8, "vocab_size": vocabulary}, tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((DEMO_MODEL / name).read_bytes())
+    example = Path(__file__).parents[2] / "examples" / "data_parallel.py"
+    common = ["--model", str(tmp_path), "--enable-expert-parallel", "--node-size", "2", "--master-port", free_port()]
+    with contextlib.ExitStack() as stack:
+        commands = [
+            stack.enter_context(
+                run(
+                    *(sys.executable, str(example), *common, "--node-rank", str(rank)),
+                    *("--max-tokens", "300" if rank == longest else "2"),
+                )
+            )
+            for rank in range(2)
+        ]
+        assert [command.wait(120) for command in commands] == [0, 0]
+    assert [sum("→" in line for line in command.lines) for command in commands] == [2, 2]
