@@ -255,7 +255,7 @@ def test_when_one_is_killed_all_end_and_name_it(whom: str, tp: int, cases: dict[
             pass
         family = {process.name(): process for process in _family(them.cores[1].pid)}
         everyone = [process for core in them.cores for process in _family(core.pid)]
-        family["quire-core" if whom == "core" else "quire-rank-1"].send_signal(signal.SIGKILL)
+        family["quire-core-1" if whom == "core" else "quire-rank-1"].send_signal(signal.SIGKILL)
         begun = time.monotonic()
         reasons = them.deaths(1 if whom == "core" else 2)
         _, left = psutil.wait_procs([each for each in everyone if each.pid not in {c.pid for c in them.cores}], 10)

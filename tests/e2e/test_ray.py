@@ -62,6 +62,15 @@ class Cluster:
         command.wait_for("This command will now block")
         return command
 
+    def start_second(self) -> None:
+        """The raylet of host 2, in place of one that is lost."""
+        for lost in self.raylets[1:]:
+            lost.kill_all()
+        del self.raylets[1:]
+        elsewhere = f"mount --bind {self.folder}/config.json {self.models['other']}/config.json && "
+        elsewhere += f"mount --bind {self.folder}/empty {self.models['missing']}"
+        self.ray(self.hosts[1], "--address", f"{HEAD}:{PORT}", "--num-cpus", "2", before=elsewhere)
+
     def serve(self, *arguments: str, **env: str) -> Command:
         """`quire serve` on host 1."""
         return self.start(*quire("serve", *arguments, "--host", HEAD, "--port", "8000"), **env)
@@ -118,9 +127,7 @@ def cluster() -> Iterator[Cluster]:
         made = Cluster(hosts, folder, models, env={"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "s" * 32})
         first = ("--head", "--port", str(PORT), "--temp-dir", str(folder / "ray"), "--include-dashboard=false")
         made.ray(hosts[0], *first, "--num-cpus", "2")
-        elsewhere = f"mount --bind {folder}/config.json {models['other']}/config.json && "
-        elsewhere += f"mount --bind {folder}/empty {models['missing']}"
-        made.ray(hosts[1], "--address", f"{HEAD}:{PORT}", "--num-cpus", "2", before=elsewhere)
+        made.start_second()
         yield made
 
 
@@ -270,11 +277,17 @@ def unplug(cluster: Cluster) -> None:
     cluster.hosts[1].set_link(False)
 
 
-@pytest.mark.parametrize(
-    "trouble",
-    [kill_actor, kill_node],  # the last: the node is gone for good
-)
-def test_a_node_that_is_lost_is_named_and_all_end(cluster: Cluster, trouble: Callable[[Cluster], None]) -> None:
+@pytest.fixture
+def mended(cluster: Cluster) -> Iterator[Cluster]:
+    """Left with both nodes there, whatever was done to the second."""
+    yield cluster
+    cluster.hosts[1].set_link(True)
+    cluster.start_second()
+
+
+@pytest.mark.parametrize("trouble", [kill_actor, unplug, kill_node])
+def test_a_node_that_is_lost_is_named_and_all_end(mended: Cluster, trouble: Callable[[Cluster], None]) -> None:
+    cluster = mended
     api = cluster.serve(*SHAPE, *GRID, *RAY)
     api.wait_for("serving .* on http")
     processes = cluster.ours() | api.family()

@@ -227,5 +227,5 @@ def test_every_kernel_compiles_for_hopper() -> None:
     assert last == f"{len(variants)} kernels compiled for sm_90"
     names = {line.split()[0] for line in variants}
     assert len(names) == 8, names
-    for name in names - {"_sample_kernel"}:
+    for name in names - {"_sample_kernel", "_join_kernel"}:  # whose first argument is float32 always
         assert {line.split()[1] for line in variants if line.startswith(name)} == {"fp32", "bf16", "fp16"}
