@@ -47,6 +47,7 @@ class Worker:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.ranks_here)))
             device = torch.device("cpu")
         else:
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts, by which they were chosen
             device = torch.device("cuda", parallel.device_of(rank))
             torch.cuda.set_device(device)
         kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype))
