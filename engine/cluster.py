@@ -77,10 +77,9 @@ class Ended(Exception):
     An end without trouble has no reason; the text is empty then.
     """
 
-    def __init__(self, reason: str, *, is_lost: bool = False) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
-        self.is_lost = is_lost
 
 
 @dataclass
@@ -469,7 +468,7 @@ class Follower:
         else:
             return False
         reason = f"{self._leader} was lost: {how}"
-        self._end(Ended(reason, is_lost=True))
+        self._end(Ended(reason))
         self._on_lost(reason)
         return True
 

@@ -186,7 +186,7 @@ def _numbers(name: str, numbers: range) -> str:
 
 
 def choose_executor(options: EngineOptions) -> Literal["uni", "mp", "ray"]:
-    """Who runs the ranks: this process where there is only one, and nobody to step together with."""
+    """Who runs the ranks of a replica: its engine core where there is only one."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     match options.distributed_executor_backend:
         case "uni" if world_size > 1:

@@ -25,12 +25,6 @@ def rank_loads(load: Sequence[float], placement: Sequence[Sequence[int]]) -> lis
     return [sum(load[expert] / counts[expert] for expert in experts) for experts in placement]
 
 
-def imbalance(loads: Sequence[float]) -> float:
-    """The busiest rank's share over the mean: 1 is even, and the number of ranks is the worst."""
-    total = sum(loads)
-    return max(loads) * len(loads) / total if total else 1.0
-
-
 def rebalance(load: Sequence[float], now: Table) -> Table:
     """The placement for experts of such a `load`; `now` where no other is clearly better."""
     draft = _Draft(load, now)

@@ -15,12 +15,16 @@ from quire.engine.parallel.balance import (
     Move,
     Spot,
     Table,
-    imbalance,
     moves,
     rank_loads,
     rebalance,
     rounds,
 )
+
+
+def imbalance(loads: list[float]) -> float:
+    """The busiest rank's share over the mean: 1 is even, and the number of ranks is the worst."""
+    return max(loads) * len(loads) / sum(loads)
 
 
 def placed(ranks: int, each: int, num_experts: int, rng: random.Random) -> Table:
