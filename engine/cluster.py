@@ -513,6 +513,7 @@ def interface_of(address: str) -> str | None:
     with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
         start, length = found.buffer_info()
         answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", length, start))
+    label: bytes
     for label, its in _IFREQ.iter_unpack(found.tobytes()[: struct.unpack("iP", answer)[0]]):
         if sockets.inet_ntoa(its) == address:
             return label.rstrip(b"\0").decode().partition(":")[0]  # an alias has a name of its own

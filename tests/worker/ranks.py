@@ -1,4 +1,7 @@
-"""Ranks as processes that take plans from pipes, and read ahead as workers do. No transformers here: it imports slowly, and in every rank."""
+"""Ranks as processes that take plans from pipes, and read ahead as workers do.
+
+No transformers here: it imports slowly, and in every rank.
+"""
 
 from __future__ import annotations
 
