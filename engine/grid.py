@@ -167,12 +167,14 @@ def _spread(parallel: ParallelConfig, arch: Architecture) -> list[str]:
         {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, Experts)}
     )
     copies = f" and {experts.redundant} copies" * bool(experts.redundant)
+    which = f" ({parallel.replicas} replicas × {parallel.tensor_parallel_size})" * parallel.is_coupled
     text = [
-        f"{' or '.join(map(str, counts))} experts a layer{copies} "
-        f"over {ranks} ranks ({parallel.replicas} replicas × {parallel.tensor_parallel_size}), "
-        f"{' or '.join(str((count + experts.redundant) // ranks) for count in counts)} each, {experts.placement}",
-        f"tokens reach them by {experts.all2all}{' across hosts' * (len(parallel.local_replicas) < parallel.replicas)}",
+        f"{' or '.join(map(str, counts))} experts a layer{copies} over {ranks} rank{'s' * (ranks > 1)}{which}, "
+        f"{' or '.join(str((count + experts.redundant) // ranks) for count in counts)} each, {experts.placement}"
     ]
+    if parallel.is_coupled:
+        across = " across hosts" * (len(parallel.local_replicas) < parallel.replicas)
+        text.append(f"tokens reach them by {experts.all2all}{across}")
     if experts.is_balanced:
         text.append(f"moved every {experts.step_interval:,} steps")
     if experts.split_tokens is not None:
