@@ -31,8 +31,8 @@ _RESTART_SECONDS = 1.0
 """A replica that dies is not started more often than this."""
 _SHUTDOWN_SECONDS = 12.0
 """As long as a core takes at most to end by itself, and a little more."""
-_LAST_WORDS_SECONDS = 0.2
-"""As long as the last message of a core that has ended may be on the way."""
+_LAST_WORDS_SECONDS = 2.0
+"""As long as the last message of a core that has ended by itself may be on the way; one that was killed sends none."""
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class Replicas:
             if time.monotonic() - said > _SHUTDOWN_SECONDS:
                 core.kill()
             return None
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS * (code >= 0)
         while replica not in self._last_words and (left := deadline - time.monotonic()) > 0:
             self._news.poll(int(left * 1000) + 1)
             self._hear()
