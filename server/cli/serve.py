@@ -80,8 +80,6 @@ def run(parsed: argparse.Namespace) -> int:
         print(plan_text(config), flush=True)
         fetch_weights(options, config)
         seconds["resolve"] = time.monotonic() - begun
-        from quire.server.hosts import meet
-
         hosts = meet(config, server.api_server_count)
 
         import uvloop
