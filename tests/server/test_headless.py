@@ -112,7 +112,7 @@ def test_a_replica_that_dies_is_told_of_and_started_again(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "quire")
     alone = Alone(tmp_path)
     running = run(spread(config, 0, 2), alone)
     first = dict(cores.get(timeout=20) for _ in range(2))
@@ -169,7 +169,7 @@ def test_coupled_replicas_end_together(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "quire")
     running = run(spread(config, 0, 2, is_coupled=True), Alone(tmp_path))
     first = dict(cores.get(timeout=20) for _ in range(2))
     wait_for(lambda: "replica 0 is ready" in caplog.text)
