@@ -16,7 +16,7 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(state: AppState) -> Response:
-    """200 when the engine loop and every rank have just answered; 503 with the reason when they have not."""
+    """200 when the engine loop and every rank of a replica have just answered; 503 with the reason when none has."""
     try:
         await state.service.probe()
     except EngineUnavailable as error:
