@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import msgspec
 
 from quire.engine.config import EngineConfig
 from quire.engine.executor import WorkerError, patience
-from quire.engine.executor.ranks import LocalRanks, name_late, ranks_text
+from quire.engine.executor.ranks import LocalRanks, Waiting, name_late, ranks_text
 from quire.engine.messages import StepPlan, StepResult
 
 
@@ -24,7 +23,6 @@ class MpExecutor:
         # All ranks are on this host, whatever its name resolves to and whichever networks it has.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._encode = msgspec.msgpack.Encoder().encode
-        self._pending: deque[MpPending] = deque()
         with tempfile.TemporaryDirectory(prefix="quire-") as folder:
             init_method = config.parallel.init_method or (Path(folder) / "rendezvous").as_uri()
             self._ranks = LocalRanks(config, range(config.parallel.world_size), init_method, log_level, on_end)
@@ -36,12 +34,10 @@ class MpExecutor:
                 raise
         self.seconds = self._ranks.seconds
 
-    def submit(self, plan: StepPlan) -> MpPending:
+    def submit(self, plan: StepPlan) -> Waiting:
         # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
         self._ranks.write(self._encode(plan), while_waiting=self.check)
-        pending = MpPending(self, plan.step, patience(plan, self.config))
-        self._pending.append(pending)
-        return pending
+        return Waiting(self.receive, plan.step, patience(plan, self.config))
 
     def close(self, reason: str = "") -> None:
         """Ask every rank to end, and kill those that do not; in trouble, kill them all at once."""
@@ -62,18 +58,3 @@ class MpExecutor:
         """Raise `WorkerError` if a rank has ended."""
         while self._ranks.poll(0):
             pass
-
-
-class MpPending:
-    """A step under way; taking a later result first would be our own mistake."""
-
-    def __init__(self, executor: MpExecutor, step: int, timeout: float) -> None:
-        self._executor = executor
-        self._step = step
-        self._timeout = timeout
-
-    def result(self) -> StepResult:
-        assert self._executor._pending.popleft() is self
-        result = self._executor.receive(self._step, self._timeout)
-        assert result.step == self._step
-        return result

@@ -31,7 +31,7 @@ from quire.engine.cluster import Ended, Follower, Hello, Leader
 from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.errors import ConfigError
 from quire.engine.executor import WorkerError, patience
-from quire.engine.executor.ranks import LocalRanks, RankFailed, name_late, ranks_text
+from quire.engine.executor.ranks import LocalRanks, RankFailed, Waiting, name_late, ranks_text
 from quire.engine.messages import StepPlan, StepResult
 from quire.engine.ray_cluster import Placed
 from quire.engine.resolve import fetch_weights, resolve
@@ -113,7 +113,6 @@ class NodesExecutor:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._pending: deque[NodesPending] = deque()
         self._arrived: deque[StepResult] = deque()
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
         self._names = {0: self.mine.name}
@@ -186,16 +185,14 @@ class NodesExecutor:
             )
         return num_blocks
 
-    def submit(self, plan: StepPlan) -> NodesPending:
+    def submit(self, plan: StepPlan) -> Waiting:
         assert self._ranks is not None
         encoded = self._encode(plan)
         for number in range(1, self.config.parallel.nodes):
             self._leader.send(number, encoded)
         # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
         self._ranks.write(encoded, while_waiting=self.check)
-        pending = NodesPending(self, plan.step, patience(plan, self.config))
-        self._pending.append(pending)
-        return pending
+        return Waiting(self.receive, plan.step, patience(plan, self.config))
 
     def receive(self, step: int, timeout: float) -> StepResult:
         """The next result; raises `WorkerError` when a rank or a node dies, fails or hangs instead."""
@@ -291,21 +288,6 @@ class NodesExecutor:
             if theirs := [rank for rank in late if rank in parallel.ranks_of(number)]:
                 texts.append(f"{ranks_text(theirs)} on {name}")
         return " and ".join(texts)
-
-
-class NodesPending:
-    """A step under way; taking a later result first would be our own mistake."""
-
-    def __init__(self, executor: NodesExecutor, step: int, timeout: float) -> None:
-        self._executor = executor
-        self._step = step
-        self._timeout = timeout
-
-    def result(self) -> StepResult:
-        assert self._executor._pending.popleft() is self
-        result = self._executor.receive(self._step, self._timeout)
-        assert result.step == self._step
-        return result
 
 
 def serve_node(options: EngineOptions, log_level: str, placed: Placed | None = None) -> int:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -35,6 +36,20 @@ def _run(*arguments: Any) -> None:
     from quire.engine.worker.worker import main
 
     main(*arguments)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A step under way. `receive` takes the next result that comes, as steps are asked for in their order."""
+
+    receive: Callable[[int, float], StepResult]
+    step: int
+    timeout: float
+
+    def result(self) -> StepResult:
+        result = self.receive(self.step, self.timeout)
+        assert result.step == self.step, "results are to be taken in the order of plans"
+        return result
 
 
 class RankFailed(WorkerError):
