@@ -218,8 +218,9 @@ def test_tokens_are_those_of_one_rank(
 
 
 @pytest.mark.parametrize("all2all", ["allgather_reducescatter", "all_to_all"])
+@pytest.mark.parametrize("model", MODELS)
 def test_tokens_stay_while_experts_move(
-    all2all: Any, cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, all2all: Any, cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each replica tells of them, and all the same."""
     loads: dict[int, list[ExpertLoad]] = {0: [], 1: []}
@@ -232,7 +233,7 @@ def test_tokens_stay_while_experts_move(
 
     decode = _decode
     monkeypatch.setattr(sys.modules[__name__], "_decode", noted)
-    case = cases["Mixtral"]
+    case = cases[model]
     experts = ExpertParallelConfig(all2all=all2all, is_balanced=True, redundant=4, step_interval=3)
     with replicas(config_of(case, 2, 1), tmp_path, 2, experts) as them:
         begun = time.monotonic()
@@ -242,7 +243,7 @@ def test_tokens_stay_while_experts_move(
         for replica in range(2):
             them.send(replica, Shutdown())
         assert [core.wait(20) for core in them.cores] == [0, 0]
-    assert loads[0][-1].moved >= 10
+    assert loads[0][-1].moved >= 4
     assert any(load in loads[1] for load in loads[0])
 
 
