@@ -21,6 +21,8 @@ Call = Callable[[Any], Any]
 
 def passing(device: torch.device, dtype: torch.dtype) -> types.SimpleNamespace:
     """The kernels that do what the reference does there; a warning names the others, which the reference serves."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread begins with the first, whatever the process has chosen
     namespace = types.SimpleNamespace()
     for name, call in _calls(device, dtype):
         try:
