@@ -123,11 +123,19 @@ async def test_short_texts_need_no_thread(watch: Watch, server: Server) -> None:
 
 
 async def test_the_tokenizer_leaves_the_interpreter_to_others(server: Server) -> None:
-    """A thread is of no use to other streams if it holds the interpreter's lock."""
-    turns = 0
+    """A thread is of no use to other streams if it holds the interpreter's lock: there are a few turns then, always.
+
+    On a busy machine there may be few turns, too, but not each time.
+    """
     text = "hello world, how are you? " * 40_000
-    encoding = asyncio.create_task(server.service.renderer.tokenize(text, add_special_tokens=False))
-    while not encoding.done():
-        await asyncio.sleep(0)
-        turns += 1
-    assert turns > 50  # one or two, where it is held
+    most = 0
+    for _ in range(20):
+        turns = 0
+        encoding = asyncio.create_task(server.service.renderer.tokenize(text, add_special_tokens=False))
+        while not encoding.done():
+            await asyncio.sleep(0)
+            turns += 1
+        most = max(most, turns)
+        if most > 50:
+            break
+    assert most > 50
