@@ -177,7 +177,11 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             _ip("-n", host.name, "link", "set", "lo", "up")
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
             host.set_link(True)
-        yield first, second
+        with pytest.MonkeyPatch.context() as patch:
+            # Ranks of one host that an earlier test ran in this process have had them set.
+            for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                patch.delenv(name, raising=False)
+            yield first, second
     finally:
         for host in made:
             host.close()
