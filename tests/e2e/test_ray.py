@@ -75,6 +75,16 @@ class Cluster:
         """`quire serve` on host 1."""
         return self.start(*quire("serve", *arguments, "--host", HEAD, "--port", "8000"), **env)
 
+    def serve_when_free(self, *arguments: str) -> Command:
+        """`serve`, again while Ray has not noticed yet what became of a node, or of a server before this one."""
+        deadline = time.monotonic() + 60
+        while True:
+            command = self.serve(*arguments)
+            if command.wait_for("serving .* on http|^quire: error: ")[0].startswith("serving"):
+                return command
+            assert time.monotonic() < deadline, command.text
+            command.wait(STOPPED_SECONDS)
+
     def start(self, *command: str, **env: str) -> Command:
         """A program on host 1, among the processes of its raylet: that looks for its drivers there."""
         (first,) = psutil.Process(self.raylets[0].process.pid).children()
@@ -165,8 +175,7 @@ def assert_gone(processes: set[psutil.Process]) -> None:
 def test_stages_on_two_nodes_answer_as_one_process(cluster: Cluster) -> None:
     with serve(*SHAPE) as server:
         expected = ask(server.url)
-    api = cluster.serve(*SHAPE, *GRID, *RAY)
-    api.wait_for("serving .* on http")
+    api = cluster.serve_when_free(*SHAPE, *GRID, *RAY)
     names = {
         host.address: sorted(p.name() for p in raylet.family() if p.is_running() and p.name().startswith("quire-rank"))
         for host, raylet in zip(cluster.hosts, cluster.raylets, strict=True)
@@ -288,8 +297,7 @@ def mended(cluster: Cluster) -> Iterator[Cluster]:
 @pytest.mark.parametrize("trouble", [kill_actor, unplug, kill_node])
 def test_a_node_that_is_lost_is_named_and_all_end(mended: Cluster, trouble: Callable[[Cluster], None]) -> None:
     cluster = mended
-    api = cluster.serve(*SHAPE, *GRID, *RAY)
-    api.wait_for("serving .* on http")
+    api = cluster.serve_when_free(*SHAPE, *GRID, *RAY)
     processes = cluster.ours() | api.family()
     with cluster.hosts[0].inside(), openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(
