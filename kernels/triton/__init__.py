@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,30 +21,13 @@ __all__ = ["act_mul", "add_rms_norm", "fused_experts", "paged_attention", "rms_n
 def rotary_write_kv(
     query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """An int8 cache is the reference's."""
-    platform = reference if cache.dtype == torch.int8 else _elementwise
-    return platform.rotary_write_kv(query, key, value, rotations, cache, slots)
+    return _of(cache, _elementwise).rotary_write_kv(query, key, value, rotations, cache, slots)
 
 
-def paged_attention(
-    query: Tensor,
-    cache: Tensor,
-    block_tables: Tensor,
-    sequence_lengths: Tensor,
-    query_starts: Tensor,
-    scale: float,
-    *,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    slopes: Tensor | None = None,
-) -> Tensor:
-    """An int8 cache is the reference's."""
-    platform = reference if cache.dtype == torch.int8 else _attention
-    return platform.paged_attention(
-        *(query, cache, block_tables, sequence_lengths, query_starts, scale),
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        slopes=slopes,
-    )
+def paged_attention(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:
+    return _of(cache, _attention).paged_attention(query, cache, *batch, **options)
+
+
+def _of(cache: Tensor, module: ModuleType) -> Any:
+    """Where the operations on such a cache are: one of int8 is the reference's."""
+    return reference if cache.dtype == torch.int8 else module
