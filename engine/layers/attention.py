@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +16,15 @@ from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLi
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
 from quire.engine.layers.weight import Weight
 from quire.engine.parallel import Parallel
+
+
+class HostRows(NamedTuple):
+    """Numbers of a step's requests where Python reads them without waiting for the device, int64 `[requests]`."""
+
+    counts: npt.NDArray[np.int64]
+    """Tokens of each in this step: the differences of `Batch.query_starts`."""
+    lengths: npt.NDArray[np.int64]
+    """`Batch.sequence_lengths`."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +49,20 @@ class Batch:
     """The same step for the other groups of layers, whose slots and block tables differ (`engine.cache_groups`)."""
     replica_tokens: tuple[int, ...] = ()
     """Tokens of each replica in this step, where they share experts."""
+    host: HostRows | None = None
+    """None: what is needed of it is read from the tensors."""
     halves: tuple[Batch, ...] = ()
     """The step cut in two, where one half's exchange is to run beside the other's computation; else empty."""
 
     def of(self, group: int) -> Batch:
         """As the layers of this group see it."""
         return self.others[group - 1] if group else self
+
+    def rows(self) -> HostRows:
+        """`host`, or else read from the tensors."""
+        if self.host is not None:
+            return self.host
+        return HostRows(self.query_starts.diff().cpu().numpy(), self.sequence_lengths.cpu().numpy())
 
 
 class LayerCache(NamedTuple):

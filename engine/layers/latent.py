@@ -72,10 +72,10 @@ class LatentAttention(nn.Module):
 
     def _attend(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, each request in the form that costs it less."""
+        if int(batch.rows().counts.max(initial=0)) < self._plain_from:
+            return self.absorbed(query, batch, cache)
         counts = batch.query_starts.diff()
         is_plain = counts >= self._plain_from
-        if not len(query) >= self._plain_from or not bool(is_plain.any()):
-            return self.absorbed(query, batch, cache)
         mixed = query.new_empty(*query.shape[:2], self._spec.value_dim)
         for number in is_plain.nonzero().flatten().tolist():
             rows = slice(*batch.query_starts[number : number + 2].tolist())

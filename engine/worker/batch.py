@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.attention import Batch, HostRows
 from quire.engine.messages import NewRequest, SamplingParams, StepPlan
 
 Ints = npt.NDArray[np.int64]
@@ -182,7 +182,9 @@ class RequestStates:
         tokens, places, ends, query_starts, sampled, *by_group = sent.split_with_sizes([len(part) for part in host])
         tables = [table.view(-1, width) for table in by_group[self._groups :]]
         batch = Batch(
-            tokens, places, by_group[0], tables[0], ends, query_starts, sampled, replica_tokens=replica_tokens
+            *(tokens, places, by_group[0], tables[0], ends, query_starts, sampled),
+            replica_tokens=replica_tokens,
+            host=HostRows(rows.counts, lengths),
         )
         if self._groups == 1:
             return batch
