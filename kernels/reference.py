@@ -110,6 +110,8 @@ def rotary_write_kv(
 ) -> Tensor:
     """Turn queries and keys as `rotary` does, store keys and values as `write_kv` does, and return the queries.
 
+    A token whose slot is -1 is not stored.
+
     Keys may be wider than queries: what is behind the turned features only passes.
     """
     query, key = rotary(query, key, rotations)
@@ -130,12 +132,19 @@ def write_kv(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor) ->
     """Store keys and values `[tokens, kv_heads, head_dim]` into one layer's `cache`, in place.
 
     `cache` is `[2, blocks, kv_heads, block_size, row]` (see `quire.kernels.cache`), or has one side for keys that are
-    the values, too (None); `slots` `[tokens]` is block * block_size + offset.
+    the values, too (None); `slots` `[tokens]` is block * block_size + offset, or -1 for a token that is not stored.
     """
-    block_size = cache.shape[3]
-    blocks, offsets = slots // block_size, slots % block_size
+    if not len(slots):
+        return
+    block_size, is_stored = cache.shape[3], slots >= 0
+    # Without reading from the device which are stored: the others store what the first of these does once more, and
+    # where there are none, what is there already.
+    source = torch.where(is_stored, torch.arange(len(slots), device=slots.device), is_stored.int().argmax())
+    slots = slots[source]
+    blocks, offsets, is_new = slots.clamp(min=0) // block_size, slots.clamp(min=0) % block_size, slots >= 0
     for side, rows in zip(cache, (key,) if value is None else (key, value), strict=True):
-        side[blocks, :, offsets] = _quantized(rows) if cache.dtype == torch.int8 else rows.to(cache.dtype)
+        written = _quantized(rows) if cache.dtype == torch.int8 else rows.to(cache.dtype)
+        side[blocks, :, offsets] = written[source].where(is_new[:, None, None], side[blocks, :, offsets])
 
 
 def _quantized(rows: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ void widen(const T* row, float* out, int64_t width) {
   for_vectors(width, [&](int64_t i, auto n) { store(out + i, load(row + i, n), n); });
 }
 
-// Without values, the cache has one side, of keys.
+// Without values, the cache has one side, of keys. A token whose slot is negative is not stored.
 at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const std::optional<at::Tensor>& value,
                            const at::Tensor& rotations, at::Tensor cache, const at::Tensor& slots) {
   const int64_t tokens = query.size(0), head_dim = query.size(2), key_dim = key.size(2), block_size = cache.size(3);
@@ -161,7 +161,7 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
           const int64_t row = token * queries.inner + head;
           rotate(queries.row<T>(row), turn, to + row * head_dim, half, head_dim);
         }
-        for (int64_t head = 0; head < keys.inner; ++head) {
+        for (int64_t head = 0; slot >= 0 && head < keys.inner; ++head) {
           const int64_t row = token * keys.inner + head;
           rotate(keys.row<T>(row), turn, turned.data(), half, key_dim);
           widen(turned.data(), wide.data(), key_dim);  // by way of T: the cache sees what T keeps

@@ -146,7 +146,7 @@ def _rotary_write_kernel(
         head -= heads
         slot = tl.load(slots + token).to(tl.int64)
         place = cache + slot // block_size * cache_block + head * cache_head + slot % block_size * cache_row + column
-        inside = column < key_width
+        inside = column < tl.where(slot < 0, 0, key_width)
         row = key + token * key_token + head * key_head
         turned = _turned(row, column, turns, half, key_width)
         tl.store(place, turned.to(cache.dtype.element_ty), mask=inside)

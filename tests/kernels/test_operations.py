@@ -118,6 +118,26 @@ def test_rotary_write_kv_is_that_of_the_reference(
         torch.testing.assert_close(cache, filled, rtol=2 * step, atol=1e-5)
 
 
+@pytest.mark.parametrize("of_cache", [torch.float32, torch.int8])
+@pytest.mark.parametrize("slots", [[5, -1, 0, -1], [-1, 0, -1, 7], [-1, -1, -1, -1], []])
+def test_a_token_without_a_slot_is_not_stored(slots: list[int], of_cache: torch.dtype) -> None:
+    stored = [number for number, slot in enumerate(slots) if slot >= 0]
+    query, key, value = torch.randn(3, len(slots), 2, 12)
+    rotations, start = turns(len(slots), 8), torch.randint(1, 99, (2, 3, 2, 4, 12 + 4 * (of_cache == torch.int8)))
+    caches = []
+    for module in (kernels, reference):
+        cache = start.to(of_cache)
+        turned = module.rotary_write_kv(query, key, value, rotations, cache, torch.tensor(slots, dtype=torch.int64))
+        torch.testing.assert_close(turned, reference.rotary(query, key, rotations)[0])
+        expected = start.to(of_cache)
+        of_stored = (x[stored] for x in (query, key, value, rotations))
+        module.rotary_write_kv(*of_stored, expected, torch.tensor([slots[number] for number in stored]).long())
+        assert torch.equal(cache, expected)
+        caches.append(cache)
+    changed = (caches[1] != start.to(of_cache)).any(-1).any(0).any(1).flatten().nonzero().flatten().tolist()
+    assert changed == sorted(slot for slot in slots if slot >= 0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_keys_that_are_values_are_stored_once_and_read_again(dtype: torch.dtype) -> None:
     cache = kernels.allocate_kv_cache(1, 5, 1, 4, 20, dtype, torch.device("cpu"), sides=1)[0]

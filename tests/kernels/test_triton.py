@@ -82,13 +82,17 @@ def test_rotary_write_kv(head_dim: int, rotary_dim: int, block_size: int, dtype:
     close(results[0], results[1], dtype)
 
 
-def test_keys_that_are_values_are_stored_once() -> None:
+@pytest.mark.parametrize("without", [[], [0, 3, 6]])
+def test_keys_that_are_values_are_stored_once_and_not_without_a_slot(without: list[int]) -> None:
     query, key, turns = torch.randn(7, 3, 12), torch.randn(7, 1, 20), torch.randn(7, 8)
+    slots = torch.arange(7) * 2
+    slots[without] = -1
     results = []
     for module in (kernels, reference):
         cache = torch.zeros(1, 5, 1, 4, 20)
-        results.append((module.rotary_write_kv(query, key, None, turns, cache, torch.arange(7) * 2), cache))
+        results.append((module.rotary_write_kv(query, key, None, turns, cache, slots), cache))
     close(results[0], results[1])
+    assert int(results[0][1].any(-1).sum()) == 7 - len(without)
 
 
 SHAPES = [(14, 2, 16), (6, 1, 80), (3, 3, 33)]
