@@ -191,7 +191,7 @@ class Core:
         self.expert_load = result.expert_load or self.expert_load
         now = time.perf_counter()
         # A pipeline that fills or drains shows no stage's time.
-        shows = is_full or self.scheduler.stages == 1
+        shows = (is_full or self.scheduler.stages == 1) and not result.failure
         self.scheduler.learn(plan, now - max(begun, self.result_taken) if shows else None)
         self.result_taken = now
         if self.wave is not None:

@@ -17,7 +17,7 @@ rows to run that do. These come first, wherever the block goes.
 
 A block is published when the plan that fills it is made, not when it has run: every worker runs plans in order, and in
 each layer writes all KV of a step before any row of the step attends. So a later row, of the same plan even, may
-read what an earlier row writes.
+read what an earlier row writes. If the plan fails, the scheduler unpublishes what it and those behind it have published.
 """
 
 from __future__ import annotations
@@ -183,11 +183,22 @@ class KVCache:
             taken.append(block)
         return taken
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Let others find a full block. Of two blocks with the same content the first stays known."""
-        if self.enable_prefix_caching and self._hash_of[block] is None and digest not in self._block_of:
+    def publish(self, block: int, digest: bytes) -> bool:
+        """Let others find a full block. Of two blocks with the same content the first stays known; whether this is it."""
+        is_first = self.enable_prefix_caching and self._hash_of[block] is None and digest not in self._block_of
+        if is_first:
             self._hash_of[block] = digest
             self._block_of[digest] = block
+        return is_first
+
+    def unpublish(self, block: int) -> None:
+        """Let nobody find a block any more: it never got the content that it was published for."""
+        digest = self._hash_of[block]
+        if digest is not None:
+            self._hash_of[block] = None
+            del self._block_of[digest]
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
 
     def release(self, blocks: list[int]) -> None:
         """Drop a request's references. Its blocks stay cached, the last of the chain being the first to go."""

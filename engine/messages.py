@@ -428,6 +428,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     """By slot, which tokens a row of `scheduled` may sample: bit `i % 32` of the int32 `i // 32` for token `i`."""
     has_work: bool | None = None
     """Of a replica that shares experts: whether it has requests. None: it steps by itself."""
+    resumes: bool = False
+    """The core knows that a step has failed, and which were skipped behind it: from this one on they run again."""
 
     @property
     def num_rows(self) -> int:
@@ -454,12 +456,16 @@ class StepResult(msgspec.Struct, tag=True, array_like=True):
     """Of replicas that share experts: whether any of them had requests as this step was planned."""
     expert_load: ExpertLoad | None = None
     """Of a model whose experts are spread over the ranks: not with every step."""
+    failure: str = ""
+    """Why nothing of this step counts. Those behind it that were under way are skipped, and say the same."""
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True):
     """A rank is loaded."""
 
     seconds: dict[str, float]
+    num_blocks: int = 0
+    """KV blocks that all ranks of the replica have, as they have agreed; 0: those of the configuration."""
 
 
 class WorkerFailed(msgspec.Struct, tag=True, array_like=True):

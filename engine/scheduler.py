@@ -107,6 +107,12 @@ class Scheduler:
         """The last step that came back: a request with a later `last_step` is in flight."""
         self._rows: dict[int, list[Request]] = {}
         """Requests of each plan in flight, row for row."""
+        self._unproven: dict[int, list[int]] = {}
+        """Blocks that are published although their content is not written before this plan in flight has run."""
+        self._skipped_until = -1
+        """A plan that failed has made the workers skip those behind it up to this one."""
+        self._resumes = False
+        """The next plan is the first that they are to run again."""
         self._tokens_in_flight = 0
         self._held: Request | None = None
         """Left out of the plan being made, so that it can be preempted when it has come back."""
@@ -243,6 +249,7 @@ class Scheduler:
 
     def _depart(self, plan: StepPlan, rows: list[Request]) -> StepPlan:
         plan.released, self._released = self._released, []
+        plan.resumes, self._resumes = self._resumes, False
         self._rows[plan.step] = rows
         self._tokens_in_flight += plan.num_tokens
         self._step += 1
@@ -444,8 +451,8 @@ class Scheduler:
             extend_hashes(request.hashes, request.token_ids, kv.block_size, request.submit.cache_salt, kv.num_groups)
             for index in range(request.num_published, full):
                 block = request.block_ids[index]
-                if block >= 0:
-                    kv.publish(block, request.hashes[index])
+                if block >= 0 and kv.publish(block, request.hashes[index]) and request.last_step > self._done:
+                    self._unproven.setdefault(request.last_step, []).append(block)
             request.num_published = full
 
     def _first_waiting(self) -> Request | None:
@@ -528,9 +535,12 @@ class Scheduler:
         """Take in the sampled tokens of a plan; returns what is new for each API process."""
         assert plan.step == result.step, f"result of step {result.step} for plan {plan.step}"
         rows = self._rows.pop(plan.step)
-        self._done = plan.step
-        self._tokens_in_flight -= plan.num_tokens
         news: dict[int, Outputs] = {}
+        if result.failure and plan.step > self._skipped_until:
+            self._fail(plan.step, rows, result.failure, news)
+        self._done = plan.step
+        self._unproven.pop(plan.step, None)
+        self._tokens_in_flight -= plan.num_tokens
         if result.prompt_logprobs:
             self._tell_prompts(rows, result.prompt_logprobs, news)
         if result.vectors:
@@ -560,6 +570,31 @@ class Scheduler:
             len(each.token_ids) + sum(len(output.token_ids) for output in each.outputs) for each in news.values()
         )
         return news
+
+    def _fail(self, step: int, rows: list[Request], reason: str, news: dict[int, Outputs]) -> None:
+        """End the requests of a plan that was not carried out. The plans behind it are not carried out either.
+
+        Whoever has rows in those alone is sent back to the queue, and computes its tokens again. Nobody else can have
+        found what the plans have published: whoever is admitted has a row in the plan that admits it.
+        """
+        self._skipped_until, self._resumes = self._step - 1, True
+        for request in rows:
+            if request.finish_reason is None:
+                self._finish(request, "error")
+                cached = request.num_cached or 0
+                output = RequestOutput(
+                    request.request_id, [], finish_reason="error", error=reason, num_cached_tokens=cached
+                )
+                news.setdefault(request.client, Outputs()).outputs.append(output)
+        for request in {id(request): request for later in self._rows.values() for request in later}.values():
+            if request.slot is not None:
+                self._leave(request)
+                self._enqueue(request)
+                self.stats.preemptions += 1
+        for blocks in self._unproven.values():
+            for block in blocks:
+                self.kv.unpublish(block)
+        self._unproven.clear()
 
     def _tell_prompts(self, rows: list[Request], scores: dict[int, PromptLogprobs], news: dict[int, Outputs]) -> None:
         """Pass on what a plan has scored of prompts; what has been told is not computed again."""

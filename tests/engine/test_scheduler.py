@@ -15,7 +15,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.messages import RequestOutput, SamplingParams, StepPlan, StepResult, Submit
 from quire.engine.scheduler import Scheduler
 from tests.fakes.configs import engine_config
-from tests.fakes.model import FakeModel, next_token
+from tests.fakes.model import FAILURE, FakeModel, next_token
 from tests.fakes.outputs import each
 
 
@@ -686,3 +686,95 @@ def test_a_prefix_is_found_where_its_last_window_is() -> None:
     engine.add("shorter", [*first[:32], 90, 91], max_tokens=2)  # its window was given back, but not taken since
     engine.run()
     assert engine.outputs["shorter"][-1].num_cached_tokens == 32
+
+
+def out_of_memory_at(rng: random.Random, share: float) -> Callable[[StepPlan], bool]:
+    return lambda plan: plan.num_rows > 0 and rng.random() < share
+
+
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (1, 3)])
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize(("budget", "tight", "windows"), CIRCUMSTANCES)
+def test_steps_that_fail_end_their_own_requests_and_no_others(
+    stages: int, depth: int, budget: int, prefix: bool, tight: bool, windows: Windows
+) -> None:
+    """The fake model would see a block that was shared without having been written."""
+    config = engine_config(
+        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=2000
+    )
+    engine = Engine(tightened(config) if tight else config)
+    rng = random.Random(7 * depth + budget)
+    engine.model.fails = out_of_memory_at(rng, 0.05)
+    shared = [rng.randrange(97) for _ in range(40)]
+    heads, tails = [0, 8, 33, 40], range(1, 41)
+    prompts = {str(i): shared[: rng.choice(heads)] + [rng.randrange(97)] * rng.choice(tails) for i in range(60)}
+    waiting = list(prompts)
+
+    def come_and_go(turn: int) -> None:
+        if waiting and turn % 2:
+            request_id = waiting.pop()
+            scored = rng.choice([None, 0])
+            engine.add(request_id, prompts[request_id], max_tokens=10, prompt_logprobs=scored)
+        if turn % 17 == 16 and engine.scheduler.requests:
+            engine.abort(rng.choice(list(engine.scheduler.requests)))
+
+    engine.run(come_and_go, at_least=150)
+    ends = [engine.ends(request_id) for request_id in prompts]
+    assert all(len(end) == 1 for end in ends)
+    assert {"error", "length"} <= {end for (end,) in ends}
+    for request_id, prompt in prompts.items():
+        (end,), tokens = engine.ends(request_id), engine.tokens(request_id)
+        assert tokens == continuation(prompt, 10)[: len(tokens)]
+        assert end != "length" or len(tokens) == 10
+        last = engine.outputs[request_id][-1]
+        assert last.error == (FAILURE if end == "error" else None)
+    assert not engine.scheduler._unproven
+
+
+def failing_once(engine: Engine, step: int) -> None:
+    engine.model.fails = lambda plan: plan.step == step
+
+
+def test_a_prompt_behind_a_failed_prefix_computes_it_again() -> None:
+    """The second request is admitted while the first is under way, and finds its blocks; they never get content."""
+    engine = Engine(engine_config(depth=2, max_num_batched_tokens=16))
+    failing_once(engine, 0)
+    engine.add("first", [5] * 16, max_tokens=4)
+    engine.turn()  # handed out, not back
+    engine.add("second", [5] * 16 + [6], max_tokens=4)
+    engine.turn()
+    assert engine.ends("first") == ["error"]
+    assert engine.outputs["first"][0].error == FAILURE
+    assert engine.ends("second") == []
+    assert engine.model.plans[1].new[0].num_computed_tokens == 16
+    engine.run()
+    assert engine.model.plans[2].new[0].num_computed_tokens == 0
+    assert engine.tokens("second") == continuation([5] * 16 + [6], 4)
+    assert [plan.resumes for plan in engine.model.plans[:4]] == [False, False, True, False]
+
+
+def test_what_was_computed_before_a_failure_stays_cached() -> None:
+    engine = Engine(engine_config(depth=2, max_num_batched_tokens=16))
+    engine.add("first", [5] * 16, max_tokens=1)
+    engine.run()
+    failing_once(engine, 1)
+    engine.add("second", [5] * 16 + [6], max_tokens=4)
+    engine.run()
+    engine.add("third", [5] * 16 + [7], max_tokens=4)
+    engine.run()
+    assert engine.ends("second") == ["error"]
+    assert engine.outputs["third"][0].num_cached_tokens == 16
+    assert engine.tokens("third") == continuation([5] * 16 + [7], 4)
+
+
+def test_a_decode_that_fails_while_the_next_is_under_way_fails_once() -> None:
+    engine = Engine(engine_config(depth=2))
+    failing_once(engine, 3)
+    engine.add("first", [5, 6, 7], max_tokens=20)
+    engine.run()
+    assert engine.ends("first") == ["error"]
+    assert engine.tokens("first") == continuation([5, 6, 7], 3)
+    assert [plan.num_rows for plan in engine.model.plans] == [1] * 5  # and the last of them was skipped
+    engine.add("second", [5, 6, 7], max_tokens=20)
+    engine.run()
+    assert engine.tokens("second") == continuation([5, 6, 7], 20)

@@ -8,6 +8,7 @@ lost shows as an assertion, not as a wrong answer later.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -15,6 +16,7 @@ from quire.engine.messages import PromptLogprobs, Scheduled, StepPlan, StepResul
 from tests.fakes.outputs import prompt_logprobs
 
 VOCAB = 97
+FAILURE = "out of memory"
 
 
 def next_token(tokens: list[int]) -> int:
@@ -53,10 +55,21 @@ class FakeModel:
     kv: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """(block, offset) → the group, and the tokens up to and including the one whose KV lies there."""
     plans: list[StepPlan] = field(default_factory=list)
+    fails: Callable[[StepPlan], bool] = lambda plan: False
+    """Whether there is no memory for a step; those behind it are skipped until a plan says that the core knows."""
+    is_skipping: bool = False
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         assert plan.num_tokens <= self.max_tokens
+        self._apply(plan)
+        assert self.is_skipping or not plan.resumes
+        self.is_skipping = (self.is_skipping and not plan.resumes) or self.fails(plan)
+        if self.is_skipping:
+            return StepResult(plan.step, [], failure=FAILURE)
+        return self._run(plan)
+
+    def _apply(self, plan: StepPlan) -> None:
         for slot in plan.released:
             del self.rows[slot]
         for new in plan.new:
@@ -66,6 +79,8 @@ class FakeModel:
                 assert min(new.num_computed_tokens, new.num_prompt_tokens - 1) <= new.num_scored_tokens
                 row.score_from, row.score_until = new.num_scored_tokens, new.num_prompt_tokens - 1
             self.rows[new.slot] = row
+
+    def _run(self, plan: StepPlan) -> StepResult:
         assert len(plan.token_ids) == (0 if self.keeps else len(plan.decodes))
         for slot, token_id in zip_longest(plan.decodes, plan.token_ids):
             self._write(Scheduled(slot, 1, [] if token_id is None else [token_id], []))
