@@ -1,6 +1,7 @@
 """What this machine can do at most: memory bandwidth and matmul rates, and the floors that follow from them.
 
 .venv/bin/python benchmarks/machine.py --threads 2
+.venv/bin/python benchmarks/machine.py --threads 1 --device cuda    # of the GPU
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,12 @@ from shapes import Shape
 WEIGHT_BYTES = {"f32": 4, "16-bit": 2, "int8": 1}
 _SIZE = 4096
 """Rows and columns of the matrices that are multiplied: far larger than the caches in float32."""
+_GPU_SIZES = (4096, 8192, 16384)
+"""A GPU is at its best at some size or other."""
 _FEW = 32
 _GIB = 2**30
+_RUNS = 10
+"""Started one behind the other on a GPU, so that the time of a start is not counted."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Machine:
     """Measured limits. Bytes and operations per second; a multiplication and an addition are two operations."""
 
     cpu: str
+    """Its name, or the GPU's."""
     threads: int
     copy: float
     """Bytes read plus bytes written."""
@@ -89,9 +95,10 @@ class Floor:
         return requests * output / (self.prefill(prompt, requests) + steps)
 
 
-def measure(threads: int, seconds: float = 0.5) -> Machine:
+def measure(threads: int, seconds: float = 0.5, device: str = "cpu", *, small: bool = False) -> Machine:
     """`Machine`, measured in a process of its own, so that nothing of it stays in memory."""
     command = [sys.executable, __file__, "--threads", str(threads), "--seconds", str(seconds), "--json"]
+    command += ["--device", device, *["--small"] * small]
     return Machine(**json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
 
 
@@ -111,52 +118,83 @@ def best(machines: list[Machine]) -> Machine:
     )
 
 
-def _fastest(work: Callable[[], object], seconds: float) -> float:
-    """The shortest of the runs that fit into `seconds`, at least three, after one that is not counted."""
+def fastest(work: Callable[[], object], seconds: float, device: str = "cpu") -> float:
+    """The shortest of the runs that fit into `seconds`, at least three, after one that is not counted.
+
+    On a GPU, of a few runs one behind the other, by its own clock: what they take of it, unless Python is slower.
+    """
+    once = functools.partial(_on_gpu, work) if device != "cpu" else functools.partial(_on_cpu, work)
     work()
     times: list[float] = []
     until = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < until:
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
+        times.append(once())
     return min(times)
 
 
-def _measure(threads: int, seconds: float) -> Machine:
+def _on_cpu(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def _on_gpu(work: Callable[[], object]) -> float:
+    torch: Any = importlib.import_module("torch")
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    begin.record()
+    for _ in range(_RUNS):
+        work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _RUNS
+
+
+def _measure(threads: int, seconds: float, device: str, size: int) -> Machine:
+    """`size` is the bytes that are copied and read."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(threads)
-    source = torch.ones(_GIB // 4)
+    source = torch.ones(size // 4, device=device)
     target = torch.zeros_like(source)
-    size = source.numel() * 4
     matrix = source.view(-1, 8192)
-    vector = torch.ones(8192)
-    copy = 2 * size / _fastest(functools.partial(target.copy_, source), seconds)
+    vector = torch.ones(8192, device=device)
+    copy = 2 * size / fastest(functools.partial(target.copy_, source), seconds, device)
     reads = [source.sum, functools.partial(torch.mv, matrix, vector)]
-    read = max(size / _fastest(work, seconds) for work in reads)
+    read = max(size / fastest(work, seconds, device) for work in reads)
     del source, target, matrix, reads
-    rates: dict[int, dict[str, float]] = {}
-    for rows in (_SIZE, _FEW):
-        rates[rows] = {}
-        for precision, candidates in _matmuls(torch, rows).items():
+    sides = _GPU_SIZES if device != "cpu" else (_SIZE if size == _GIB else _SIZE // 8,)
+    large, few = (_rates(torch, sides, rows, seconds, device) for rows in (None, _FEW))
+    name = torch.cuda.get_device_name() if device != "cpu" else cpu_name()
+    return Machine(name, threads, copy, read, large, few)
+
+
+def _rates(torch: Any, sides: Sequence[int], rows: int | None, seconds: float, device: str) -> dict[str, float]:
+    """The best rates of `rows` rows (None: as many as the matrix has) with square matrices, by precision."""
+    rates: dict[str, float] = {}
+    for side in sides:
+        count = rows or side
+        for precision, candidates in _matmuls(torch, count, side, device).items():
             for work in candidates:
                 try:
-                    rate = 2 * rows * _SIZE * _SIZE / _fastest(work, seconds)
-                except (RuntimeError, AttributeError, NotImplementedError):  # not on this CPU or in this torch
+                    rate = 2 * count * side * side / fastest(work, seconds / len(sides), device)
+                except (RuntimeError, AttributeError, NotImplementedError):  # not on this machine or in this torch
                     continue
-                rates[rows][precision] = max(rates[rows].get(precision, 0.0), rate)
-    return Machine(_cpu(), threads, copy, read, rates[_SIZE], rates[_FEW])
+                rates[precision] = max(rates.get(precision, 0.0), rate)
+    return rates
 
 
-def _matmuls(torch: Any, rows: int) -> dict[str, list[Callable[[], object]]]:
-    """The ways that torch has to multiply `rows` rows with a matrix that stays."""
+def _matmuls(torch: Any, rows: int, side: int, device: str) -> dict[str, list[Callable[[], object]]]:
+    """The ways that torch has to multiply `rows` rows with a square matrix that stays."""
     halves, mkldnn, onednn = torch.bfloat16, torch.ops.mkldnn, torch.ops.onednn
-    x, w = torch.randn(rows, _SIZE), torch.randn(_SIZE, _SIZE)
+    x, w = torch.randn(rows, side, device=device), torch.randn(side, side, device=device)
     linear = torch.nn.functional.linear
     x16, w16 = x.to(halves), w.to(halves)
-    x8 = torch.randint(0, 255, (rows, _SIZE), dtype=torch.uint8)
-    w8 = torch.randint(-127, 127, (_SIZE, _SIZE), dtype=torch.int8)
-    scales, zeros = torch.ones(_SIZE), torch.zeros(_SIZE, dtype=torch.int32)
+    if device != "cpu":
+        full = [lambda: linear(x, w)] if side == min(_GPU_SIZES) else []  # slow, and of no use to a 16-bit model
+        return {"f32": full, "16-bit": [lambda: linear(x16, w16)]}
+    x8 = torch.randint(0, 255, (rows, side), dtype=torch.uint8)
+    w8 = torch.randint(-127, 127, (side, side), dtype=torch.int8)
+    scales, zeros = torch.ones(side), torch.zeros(side, dtype=torch.int32)
     packed: dict[str, Any] = {}
 
     def prepacked(key: str, value: Any, weight: Any) -> object:
@@ -178,7 +216,7 @@ def _matmuls(torch: Any, rows: int) -> dict[str, list[Callable[[], object]]]:
     }
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
     """The CPU's name and those of its abilities that matrices care for."""
     try:
         text = Path("/proc/cpuinfo").read_text()
@@ -203,9 +241,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--small", action="store_true", help="of what the caches hold: to see whether it works")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    machine = _measure(options.threads, options.seconds)
+    machine = _measure(options.threads, options.seconds, options.device, _GIB >> 6 if options.small else _GIB)
     print(json.dumps(dataclasses.asdict(machine)) if options.json else "\n".join(describe(machine)))
 
 

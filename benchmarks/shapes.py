@@ -19,7 +19,7 @@ _QUIET = 0.05
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder with grouped-query attention, a gated MLP and tied embeddings."""
+    """Sizes of a decoder with grouped-query attention and a gated MLP."""
 
     name: str
     family: str
@@ -31,6 +31,9 @@ class Shape:
     intermediate: int
     rope_theta: float
     vocabulary: int = VOCABULARY
+    tied: bool = True
+    """Whether embeddings and head are one matrix."""
+    positions: int = 8192
 
     @property
     def layer_weights(self) -> int:
@@ -68,7 +71,7 @@ def make_checkpoint(shape: Shape, cache: Path) -> Path:
     print(f"making {folder}: random weights in the shape of {shape.name}", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     quiet = _write_tokenizer(folder)
-    _write_config(shape, folder)
+    write_config(shape, folder)
     _write_weights(shape, folder, quiet)
     (folder / "complete").touch()
     return folder
@@ -106,6 +109,12 @@ def _write_tokenizer(folder: Path) -> list[int]:
     )
     assert built.get_vocab_size() == VOCABULARY, built.get_vocab_size()
     built.save(str(folder / "tokenizer.json"))
+    _write_settings(folder)
+    # A token that is not whole characters on its own would be held back by the servers' detokenizers.
+    return [i for i in range(VOCABULARY) if not (text := built.decode([i])) or not text.isascii() or not text.strip()]
+
+
+def _write_settings(folder: Path) -> None:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 8192,
@@ -115,8 +124,25 @@ def _write_tokenizer(folder: Path) -> list[int]:
         "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    # A token that is not whole characters on its own would be held back by the servers' detokenizers.
-    return [i for i in range(VOCABULARY) if not (text := built.decode([i])) or not text.isascii() or not text.strip()]
+
+
+def write_pair_tokenizer(folder: Path, count: int) -> None:
+    """A byte-level BPE tokenizer of `count` tokens that needs no training: bytes, pairs of letters, pairs of pairs."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pairs = [(first, second) for first in letters for second in letters]
+    halves = ["".join(pair) for pair in pairs]
+    merges = [*pairs, *((first, second) for first in halves for second in halves)][: count - len(tokens)]
+    tokens += ["".join(merge) for merge in merges]
+    assert len(tokens) == count, f"{count} tokens are not to be had from {len(tokens)}"
+    built = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
+    built.add_special_tokens(list(SPECIAL))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.save(str(folder / "tokenizer.json"))
+    _write_settings(folder)
 
 
 def words(folder: Path, vocabulary: int = VOCABULARY) -> list[int]:
@@ -132,7 +158,8 @@ def words(folder: Path, vocabulary: int = VOCABULARY) -> list[int]:
     ]
 
 
-def _write_config(shape: Shape, folder: Path) -> None:
+def write_config(shape: Shape, folder: Path) -> None:
+    """config.json and generation_config.json."""
     config = {
         "architectures": [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[shape.family]],
         "model_type": shape.family,
@@ -143,11 +170,11 @@ def _write_config(shape: Shape, folder: Path) -> None:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocabulary,
-        "max_position_embeddings": 8192,
+        "max_position_embeddings": shape.positions,
         "rope_theta": shape.rope_theta,
         "rms_norm_eps": 1e-6,
         "hidden_act": "silu",
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": shape.tied,
         "eos_token_id": 0,
         "torch_dtype": "bfloat16",
     }
@@ -156,31 +183,43 @@ def _write_config(shape: Shape, folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False}))
 
 
+def tensor_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """The tensors of a checkpoint."""
+    sizes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, shape.hidden)}
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+            sizes[f"{prefix}.self_attn.{name}_proj.weight"] = rows, shape.hidden
+            if shape.family == "qwen2":
+                sizes[f"{prefix}.self_attn.{name}_proj.bias"] = (rows,)
+        sizes[f"{prefix}.self_attn.o_proj.weight"] = shape.hidden, queries
+        for name in ("gate", "up"):
+            sizes[f"{prefix}.mlp.{name}_proj.weight"] = shape.intermediate, shape.hidden
+        sizes[f"{prefix}.mlp.down_proj.weight"] = shape.hidden, shape.intermediate
+        for name in ("input", "post_attention"):
+            sizes[f"{prefix}.{name}_layernorm.weight"] = (shape.hidden,)
+    sizes["model.norm.weight"] = (shape.hidden,)
+    if not shape.tied:
+        sizes["lm_head.weight"] = shape.vocabulary, shape.hidden
+    return sizes
+
+
+def is_norm(name: str) -> bool:
+    """Whether a tensor of a checkpoint is a norm's, and so of ones."""
+    return name.endswith("norm.weight")
+
+
 def _write_weights(shape: Shape, folder: Path, quiet: list[int]) -> None:
     import torch
     from safetensors.torch import save_file
 
     noise = torch.Generator().manual_seed(0)
-
-    def normal(*sizes: int) -> Any:
-        return torch.empty(sizes).normal_(std=0.02, generator=noise)
-
-    tensors = {"model.embed_tokens.weight": normal(shape.vocabulary, shape.hidden)}
+    tensors = {
+        name: torch.ones(sizes) if is_norm(name) else torch.empty(sizes).normal_(std=0.02, generator=noise)
+        for name, sizes in tensor_sizes(shape).items()
+    }
     tensors["model.embed_tokens.weight"][quiet] *= _QUIET
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    for layer in range(shape.layers):
-        prefix = f"model.layers.{layer}"
-        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
-            tensors[f"{prefix}.self_attn.{name}_proj.weight"] = normal(rows, shape.hidden)
-            if shape.family == "qwen2":
-                tensors[f"{prefix}.self_attn.{name}_proj.bias"] = normal(rows)
-        tensors[f"{prefix}.self_attn.o_proj.weight"] = normal(shape.hidden, queries)
-        for name in ("gate", "up"):
-            tensors[f"{prefix}.mlp.{name}_proj.weight"] = normal(shape.intermediate, shape.hidden)
-        tensors[f"{prefix}.mlp.down_proj.weight"] = normal(shape.hidden, shape.intermediate)
-        for name in ("input", "post_attention"):
-            tensors[f"{prefix}.{name}_layernorm.weight"] = torch.ones(shape.hidden)
-    tensors["model.norm.weight"] = torch.ones(shape.hidden)
     halved = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     save_file(halved, folder / "model.safetensors", metadata={"format": "pt"})
 

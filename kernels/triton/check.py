@@ -24,7 +24,7 @@ def passing(device: torch.device, dtype: torch.dtype) -> types.SimpleNamespace:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread begins with the first, whatever the process has chosen
     namespace = types.SimpleNamespace()
-    for name, call in _calls(device, dtype):
+    for name, call in calls(device, dtype):
         try:
             trouble = _difference(call(kernels), call(reference), dtype)
         except Exception as error:  # whatever a compiler or a driver finds
@@ -49,7 +49,7 @@ def _difference(found: Any, expected: Any, dtype: torch.dtype) -> str:
     return ""
 
 
-def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+def calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """Every operation of the platform, on small inputs of odd sizes."""
     noise = torch.Generator().manual_seed(0)
 

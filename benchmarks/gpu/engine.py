@@ -1,0 +1,79 @@
+"""The engine inside of this process: scheduler and rank without server or wire, driven as the core drives them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.config import EngineOptions
+from quire.engine.executor import Pending
+from quire.engine.executor.uni import UniExecutor
+from quire.engine.messages import SamplingParams, StepPlan, Submit
+from quire.engine.resolve import resolve
+from quire.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plan whose result has come back."""
+
+    plan: StepPlan
+    ended: float
+    """`time.perf_counter`"""
+
+    @property
+    def rows(self) -> int:
+        return self.plan.num_rows
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every row has one token."""
+        return self.plan.num_tokens == self.plan.num_rows
+
+
+class Engine:
+    """A loaded model and its requests."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.executor = UniExecutor(resolve(EngineOptions(**options)))
+        self.config = self.executor.config
+        self.scheduler = Scheduler(self.config)
+        self.outputs: dict[str, list[int]] = {}
+        """Tokens of each request so far."""
+
+    def add(self, name: str, prompt: list[int], output: int, **params: Any) -> None:
+        """A request that does not end before its `output` tokens; greedy unless `params` say otherwise."""
+        asked = SamplingParams(**({"temperature": 0.0} | params), max_tokens=output, ignore_eos=True)
+        refusal = self.scheduler.add(Submit(0, name, prompt, asked.for_engine(seed=0)))
+        assert refusal is None, refusal
+        self.outputs[name] = []
+
+    def steps(self) -> Iterator[Step]:
+        """Run until no request is left, with as many plans in flight as the core has (`Core.run`)."""
+        in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        depth = self.config.scheduler.depth
+        while in_flight or self.scheduler.has_requests:
+            plan = self.scheduler.schedule()
+            if plan is not None:
+                in_flight.append((plan, self.executor.submit(plan)))
+            if in_flight and (len(in_flight) == depth or plan is None):
+                done, pending = in_flight.popleft()
+                news = self.scheduler.update(done, pending.result())
+                ended = time.perf_counter()
+                for told in news.values():
+                    for output in told.outputs:
+                        self.outputs[output.request_id] += output.token_ids
+                    for name, token in zip(told.request_ids, told.token_ids, strict=True):
+                        self.outputs[name].append(token)
+                yield Step(done, ended)
+
+    def run(self) -> None:
+        """All steps."""
+        for _ in self.steps():
+            pass
+
+    def close(self) -> None:
+        self.executor.close()

@@ -1,0 +1,43 @@
+"""How fast the two kernels are that have an aim of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from machine import fastest
+
+from gpu.kernel_calls import attention_case, sampler_arguments
+from gpu.lab import Lab
+from gpu.records import Record, Row
+from quire import kernels
+
+
+def attention(lab: Lab) -> Iterator[Record]:
+    """Decode over long contexts: all keys and values are read once."""
+    device = _prepare(lab)
+    requests, length, *heads = lab.sizes.attention
+    dtype = getattr(torch, lab.dtype)
+    case = attention_case([(length - 1, 1)] * requests, (heads[0], heads[1], heads[2]), dtype, device)
+    seconds = fastest(lambda: case.call(kernels), lab.sizes.seconds, lab.device)
+    keys = 2 * requests * length * heads[1] * heads[2] * lab.number_bytes
+    moved = keys + 2 * case.query.nbytes
+    formula = f"keys, values, query and output {moved / 1e6:,.1f} MB in {seconds * 1e6:,.1f} µs; floor: copying"
+    yield Row("attention", moved / seconds / 1e9, lab.machine and lab.machine.copy / 1e9, formula)
+
+
+def sampler(lab: Lab) -> Iterator[Record]:
+    """Top-p over the whole vocabulary: the logits are read once at least."""
+    device = _prepare(lab)
+    rows, vocabulary = lab.sizes.sampler
+    arguments = sampler_arguments(rows, vocabulary, device, top_p=0.9)
+    seconds = fastest(lambda: kernels.sample(*arguments), lab.sizes.seconds, lab.device)
+    floor = lab.machine and arguments[0].nbytes / lab.machine.bandwidth * 1e6
+    yield Row("sampler", seconds * 1e6, floor, f"logits {arguments[0].nbytes / 1e6:,.1f} MB / bandwidth")
+
+
+def _prepare(lab: Lab) -> torch.device:
+    torch.manual_seed(0)
+    device = torch.device(lab.device)
+    kernels.prepare(device, getattr(torch, lab.dtype))()
+    return device

@@ -1,0 +1,153 @@
+"""The whole model inside of this process: decode steps, what the GPU waits between them, prefill, memory."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from machine import Floor
+
+from gpu.engine import Engine, Step
+from gpu.lab import Lab
+from gpu.records import Note, Record, Row
+
+_WARM = 4
+"""Decode steps before those that count."""
+_PREFILLS = 4
+"""The first is not counted."""
+
+
+def measure(lab: Lab) -> Iterator[Record]:
+    """All of it with one load."""
+    begun = time.perf_counter()
+    engine = Engine(lab.engine_options(lab.model_folder()) | {"enable_prefix_caching": False})
+    try:
+        took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in engine.executor.seconds.items())
+        yield Note(f"dummy weights loaded in {time.perf_counter() - begun:.1f} s ({took})")
+        yield _decode(lab, engine, "decode 1", 1)
+        yield _decode(lab, engine, "decode 64", lab.sizes.batch)
+        yield from _idle(lab, engine)
+        yield _prefill(lab, engine)
+        yield Note(memory(lab))
+    finally:
+        engine.close()
+
+
+def _decode(lab: Lab, engine: Engine, key: str, requests: int) -> Row:
+    """Milliseconds of a step of `requests` requests whose contexts are `context` tokens in the middle of it."""
+    seconds = _decode_seconds(lab, engine, requests)
+    floor, context = lab.floor, lab.sizes.context
+    shape, width = lab.shape, lab.number_bytes
+    weights = width * (shape.layer_weights + shape.head_weights)
+    cached = width * requests * context * shape.kv_numbers
+    formula = f"larger of (weights {weights / 1e9:.2f} GB + KV {cached / 1e9:.2f} GB) / bandwidth and operations / rate"
+    return Row(key, seconds * 1e3, floor and floor.decode(context, requests) * 1e3, formula)
+
+
+def _decode_seconds(lab: Lab, engine: Engine, requests: int, wrap: Callable[[Iterator[Step]], Any] | None = None) -> float:
+    """Mean over the steps in which all requests decode, but the first few; `wrap` gets those steps to run."""
+    count = lab.sizes.decode_steps
+    prompt = lab.sizes.context - count // 2
+    for number, tokens in enumerate(lab.prompts(requests, prompt, seed=requests)):
+        engine.add(f"{number}", tokens, count + 2 * _WARM + 2)
+    ends: list[float] = []
+
+    def all_decode() -> Iterator[Step]:
+        for step in steps:
+            if step.is_decode and step.rows == requests:
+                ends.append(step.ended)
+                yield step
+            if len(ends) == count + 1:
+                return
+
+    steps = engine.steps()
+    for step in steps:  # prompts, and what follows until every request has begun
+        if step.is_decode and step.rows == requests:
+            ends.append(step.ended)
+        if len(ends) == _WARM:
+            break
+    ends.clear()
+    if wrap is None:
+        for _ in all_decode():
+            pass
+    else:
+        wrap(all_decode())
+    for _ in steps:
+        pass
+    assert len(ends) > 1, f"{requests} requests never decoded together"
+    return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+
+def _idle(lab: Lab, engine: Engine) -> Iterator[Record]:
+    """The share of a decode step in which nothing runs on the GPU.
+
+    Busy is the union of all kernels and copies that the profiler saw, for each step; the step's own time is taken
+    without the profiler, which slows Python down.
+    """
+    plain = _decode_seconds(lab, engine, lab.sizes.batch)
+    cuda = lab.device == "cuda"
+    kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    steps = 0
+    events: list[Any] = []
+
+    def profiled(running: Iterator[Step]) -> None:
+        nonlocal steps
+        next(running)
+        with torch.profiler.profile(activities=[kind], acc_events=True) as profile:
+            for _ in running:
+                steps += 1
+            if cuda:
+                torch.cuda.synchronize()
+        events.extend(profile.events())
+
+    _decode_seconds(lab, engine, lab.sizes.batch, profiled)
+    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+    seen = [(event.time_range.start, event.time_range.end) for event in events if event.device_type == wanted]
+    busy = union(seen) / 1e6 / max(steps, 1)
+    span = (max(end for _, end in seen) - min(start for start, _ in seen)) / 1e6 if seen else 0.0
+    between = 100 * (1 - union(seen) / 1e6 / span) if span else 100.0
+    formula = f"busy {busy * 1e3:.3f} of {plain * 1e3:.3f} ms a step; under the profiler {between:.1f} % idle"
+    yield Row("idle", max(0.0, 100 * (1 - busy / plain)), None, formula)
+
+
+def union(spans: Iterable[tuple[float, float]]) -> float:
+    """How much of the time is covered by at least one of the spans."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def _prefill(lab: Lab, engine: Engine) -> Row:
+    """Operations a second of a prompt that is one step, from its plan to its first token."""
+    tokens = lab.sizes.prefill
+    assert engine.config.scheduler.max_num_batched_tokens >= tokens
+    times = []
+    for number, prompt in enumerate(lab.prompts(_PREFILLS, tokens, seed=99)):
+        engine.add(f"prefill {number}", prompt, 1)
+        begun = time.perf_counter()
+        engine.run()
+        times.append(time.perf_counter() - begun)
+    seconds = statistics.median(times[1:])
+    shape = lab.shape
+    operations = 2 * (tokens * shape.layer_weights + shape.head_weights)
+    operations += shape.attention_operations(tokens * (tokens + 1) // 2)
+    formula = f"{operations / 1e12:.2f} T operations in {seconds * 1e3:.1f} ms; floor: the matmul rate"
+    rate = lab.machine and lab.machine.rate(Floor(lab.machine, shape, "f32" if lab.tiny else "16-bit").precision) / 1e12
+    return Row("prefill", operations / seconds / 1e12, rate, formula)
+
+
+def memory(lab: Lab) -> str:
+    """Of this process and of the device."""
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    text = f"memory: {resident:.2f} GiB resident at most in one process with engine and rank"
+    if lab.device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        text += f"; device {(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB taken"
+        text += f", {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of it by tensors at most"
+    return text

@@ -1,0 +1,83 @@
+"""Throughput without HTTP, by the `LLM` class; and transformers' continuous batching at the same requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from quire import LLM, SamplingParams
+
+from gpu.lab import Lab
+from gpu.records import Note, Record, Row
+
+_SHORT, _LONGER = 8, 40
+"""Output tokens of the requests that warm the engine up, and tell how long the measured ones will take."""
+_SHARE = 0.9
+"""Of the time that is left, what the measured requests may be expected to take."""
+
+
+def measure(lab: Lab) -> Iterator[Record]:
+    """Output tokens a second of as many requests as there is time for, all handed over at once."""
+    count, prompt, output = lab.sizes.offline
+    streams = lab.sizes.streams
+    begun = time.perf_counter()
+    with LLM(**lab.engine_options(lab.model_folder())) as llm:
+        yield Note(f"LLM loaded in {time.perf_counter() - begun:.1f} s")
+        warm = lab.prompts(streams, prompt, seed=1)
+        short = _generate(llm, warm, _SHORT)
+        longer = _generate(llm, warm, _LONGER)  # whose prompts are in the prefix cache
+        round_seconds = short + max(longer, 1e-3) / _LONGER * (output - _SHORT)
+        fitting = int(_SHARE * lab.seconds_left / round_seconds) * streams
+        chosen = max(streams, min(count, fitting))
+        prompts = lab.prompts(chosen, prompt, seed=2)
+        seconds = _generate(llm, prompts, output)
+    floor = lab.floor
+    rounds = -(-chosen // streams)
+    best = floor and chosen * output / (rounds * streams * output / floor.throughput(streams, prompt, output))
+    formula = f"{chosen} requests of {prompt} in, {output} out in {seconds:.1f} s"
+    formula += "" if chosen == count else f" (of {count}: no time for more)"
+    formula += f"; floor: {rounds} × (one prefill of {streams}, then their decode steps)"
+    yield Row("offline", chosen * output / seconds, best, formula)
+    yield Note(f"so many requests are sent over HTTP, too: {chosen}", {"requests": chosen})
+
+
+def _generate(llm: LLM, prompts: list[list[int]], output: int) -> float:
+    """Seconds until all have `output` tokens."""
+    params = SamplingParams(max_tokens=output, ignore_eos=True)
+    begun = time.perf_counter()
+    results = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    assert all(len(result.outputs[0].token_ids) == output for result in results)
+    return seconds
+
+
+def transformers(lab: Lab) -> Iterator[Record]:
+    """Its `generate_batch` on one round of the same requests, which has no tail; drawn at random as ours are."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+
+    _, prompt, output = lab.sizes.offline
+    streams = lab.sizes.streams
+    folder = lab.model_folder()
+    auto: Any = AutoModelForCausalLM
+    with torch.device(lab.device):
+        config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
+        model = auto.from_config(config, dtype=getattr(torch, lab.dtype), attn_implementation="sdpa").eval()
+    wanted: Any = GenerationConfig
+    asked = wanted(max_new_tokens=output, do_sample=True, eos_token_id=-1, pad_token_id=0)
+    batching: Any = ContinuousBatchingConfig
+    how = batching(num_blocks=64, max_batch_tokens=64) if lab.tiny else batching(max_memory_percent=0.7)
+    inputs = lab.prompts(streams, prompt, seed=3)
+
+    results = model.generate_batch(inputs, generation_config=asked, continuous_batching_config=how)
+    told = sum(len(result.generated_tokens) for result in results.values())
+    assert told == streams * output, f"{told} tokens instead of {streams * output}"
+    lives = [result.lifespan for result in results.values()]
+    seconds = max(end for _, end in lives) - min(begin for begin, _ in lives)  # without what it gets ready before
+    theirs = told / seconds
+    ours = lab.values.get("offline")
+    formula = f"{streams} requests of {prompt} in, {output} out in {seconds:.1f} s: {theirs:,.0f} tok/s"
+    if ours is None:
+        raise RuntimeError(f"there is no offline figure to hold {theirs:,.0f} tok/s against")
+    yield Row("transformers", ours / theirs, None, formula)

@@ -1,0 +1,120 @@
+"""What the parts find: rows beside their floors and aims, checks that are right or wrong, and notes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a row is to come to. It is judged by its share of the floor or by its value, against one of the limits."""
+
+    what: str
+    unit: str
+    text: str
+    judged: Literal["share", "value"]
+    least: float | None = None
+    most: float | None = None
+    higher_is_better: bool = False
+    """Whether the value is a rate, of which the floor is the most, and not a time, of which it is the least."""
+
+    def reached(self, value: float, share: float | None) -> bool:
+        found = value if self.judged == "value" else share
+        if found is None:
+            return False
+        return (self.least is None or found >= self.least) and (self.most is None or found <= self.most)
+
+
+AIMS = {
+    "decode 1": Aim("decode, batch 1, context 1k: time of a step", "ms", "≥ 85 % of the floor", "share", least=0.85),
+    "decode 64": Aim("decode, batch 64, context 1k: time of a step", "ms", "≥ 75 % of the floor", "share", least=0.75),
+    "idle": Aim("GPU idle between steps, batch 64", "%", "< 2 %", "value", most=2.0),
+    "attention": Aim(
+        "paged-attention decode kernel, batch 64 × 4k, GQA 8",
+        *("GB/s", "≥ 85 % of copy bandwidth", "share"),
+        least=0.85,
+        higher_is_better=True,
+    ),
+    "prefill": Aim(
+        "prefill of 8k tokens, whole model",
+        *("TFLOP/s", "≥ 60 % of the matmul rate", "share"),
+        least=0.6,
+        higher_is_better=True,
+    ),
+    "offline": Aim(
+        "offline, 1,000 requests of 512 in / 256 out",
+        *("tok/s", "≥ 5,800 tok/s", "value"),
+        least=5800,
+        higher_is_better=True,
+    ),
+    "transformers": Aim(
+        "offline over transformers' continuous batching", "×", "≥ 3 ×", "value", least=3.0, higher_is_better=True
+    ),
+    "server": Aim(
+        "whole server over HTTP, 256 streams",
+        *("tok/s", "≥ 95 % of offline", "share"),
+        least=0.95,
+        higher_is_better=True,
+    ),
+    "sampler": Aim("sampler, 256 × 128k vocabulary, top-p", "µs", "≤ 300 µs", "value", most=300),
+    "cold start": Aim(
+        "8B from local disk to the first token, not in the page cache", "s", "< 20 s", "value", most=20.0
+    ),
+    "warm start": Aim("8B from the page cache to the first token", "s", "< 10 s", "value", most=10.0),
+}
+"""The rows of the table, in its order."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure of the table of aims; `floor` is the best that the machine's measured limits allow, in the same unit."""
+
+    key: str
+    value: float
+    floor: float | None = None
+    formula: str = ""
+    """How the floor follows from the ceilings, with its numbers; or what the value was made of."""
+    kind: Literal["row"] = "row"
+
+    @property
+    def share(self) -> float | None:
+        """How much of what is possible was reached; above 1 the floor is none."""
+        if self.floor is None:
+            return None
+        return self.value / self.floor if AIMS[self.key].higher_is_better else self.floor / self.value
+
+    @property
+    def reached(self) -> bool:
+        return AIMS[self.key].reached(self.value, self.share)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that is right or wrong."""
+
+    what: str
+    ok: bool
+    detail: str
+    kind: Literal["check"] = "check"
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something to know; `data` is for the parts behind it and for the JSON file."""
+
+    text: str
+    data: dict[str, Any] | None = None
+    kind: Literal["note"] = "note"
+
+
+Record = Row | Check | Note
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    return asdict(record)
+
+
+def from_json(fields: dict[str, Any]) -> Record:
+    """What `to_json` has made."""
+    return {"row": Row, "check": Check, "note": Note}[fields["kind"]](**fields)  # type: ignore[no-any-return]
