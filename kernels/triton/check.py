@@ -87,7 +87,12 @@ def calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]
     experts = random(5, 96, 200) / 14, random(5, 200, 48) / 7
     shares = torch.rand(3, 2, generator=noise).to(device)
     yield "fused_experts", lambda module: module.fused_experts(x, shares, ids, *experts, "silu")
-    logits = torch.randn(4, 999, generator=noise).to(device)
-    controls = torch.ones(4), torch.tensor([0, 5, 0, 9]), torch.tensor([1.0, 1.0, 0.8, 0.7]), torch.zeros(4)
-    seeds = torch.arange(4)
+    logits = torch.randn(6, 9999, generator=noise).to(device)
+    controls = (
+        torch.tensor([1.0, 0.7, 1.0, 0.0, 1.0, 1.0]),
+        torch.tensor([0, 5, 0, 9, 9, 4000]),
+        torch.tensor([1.0, 1.0, 0.3, 0.7, 0.7, 0.9]),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.01]),
+    )
+    seeds = torch.arange(6)
     yield "sample", lambda module: module.sample(logits, *controls, seeds, seeds)

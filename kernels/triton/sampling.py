@@ -1,8 +1,15 @@
-"""Sampling without sorting the vocabulary: a program for each row, a few passes over its logits.
+"""Sampling without sorting the vocabulary: every row in tiles, a program each, and few passes over the logits.
 
-What the controls leave of a row is all that is above a bound. That of top-p is not computed: the token of the greatest
-noisy logit is drawn among what may be left, and if the probability above it shows that it is not, everything from it
-down is struck out and another is drawn. The first that holds is the greatest of those that are left.
+What the controls leave of a row is all that is at least some bound.
+
+- The bound of top-k: the k-th greatest of the greatest of many small groups is at most the k-th greatest of all. What
+  reaches it is little more than k logits, which are gathered, and among them all is decided at once.
+- The bound of top-p is not computed: the token of the greatest noisy logit is drawn among what may be left, and if the
+  probability above it shows that it is not, everything from it down is struck out and another is drawn. The first that
+  holds is the greatest of those that are left.
+
+Tiles are the same whatever is beside a row, and what is of several of them is joined in their order: a draw does not
+depend on the batch. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -12,10 +19,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quire.kernels.noise import _mix64
 from quire.kernels.reference import GREEDY_BELOW
 
-_BLOCK = 4096
+_TILE, _GROUPS = 4096, 64
+"""Logits of a program, and into how many groups they fall, of which the greatest is kept."""
+_GATHERED = 64
+"""Of a tile, for top-k, at most; where there are more, the slow way is gone."""
+_WARPS = 8
+
+
+@triton.jit
+def _mix64(x):
+    """As in `quire.kernels.noise`."""
+    x += 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def _key(controls, row):
+    """The key of a row's noise, its two halves as int32."""
+    seed = tl.load(controls + 8 * row).to(tl.uint32, bitcast=True).to(tl.uint64)
+    seed |= tl.load(controls + 8 * row + 1).to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+    position = tl.load(controls + 8 * row + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
+    position |= tl.load(controls + 8 * row + 3).to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+    key = _mix64(_mix64(seed) + position * 0x9E3779B97F4A7C15)
+    return key.to(tl.uint32).to(tl.int32, bitcast=True), (key >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _control(controls, row, place):
+    return tl.load(controls + 8 * row + place).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _temperature(controls, row, greedy_below):
+    """A row's, and whether there is one; 1 where not."""
+    temperature = _control(controls, row, 4)
+    return tl.where(temperature >= greedy_below, temperature, 1.0), temperature >= greedy_below
 
 
 @triton.jit
@@ -40,6 +82,23 @@ def _log1p(x):
 
 
 @triton.jit
+def _gumbel(ids, low, high):
+    return -tl.log(-_log1p(-_uniform(ids, low, high)))
+
+
+@triton.jit
+def _tile_of(x_row, tile, width, TILE: tl.constexpr):
+    ids = tile * TILE + tl.arange(0, TILE)
+    return tl.load(x_row + ids, mask=ids < width, other=float("-inf")), ids
+
+
+@triton.jit
+def _mass(x, greatest, temperature):
+    """The probabilities of logits, the greatest one's taken for 1."""
+    return tl.exp2((x - greatest) * (1.4426950408889634 / temperature))
+
+
+@triton.jit
 def _ordered(x):
     """The bits of a float32 as a uint32 of the same order."""
     bits = x.to(tl.uint32, bitcast=True)
@@ -47,128 +106,474 @@ def _ordered(x):
 
 
 @triton.jit
-def _greatest(x_row, temperature, bound, width, k, BLOCK: tl.constexpr):
+def _from_ordered(bits):
+    bits = tl.where(bits >> 31 == 1, bits ^ 0x80000000, bits ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _kth(x, k):
+    """The k-th greatest of `x`, bit by bit; minus infinity where there are fewer."""
+    keys = _ordered(x)
+    known = tl.full([], 0, tl.uint32)
+    for step in range(32):
+        trial = known | (tl.full([], 1, tl.uint32) << (31 - step))
+        known = tl.where(tl.sum((keys >= trial).to(tl.int32), axis=0) >= k, trial, known)
+    return tl.where(known == 0, float("-inf"), _from_ordered(known))
+
+
+@triton.jit
+def _kth_of_row(x_row, bound, width, tiles, k, TILE: tl.constexpr):
     """The k-th greatest logit that is at least `bound`, or `bound` where there are fewer: its bits, 8 at a time."""
-    lane, digits = tl.arange(0, BLOCK), tl.arange(0, 256)
+    digits = tl.arange(0, 256)
     known = tl.full([], 0, tl.uint32)
     left = k
     for step in tl.static_range(4):
         shift = 24 - 8 * step
         counts = tl.zeros([256], tl.int32)
-        for start in range(0, width, BLOCK):
-            inside = start + lane < width
-            x = tl.load(x_row + start + lane, mask=inside, other=float("-inf")) / temperature
+        for tile in range(tiles):
+            x, ids = _tile_of(x_row, tile, width, TILE)
             key = _ordered(x)
             # The digits before this one are those that are known; the first has none before it.
             fits = (key >> shift) >> 8 == (known >> shift) >> 8
-            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=inside & fits & (x >= bound))
+            counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=(ids < width) & fits & (x >= bound))
         reached = tl.cumsum(counts, axis=0, reverse=True)  # logits of this digit or a greater one
         digit = tl.max(tl.where(reached >= left, digits, -1), axis=0)
         left = tl.where(digit < 0, 0, left - tl.sum(tl.where(digits > digit, counts, 0), axis=0))  # 0: there are fewer
         known = known | (tl.maximum(digit, 0).to(tl.uint32) << shift)
-    bits = tl.where(known >> 31 == 1, known ^ 0x80000000, known ^ 0xFFFFFFFF)
-    kth = bits.to(tl.float32, bitcast=True)
-    return tl.where(left > 0, tl.maximum(kth, bound), bound)
+    return tl.where(left > 0, tl.maximum(_from_ordered(known), bound), bound)
 
 
 @triton.jit
-def _sample_kernel(
+def _tiles_kernel(
     logits,
     row_stride,
-    rows,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    keys,
-    out,
+    controls,
+    greedy_below,
     width,
-    BLOCK: tl.constexpr,
+    sums,
+    groups,
+    GROUPED: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    """Draw for the row `rows[program]`; the controls are by program, `keys` those of the noise `[programs, 2]`."""
-    program = tl.program_id(0)
-    row = tl.load(rows + program)
-    x_row = logits + row * row_stride
-    temperature, top_p = tl.load(temperatures + program), tl.load(top_ps + program)
-    top_k, min_p = tl.load(top_ks + program).to(tl.int32), tl.load(min_ps + program)
-    low, high = tl.load(keys + 2 * program), tl.load(keys + 2 * program + 1)
-    lane = tl.arange(0, BLOCK)
+    """Of a tile: its greatest logit, where that is, and the probabilities' sum, the greatest's taken for 1."""
+    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    x, _ids = _tile_of(logits + row * row_stride, tile, width, TILE)
+    temperature, _is_drawn = _temperature(controls, row, greedy_below)
+    greatest, place = tl.max(x, axis=0, return_indices=True)
+    base = tl.where(greatest == float("-inf"), 0.0, greatest)
+    to = sums + (row * tiles + tile) * 3
+    tl.store(to, greatest)
+    tl.store(to + 1, tl.sum(_mass(x, base, temperature), axis=0))
+    tl.store(to + 2, (tile * TILE + place).to(tl.float32))
+    if GROUPED:
+        of_groups = tl.max(tl.reshape(x, [GROUPS, TILE // GROUPS]), axis=1)
+        tl.store(groups + (row * tiles + tile) * GROUPS + tl.arange(0, GROUPS), of_groups)
 
-    greatest = float("-inf")
-    for start in range(0, width, BLOCK):
-        x = tl.load(x_row + start + lane, mask=start + lane < width, other=float("-inf"))
-        greatest = tl.maximum(greatest, tl.max(x, axis=0))
-    greatest = greatest / temperature
-    # Everything at least `bound` is left: that of min-p, then raised by top-k.
+
+@triton.jit
+def _begin_kernel(
+    logits,
+    row_stride,
+    controls,
+    greedy_below,
+    width,
+    tiles,
+    sums,
+    groups,
+    facts,
+    states,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    """A row's facts: its greatest logit, the sum that top-p is a part of, and what the k greatest all reach.
+
+    Its first state, too: the bound, whether that itself is struck out, whether the token is known, and the token.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, TILES)
+    at, inside = sums + (row * tiles + number) * 3, number < tiles
+    of_tiles = tl.load(at, mask=inside, other=float("-inf"))
+    greatest, first = tl.max(of_tiles, axis=0, return_indices=True)
+    token = tl.load(sums + (row * tiles + first) * 3 + 2)
+    temperature, is_drawn = _temperature(controls, row, greedy_below)
+    top_p, min_p = _control(controls, row, 5), _control(controls, row, 6)
+    top_k = tl.load(controls + 8 * row + 7)
+    base = tl.where(greatest == float("-inf"), 0.0, greatest)
+    share = tl.sum(tl.load(at + 1, mask=inside, other=0.0) * _mass(of_tiles, base, temperature), axis=0)
     bound = float("-inf")
     if min_p > 0.0:
-        bound = greatest + tl.log(min_p)
-    share = 0.0
-    if (top_k > 0) & (top_k < width):
-        bound = _greatest(x_row, temperature, bound, width, top_k, BLOCK)
-    if top_p < 1.0:
-        # The sum over the k likeliest: of the last one's equals, only so many as are among them.
-        above = 0
-        for start in range(0, width, BLOCK):
-            x = tl.load(x_row + start + lane, mask=start + lane < width, other=float("-inf")) / temperature
-            is_above = x > bound if bound > float("-inf") else x >= bound
-            above += tl.sum((is_above & (start + lane < width)).to(tl.int32), axis=0)
-            share += tl.sum(tl.where(is_above, tl.exp(x - greatest), 0.0), axis=0)
-        if bound > float("-inf"):
-            ties = 0
-            for start in range(0, width, BLOCK):
-                x = tl.load(x_row + start + lane, mask=start + lane < width, other=float("-inf")) / temperature
-                ties += tl.sum((x == bound).to(tl.int32), axis=0)
-            if (top_k > 0) & (top_k < width):
-                ties = tl.minimum(ties, tl.maximum(top_k - above, 0))
-            share += ties * tl.exp(bound - greatest)
+        bound = greatest + temperature * tl.log(min_p)
+    is_top_k = (top_k > 0) & (top_k < width)
+    if is_drawn & (min_p > 0.0) & (top_p < 1.0) & (is_top_k == 0):
+        share = 0.0
+        for tile in range(tiles):
+            x, _ids = _tile_of(logits + row * row_stride, tile, width, TILE)
+            share += tl.sum(tl.where(x >= bound, _mass(x, base, temperature), 0.0), axis=0)
+    floor = bound
+    if GROUPED:
+        if is_drawn & is_top_k:
+            group = tl.arange(0, TILES * GROUPS)
+            is_group = group < tiles * GROUPS
+            of_groups = tl.load(groups + row * tiles * GROUPS + group, mask=is_group, other=float("-inf"))
+            floor = tl.maximum(bound, _kth(of_groups, top_k))
+    tl.store(facts + 3 * row, base)
+    tl.store(facts + 3 * row + 1, share)
+    tl.store(facts + 3 * row + 2, floor)
+    tl.store(states + 4 * row, bound)
+    tl.store(states + 4 * row + 1, 0.0)
+    tl.store(states + 4 * row + 2, tl.where(is_drawn, 0.0, 1.0))
+    tl.store(states + 4 * row + 3, token)
 
-    token = 0
-    is_left = 0
-    strict = 0  # whether the bound itself is struck out
-    while is_left == 0:
-        best, best_x = float("-inf"), float("-inf")
-        token = 0
-        for start in range(0, width, BLOCK):
-            ids = start + lane
-            inside = ids < width
-            x = tl.load(x_row + ids, mask=inside, other=float("-inf")) / temperature
-            noise = -tl.log(-_log1p(-_uniform(ids, low, high)))
-            allowed = inside & (x >= bound) & ((x > bound) | (strict == 0))
-            noisy = tl.where(allowed, x + noise, float("-inf"))
-            top = tl.max(noisy, axis=0)
-            if top > best:
-                place = tl.min(tl.where(noisy == top, lane, BLOCK), axis=0)
-                best, token = top, start + place
-                best_x = tl.max(tl.where(lane == place, x, float("-inf")), axis=0)
-        is_left = 1
-        if (top_p < 1.0) & (best > float("-inf")):
-            over = 0.0
-            for start in range(0, width, BLOCK):
-                x = tl.load(x_row + start + lane, mask=start + lane < width, other=float("-inf")) / temperature
-                over += tl.sum(tl.where(x > best_x, tl.exp(x - greatest), 0.0), axis=0)
-            if (over >= top_p * share) & (best_x < greatest):
-                is_left = 0
-                bound = best_x
-                strict = 1
-    tl.store(out + row, token)
+
+@triton.jit
+def _gather_kernel(
+    logits,
+    row_stride,
+    controls,
+    width,
+    facts,
+    states,
+    gathered,
+    places,
+    counts,
+    TILE: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    """The logits of a tile that may be among a row's k greatest, and their ids, rising."""
+    row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    top_k = tl.load(controls + 8 * row + 7)
+    if (tl.load(states + 4 * row + 2) == 0.0) & (top_k > 0) & (top_k < width):
+        x, ids = _tile_of(logits + row * row_stride, tile, width, TILE)
+        is_in = (ids < width) & (x >= tl.load(facts + 3 * row + 2))
+        place = tl.cumsum(is_in.to(tl.int32), axis=0) - 1
+        to = (row * tiles + tile) * GATHERED + place
+        tl.store(gathered + to, x, mask=is_in & (place < GATHERED))
+        tl.store(places + to, ids, mask=is_in & (place < GATHERED))
+        tl.store(counts + row * tiles + tile, tl.sum(is_in.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _choose_kernel(
+    logits,
+    row_stride,
+    controls,
+    greedy_below,
+    width,
+    tiles,
+    facts,
+    states,
+    gathered,
+    places,
+    counts,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    GATHERED: tl.constexpr,
+):
+    """The token of a row with top-k, out of what was gathered; if that is too much, its bound and its sum only."""
+    row = tl.program_id(0).to(tl.int64)
+    top_k = tl.load(controls + 8 * row + 7)
+    if (tl.load(states + 4 * row + 2) == 0.0) & (top_k > 0) & (top_k < width):
+        temperature, _is_drawn = _temperature(controls, row, greedy_below)
+        top_p, greatest, bound = _control(controls, row, 5), tl.load(facts + 3 * row), tl.load(states + 4 * row)
+        number = tl.arange(0, TILES)
+        most = tl.max(tl.load(counts + row * tiles + number, mask=number < tiles, other=0), axis=0)
+        if most <= GATHERED:
+            place = tl.arange(0, TILES * GATHERED)
+            of = place // GATHERED
+            count = tl.load(counts + row * tiles + of, mask=of < tiles, other=0)
+            is_in = place % GATHERED < count
+            x = tl.load(gathered + row * tiles * GATHERED + place, mask=is_in, other=float("-inf"))
+            ids = tl.load(places + row * tiles * GATHERED + place, mask=is_in, other=0)
+            bound = tl.maximum(bound, _kth(x, top_k))
+            # The sum over the k likeliest: of the last one's equals, only so many as are among them.
+            above = tl.sum((x > bound).to(tl.int32), axis=0)
+            ties = tl.minimum(tl.sum((is_in & (x == bound)).to(tl.int32), axis=0), top_k - above)
+            share = tl.sum(tl.where(x > bound, _mass(x, greatest, temperature), 0.0), axis=0)
+            share += tl.where(ties > 0, ties * _mass(bound, greatest, temperature), 0.0)
+            low, high = _key(controls, row)
+            noisy = tl.where(x >= bound, x / temperature + _gumbel(ids, low, high), float("-inf"))
+            is_left = 0
+            token = tl.full([], 0, tl.int32)
+            while is_left == 0:
+                best, at = tl.max(noisy, axis=0, return_indices=True)
+                best_x = tl.max(tl.where(place == at, x, float("-inf")), axis=0)
+                token = tl.max(tl.where(place == at, ids, 0), axis=0)
+                is_left = 1
+                if (top_p < 1.0) & (best_x < greatest) & (best > float("-inf")):
+                    over = tl.sum(tl.where(x > best_x, _mass(x, greatest, temperature), 0.0), axis=0)
+                    if over >= top_p * share:
+                        is_left = 0
+                        noisy = tl.where(x > best_x, noisy, float("-inf"))
+            tl.store(states + 4 * row + 2, 1.0)
+            tl.store(states + 4 * row + 3, token.to(tl.float32))
+        else:
+            x_row = logits + row * row_stride
+            bound = _kth_of_row(x_row, bound, width, tiles, top_k, TILE)
+            share = 0.0
+            above, ties = 0, 0
+            for tile in range(tiles):
+                x, _ids = _tile_of(x_row, tile, width, TILE)
+                share += tl.sum(tl.where(x > bound, _mass(x, greatest, temperature), 0.0), axis=0)
+                above += tl.sum((x > bound).to(tl.int32), axis=0)
+                ties += tl.sum((x == bound).to(tl.int32), axis=0)
+            if bound > float("-inf"):
+                share += tl.minimum(ties, tl.maximum(top_k - above, 0)) * _mass(bound, greatest, temperature)
+            tl.store(states + 4 * row, bound)
+            tl.store(facts + 3 * row + 1, share)
+
+
+@triton.jit
+def _draw(x_row, tile, width, bound, strict, temperature, low, high, TILE: tl.constexpr):
+    """The greatest noisy logit of what may be left of a tile, its logit and its id, which is the lowest of equals.
+
+    No noise is computed for what cannot be the greatest: it is at most `-log(u)` of its uniform number, and a float's
+    bits are below its logarithm.
+    """
+    x, ids = _tile_of(x_row, tile, width, TILE)
+    allowed = ((x > bound) | (x == tl.where(strict == 0.0, bound, float("inf")))) & (x > float("-inf"))
+    scaled = tl.where(allowed, x, 0.0) / temperature
+    low_log2 = _uniform(ids, low, high).to(tl.int32, bitcast=True).to(tl.float32) * 1.1920928955078125e-07 - 127.0
+    upper = scaled - 0.6931471805599453 * low_log2 + (1e-6 * tl.abs(scaled) + 1e-4)
+    upper = tl.where(allowed, upper, float("-inf"))
+    best, best_x, token = float("-inf"), float("-inf"), tl.full([], 0, tl.int32)
+    most, place = tl.max(upper, axis=0, return_indices=True)
+    while most > best:
+        this = tile * TILE + place
+        this_x = tl.load(x_row + this)
+        noisy = this_x / temperature + _gumbel(this, low, high)
+        is_better = (noisy > best) | ((noisy == best) & (this < token))
+        best, best_x = tl.where(is_better, noisy, best), tl.where(is_better, this_x, best_x)
+        token = tl.where(is_better, this, token)
+        upper = tl.where(ids == this, float("-inf"), upper)
+        most, place = tl.max(upper, axis=0, return_indices=True)
+    return best, best_x, token
+
+
+@triton.jit
+def _drawn(draws, row, tiles, TILES: tl.constexpr):
+    """What was drawn of a row: the noisy logit, the logit and the id; the lowest of equals."""
+    number = tl.arange(0, TILES)
+    noisy = tl.load(draws + (row * tiles + number) * 3, mask=number < tiles, other=float("-inf"))
+    best, first = tl.max(noisy, axis=0, return_indices=True)
+    at = draws + (row * tiles + first) * 3
+    return best, tl.load(at + 1), tl.load(at + 2)
+
+
+@triton.jit
+def _after(states, draws, masses, facts, controls, row, tiles, TILES: tl.constexpr):
+    """A row's state after a round: the token stands unless top-p has struck it out."""
+    bound, strict = tl.load(states + 4 * row), tl.load(states + 4 * row + 1)
+    is_known, token = tl.load(states + 4 * row + 2), tl.load(states + 4 * row + 3)
+    if is_known == 0.0:
+        best, best_x, drawn = _drawn(draws, row, tiles, TILES)
+        top_p, greatest, share = _control(controls, row, 5), tl.load(facts + 3 * row), tl.load(facts + 3 * row + 1)
+        over = 0.0
+        if top_p < 1.0:
+            number = tl.arange(0, TILES)
+            over = tl.sum(tl.load(masses + row * tiles + number, mask=number < tiles, other=0.0), axis=0)
+        is_out = (top_p < 1.0) & (best > float("-inf")) & (over >= top_p * share) & (best_x < greatest)
+        bound, strict = tl.where(is_out, best_x, bound), tl.where(is_out, 1.0, strict)
+        is_known = tl.where(is_out, 0.0, 1.0)
+        token = tl.where(best > float("-inf"), drawn, 0.0)
+    return bound, strict, is_known, token
+
+
+@triton.jit
+def _draw_kernel(
+    logits,
+    row_stride,
+    controls,
+    greedy_below,
+    width,
+    facts,
+    states,
+    draws,
+    masses,
+    round_,
+    FIRST: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Draw from a tile, in a round; what the rounds before have come to is found first, by every tile alike."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows, tiles = tl.num_programs(0), tl.num_programs(1)
+    states += 4 * rows * round_
+    draws += 3 * rows * tiles * round_
+    masses += rows * tiles * round_
+    if FIRST:
+        bound, strict = tl.load(states + 4 * row), tl.load(states + 4 * row + 1)
+        is_known = tl.load(states + 4 * row + 2)
+    else:
+        bound, strict, is_known, token = _after(
+            *(states - 4 * rows, draws - 3 * rows * tiles, masses - rows * tiles, facts, controls, row, tiles), TILES
+        )
+        if tile == 0:
+            tl.store(states + 4 * row, bound)
+            tl.store(states + 4 * row + 1, strict)
+            tl.store(states + 4 * row + 2, is_known)
+            tl.store(states + 4 * row + 3, token)
+    if is_known == 0.0:
+        temperature, _is_drawn = _temperature(controls, row, greedy_below)
+        low, high = _key(controls, row)
+        best, best_x, drawn = _draw(logits + row * row_stride, tile, width, bound, strict, temperature, low, high, TILE)
+        to = draws + (row * tiles + tile) * 3
+        tl.store(to, best)
+        tl.store(to + 1, best_x)
+        tl.store(to + 2, drawn.to(tl.float32))
+
+
+@triton.jit
+def _weigh_kernel(
+    logits,
+    row_stride,
+    controls,
+    greedy_below,
+    width,
+    facts,
+    states,
+    draws,
+    masses,
+    round_,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """What of a tile is likelier than what was drawn in this round, for rows with top-p."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    rows, tiles = tl.num_programs(0), tl.num_programs(1)
+    if (tl.load(states + 4 * (rows * round_ + row) + 2) == 0.0) & (_control(controls, row, 5) < 1.0):
+        x, _ids = _tile_of(logits + row * row_stride, tile, width, TILE)
+        temperature, _is_drawn = _temperature(controls, row, greedy_below)
+        _noisy, best_x, _token = _drawn(draws + 3 * rows * tiles * round_, row, tiles, TILES)
+        over = tl.sum(tl.where(x > best_x, _mass(x, tl.load(facts + 3 * row), temperature), 0.0), axis=0)
+        tl.store(masses + rows * tiles * round_ + row * tiles + tile, over)
+
+
+@triton.jit
+def _finish_kernel(
+    logits,
+    row_stride,
+    controls,
+    greedy_below,
+    width,
+    tiles,
+    facts,
+    states,
+    draws,
+    masses,
+    out,
+    rounds,
+    DRAWN: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The tokens. A row whose token is not known after all rounds goes on by itself."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    if DRAWN:
+        last = rounds - 1
+        bound, strict, is_known, token = _after(
+            *(states + 4 * rows * last, draws + 3 * rows * tiles * last, masses + rows * tiles * last),
+            *(facts, controls, row, tiles, TILES),
+        )
+    else:
+        bound, strict = tl.load(states + 4 * row), tl.load(states + 4 * row + 1)
+        is_known, token = tl.load(states + 4 * row + 2), tl.load(states + 4 * row + 3)
+    if is_known == 0.0:
+        x_row = logits + row * row_stride
+        temperature, _is_drawn = _temperature(controls, row, greedy_below)
+        low, high = _key(controls, row)
+        top_p, greatest, share = _control(controls, row, 5), tl.load(facts + 3 * row), tl.load(facts + 3 * row + 1)
+        number = tl.arange(0, TILES)
+        while is_known == 0.0:
+            best, best_x, drawn = float("-inf"), float("-inf"), tl.full([], 0, tl.int32)
+            for tile in range(tiles):
+                noisy, noisy_x, place = _draw(x_row, tile, width, bound, strict, temperature, low, high, TILE)
+                best_x, drawn = tl.where(noisy > best, noisy_x, best_x), tl.where(noisy > best, place, drawn)
+                best = tl.maximum(best, noisy)
+            over = tl.zeros([TILES], tl.float32)
+            if top_p < 1.0:
+                for tile in range(tiles):
+                    x, _ids = _tile_of(x_row, tile, width, TILE)
+                    of_tile = tl.sum(tl.where(x > best_x, _mass(x, greatest, temperature), 0.0), axis=0)
+                    over = tl.where(number == tile, of_tile, over)
+            token = drawn.to(tl.float32)
+            is_out = (top_p < 1.0) & (best > float("-inf")) & (best_x < greatest)
+            is_out = is_out & (tl.sum(over, axis=0) >= top_p * share)
+            bound, strict = tl.where(is_out, best_x, bound), tl.where(is_out, 1.0, strict)
+            is_known = tl.where(is_out, 0.0, 1.0)
+    tl.store(out + row, token.to(tl.int64))
 
 
 def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     """See `quire.kernels.reference`."""
-    tokens = logits.argmax(dim=-1)
-    drawn = torch.nonzero(temperature >= GREEDY_BELOW)[:, 0]
-    if not len(drawn):
-        return tokens
+    drawn = temperature >= GREEDY_BELOW
+    if not bool(drawn.any()):
+        return logits.argmax(dim=-1)
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
-    key = _mix64(_mix64(seeds[drawn]) + positions[drawn] * (0x9E3779B97F4A7C15 - 2**64))
-    keys = torch.stack((key.to(torch.int32), (key >> 32).to(torch.int32)), dim=1)
-    controls = (drawn, temperature[drawn], top_k[drawn], top_p[drawn], min_p[drawn], keys)
-    rows, *rest = (control.to(logits.device, non_blocking=True) for control in controls)
-    _sample_kernel[(len(drawn),)](
-        logits, logits.stride(0), rows, *rest, tokens, logits.shape[1], BLOCK=_BLOCK, num_warps=8
+    (rows, width), device = logits.shape, logits.device
+    tiles = triton.cdiv(width, _TILE)
+    many, warps = triton.next_power_of_2(tiles), {"num_warps": _WARPS}
+    host = torch.empty((rows, 8), dtype=torch.int32, pin_memory=device.type == "cuda")
+    host.view(torch.int64)[:, 0], host.view(torch.int64)[:, 1] = seeds, positions
+    for place, control in enumerate((temperature, top_p, min_p), start=4):
+        host.view(torch.float32)[:, place] = control
+    host[:, 7] = top_k.clamp(0, width)
+    controls = host.to(device, non_blocking=True)
+
+    is_top_k = drawn & (top_k > 0) & (top_k < width)
+    is_top_p = bool((top_p[drawn] < 1.0).any())
+    rest = top_p[drawn & ~is_top_k]
+    rounds = 0 if not len(rest) else _rounds(float(rest.min()))
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, device=device)
+
+    sums, facts, states = floats(rows, tiles, 3), floats(rows, 3), floats(rounds + 1, rows, 4)
+    draws, masses = floats(max(1, rounds), rows, tiles, 3), floats(max(1, rounds), rows, tiles)
+    is_grouped = bool(is_top_k.any())
+    groups = floats(rows, tiles, _GROUPS) if is_grouped else sums
+    source = (logits, logits.stride(0), controls)
+    _tiles_kernel[(rows, tiles)](
+        *(*source, GREEDY_BELOW, width, sums, groups), GROUPED=is_grouped, TILE=_TILE, GROUPS=_GROUPS, **warps
+    )
+    _begin_kernel[(rows,)](
+        *(*source, GREEDY_BELOW, width, tiles, sums, groups, facts, states),
+        **{"TILE": _TILE, "TILES": many, "GROUPS": _GROUPS, "GROUPED": is_grouped},
+        **warps,
+    )
+    if is_grouped:
+        gathered, places = floats(rows, tiles, _GATHERED), torch.empty_like(groups, dtype=torch.int32)
+        counts = torch.empty((rows, tiles), dtype=torch.int32, device=device)
+        _gather_kernel[(rows, tiles)](
+            *(*source, width, facts, states, gathered, places, counts), TILE=_TILE, GATHERED=_GATHERED, **warps
+        )
+        _choose_kernel[(rows,)](
+            *(*source, GREEDY_BELOW, width, tiles, facts, states, gathered, places, counts),
+            **{"TILE": _TILE, "TILES": many, "GATHERED": _GATHERED},
+            **warps,
+        )
+    sizes = {"TILE": _TILE, "TILES": many}
+    for number in range(rounds):
+        common = (*source, GREEDY_BELOW, width, facts, states, draws, masses, number)
+        _draw_kernel[(rows, tiles)](*common, FIRST=number == 0, **sizes, **warps)
+        if is_top_p:
+            _weigh_kernel[(rows, tiles)](*common, **sizes, **warps)
+    tokens = torch.empty(rows, dtype=torch.int64, device=device)
+    _finish_kernel[(rows,)](
+        *(*source, GREEDY_BELOW, width, tiles, facts, states, draws, masses, tokens, rounds),
+        DRAWN=rounds > 0,
+        **sizes,
+        **warps,
     )
     return tokens
+
+
+def _rounds(top_p: float) -> int:
+    """In how many rounds nearly all rows have their token: one fails n times with about `(1 - top_p)^n / n!`."""
+    return 1 if top_p >= 1.0 else 3 if top_p > 0.8 else 5

@@ -88,7 +88,9 @@ def run_all() -> None:
         many = x.repeat(256, 1)
         platform.fused_experts(many, torch.ones(1024, 2), torch.zeros(1024, 2, dtype=torch.int64), *matrices, "silu")
     ones, whole = torch.ones(3), torch.ones(3, dtype=torch.int64)
-    platform.sample(torch.zeros(3, 128_256), ones, whole, ones, ones, whole, whole)
+    for vocab in (128_256, 262_144):
+        for top_k in (0, 20):
+            platform.sample(torch.zeros(3, vocab), ones, whole * top_k, 0.9 * ones, ones, whole, whole)
 
 
 def main() -> None:

@@ -196,6 +196,28 @@ def test_few_values_with_many_ties_are_drawn_alike() -> None:
         assert torch.equal(found, expected)
 
 
+def test_the_ways_to_a_token_that_are_not_the_usual_ones() -> None:
+    """More than is gathered for top-k, many rounds for top-p, and top-p of what min-p leaves."""
+    logits = torch.cat((torch.zeros(9, 4100), torch.full((9, 100), 1.0), torch.randn(9, 4000)), dim=1)
+    top_k, top_p, min_p = torch.zeros(9, dtype=torch.int64), torch.ones(9), torch.zeros(9)
+    top_k[:3], top_p[1:6], min_p[5:] = torch.tensor([90, 110, 4200]), torch.tensor([0.9, 0.4, 1e-6, 0.02, 0.5]), 0.3
+    found, expected = test_sampling.both(logits, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties"])
+def test_arg_max_beside_draws_goes_to_the_lowest_id(kind: str) -> None:
+    logits = test_sampling.shaped(kind, 9, 4200)
+    found, expected = test_sampling.both(logits, temperature=torch.tensor([0.0, 0.0, 0.8]).repeat(3))
+    assert torch.equal(found, expected)
+
+
+def test_rows_may_be_a_part_of_wider_ones() -> None:
+    wide = torch.randn(9, 70)
+    found, expected = test_sampling.both(wide[:, 3:60], top_k=torch.full((9,), 7))
+    assert torch.equal(found, expected)
+
+
 def test_the_check_passes_what_is_right_and_names_what_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -232,6 +254,16 @@ def test_every_kernel_compiles_for_hopper() -> None:
     *variants, last = done.stdout.splitlines()
     assert last == f"{len(variants)} kernels compiled for sm_90"
     names = {line.split()[0] for line in variants}
-    assert len(names) == 8, names
-    for name in names - {"_sample_kernel", "_join_kernel"}:  # whose first argument is float32 always
+    assert len(names) == 14, names
+    of_float32 = {
+        "_join",
+        "_tiles",
+        "_begin",
+        "_gather",
+        "_choose",
+        "_draw",
+        "_weigh",
+        "_finish",
+    }  # their first argument
+    for name in names - {f"{name}_kernel" for name in of_float32}:
         assert {line.split()[1] for line in variants if line.startswith(name)} == {"fp32", "bf16", "fp16"}
