@@ -20,7 +20,6 @@ from collections import deque
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import torch
 
 from quire.engine.architecture import Architecture, Attention, FeedForward, Layer, Norm
@@ -100,7 +99,7 @@ def measure(requests: int, steps: int) -> dict[str, float]:
         scheduler.add(Submit(0, request_id, prompt, SamplingParams(max_tokens=None, temperature=0.0)))
     parts: dict[str, list[float]] = {name: [] for name in (*PARTS, "step", "worker")}
     in_flight: deque[StepPlan] = deque()
-    clock, cpu = time.perf_counter, torch.device("cpu")
+    clock = time.perf_counter
     gc.collect()
     gc.freeze()
     while len(parts["step"]) < steps:
@@ -112,9 +111,9 @@ def measure(requests: int, steps: int) -> dict[str, float]:
         times.append(clock())
         worker = -clock()
         rows = states.apply(decode(message))
-        states.batch(rows, cpu)
+        _, places = states.batch(rows)
         states.advance(rows)
-        states.keep(rows.slots[rows.sampling], np.full(len(rows.sampling), 7))
+        states.keep(rows, places, torch.full((len(rows.sampling),), 7))
         worker += clock()
         in_flight.append(plan)
         if len(in_flight) < DEPTH:

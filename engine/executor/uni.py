@@ -9,11 +9,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.config import EngineConfig
 from quire.engine.executor import Pending, WorkerError, patience
 from quire.engine.messages import StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from quire.engine.worker.transfer import Launched
 
 T = TypeVar("T")
 
@@ -33,7 +36,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Running:
-    """A step that the rank's thread runs; what it raises comes out of `result`."""
+    """A step that the rank's thread launches; what goes wrong comes out of `result`."""
 
     future: Future[StepResult | None]
     timeout: float
@@ -50,7 +53,10 @@ class Running:
 
 
 class UniExecutor:
-    """Runs plans inside `submit`; or, when several may be in flight, in a thread that all of the rank lives in."""
+    """Runs plans inside `submit`; or, when several may be in flight, in a thread that all of the rank lives in.
+
+    Another thread then waits for the device, while the rank's launches what comes next.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         begun = time.perf_counter()
@@ -58,21 +64,25 @@ class UniExecutor:
         from quire.engine.worker.worker import Worker
 
         imported = time.perf_counter()
-        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._work: SimpleQueue[tuple[Callable[[], None], Future[Any]] | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[Launched, Future[StepResult | None]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
         load = partial(Worker, config, rank=0, init_method=config.parallel.init_method)
         if config.scheduler.depth == 1:
             self._worker = load()
         else:
-            self._thread = threading.Thread(target=self._run, daemon=True, name="quire-rank-0")
-            self._thread.start()
+            for run, name in (self._run, "quire-rank-0"), (self._finish, "quire-results"):
+                self._threads.append(threading.Thread(target=run, daemon=True, name=name))
+                self._threads[-1].start()
             self._worker = self._in_thread(load).result()
         self.seconds = {"import torch": imported - begun, **self._worker.seconds}
 
     def submit(self, plan: StepPlan) -> Pending:
-        if self._thread is not None:
-            return Running(self._in_thread(partial(self._worker.execute, plan)), patience(plan, self.config))
-        result = self._worker.execute(plan)
+        if self._threads:
+            future: Future[StepResult | None] = Future()
+            self._work.put((partial(self._launch, plan, future), future))
+            return Running(future, patience(plan, self.config))
+        result = self._worker.launch(plan).result()
         assert result is not None
         return Done(result)
 
@@ -81,20 +91,34 @@ class UniExecutor:
 
     def close(self, reason: str = "") -> None:
         """A thread that hangs is left to the end of the process."""
-        if self._thread is not None:
+        if self._threads:
             self._work.put(None)
-            self._thread.join(_GRACE)
+            deadline = time.monotonic() + _GRACE
+            for thread in self._threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
         self._worker.close()
 
     def _in_thread(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
-        self._work.put((work, future))
+        self._work.put((lambda: future.set_result(work()), future))
         return future
+
+    def _launch(self, plan: StepPlan, future: Future[StepResult | None]) -> None:
+        self._launched.put((self._worker.launch(plan), future))
 
     def _run(self) -> None:
         while (entry := self._work.get()) is not None:
             work, future = entry
             try:
-                future.set_result(work())
+                work()
+            except BaseException as error:
+                future.set_exception(error)
+        self._launched.put(None)
+
+    def _finish(self) -> None:
+        while (entry := self._launched.get()) is not None:
+            launched, future = entry
+            try:
+                future.set_result(launched.result())
             except BaseException as error:
                 future.set_exception(error)

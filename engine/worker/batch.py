@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from quire.engine.layers.attention import Batch, HostRows
 from quire.engine.messages import NewRequest, SamplingParams, StepPlan
+from quire.engine.worker.transfer import send
 
 Ints = npt.NDArray[np.int64]
+Numbers = TypeVar("Numbers", Ints, Tensor)
+_NONE: Ints = np.empty(0, np.int64)
 
 _CONTROLS = np.dtype(
     [
@@ -47,12 +50,41 @@ class Rows:
 
 
 class RequestStates:
-    """What is known of each running request, by slot. Every rank holds the same."""
+    """What is known of each running request, by slot. Every rank holds the same.
 
-    def __init__(self, slots: int, max_length: int, block_size: int, groups: int = 1) -> None:
-        self._block_size, self._groups = block_size, groups
-        self.tokens = np.zeros((slots, max_length), np.int32)
-        self.block_tables = [np.zeros((slots, -(-max_length // block_size)), np.int32) for _ in range(groups)]
+    Tokens and block tables lie on the device, where sampled tokens go without coming by the host: the host knows how
+    many there are, and only those that plans tell. It writes what plans tell into memory of its own, and sends what
+    has changed with the next batch. A CPU's memory is the host's own, and nothing is sent.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        max_length: int,
+        block_size: int,
+        groups: int = 1,
+        device: torch.device | str = "cpu",
+        *,
+        is_shared: bool | None = None,
+    ) -> None:
+        """`is_shared`: whether the device's memory is the host's; None: on a CPU it is."""
+        self._block_size, self._groups, self._device = block_size, groups, torch.device(device)
+        self._slots, self._max_length, self._width = slots, max_length, -(-max_length // block_size)
+        self._tables_begin = slots * max_length
+        self._told = np.zeros(slots * (max_length + groups * self._width), np.int32)
+        """Tokens `[slots, max_length]`, then block tables `[groups, slots, width]`."""
+        self._is_shared = self._device.type == "cpu" if is_shared is None else is_shared
+        self.memory = torch.from_numpy(self._told)
+        """The same on the device, and beside it what was sampled."""
+        if not self._is_shared:
+            self.memory = torch.zeros(len(self._told), dtype=torch.int32, device=self._device)
+        shape = groups, slots, self._width
+        self._tables, self._device_tables = (
+            self._told[self._tables_begin :].reshape(shape),
+            self.memory[self._tables_begin :].view(shape),
+        )
+        self._changes: list[Ints] = []
+        """Places in the memory that were told of since the last batch."""
         self.num_prompt = np.zeros(slots, np.int64)
         self.num_known = np.zeros(slots, np.int64)
         self.num_computed = np.zeros(slots, np.int64)
@@ -73,11 +105,16 @@ class RequestStates:
             self._add(request)
         for row in plan.scheduled:
             if row.new_token_ids:
-                _extend(self.tokens, self.num_known, row.slot, row.new_token_ids)
+                self._extend_tokens(row.slot, row.new_token_ids)
             if row.new_block_ids:
                 self._extend_tables(row.slot, row.new_block_ids)
         if plan.token_ids:
-            self.keep(np.array(plan.decodes, np.int64), plan.token_ids)
+            slots = np.array(plan.decodes, np.int64)
+            places = self.places(slots, self.num_known[slots])
+            self._told[places] = plan.token_ids
+            self.num_known[slots] += 1
+            if not self._is_shared:
+                self._changes.append(places)
         slots = np.array(plan.decodes + [row.slot for row in plan.scheduled], np.int64)
         counts = np.ones(len(slots), np.int64)
         if plan.scheduled:
@@ -108,15 +145,19 @@ class RequestStates:
             begin = max(first, self.score_from[slot])
             end = max(begin, min(first + rows.counts[row], self.score_until[slot]))
             places.append(starts[row] - first + np.arange(begin, end))
-            following.append(self.tokens[slot, begin + 1 : end + 1].astype(np.int64))
+            place = slot * self._max_length  # of the prompt, which was told
+            following.append(self._told[place + begin + 1 : place + end + 1].astype(np.int64))
             counts.append(int(end - begin))
         return np.concatenate(places), np.concatenate(following), counts
 
-    def keep(self, slots: Ints, token_ids: Sequence[int] | Ints) -> None:
-        """One more known token for each of `slots`."""
-        places = self.num_known[slots]
-        self.tokens[slots, places] = token_ids
-        self.num_known[slots] = places + 1
+    def places(self, slots: Numbers, positions: Numbers) -> Numbers:
+        """Where in `memory` the tokens at these positions stand."""
+        return slots * self._max_length + positions
+
+    def keep(self, rows: Rows, places: Tensor, tokens: Tensor) -> None:
+        """One more known token for each row that samples: those on the device, at the places that `batch` gave."""
+        self.memory.index_copy_(0, places, tokens.int())
+        self.num_known[rows.slots[rows.sampling]] += 1
 
     def _add(self, request: NewRequest) -> None:
         slot, params = request.slot, request.params
@@ -125,7 +166,7 @@ class RequestStates:
         self.num_prompt[slot] = request.num_prompt_tokens
         self.num_computed[slot] = request.num_computed_tokens
         self.num_known[slot] = self.num_blocks[slot] = 0
-        _extend(self.tokens, self.num_known, slot, request.token_ids)
+        self._extend_tokens(slot, request.token_ids)
         self._extend_tables(slot, request.block_ids)
         is_scored = params.prompt_logprobs is not None
         self.score_from[slot] = request.num_scored_tokens
@@ -145,19 +186,29 @@ class RequestStates:
             -1 if params.logprobs is None else params.logprobs,
         )
 
+    def _extend_tokens(self, slot: int, token_ids: list[int]) -> None:
+        self._tell(slot * self._max_length + int(self.num_known[slot]), token_ids)
+        self.num_known[slot] += len(token_ids)
+
     def _extend_tables(self, slot: int, block_ids: list[int]) -> None:
         """Append blocks, of which each group takes one after the other."""
         begin, groups = int(self.num_blocks[slot]), self._groups
-        end = begin + len(block_ids) // groups
-        if groups == 1:
-            self.block_tables[0][slot, begin:end] = block_ids
-        else:
-            for group, table in enumerate(self.block_tables):
-                table[slot, begin:end] = block_ids[group::groups]
-        self.num_blocks[slot] = end
+        for group in range(groups):
+            place = self._tables_begin + (group * self._slots + slot) * self._width + begin
+            self._tell(place, block_ids if groups == 1 else block_ids[group::groups])
+        self.num_blocks[slot] = begin + len(block_ids) // groups
 
-    def batch(self, rows: Rows, device: torch.device, replica_tokens: tuple[int, ...] = ()) -> Batch:
-        """The rows' next tokens, in one transfer to the device. See `Batch.replica_tokens`."""
+    def _tell(self, begin: int, values: list[int]) -> None:
+        end = begin + len(values)
+        self._told[begin:end] = values
+        if not self._is_shared:
+            self._changes.append(np.arange(begin, end))
+
+    def batch(self, rows: Rows, replica_tokens: tuple[int, ...] = ()) -> tuple[Batch, Tensor]:
+        """The rows' next tokens, in one transfer to the device, and where in `memory` those go that they sample.
+
+        To be called once after each `apply` with rows, before `advance`. See `Batch.replica_tokens`.
+        """
         first = self.num_computed[rows.slots]
         lengths = first + rows.counts
         if rows.counts.max(initial=1) == 1:
@@ -168,28 +219,42 @@ class RequestStates:
             positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], rows.counts)
         blocks, offsets = np.divmod(positions, self._block_size)
         width = -(-int(lengths.max(initial=1)) // self._block_size)
-        slots = [table[owners, blocks] * self._block_size + offsets for table in self.block_tables]
-        host: tuple[npt.NDArray[np.integer[Any]], ...] = (
-            self.tokens[owners, positions],
+        sampling = rows.slots[rows.sampling]
+        changed = np.concatenate(self._changes) if self._changes else _NONE
+        self._changes.clear()
+        host = (
+            changed,
+            self._told[changed],
+            rows.slots,
+            self.places(owners, positions),
             positions,
             lengths,
             starts,
             starts[1:][rows.sampling] - 1,
-            *slots,
-            *[table[rows.slots, :width].ravel() for table in self.block_tables],
+            self.places(sampling, self.num_known[sampling]),
+            *[table[owners, blocks] * self._block_size + offsets for table in self._tables],
         )
-        sent = torch.from_numpy(np.concatenate(host)).to(device)
-        tokens, places, ends, query_starts, sampled, *by_group = sent.split_with_sizes([len(part) for part in host])
-        tables = [table.view(-1, width) for table in by_group[self._groups :]]
+        sent = send(np.concatenate(host), self._device).split_with_sizes([len(part) for part in host])
+        changed, told, slots, tokens, places, ends, query_starts, sampled, kept, *slots_of_groups = sent
+        if len(changed):
+            self.memory.index_copy_(0, changed, told.int())
+        tables = [table[:, :width].index_select(0, slots).long() for table in self._device_tables]
         batch = Batch(
-            *(tokens, places, by_group[0], tables[0], ends, query_starts, sampled),
+            token_ids=self.memory.index_select(0, tokens).long(),
+            positions=places,
+            slots=slots_of_groups[0],
+            block_tables=tables[0],
+            sequence_lengths=ends,
+            query_starts=query_starts,
+            sampled=sampled,
             replica_tokens=replica_tokens,
             host=HostRows(rows.counts, lengths),
         )
         if self._groups == 1:
-            return batch
-        others = zip(by_group[1 : self._groups], tables[1:], strict=True)
-        return replace(batch, others=tuple(replace(batch, slots=slots, block_tables=table) for slots, table in others))
+            return batch, kept
+        others = zip(slots_of_groups[1:], tables[1:], strict=True)
+        batch = replace(batch, others=tuple(replace(batch, slots=slots, block_tables=table) for slots, table in others))
+        return batch, kept
 
     def advance(self, rows: Rows) -> None:
         """The rows' tokens are computed."""
@@ -238,9 +303,3 @@ def halve(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
         return first, second
 
     return parts(batch)
-
-
-def _extend(table: npt.NDArray[np.int32], ends: Ints, slot: int, values: list[int]) -> None:
-    end = int(ends[slot])
-    table[slot, end : end + len(values)] = values
-    ends[slot] = end + len(values)

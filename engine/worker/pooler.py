@@ -53,14 +53,14 @@ class Pooler:
         self._seen: dict[int, _Seen] = {}
         """By slot, of the prompts that have begun."""
 
-    def pool_last(self, x: Tensor) -> list[bytes]:
-        """The vectors of prompts whose last tokens' hidden states are `x` `[rows, hidden_size]`."""
+    def pool_last(self, x: Tensor) -> Tensor:
+        """`[rows, size]`, the vectors of prompts whose last tokens' hidden states are `x` `[rows, hidden_size]`."""
         return self._finish(x.float())
 
-    def pool(self, x: Tensor, rows: Rows, states: RequestStates) -> list[bytes]:
-        """The vectors of the rows that end their prompt; `x` `[tokens, hidden_size]` is of all rows.
+    def pool(self, x: Tensor, rows: Rows, states: RequestStates) -> Tensor | None:
+        """`[rows, size]`, the vectors of the rows that end their prompt, if any do.
 
-        To be called before `states.advance`.
+        `x` `[tokens, hidden_size]` is of all rows. To be called before `states.advance`.
         """
         ends, pooled = set(rows.sampling.tolist()), []
         parts = torch.split(x.float(), rows.counts.tolist())
@@ -75,15 +75,15 @@ class Pooler:
                 pooled.append(torch.cat([_vector(mode, seen, part[-1]) for mode in self._modes]))
             else:
                 self._seen[slot] = seen
-        return self._finish(torch.stack(pooled)) if pooled else []
+        return self._finish(torch.stack(pooled)) if pooled else None
 
-    def _finish(self, x: Tensor) -> list[bytes]:
+    def _finish(self, x: Tensor) -> Tensor:
         for module, weights in self._modules:
             if weights is None or isinstance(module, str):
                 x = F.normalize(x, dim=-1)
             else:
                 x = _activate(module, F.linear(x, *weights))
-        return [vector.tobytes() for vector in x.cpu().numpy()]
+        return x
 
 
 def _vector(mode: Mode, seen: _Seen, last: Tensor) -> Tensor:

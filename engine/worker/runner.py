@@ -14,7 +14,7 @@ from quire import kernels
 from quire.engine.cache_groups import cache_specs, count_planes, place_layers
 from quire.engine.config import EngineConfig
 from quire.engine.layers.attention import Batch, LayerCache
-from quire.engine.messages import LOST_TOUCH, PromptLogprobs, StepPlan, StepResult, TokenLogprobs
+from quire.engine.messages import LOST_TOUCH, PromptLogprobs, StepPlan, StepResult
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loading import load_dense, load_model
@@ -23,6 +23,7 @@ from quire.engine.worker.balancer import Balancer
 from quire.engine.worker.batch import RequestStates, Rows, halve
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
+from quire.engine.worker.transfer import Array, Launched, Reading, send
 
 if TYPE_CHECKING:
     from quire.engine.models.by_transformers.decoder import TransformersDecoder
@@ -78,10 +79,10 @@ class Runner:
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
-        self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
-        self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups)
+        self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups, device)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
+        self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
 
     @property
     def receives(self) -> bool:
@@ -99,21 +100,30 @@ class Runner:
         if self._balancer is not None:
             self._balancer.settle()
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step of this stage. The first rank of the last stage returns the tokens, the others None."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin a step of this stage, behind those begun before it: on a GPU, this waits for none of them.
+
+        What it returns gives the step's result, which only the first rank of the last stage has.
+        """
+        tells = self._pipeline.is_last and self._tp.rank == 0
+        result = StepResult(plan.step, [-1] * plan.num_rows) if tells else None
         if self._replicas is None:
-            return self._run(plan, ())
+            return Launched(result, self._run(plan, (), result), self._device)
         try:
             replica_tokens, is_active = self._agree(plan, self._replicas)
-            result = self._run(plan, replica_tokens)
+            readings = self._run(plan, replica_tokens, result)
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 raise RuntimeError(f"{LOST_TOUCH}: {error}") from error
             raise
         if result is not None:
             result.is_wave_active = is_active
-        return result
+        return Launched(result, readings, self._device)
 
     def _agree(self, plan: StepPlan, replicas: Peers) -> tuple[tuple[int, ...], bool]:
         """The tokens of each replica in this step, and whether any of them has work."""
@@ -122,76 +132,90 @@ class Runner:
         assert all(step == plan.step for step, *_ in told), f"replicas are at steps {[step for step, *_ in told]}"
         return tuple(tokens for _, tokens, _ in told), any(has_work for *_, has_work in told)
 
-    def _run(self, plan: StepPlan, replica_tokens: tuple[int, ...]) -> StepResult | None:
+    def _run(self, plan: StepPlan, replica_tokens: tuple[int, ...], result: StepResult | None) -> list[Reading]:
+        """Begin all of a step; what is known at once stands in `result`."""
         expert_load = None if self._balancer is None else self._balancer.step()
-        result = self._compute(plan, replica_tokens)
         if result is not None:
             result.expert_load = expert_load
-        return result
-
-    def _compute(self, plan: StepPlan, replica_tokens: tuple[int, ...]) -> StepResult | None:
         rows = self._states.apply(plan)
         if not plan.num_rows and not any(replica_tokens):
-            return self._pass_on(plan)
-        batch = self._states.batch(rows, self._device, replica_tokens)
+            return self._pass_on()
+        batch, places = self._states.batch(rows, replica_tokens)
         if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
             batch = replace(batch, halves=halve(batch, rows.counts))
         if not plan.num_rows:
-            return self._pass_on(plan, batch)
-        hidden = self._model(self._receive(plan.num_tokens), batch, self._caches)
+            return self._pass_on(batch)
+        hidden = self._forward(self._receive(plan.num_tokens), batch)
         if self._pooler is not None and self._pipeline.is_last:
-            return self._pool(plan, rows, hidden, batch.sampled, self._pooler)
-        scores = self._score(rows, hidden) if rows.scoring and self._pipeline.is_last else {}
+            return self._pool(rows, hidden, batch.sampled, self._pooler, result)
+        readings = self._score(rows, hidden, result) if rows.scoring and self._pipeline.is_last else []
         self._states.advance(rows)
         if not self._pipeline.is_last:
             self._pipeline.send(hidden)
-            return None
+            return []
         logits = self._decoder.logits(hidden[batch.sampled])
-        result = self._sample(plan, rows, logits) if self._tp.rank == 0 else None
+        tokens = None
         if result is not None:
-            result.prompt_logprobs = scores
+            tokens, reading = self._sample(plan, rows, logits, result)
+            readings.append(reading)
         if self._pipeline.is_first:
-            self._keep(rows, result)
-        return result
+            self._keep(rows, places, tokens)
+        return readings
+
+    def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:
+        """The hidden states behind this stage's layers, `[tokens, hidden_size]`."""
+        hidden: Tensor = self._model(received, batch, self._caches)
+        return hidden
 
     @property
     def _decoder(self) -> Decoder | TransformersDecoder:
         assert not isinstance(self._model, Encoder)
         return self._model
 
-    def _pool(self, plan: StepPlan, rows: Rows, hidden: Tensor, ends: Tensor, pooler: Pooler) -> StepResult | None:
+    def _pool(
+        self, rows: Rows, hidden: Tensor, ends: Tensor, pooler: Pooler, result: StepResult | None
+    ) -> list[Reading]:
         """The vectors of the rows whose tokens end at `ends`, by the first rank, where every rank has the same."""
-        vectors: list[bytes] = []
-        if self._tp.rank == 0:
+        vectors = None
+        if result is not None:
             if pooler.needs_all_tokens:
                 vectors = pooler.pool(self._model.features(hidden), rows, self._states)
             elif len(ends):
                 vectors = pooler.pool_last(self._model.features(hidden[ends]))
         self._states.advance(rows)
-        if self._tp.rank != 0:
-            return None
-        found = dict(zip(rows.sampling.tolist(), vectors, strict=True))
-        return StepResult(plan.step, [-1] * plan.num_rows, vectors=found)
+        if vectors is None or result is None:
+            return []
+
+        def fill(found: Array) -> None:
+            result.vectors = {row: found[at].tobytes() for at, row in enumerate(rows.sampling.tolist())}
+
+        return [Reading([vectors], fill)]
 
     def _receive(self, tokens: int) -> Tensor | None:
         if self._pipeline.is_first:
             return None
         return self._pipeline.receive((tokens, self._hidden_size), self._dtype)
 
-    def _sample(self, plan: StepPlan, rows: Rows, logits: Tensor) -> StepResult:
-        sampled, logprobs = self._sampler.sample(logits, self._states, rows.slots[rows.sampling], plan.masks)
-        if len(sampled) == plan.num_rows:
-            return StepResult(plan.step, sampled, logprobs)
-        token_ids = [-1] * plan.num_rows
-        places: list[TokenLogprobs | None] = [None] * plan.num_rows if logprobs else []
-        for number, row in enumerate(rows.sampling.tolist()):
-            token_ids[row] = sampled[number]
-            if logprobs:
-                places[row] = logprobs[number]
-        return StepResult(plan.step, token_ids, places)
+    def _sample(self, plan: StepPlan, rows: Rows, logits: Tensor, result: StepResult) -> tuple[Tensor, Reading]:
+        """A token of each row that samples, int64 on the device."""
+        sampled = self._sampler.sample(logits, self._states, rows.slots[rows.sampling], plan.masks)
 
-    def _score(self, rows: Rows, hidden: Tensor) -> dict[int, PromptLogprobs]:
-        """Log-probabilities of the prompt tokens that follow the rows' tokens; {} on all ranks but the first.
+        def fill(tokens: Array, *columns: Array) -> None:
+            logprobs = sampled.logprobs(*columns) if columns else []
+            if len(tokens) == len(result.token_ids):
+                result.token_ids, result.logprobs = tokens.tolist(), logprobs
+                return
+            for row, token in zip(rows.sampling.tolist(), tokens.tolist(), strict=True):
+                result.token_ids[row] = token
+            if logprobs:
+                result.logprobs = [None] * len(result.token_ids)
+                for row, told in zip(rows.sampling.tolist(), logprobs, strict=True):
+                    result.logprobs[row] = told
+
+        return sampled.tokens, Reading([sampled.tokens, *sampled.columns], fill)
+
+    def _score(self, rows: Rows, hidden: Tensor, result: StepResult | None) -> list[Reading]:
+        """Log-probabilities of the prompt tokens that follow the rows' tokens; none on all ranks but the first.
 
         A slice at a time, as the logits of a whole prompt may need more memory than the model.
         """
@@ -200,45 +224,43 @@ class Runner:
         slices = []
         for start in range(0, len(places), self._scored_at_once):
             cut = slice(start, start + self._scored_at_once)
-            logits = self._decoder.logits(hidden[torch.from_numpy(places[cut]).to(self._device)])
-            if self._tp.rank == 0:
+            logits = self._decoder.logits(hidden[send(places[cut], self._device)])
+            if result is not None:
                 slices.append(self._sampler.score(logits, following[cut], max(tops)))
-        if not slices:
-            return {}
-        columns = [np.concatenate(parts) for parts in zip(*slices, strict=True)]
-        ends = np.cumsum(counts).tolist()
-        scores = {}
-        for row, top, count, end in zip(rows.scoring, tops, counts, ends, strict=True):
-            if count:
-                logprobs, ranks, ids, values = (column[end - count : end] for column in columns)
-                wide = ids[:, :top].tobytes(), values[:, :top].tobytes()
-                scores[row] = PromptLogprobs(top, logprobs.tobytes(), ranks.tobytes(), *wide)
-        return scores
+        if result is None or not slices:
+            return []
 
-    def _keep(self, rows: Rows, result: StepResult | None) -> None:
-        """The only stage goes on from what it has sampled, without hearing of it from the core.
+        def fill(*columns: Array) -> None:
+            ends = np.cumsum(counts).tolist()
+            for row, top, count, end in zip(rows.scoring, tops, counts, ends, strict=True):
+                if count:
+                    logprobs, ranks, ids, values = (column[end - count : end] for column in columns)
+                    wide = ids[:, :top].tobytes(), values[:, :top].tobytes()
+                    result.prompt_logprobs[row] = PromptLogprobs(top, logprobs.tobytes(), ranks.tobytes(), *wide)
+
+        return [Reading([torch.cat(parts) for parts in zip(*slices, strict=True)], fill)]
+
+    def _keep(self, rows: Rows, places: Tensor, tokens: Tensor | None) -> None:
+        """The only stage goes on from what it has sampled, without hearing of it from the core, or telling the host.
 
         The first rank tells the others, rather than each sampling by itself: they wait for one another anyway, and
         then nothing depends on every rank rounding alike.
         """
         if not len(rows.sampling):
             return
-        sampled = np.empty(len(rows.sampling), np.int64)
-        if result is not None:
-            sampled[:] = np.array(result.token_ids, np.int64)[rows.sampling]
-        if self._tp.size > 1:
-            sampled = self._tp.broadcast(torch.from_numpy(sampled).to(self._device)).cpu().numpy()
-        self._states.keep(rows.slots[rows.sampling], sampled)
+        if tokens is None:
+            tokens = torch.empty(len(rows.sampling), dtype=torch.int64, device=self._device)
+        self._states.keep(rows, places, self._tp.broadcast(tokens))
 
-    def _pass_on(self, plan: StepPlan, batch: Batch | None = None) -> StepResult | None:
+    def _pass_on(self, batch: Batch | None = None) -> list[Reading]:
         """A plan without rows: each stage waits for the one before, for all its own ranks, and wakes the next.
 
         The empty `batch` takes other replicas' tokens to the experts that are here.
         """
         hidden = self._receive(1)
         if batch is not None:
-            self._model(None if hidden is None else hidden[:0], batch, self._caches)
+            self._forward(None if hidden is None else hidden[:0], batch)
         self._tp.all_reduce(torch.zeros(1, device=self._device))
         if not self._pipeline.is_last:
             self._pipeline.send(torch.zeros(1, self._hidden_size, dtype=self._dtype, device=self._device))
-        return StepResult(plan.step, []) if self._pipeline.is_last and self._tp.rank == 0 else None
+        return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -14,8 +15,35 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.messages import SamplingParams, TokenLogprobs
 from quire.engine.worker.batch import Ints, RequestStates
+from quire.engine.worker.transfer import Array, send
 
 Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step samples, on the device."""
+
+    tokens: Tensor
+    """int64 `[rows]`"""
+    asked: Ints
+    """The rows that asked for log-probabilities."""
+    num_top: Ints
+    """How many of the likeliest tokens each of these wants."""
+    columns: tuple[Tensor, ...]
+    """Of these rows, if there are any: what `logprobs` takes."""
+
+    def logprobs(
+        self, logprobs: Array, ranks: Array, top_ids: Array, top_logprobs: Array
+    ) -> list[TokenLogprobs | None]:
+        """The columns, once they are on the host, row for row of all that sample."""
+        result: list[TokenLogprobs | None] = [None] * len(self.tokens)
+        rows = zip(logprobs.tolist(), ranks.tolist(), top_ids.tolist(), top_logprobs.tolist(), strict=True)
+        for row, count, (logprob, rank, ids, values) in zip(
+            self.asked.tolist(), self.num_top.tolist(), rows, strict=True
+        ):
+            result[row] = TokenLogprobs(logprob, rank, ids[:count], values[:count])
+        return result
 
 
 class Sampler:
@@ -30,12 +58,11 @@ class Sampler:
 
     def sample(
         self, logits: Tensor, states: RequestStates, slots: Ints, masks: Mapping[int, bytes] | None = None
-    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+    ) -> Sampled:
         """One token for each row of `logits` (float32 `[rows, vocab]`, overwritten), which belong to `slots`.
 
         `masks` are those of the plan: whoever has one may sample nothing else, and what its parameters forbid is left
-        out of it already. The log-probabilities are those of `logits` as given; the list is empty when no row asked
-        for any.
+        out of it already. The log-probabilities are those of `logits` as given. Nothing here waits for the device.
         """
         controls = states.controls[slots]
         asked = np.flatnonzero(controls["logprobs"] >= 0)
@@ -49,18 +76,19 @@ class Sampler:
         drawing = (np.ascontiguousarray(controls[name]) for name in ("temperature", "top_k", "top_p", "min_p", "seed"))
         hosts = (torch.from_numpy(values) for values in (*drawing, states.num_known[slots]))
         tokens = kernels.sample(logits, *hosts)
-        if raw is None:
-            return tokens.tolist(), []
-        return tokens.tolist(), self._logprobs(raw, tokens, controls["logprobs"], asked)
+        counts = controls["logprobs"][asked]
+        columns: tuple[Tensor, ...] = ()
+        if raw is not None:
+            columns = self._logprobs(raw, tokens[self._send(asked)], int(counts.max()))
+        return Sampled(tokens, asked, counts, columns)
 
-    def score(self, logits: Tensor, tokens: Ints, num_top: int) -> tuple[npt.NDArray[Any], ...]:
+    def score(self, logits: Tensor, tokens: Ints, num_top: int) -> tuple[Tensor, ...]:
         """For `logits` (float32 `[rows, vocab]`) and a token of each row: the columns of `PromptLogprobs`."""
         total = logits.logsumexp(dim=-1, keepdim=True)
         chosen = logits.gather(1, self._send(tokens)[:, None])
         ranks = (logits > chosen).sum(dim=-1) + 1
         top = logits.topk(num_top, dim=-1)
-        columns = (chosen - total)[:, 0], ranks.int(), top.indices.int(), top.values - total
-        return tuple(column.cpu().numpy() for column in columns)
+        return (chosen - total)[:, 0], ranks.int(), top.indices.int(), top.values - total
 
     def _bias(self, logits: Tensor, states: RequestStates, slots: Ints) -> None:
         rows = np.flatnonzero(states.controls["num_biases"][slots])
@@ -74,19 +102,60 @@ class Sampler:
     def _forbid(self, logits: Tensor, states: RequestStates, slots: Ints, free: Bools) -> None:
         """Early ends, what would complete a bad word, and all but the allowed tokens. Bad words leave one of these."""
         controls = states.controls[slots]
-        early = states.num_known[slots] - states.num_prompt[slots] < controls["min_tokens"]
+        outputs = states.num_known[slots] - states.num_prompt[slots]
+        early = outputs < controls["min_tokens"]
+        ends, words, allowed = _Pairs(), _Pairs(), _Pairs()
+        beginnings: list[list[int]] = []  # of the words
+        confined: list[int] = []  # rows that may take no other tokens than the allowed ones
         for row in np.flatnonzero(free & (early | (controls["num_bans"] > 0))).tolist():
-            slot, params = int(slots[row]), _params(states, slots[row])
+            params = _params(states, slots[row])
             stops = {*self._eos, *params.stop_token_ids} if early[row] else set()
-            bad = params.bad_tokens(states.tokens[slot, states.num_prompt[slot] : states.num_known[slot]].tolist())
             if params.allowed_token_ids is None:
-                logits[row, [token for token in stops | bad if token < self._vocab_size]] = -torch.inf
-                continue
-            allowed = [token for token in params.allowed_token_ids if token not in stops]
-            allowed = [token for token in allowed if token not in bad] or allowed
-            kept = logits[row, allowed]
-            logits[row] = -torch.inf
-            logits[row, allowed] = kept
+                ends.add(row, [token for token in stops if token < self._vocab_size])
+            else:
+                confined.append(row)
+                allowed.add(row, [token for token in params.allowed_token_ids if token not in stops])
+            fitting = [word for word in params.bad_word_ids if len(word) <= outputs[row] + 1]
+            fitting = [word for word in fitting if word[-1] < self._vocab_size]
+            words.add(row, [word[-1] for word in fitting])
+            beginnings += [word[:-1] for word in fitting]
+        if ends.rows:
+            logits[self._at(ends)] = -torch.inf
+        if not (words.rows or confined):
+            return
+        # Several words may have their last token in common.
+        lasts, which = np.unique(words.numbers(self._vocab_size), return_inverse=True)
+        bad = torch.zeros(len(lasts) + 1, dtype=torch.int32, device=self._device)  # the last stands for other tokens
+        if beginnings:
+            bad.index_add_(0, self._send(which), self._completed(words, beginnings, states, slots).int())
+        bad = bad > 0
+        rows, tokens = np.divmod(lasts, self._vocab_size)
+        at = self._send(rows), self._send(tokens)
+        kept = logits[self._at(allowed)]
+        logits[at] = torch.where(bad[:-1], -torch.inf, logits[at])
+        if not confined:
+            return
+        numbers = allowed.numbers(self._vocab_size)
+        places = np.searchsorted(lasts, numbers)
+        is_last = np.append(lasts, -1)[places] == numbers
+        is_bad = bad[self._send(np.where(is_last, places, len(lasts)))]
+        owners = self._send(np.searchsorted(confined, allowed.rows))
+        left = torch.zeros(len(confined), dtype=torch.int32, device=self._device)
+        left.index_add_(0, owners, (~is_bad).int())
+        logits[self._send(np.array(confined))] = -torch.inf
+        logits[self._at(allowed)] = torch.where(is_bad & (left > 0)[owners], -torch.inf, kept)
+
+    def _completed(self, words: _Pairs, beginnings: list[list[int]], states: RequestStates, slots: Ints) -> Tensor:
+        """Whether the tokens of each word's row end in its beginning, bool `[words]`."""
+        longest = max(map(len, beginnings))
+        expected = np.full((len(beginnings), longest), -1)
+        for number, beginning in enumerate(beginnings):
+            expected[number, longest - len(beginning) :] = beginning
+        owners = slots[words.rows, None]
+        positions = states.num_known[owners] - longest + np.arange(longest)
+        found = states.memory[self._send(states.places(owners, np.maximum(positions, 0)))]
+        sent = self._send(expected)
+        return ((found == sent) | (sent < 0)).all(dim=1)
 
     def _mask(self, logits: Tensor, slots: Ints, rows: Ints, masks: Mapping[int, bytes]) -> None:
         bits = np.frombuffer(bytearray().join(masks[slot] for slot in slots[rows].tolist()), np.int32)
@@ -102,41 +171,56 @@ class Sampler:
         )
         if not len(penalized):
             return
-        slots, controls, rows = slots[penalized], controls[penalized], self._send(penalized)
-        known, prompt = states.num_known[slots, None], states.num_prompt[slots, None]
-        place = np.arange(known.max())
-        tokens = states.tokens[slots, : len(place)].astype(np.int64)
-        seen = self._counts(np.where(place < known, tokens, self._vocab_size)) > 0
-        counts = self._counts(np.where((place >= prompt) & (place < known), tokens, self._vocab_size))
-        repetition = self._column(controls["repetition_penalty"])
+        slots, controls = slots[penalized], controls[penalized]
+        numbers = penalized, slots, states.num_known[slots], states.num_prompt[slots]
+        rows, owners, known, prompt = self._send(np.stack(numbers))
+        place = torch.arange(int(numbers[2].max()), device=self._device)
+        tokens = states.memory[states.places(owners[:, None], place)].long()
+        is_known = place < known[:, None]
+        seen = self._counts(tokens, is_known) > 0
+        counts = self._counts(tokens, is_known & (place >= prompt[:, None]))
+        names = "repetition_penalty", "frequency_penalty", "presence_penalty"
+        repetition, frequency, presence = self._send(np.stack([controls[name] for name in names]))[..., None]
         x = logits[rows]
         x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
-        x -= self._column(controls["frequency_penalty"]) * counts
-        x -= self._column(controls["presence_penalty"]) * (counts > 0)
+        x -= frequency * counts
+        x -= presence * (counts > 0)
         logits[rows] = x
 
-    def _counts(self, tokens: Ints) -> Tensor:
-        """How often each id stands in each row of `tokens`, `[rows, vocab]`; the id `vocab` is padding."""
-        counts = torch.zeros(len(tokens), self._vocab_size + 1, device=self._device)
-        ids = self._send(tokens)
-        return counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=counts.dtype))[:, :-1]
+    def _counts(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        """How often each id stands in each row of `tokens` where `chosen`, float32 `[rows, vocab]`."""
+        counts = torch.zeros(len(tokens), self._vocab_size, device=self._device)
+        return counts.scatter_add_(1, tokens, chosen.to(counts.dtype))
 
-    def _logprobs(self, raw: Tensor, tokens: Tensor, counts: Ints, asked: Ints) -> list[TokenLogprobs | None]:
-        """`raw` holds the log-probabilities of the rows `asked`, `counts` how many each row wants."""
-        sampled = raw.gather(1, tokens[self._send(asked), None])
+    def _logprobs(self, raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, ...]:
+        """Of the log-probabilities `raw` `[rows, vocab]`: the sampled tokens', their ranks, and the likeliest ones."""
+        sampled = raw.gather(1, tokens[:, None])
         ranks = (raw > sampled).sum(dim=-1) + 1
-        top = raw.topk(min(int(counts.max()), self._vocab_size), dim=-1)
-        result: list[TokenLogprobs | None] = [None] * len(tokens)
-        columns = (sampled[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist())
-        for row, logprob, rank, ids, values in zip(asked.tolist(), *columns, strict=True):
-            result[row] = TokenLogprobs(logprob, rank, ids[: counts[row]], values[: counts[row]])
-        return result
+        top = raw.topk(min(num_top, self._vocab_size), dim=-1)
+        return sampled[:, 0], ranks, top.indices, top.values
 
     def _send(self, values: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)
+        return send(values, self._device)
 
-    def _column(self, values: npt.NDArray[Any]) -> Tensor:
-        return self._send(values)[:, None]
+    def _at(self, pairs: _Pairs) -> tuple[Tensor, Tensor]:
+        """Where in the logits they stand."""
+        return self._send(np.array(pairs.rows, np.int64)), self._send(np.array(pairs.tokens, np.int64))
+
+
+class _Pairs:
+    """Tokens of rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.tokens: list[int] = []
+
+    def add(self, row: int, tokens: list[int]) -> None:
+        self.rows += [row] * len(tokens)
+        self.tokens += tokens
+
+    def numbers(self, vocab_size: int) -> Ints:
+        """One for each pair."""
+        return np.array(self.rows, np.int64) * vocab_size + np.array(self.tokens, np.int64)
 
 
 def _params(states: RequestStates, slot: int) -> SamplingParams:

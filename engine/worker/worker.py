@@ -10,10 +10,12 @@ import signal
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -27,6 +29,7 @@ from quire.engine.messages import StepPlan, StepResult, WorkerFailed, WorkerRead
 from quire.engine.parallel import connect
 from quire.engine.ring import Ring
 from quire.engine.worker.runner import Runner
+from quire.engine.worker.transfer import Launched
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,9 @@ class Worker:
         self._runner = Runner(config, rank, self._links, device)
         if parallel.device == "cpu":
             _keep_freed_memory()
-        self.execute, self.expect = self._runner.execute, self._runner.expect
+        self.launch, self.expect = self._runner.launch, self._runner.expect
+        self.runs_ahead = parallel.device != "cpu"
+        """Whether a step is still under way when it is launched."""
         # NCCL would hold a part of the device while it waits.
         self.expects = self._runner.receives and parallel.device == "cpu"
         self._links.tp.settle()
@@ -94,27 +99,83 @@ def main(
     _end_with_parent()
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed rank would leave behind
     log.setup(log_level, f"rank {rank}")
-    encode = msgspec.msgpack.Encoder().encode
+    reports = Reports(results, progress, place)
     try:
         worker = Worker(config, rank, init_method)
-        results.send_bytes(encode(WorkerReady({"start processes": begun, **worker.seconds})))
+        reports.send(WorkerReady({"start processes": begun, **worker.seconds}))
         decode = msgspec.msgpack.Decoder(StepPlan).decode
+        take: Callable[[int, Launched], None] = reports.finish
+        if worker.runs_ahead:
+            take = reports.in_thread(lambda error: _fail(rank, error, reports))
         for plan in read_plans(lambda: plans.read(place), decode, worker.expect if worker.expects else None):
-            progress[place] = 2 * plan.step
-            result: StepResult | None = worker.execute(plan)
-            progress[place] = 2 * plan.step + 1
-            if result is not None:
-                results.send_bytes(encode(result))
+            reports.begin(plan.step)
+            take(plan.step, worker.launch(plan))
+        reports.close()
         worker.close()
-    except ConfigError as error:
-        failure = WorkerFailed(str(error), user_error=True)
     except Exception as error:
-        logger.error("rank %d failed:\n%s", rank, traceback.format_exc())
-        failure = WorkerFailed(f"{type(error).__name__}: {error}", user_error=False)
+        _fail(rank, error, reports)
+
+
+def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:
+    """Tell the core, and end this process, from whichever thread."""
+    if isinstance(error, ConfigError):
+        failure = WorkerFailed(str(error), user_error=True)
     else:
-        return
-    results.send_bytes(encode(failure))
+        logger.error("rank %d failed:\n%s", rank, "".join(traceback.format_exception(error)))
+        failure = WorkerFailed(f"{type(error).__name__}: {error}", user_error=False)
+    reports.send(failure)
     os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
+
+
+class Reports:
+    """What a rank tells the core. Steps are finished in their order, by one thread, while another may begin more."""
+
+    def __init__(self, results: Connection, progress: ctypes.Array[ctypes.c_longlong], place: int) -> None:
+        self._results, self._progress, self._place = results, progress, place
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._sending, self._counting = threading.Lock(), threading.Lock()
+        self._under_way: deque[int] = deque()
+        self._launched: SimpleQueue[tuple[int, Launched] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def send(self, message: WorkerReady | WorkerFailed | StepResult) -> None:
+        with self._sending:
+            self._results.send_bytes(self._encode(message))
+
+    def begin(self, step: int) -> None:
+        """A plan has come. The progress is that of the oldest step under way."""
+        with self._counting:
+            self._under_way.append(step)
+            self._progress[self._place] = 2 * self._under_way[0]
+
+    def finish(self, step: int, launched: Launched) -> None:
+        """Wait for a step, and tell its result if there is one here."""
+        result = launched.result()
+        with self._counting:
+            assert self._under_way.popleft() == step, "steps are finished in their order"
+            self._progress[self._place] = 2 * self._under_way[0] if self._under_way else 2 * step + 1
+        if result is not None:
+            self.send(result)
+
+    def in_thread(self, fail: Callable[[Exception], None]) -> Callable[[int, Launched], None]:
+        """`finish` for steps that a thread waits for, which calls `fail` with what goes wrong."""
+
+        def run() -> None:
+            try:
+                while (entry := self._launched.get()) is not None:
+                    self.finish(*entry)
+            except Exception as error:
+                fail(error)
+
+        self._thread = threading.Thread(target=run, daemon=True, name="results")
+        self._thread.start()
+        return lambda step, launched: self._launched.put((step, launched))
+
+    def close(self) -> None:
+        """Returns when all steps have been finished."""
+        if self._thread is not None:
+            self._launched.put(None)
+            self._thread.join()
 
 
 def read_plans(

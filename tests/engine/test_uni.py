@@ -15,7 +15,20 @@ from quire.engine.executor.uni import UniExecutor
 from quire.engine.messages import Scheduled, StepPlan, StepResult
 from tests.fakes.configs import engine_config
 
-FAILS, REFUSES = 13, "refuses"
+FAILS, REFUSED, REFUSES = 13, 17, "refuses"
+
+
+class FakeStep:
+    """A step whose result comes late."""
+
+    def __init__(self, plan: StepPlan, may_go: threading.Event) -> None:
+        self._plan, self._may_go = plan, may_go
+
+    def result(self) -> StepResult | None:
+        assert self._may_go.wait(60)
+        if self._plan.step == FAILS:
+            raise ValueError("no such block")
+        return StepResult(self._plan.step, [7] * self._plan.num_rows)
 
 
 class FakeWorker:
@@ -24,14 +37,15 @@ class FakeWorker:
             raise ConfigError("lm_head.weight is missing")
         self.seconds = {"load weights": 0.0}
         self.may_go = threading.Event()
+        self.launched: list[int] = []
         self.threads = {threading.current_thread().name}
 
-    def execute(self, plan: StepPlan) -> StepResult | None:
+    def launch(self, plan: StepPlan) -> FakeStep:
         self.threads.add(threading.current_thread().name)
-        assert self.may_go.wait(60)
-        if plan.step == FAILS:
-            raise ValueError("no such block")
-        return StepResult(plan.step, [7] * plan.num_rows)
+        self.launched.append(plan.step)
+        if plan.step == REFUSED:
+            raise ValueError("no such slot")
+        return FakeStep(plan, self.may_go)
 
     def close(self) -> None:
         self.may_go.set()
@@ -64,6 +78,7 @@ def test_plans_wait_for_one_another_and_nobody_for_them(executor: UniExecutor) -
     steps = [executor.submit(plan(step)) for step in range(3)]  # returns although none can end
     worker_of(executor).may_go.set()
     assert [step.result().step for step in steps] == [0, 1, 2]
+    assert worker_of(executor).launched == [0, 1, 2]
     assert worker_of(executor).threads == {"quire-rank-0"}  # loading too: a device belongs to a thread
 
 
@@ -73,6 +88,8 @@ def test_what_a_step_raises_comes_out_of_its_result(executor: UniExecutor) -> No
     assert good.result().step == FAILS - 1
     with pytest.raises(ValueError, match="no such block"):
         bad.result()
+    with pytest.raises(ValueError, match="no such slot"):
+        executor.submit(plan(REFUSED)).result()
 
 
 def test_a_rank_that_hangs_is_named(executor: UniExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def test_mixed_batch() -> None:
     )
     rows = states.apply(first)
     assert rows.sampling.tolist() == [1]
-    batch = states.batch(rows, CPU)
+    batch, _ = states.batch(rows)
     assert batch.token_ids.tolist() == [14, 15, 16, 5]
     assert batch.positions.tolist() == [4, 5, 6, 0]
     assert batch.slots.tolist() == [12, 13, 14, 36]
@@ -39,7 +39,7 @@ def test_mixed_batch() -> None:
 
     rows = states.apply(StepPlan(1, [], [], [Scheduled(0, 1, [77], []), Scheduled(2, 3, [], [6])]))
     assert rows.sampling.tolist() == [0, 1]
-    batch = states.batch(rows, CPU)
+    batch, _ = states.batch(rows)
     assert batch.token_ids.tolist() == [77, 17, 18, 19]
     assert batch.positions.tolist() == [1, 7, 8, 9]
     assert batch.slots.tolist() == [37, 15, 24, 25]
@@ -51,7 +51,7 @@ def test_each_group_of_layers_has_slots_and_block_tables() -> None:
     states = RequestStates(4, 32, 4, groups=2)
     start = [new(2, list(range(10, 20)), 4, [7, 8, 3, 4]), new(0, [5], 0, [9, 1])]
     rows = states.apply(StepPlan(0, [], start, [Scheduled(2, 3, [], []), Scheduled(0, 1, [], [])]))
-    batch = states.batch(rows, CPU)
+    batch, _ = states.batch(rows)
     of_groups = [batch.of(group) for group in range(2)]
     assert [each.slots.tolist() for each in of_groups] == [[12, 13, 14, 36], [16, 17, 18, 4]]
     assert [each.block_tables.tolist() for each in of_groups] == [[[7, 3], [9, 0]], [[8, 4], [1, 0]]]
@@ -60,7 +60,7 @@ def test_each_group_of_layers_has_slots_and_block_tables() -> None:
     states.advance(rows)
 
     rows = states.apply(StepPlan(1, [], [], [Scheduled(2, 3, [], [6, 2])]))
-    batch = states.batch(rows, CPU)
+    batch, _ = states.batch(rows)
     assert [batch.of(group).slots.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
     assert [batch.of(group).block_tables.tolist() for group in range(2)] == [[[7, 3, 6]], [[8, 4, 2]]]
 
@@ -72,7 +72,7 @@ def test_a_slot_is_taken_until_it_is_released() -> None:
         states.apply(StepPlan(1, [], [new(1, [6], 0, [3])], []))
     rows = states.apply(StepPlan(2, [1], [new(1, [6], 0, [3])], [Scheduled(1, 1, [], [])]))
     assert rows.sampling.tolist() == [0]
-    batch = states.batch(rows, CPU)
+    batch, _ = states.batch(rows)
     assert (batch.token_ids.tolist(), batch.slots.tolist()) == ([6], [12])
 
 
@@ -80,12 +80,12 @@ def test_decodes_are_bare_slots_that_go_on_from_what_was_kept() -> None:
     states = RequestStates(4, 32, 4)
     start = [new(2, [1, 2, 3], 0, [7]), new(0, [5], 0, [9])]
     rows = states.apply(StepPlan(0, [], start, [Scheduled(2, 3, [], []), Scheduled(0, 1, [], [])]))
-    states.batch(rows, CPU)
+    _, places = states.batch(rows)
     states.advance(rows)
-    states.keep(rows.slots[rows.sampling], [40, 50])
+    states.keep(rows, places, torch.tensor([40, 50]))
 
     rows = states.apply(StepPlan(1, [], [], [], decodes=[0, 2]))
-    batch = states.batch(rows, CPU)
+    batch, _ = states.batch(rows)
     assert rows.sampling.tolist() == [0, 1]
     assert batch.token_ids.tolist() == [50, 40]
     assert batch.positions.tolist() == [1, 3]
@@ -96,6 +96,6 @@ def test_decodes_are_bare_slots_that_go_on_from_what_was_kept() -> None:
 
     # Stages that do not sample are told the tokens; a row that needs a block stands behind the bare ones.
     rows = states.apply(StepPlan(2, [], [], [Scheduled(2, 1, [41], [3])], decodes=[0], token_ids=[51]))
-    batch = states.batch(rows, CPU)
+    batch, _ = states.batch(rows)
     assert batch.token_ids.tolist() == [51, 41]
     assert batch.slots.tolist() == [38, 12]

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.messages import NewRequest, SamplingParams, StepPlan, TokenLogprobs
 from quire.engine.worker.batch import Ints, RequestStates
-from quire.engine.worker.sampler import Sampler
+from quire.engine.worker.sampler import Sampled, Sampler
 from quire.kernels import dispatch, reference
 
 VOCAB = 50
@@ -49,7 +49,12 @@ def sample(*rows: Row) -> tuple[list[int], list[TokenLogprobs | None]]:
     logits = torch.stack([row.logits for row in rows])
     chosen: Ints = torch.tensor(slots).numpy()
     masks = {slot: bits(row.mask) for slot, row in zip(slots, rows, strict=True) if row.mask is not None}
-    return Sampler(logits.shape[1], EOS, CPU).sample(logits, states, chosen, masks)
+    return told(Sampler(logits.shape[1], EOS, CPU).sample(logits, states, chosen, masks))
+
+
+def told(sampled: Sampled) -> tuple[list[int], list[TokenLogprobs | None]]:
+    columns = [column.numpy() for column in sampled.columns]
+    return sampled.tokens.tolist(), sampled.logprobs(*columns) if columns else []
 
 
 def bits(tokens: set[int]) -> bytes:
@@ -164,9 +169,9 @@ def test_draws_have_the_softmax_distribution(along: str, temperature: float) -> 
     states.controls["temperature"], states.controls["top_p"] = temperature, 1.0
     states.controls["repetition_penalty"], states.controls["logprobs"] = 1.0, -1
     states.controls["seed"], states.num_known[:] = seeds.numpy(), positions.numpy()
-    drawn, _ = Sampler(20, EOS, CPU).sample(logits.repeat(many, 1), states, numbers.numpy())
+    drawn = Sampler(20, EOS, CPU).sample(logits.repeat(many, 1), states, numbers.numpy()).tokens
     expected = (logits / temperature).softmax(-1) * many
-    chi_square = ((torch.tensor(drawn).bincount(minlength=20) - expected) ** 2 / expected).sum().item()
+    chi_square = ((drawn.bincount(minlength=20) - expected) ** 2 / expected).sum().item()
     assert chi_square < 56  # 19 degrees of freedom, p = 2e-5
 
 
@@ -247,4 +252,5 @@ def test_plain_greedy_rows_pay_for_one_argmax_only(monkeypatch: pytest.MonkeyPat
 
 def test_nobody_samples() -> None:
     states = RequestStates(2, 8, 4)
-    assert Sampler(VOCAB, EOS, CPU).sample(torch.empty(0, VOCAB), states, torch.empty(0).long().numpy()) == ([], [])
+    nobody = torch.empty(0).long().numpy()
+    assert told(Sampler(VOCAB, EOS, CPU).sample(torch.empty(0, VOCAB), states, nobody)) == ([], [])
