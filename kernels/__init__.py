@@ -11,7 +11,7 @@ from quire.kernels import reference
 from quire.kernels.cache import allocate_kv_cache
 from quire.kernels.dispatch import by_device, prepare
 from quire.kernels.experts import Experts, fused_experts, pack_experts
-from quire.kernels.linear import Linear, Quantization, pack_linear
+from quire.kernels.linear import Linear, Quantization, pack_gated, pack_linear
 
 __all__ = [
     "Experts",
@@ -26,6 +26,7 @@ __all__ = [
     "fused_experts",
     "gumbel_noise",
     "pack_experts",
+    "pack_gated",
     "pack_linear",
     "paged_attention",
     "prepare",

@@ -101,11 +101,13 @@ class PanelExperts(Experts):
         is_int8: bool = False,
     ) -> None:
         stacked = _int8_stack if is_int8 else _stack
-        padding = -down.shape[2] % _HALF
-        first = stacked(gate_up.detach(), _side_by_side)
+        padding = -down.shape[2] % (reference.PANEL // 2)
+        first = stacked(gate_up.detach(), reference.side_by_side)
         second = stacked(down.detach(), lambda weight: F.pad(weight, (0, padding)))
         biases = [
-            gate_up_bias if gate_up_bias is None else torch.stack([_side_by_side(bias) for bias in gate_up_bias]),
+            gate_up_bias
+            if gate_up_bias is None
+            else torch.stack([reference.side_by_side(bias) for bias in gate_up_bias]),
             down_bias if down_bias is None else F.pad(down_bias, (0, -down_bias.shape[1] % reference.PANEL)),
         ]
         first_bias, second_bias = (bias if bias is None else bias.detach().float() for bias in biases)
@@ -120,15 +122,6 @@ class PanelExperts(Experts):
 
 def _of_place(weights: Sequence[Tensor | str | None], place: int) -> list[Tensor]:
     return [weight[place] for weight in weights if isinstance(weight, Tensor)]
-
-
-_HALF = reference.PANEL // 2
-
-
-def _side_by_side(gate_up: Tensor) -> Tensor:
-    """`[2 * size, …]`, gates before ups → 16 gates, their ups, the next gates, …; zeros fill up the last."""
-    filled = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % _HALF)) for part in gate_up.chunk(2)]
-    return torch.stack([part.view(-1, _HALF, *part.shape[1:]) for part in filled], dim=1).flatten(0, 2)
 
 
 def _stack(weights: Tensor, arrange: Callable[[Tensor], Tensor]) -> tuple[Tensor, None]:

@@ -21,6 +21,7 @@ from quire.kernels.dispatch import by_device
 
 Quantization = Literal["int8", "int4"]
 
+_act_mul = by_device(reference.act_mul)
 _quantize_rows = by_device(reference.quantize_rows)
 _scale_rows = by_device(reference.scale_rows)
 _panels = by_device(reference.panels)
@@ -60,6 +61,14 @@ def pack_linear(weight: Tensor, quantization: Quantization | None = None) -> Lin
     int4: a scale and a zero for each group of up to 128 weights of an output feature; `in` is a multiple of 32.
     """
     return packing(weight, quantization)(weight)
+
+
+def pack_gated(weight: Tensor, activation: str, quantization: Quantization | None = None) -> Linear:
+    """The matmul by `weight` `[2 * size, in]`, gates before ups, and `act_mul` of that: its result is `[rows, size]`."""
+    pack = packing(weight, quantization)
+    if pack is Panels or pack is Int8:
+        return pack(weight, activation)
+    return Gated(pack(weight), activation)
 
 
 def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tensor], Linear]:
@@ -124,15 +133,32 @@ class Plain(Linear):
         return [self._weight]
 
 
-class Panels(Linear):
-    """Our own, of float32 or bfloat16; sums are float32."""
+class Gated(Linear):
+    """A product of gates and ups, and their activation behind it."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._features = len(weight)
-        self._weight = word_panels(weight)
+    def __init__(self, product: Linear, activation: str) -> None:
+        self._product, self._activation = product, activation
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return _panel_linear(x, self._weight, bias, self._features)
+        return _act_mul(self._product(x, bias), self._activation)
+
+    def state(self) -> list[Tensor]:
+        return self._product.state()
+
+    def restore(self, state: Sequence[Tensor]) -> None:
+        self._product.restore(state)
+
+
+class Panels(Linear):
+    """Our own, of float32 or bfloat16; sums are float32. Gates and ups are activated before they leave the registers."""
+
+    def __init__(self, weight: Tensor, activation: str = "") -> None:
+        self._features, self._activation = len(weight) // (2 if activation else 1), activation
+        self._weight = word_panels(_arranged(weight, activation))
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        bias = None if bias is None else _arranged(bias, self._activation)
+        return _panel_linear(x, self._weight, bias, self._features, self._activation)
 
     def state(self) -> list[Tensor]:
         return [self._weight]
@@ -170,6 +196,10 @@ class Widened(Linear):
         return [self._weight]
 
 
+def _arranged(gate_up: Tensor, activation: str) -> Tensor:
+    return reference.side_by_side(gate_up.detach()) if activation else gate_up
+
+
 def word_panels(weight: Tensor) -> Tensor:
     """`weight` `[out, in]`, float32 or bfloat16, as `panels`."""
     return _panels(weight.detach(), 4 // weight.element_size())
@@ -184,14 +214,18 @@ def int8_panels(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Int8(Linear):
-    """Our own products of 8-bit integers: exact but for the rounding of weights and of `x` to 255 steps."""
+    """Our own products of 8-bit integers: exact but for the rounding of weights and of `x` to 255 steps.
 
-    def __init__(self, weight: Tensor) -> None:
-        self._features = len(weight)
-        self._weight, self._scales = int8_panels(weight)
+    Gates and ups are activated before they leave the registers.
+    """
+
+    def __init__(self, weight: Tensor, activation: str = "") -> None:
+        self._features, self._activation = len(weight) // (2 if activation else 1), activation
+        self._weight, self._scales = int8_panels(_arranged(weight, activation))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return _int8_linear(x, self._weight, self._scales, bias, self._features)
+        bias = None if bias is None else _arranged(bias, self._activation)
+        return _int8_linear(x, self._weight, self._scales, bias, self._features, self._activation)
 
     def state(self) -> list[Tensor]:
         return [self._weight, self._scales]

@@ -363,16 +363,44 @@ def _unpanelled(weight: Tensor, outs: int, ins: int) -> Tensor:
     return weight.transpose(1, 2).flatten(2).flatten(0, 1)[:outs, :ins]
 
 
-def panel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
-    """`x` `[rows, in]` by `panels` of its own type, float32 (a word is one) or bfloat16 (two); `[rows, features]`."""
+def side_by_side(gate_up: Tensor) -> Tensor:
+    """`[2 * size, …]`, gates before ups → half a panel of gates, their ups, the next gates, …; zeros fill up the last."""
+    half = PANEL // 2
+    filled = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % half)) for part in gate_up.chunk(2)]
+    return torch.stack([part.view(-1, half, *part.shape[1:]) for part in filled], dim=1).flatten(0, 2)
+
+
+def _gated(both: Tensor, activation: str, features: int) -> Tensor:
+    """`act_mul` of what stands `side_by_side` in the last dimension."""
+    halves = both.unflatten(-1, (-1, 2, PANEL // 2))
+    gates, ups = (halves[..., side, :].flatten(-2)[..., :features] for side in range(2))
+    return act_mul(torch.cat((gates, ups), dim=-1), activation)
+
+
+def panel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
+    """`x` `[rows, in]` by `panels` of its own type, float32 (a word is one) or bfloat16 (two); `[rows, features]`.
+
+    With an activation, weight and bias are those of `side_by_side`, and the result is gated.
+    """
+    if activation:
+        both = F.linear(x.float(), _unpanelled(weight, len(weight) * PANEL, x.shape[1]).float())
+        both = both if bias is None else both + bias
+        return _gated(both, activation, features).to(x.dtype)
     return F.linear(x, _unpanelled(weight, features, x.shape[1]), bias)
 
 
-def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, features: int) -> Tensor:
+def int8_linear(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, features: int, activation: str = ""
+) -> Tensor:
     """`x` `[rows, in]`, rounded as by `quantize_rows`, by panels of bytes, four to a word, each INT8_OFFSET too high.
 
-    `scales` are float32 `[panels * PANEL]`. Sums are exact; the result is of the type of `x`.
+    `scales` are float32 `[panels * PANEL]`. Sums are exact; the result is of the type of `x`. With an activation as for
+    `panel_linear`.
     """
+    if activation:
+        both = int8_linear(x.float(), weight, scales, None, len(weight) * PANEL)
+        both = both if bias is None else both + bias
+        return _gated(both, activation, features).to(x.dtype)
     quantized, of_rows = quantize_rows(x)
     whole = _unpanelled(weight, features, x.shape[1]).double() - INT8_OFFSET
     sums = F.linear(quantized.double() - INT8_ZERO, whole).float()

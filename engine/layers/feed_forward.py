@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine import architecture
-from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided
+from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, divided
 from quire.engine.parallel import Parallel
 
 
@@ -15,10 +15,13 @@ class FeedForward(nn.Module):
 
     def __init__(self, spec: architecture.FeedForward, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self._activation = spec.activation
-        self._activate = kernels.act_mul if spec.is_gated else kernels.activate
-        parts = [divided(name, spec.size, parallel) for name in (("gate", "up") if spec.is_gated else ("up",))]
-        self.gate_up = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
+        self._activation = None if spec.is_gated else spec.activation
+        gate, up = (divided(name, spec.size, parallel) for name in ("gate", "up"))
+        self.gate_up: ColumnParallelLinear
+        if spec.is_gated:
+            self.gate_up = GatedLinear(hidden_size, gate, up, spec.activation, bias=spec.bias)
+        else:
+            self.gate_up = ColumnParallelLinear(hidden_size, [up], bias=spec.bias)
         self.down = RowParallelLinear(spec.size, hidden_size, parallel, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -31,4 +34,5 @@ class FeedForward(nn.Module):
         return self.down.partial(self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
-        return self._activate(self.gate_up(x), self._activation)
+        inner: Tensor = self.gate_up(x)
+        return inner if self._activation is None else kernels.activate(inner, self._activation)

@@ -71,6 +71,23 @@ class ColumnParallelLinear(Linear):
         return self.product(x, self.bias)
 
 
+class GatedLinear(ColumnParallelLinear):
+    """`act_mul(x @ weight.T + bias)` of gates and ups, which are the parts (Shazeer 2020)."""
+
+    def __init__(self, in_features: int, gate: Part, up: Part, activation: str, *, bias: bool) -> None:
+        super().__init__(in_features, (gate, up), bias=bias)
+        self._activation = activation
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        self._product = kernels.pack_gated(self.weight, self._activation, quantization)
+        self.weight.data = self.weight.data.new_empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, in_features]` → `[tokens, gates of this rank]`."""
+        out = super().forward(x)
+        return out if self._product is not None else kernels.act_mul(out, self._activation)
+
+
 def _stacked(parts: Sequence[Part], columns: tuple[int, ...]) -> list[Shard]:
     shards, offset = [], 0
     for part in parts:

@@ -73,13 +73,15 @@ def quantize_weight(weight: Tensor, steps: int = 127) -> tuple[Tensor, Tensor]:
     return quantized, scales
 
 
-def panel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int) -> Tensor:
-    out: Tensor = torch.ops.quire.panel_linear(x, weight, bias, features)
+def panel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
+    out: Tensor = torch.ops.quire.panel_linear(x, weight, bias, features, activation)
     return out
 
 
-def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, features: int) -> Tensor:
-    out: Tensor = torch.ops.quire.int8_linear(x, weight, scales, bias, features)
+def int8_linear(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, features: int, activation: str = ""
+) -> Tensor:
+    out: Tensor = torch.ops.quire.int8_linear(x, weight, scales, bias, features, activation)
     return out
 
 

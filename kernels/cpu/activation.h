@@ -49,4 +49,12 @@ void for_gated(std::string_view name, Body&& body) {
   TORCH_CHECK(false, "no CPU kernel for the activation ", name);
 }
 
+using Gated = Floats (*)(Floats gate, Floats up);
+
+inline Gated gated_named(std::string_view name) {
+  Gated gated = nullptr;
+  for_gated(name, [&](auto function) { gated = function; });
+  return gated;
+}
+
 }  // namespace quire

@@ -12,10 +12,7 @@
 namespace quire {
 namespace {
 
-constexpr int kHalf = kPanel / 2;    // gates, or ups, in a panel
 constexpr int64_t kReadingRows = 16;  // a panel is read from memory in the time that takes to multiply so many rows
-
-using Gated = Floats (*)(Floats gate, Floats up);
 
 // The numbers of the `count` highest of `size` scores, falling; of two that are equal the lower number comes first.
 void find_highest(const float* scores, int64_t size, int64_t count, int64_t* best) {
@@ -314,8 +311,7 @@ at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const 
   const auto [visits, visited] = sorted(weights.contiguous(), ids.contiguous(), first.experts);
   at::Tensor out = at::empty(x.sizes(), from.options()), between = at::empty({int64_t(visits.size()), inner}, from.options());
   at::Tensor total = x.scalar_type() == at::kFloat ? out : at::empty(x.sizes(), from.options().dtype(at::kFloat));
-  Gated gated = nullptr;
-  for_gated(activation, [&](auto function) { gated = function; });
+  const Gated gated = gated_named(activation);
   const auto run = [&]<typename Word, typename T, int kPerWord>() {
     TORCH_CHECK((hidden + kPerWord - 1) / kPerWord == first.words && inner / kPerWord == second.words &&
                     first.experts == second.experts && (hidden + kPanel - 1) / kPanel == second.panels,

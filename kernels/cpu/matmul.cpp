@@ -1,5 +1,6 @@
 // The matmul of a linear layer, for weights in float32, bfloat16, 8-bit integers, and narrow ones that are widened.
 
+#include "activation.h"
 #include "panels.h"
 
 namespace quire {
@@ -38,26 +39,55 @@ auto into(at::Tensor& out, const std::optional<at::Tensor>& bias, Scaled scaled)
   };
 }
 
+// The same of panels of 16 gates and their ups: rows of half as many features.
+template <typename T, typename Scaled>
+auto gated_into(at::Tensor& out, const std::optional<at::Tensor>& bias, Scaled scaled, Gated gated) {
+  const int64_t features = out.size(1);
+  const T* biases = bias ? bias->const_data_ptr<T>() : nullptr;
+  return [=, to = out.mutable_data_ptr<T>()](int64_t panel, int64_t row, const auto& sums) {
+    const auto value = [&](int64_t i) {
+      const Floats result = scaled(row, panel * kPanel + i, sums[i / kLanes]);
+      return biases ? result + load(biases + panel * kPanel + i) : result;
+    };
+    const int64_t first = panel * kHalf;
+    for_vectors(std::min<int64_t>(kHalf, features - first), [&](int64_t i, auto n) {
+      store(to + row * features + first + i, gated(value(i), value(i + kHalf)), n);
+    });
+  };
+}
+
+// Calls `body` with what finishes rows of `out`: as they are, or gated by the activation of that name.
+template <typename T, typename Scaled, typename Body>
+void with_finish(std::string_view activation, at::Tensor& out, const std::optional<at::Tensor>& bias, Scaled scaled,
+                 Body&& body) {
+  if (activation.empty()) return body(into<T>(out, bias, scaled));
+  body(gated_into<T>(out, bias, scaled, gated_named(activation)));
+}
+
 at::Tensor result(const at::Tensor& x, int64_t words, int per_word, const at::Tensor& weight, int64_t features,
-                  const std::optional<at::Tensor>& bias, at::ScalarType type) {
+                  const std::optional<at::Tensor>& bias, at::ScalarType type, bool is_gated = false) {
+  const int64_t width = is_gated ? kHalf : kPanel, panels = weight.size(0);
   TORCH_CHECK(x.dim() == 2 && (x.size(1) + per_word - 1) / per_word == words, "x does not fit the weight");
-  TORCH_CHECK(weight.is_contiguous() && (features + kPanel - 1) / kPanel == weight.size(0), "not panels of the features");
-  TORCH_CHECK(!bias || (bias->scalar_type() == type && bias->is_contiguous() && bias->numel() == features),
+  TORCH_CHECK(weight.is_contiguous() && (features + width - 1) / width == panels, "not panels of the features");
+  const int64_t biases = is_gated ? panels * kPanel : features;
+  TORCH_CHECK(!bias || (bias->scalar_type() == type && bias->is_contiguous() && bias->numel() == biases),
               "the bias is of another type or size");
   return at::empty({x.size(0), features}, x.options().dtype(type));
 }
 
-// weight: [panels, in, 32] float32 or [panels, in / 2, 32, 2] bfloat16, the type of x and of what is returned.
+// weight: [panels, in, 32] float32 or [panels, in / 2, 32, 2] bfloat16, the type of x and of what is returned. With an
+// activation, a panel is 16 gates and their ups, as the bias is, and of these so many features are returned.
 at::Tensor panel_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                        int64_t features) {
+                        int64_t features, std::string_view activation) {
   TORCH_CHECK(x.scalar_type() == weight.scalar_type());
   const int64_t words = weight.size(1);
   const at::Tensor rows = x.contiguous();
   const auto run = [&]<typename Word, typename T, int kPerWord>() {
     TORCH_CHECK(x.size(1) % kPerWord == 0, "rows of x are to be whole words");
-    at::Tensor out = result(x, words, kPerWord, weight, features, bias, x.scalar_type());
-    matmul<Word>(bytes_of(rows), x.size(0), words * 4, words, weight.size(0), packed(weight, words),
-                 into<T>(out, bias, as_it_is));
+    at::Tensor out = result(x, words, kPerWord, weight, features, bias, x.scalar_type(), !activation.empty());
+    with_finish<T>(activation, out, bias, as_it_is, [&](auto finish) {
+      matmul<Word>(bytes_of(rows), x.size(0), words * 4, words, weight.size(0), packed(weight, words), finish);
+    });
     return out;
   };
   if (x.scalar_type() == at::kFloat) return run.template operator()<Float, float, 1>();
@@ -193,12 +223,12 @@ std::tuple<at::Tensor, at::Tensor> quantize_weight(const at::Tensor& weight, int
 #ifdef __AVX512VNNI__
 // weight: bytes [panels, in / 4, 32, 4], 128 above what they stand for; scales: float32 [panels * 32].
 at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales,
-                       const std::optional<at::Tensor>& bias, int64_t features) {
+                       const std::optional<at::Tensor>& bias, int64_t features, std::string_view activation) {
   TORCH_CHECK(scales.is_contiguous() && scales.scalar_type() == at::kFloat && scales.numel() == weight.size(0) * kPanel);
   TORCH_CHECK(x.size(1) <= (1 << 16), "sums of more than 65,536 products of 8 bits may not fit into 32");
   const at::Tensor rows = x.contiguous();
   const int64_t words = weight.size(1);
-  at::Tensor out = result(x, words, 4, weight, features, bias, x.scalar_type());
+  at::Tensor out = result(x, words, 4, weight, features, bias, x.scalar_type(), !activation.empty());
   static thread_local Quantized kept;  // grows, and stays with its thread
   Quantized& quantized = kept;
   const float* of_features = scales.const_data_ptr<float>();
@@ -208,8 +238,10 @@ at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::
       const Ints exact = sum - kOffset * quantized.sums[row];
       return __builtin_convertvector(exact, Floats) * load(of_features + feature) * quantized.scales[row];
     };
-    matmul<Quad>(reinterpret_cast<const char*>(quantized.bytes.data()), x.size(0), words * 4, words, weight.size(0),
-                 packed(weight, words), into<T>(out, bias, scaled));
+    with_finish<T>(activation, out, bias, scaled, [&](auto finish) {
+      matmul<Quad>(reinterpret_cast<const char*>(quantized.bytes.data()), x.size(0), words * 4, words, weight.size(0),
+                   packed(weight, words), finish);
+    });
   });
   return out;
 }
@@ -220,14 +252,15 @@ at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::
 TORCH_LIBRARY_FRAGMENT(quire, m) {
   m.def("panels(Tensor weight, int per_word, int padding) -> Tensor", panels);
   m.def("quantize_weight(Tensor weight, int steps) -> (Tensor, Tensor)", quantize_weight);
-  m.def("panel_linear(Tensor x, Tensor weight, Tensor? bias, int features) -> Tensor", panel_linear);
+  m.def("panel_linear(Tensor x, Tensor weight, Tensor? bias, int features, str activation) -> Tensor", panel_linear);
   m.def("widened_linear(Tensor x, Tensor weight, Tensor? bias, int features, ScalarType type) -> Tensor", widened_linear);
   m.def(
       "int4_linear(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, int features, ScalarType type) -> "
       "Tensor",
       int4_linear);
 #ifdef __AVX512VNNI__
-  m.def("int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features) -> Tensor", int8_linear);
+  m.def("int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features, str activation) -> Tensor",
+        int8_linear);
 #endif
 }
 

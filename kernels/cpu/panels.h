@@ -16,6 +16,7 @@
 namespace quire {
 
 constexpr int kPanel = 32;
+constexpr int kHalf = kPanel / 2;                      // gates, or ups, in a panel that has both
 constexpr int64_t kDepth = 256;                        // kDepth x kPanel words are 32 KiB
 constexpr int64_t kPieceBytes = kDepth * kPanel * 4;
 constexpr int64_t kBlockBytes = 256 << 10;             // of x: what stays in the second-level cache
