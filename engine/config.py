@@ -145,6 +145,14 @@ class EngineOptions:
     block_size: int = flag(16, "tokens in a block of KV cache")
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of prompts that start alike")
 
+    enforce_eager: bool = flag(False, "on CUDA, give the device every step kernel by kernel, without CUDA graphs")
+    cuda_graph_sizes: str | None = flag(
+        None,
+        "requests of the decode steps that are captured as CUDA graphs, e.g. 1,2,4,8; others are padded to the next "
+        "(default: 1, 2, 4, 8, 16, 24, … up to --max-num-seqs)",
+        metavar="N,N,…",
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -342,6 +350,16 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """Decode steps that are captured once and replayed, each with its number of requests (CUDA graphs)."""
+
+    sizes: tuple[int, ...] = ()
+    """Rising. A step is padded to the next; one with more requests, or with a prompt's tokens, runs without."""
+    why_none: str = ""
+    """Why there are no sizes, where there could be."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Everything resolved. It is pickled once to each process and never changes."""
 
@@ -349,5 +367,6 @@ class EngineConfig:
     parallel: ParallelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    graphs: GraphConfig = GraphConfig()
     options: EngineOptions = EngineOptions()
     """As they were asked for: another host resolves them for itself."""

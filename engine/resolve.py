@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from quire.engine import devices, grid, model_files, pooling
+from quire.engine import devices, graph_sizes, grid, model_files, pooling
 from quire.engine.architecture import Architecture, BuiltArchitecture, Experts, Matrices, SpreadExperts
 from quire.engine.cache_groups import CacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config import (
@@ -73,7 +73,10 @@ def resolve(options: EngineOptions, placed: Placed | None = None) -> EngineConfi
         enable_prefix_caching=options.enable_prefix_caching and _may_reuse_prefixes(model),
         groups=group_layers(specs, parallel.stages, lambda group: group.most_blocks(longest, row, size)),
     )
-    config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, options=options)
+    graphs = graph_sizes.resolve(options, model, parallel, scheduler)
+    config = EngineConfig(
+        model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs, options=options
+    )
     return replace(config, cache=replace(cache, num_blocks=_count_blocks(options, config, found)))
 
 
@@ -98,6 +101,8 @@ class Sizes:
     kv_block: tuple[int, ...]
     workspace: int
     """Activations and logits of the largest step, estimated."""
+    graphs: int
+    """CUDA graphs, estimated."""
 
     @staticmethod
     def of(config: EngineConfig) -> Sizes:
@@ -114,6 +119,7 @@ class Sizes:
             workspace=(_activations(config, arch) + attending) * DTYPE_BYTES[model.dtype]
             + logits
             + _moving_bytes(config, arch),
+            graphs=graph_sizes.estimate(config, arch),
         )
 
 
@@ -233,6 +239,8 @@ def plan_text(config: EngineConfig) -> str:
             f"{human(sizes.weights[stage])}, KV cache {human(sizes.kv_block[stage] * cache.num_blocks)} "
             f"in {cache.num_blocks:,} blocks of {cache.block_size} tokens{kv_type}"
         )
+    if graphs := graph_sizes.text(config, human(sizes.graphs)):
+        lines.append(f"  {graphs}")
     windows = Counter(group.window for group in cache.groups)
     if any(windows):
         kept = [
@@ -490,13 +498,13 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) 
     sharing = max(1, parallel.ranks_here) if found.kind == "cpu" else 1
     whole = found.memory // sharing
     share = int(whole * options.gpu_memory_utilization)
-    fixed = [weights + sizes.workspace for weights in sizes.weights]
+    fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]
     if max(fixed) > share:
         quantize = " or --quantization" * (found.kind == "cpu" and model.quantization is None)
         stored = f" ({model.dtype}, dequantized from {_as_stored(model, parallel)})" if model.quantized else ""
         raise ConfigError(
             f"the model does not fit: weights {human(max(sizes.weights))}{stored} + workspace {human(sizes.workspace)} "
-            f"per rank, and {human(share)} there ({options.gpu_memory_utilization:g} of {human(found.memory)} free"
+            f"{f'+ CUDA graphs {human(sizes.graphs)} ' * (sizes.graphs > 0)}per rank, and {human(share)} there ({options.gpu_memory_utilization:g} of {human(found.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
             f"--dtype{quantize}, or a lower --max-num-batched-tokens"
         )

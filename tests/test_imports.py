@@ -22,6 +22,7 @@ FLOOR = (
     "engine.errors",
     "engine.families",
     "engine.grammar",
+    "engine.graph_sizes",
     "engine.grid",
     "engine.launch",
     "engine.log",

@@ -72,12 +72,17 @@ class MixtureOfExperts(nn.Module):
 
     def place(self, placement: Placement) -> None:
         """From now on tokens go by `placement`, as they do on all ranks of the group; the weights are there already."""
-        copies = placement.copies(self._num_experts)
-        most = max(map(len, copies))
-        device = self.router.weight.device
+        copies, device = placement.copies(self._num_experts), self.router.weight.device
+        most = sum(map(len, copies)) - self._num_experts + 1  # that one expert can have, wherever they are
+        places = torch.tensor([(places * most)[:most] for places in copies], device=device)  # [experts, most]
+        counts = torch.tensor([len(places) for places in copies], device=device) if most > 1 else None
+        if self.placement is None:
+            self._places, self._copies = places, counts
+        else:  # in place: captured steps go on reading them where they are
+            self._places.copy_(places)
+            if self._copies is not None and counts is not None:
+                self._copies.copy_(counts)
         self.placement = placement
-        self._places = torch.tensor([(places * most)[:most] for places in copies], device=device)  # [experts, most]
-        self._copies = torch.tensor([len(places) for places in copies], device=device) if most > 1 else None
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """`[tokens, hidden_size]` → the same, on every rank. Without `group`, nothing is asked of the batch."""
@@ -115,8 +120,10 @@ class MixtureOfExperts(nn.Module):
         """`x` are the tokens `own` of the batch. Which copy of an expert a token has depends on its position alone."""
         weights, experts = self.router(x)
         if own != slice(None) or self._parallel.rank == 0:
-            chosen = experts.flatten()
-            self.tokens.index_add_(0, chosen, torch.ones_like(chosen))
+            counted = torch.ones_like(experts)
+            if batch is not None:
+                counted *= batch.slots[own, None] >= 0  # the others are padding
+            self.tokens.index_add_(0, experts.flatten(), counted.flatten())
         if self._copies is None:
             return Routed(x, weights, self._places[experts, 0])
         assert batch is not None

@@ -207,7 +207,7 @@ class Decoder(nn.Module):
         assert self.embedding is not None
         x: Tensor = self.embedding(batch.token_ids)
         if self._arch.embedding_multiplier != 1.0:
-            x = x * x.new_tensor(self._arch.embedding_multiplier)
+            x = x * x.new_full((), self._arch.embedding_multiplier)  # rounded as `x` is
         return x if self.positions is None else x + self.positions(batch.positions)
 
     def features(self, x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from quire.engine.models.loading import load_dense, load_model
 from quire.engine.parallel import Links, Peers
 from quire.engine.worker.balancer import Balancer
 from quire.engine.worker.batch import RequestStates, Rows, halve
+from quire.engine.worker.graphs import DecodeGraphs
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
 from quire.engine.worker.transfer import Array, Launched, Reading, send
@@ -79,6 +80,11 @@ class Runner:
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
+        self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
+        self._graphs: DecodeGraphs | None = None
+        self._shows_progress = rank == 0 and config.parallel.is_first_here
+        if isinstance(self._model, Decoder):
+            self._graphs = DecodeGraphs(self._model, self._caches, config, device, links.pipeline.stage)
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
         self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups, device)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
@@ -99,6 +105,8 @@ class Runner:
         """Agree with the other ranks, once all are loaded; raises `ConfigError` where that cannot be."""
         if self._balancer is not None:
             self._balancer.settle()
+        if self._graphs is not None:
+            self._graphs.capture(bar=self._shows_progress)
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step of this stage. The first rank of the last stage returns the tokens, the others None."""
@@ -144,7 +152,7 @@ class Runner:
         if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
             batch = replace(batch, halves=halve(batch, rows.counts))
         if not plan.num_rows:
-            return self._pass_on(batch)
+            return self._pass_on(plan, batch)
         hidden = self._forward(self._receive(plan.num_tokens), batch)
         if self._pooler is not None and self._pipeline.is_last:
             return self._pool(rows, hidden, batch.sampled, self._pooler, result)
@@ -166,6 +174,11 @@ class Runner:
         """The hidden states behind this stage's layers, `[tokens, hidden_size]`."""
         hidden: Tensor = self._model(received, batch, self._caches)
         return hidden
+
+    def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:
+        """The hidden states after this stage, `[tokens, hidden_size]`."""
+        replayed = None if self._graphs is None else self._graphs.run(received, batch)
+        return self._model(received, batch, self._caches) if replayed is None else replayed
 
     @property
     def _decoder(self) -> Decoder | TransformersDecoder:

@@ -1,0 +1,238 @@
+"""Decode steps captured once and replayed: the device is given a step as a whole, instead of kernel by kernel.
+
+A captured step reads its inputs where they were, and computes as many rows as it had: a batch is copied there, and
+padded. Rows of padding have slot -1, for which nothing is stored, and see one key. What the model allocates once and
+changes while serving, it is to change in place.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from quire.engine.config import EngineConfig
+from quire.engine.layers.attention import Batch, HostRows, LayerCache
+from quire.engine.models.decoder import Decoder
+from quire.engine.resolve import human
+
+logger = logging.getLogger(__name__)
+
+Replay = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """How a device keeps a step."""
+
+    def capture(self, step: Callable[[], None]) -> Replay:
+        """What `step` does, on the same memory. Raises `RuntimeError` where it cannot be kept, and says why."""
+
+
+class CudaRecorder:
+    """CUDA graphs, which share one pool of memory: no two run at once.
+
+    A step runs before it is captured, so that its kernels are compiled and what libraries set up is there; the first
+    one once more, with an error where it waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._is_checked = False
+
+    def capture(self, step: Callable[[], None]) -> Replay:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            step()
+            if not self._is_checked:
+                with _waiting_is_an_error():
+                    step()
+                self._is_checked = True
+            torch.cuda.synchronize()
+            # Other threads, NCCL's watchdog among them, may go on with what a capture forbids.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                step()
+            finally:
+                graph.capture_end()
+        torch.cuda.synchronize()
+        return graph.replay
+
+
+@contextmanager
+def _waiting_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def recorder_of(device: torch.device) -> Recorder | None:
+    """None: this device keeps no steps."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class DecodeGraphs:
+    """The steps in which each request has one token, for the numbers of requests in `EngineConfig.graphs`."""
+
+    def __init__(
+        self, model: Decoder, caches: Sequence[LayerCache], config: EngineConfig, device: torch.device, stage: int
+    ) -> None:
+        self._model, self._caches, self._device = model, caches, device
+        self._sizes, self._why_none = config.graphs.sizes, config.graphs.why_none
+        self._replays: dict[int, Replay] = {}
+        self._is_last = stage == len(config.parallel.stages) - 1
+        self._inputs: _Inputs | None = None
+        if (recorder := recorder_of(device)) is None:
+            self._sizes = ()
+        elif device.type == "cuda" and dist.is_initialized() and "nccl" not in dist.get_backend():
+            self._sizes, self._why_none = (), f"ranks exchange tensors by {dist.get_backend()}, which waits for the GPU"
+        if recorder is not None and self._sizes:
+            self._recorder = recorder
+            self._inputs = _Inputs(config, device, receives=stage > 0)
+            arch, dtype = config.model.architecture, getattr(torch, config.model.dtype)
+            self._output = torch.zeros(self._sizes[-1], arch.hidden_size, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def capture(self, *, bar: bool) -> None:
+        """Capture all sizes, on all ranks of the grid at once. Where that cannot be, a warning says why."""
+        if self._inputs is None:
+            if self._why_none:
+                logger.info("decodes run without CUDA graphs: %s", self._why_none)
+            return
+        begun, free = time.perf_counter(), _free_bytes(self._device)
+        # The largest comes first: the memory that it computes in serves the others.
+        sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar)
+        try:
+            with _without_garbage_collection(), sizes:
+                for size in sizes:
+                    self._replays[size] = self._recorder.capture(self._step(size, self._inputs))
+        except RuntimeError as error:
+            self._replays, self._inputs = {}, None
+            reason = str(error).strip().partition("\n")[0]
+            logger.warning("decodes run without CUDA graphs, as a step cannot be captured: %s", reason)
+            return
+        logger.info(
+            "captured %d CUDA graphs, of decodes of up to %d requests, in %.1f s and %s",
+            *(len(self._sizes), self._sizes[-1], time.perf_counter() - begun),
+            human(max(0, free - _free_bytes(self._device))),
+        )
+
+    def _step(self, size: int, inputs: _Inputs) -> Callable[[], None]:
+        batch, received = inputs.batch(size), inputs.received(size)
+
+        def step() -> None:
+            self._output[:size].copy_(self._model(received, batch, self._caches))
+
+        return step
+
+    def run(self, received: Tensor | None, batch: Batch) -> Tensor | None:
+        """What the model makes of the batch, `[tokens, hidden_size]`; None: it is none of the captured steps.
+
+        On the last stage the next run overwrites it.
+        """
+        rows = len(batch.token_ids)
+        if self._inputs is None or not 0 < rows == len(batch.sequence_lengths) <= self._sizes[-1]:
+            return None
+        if batch.replica_tokens or batch.halves:
+            return None
+        size = self._sizes[bisect_left(self._sizes, rows)]
+        self._inputs.fill(received, batch, size)
+        self._replays[size]()
+        hidden = self._output[:rows]
+        return hidden if self._is_last else hidden.clone()  # it may be sent while the next step runs
+
+
+class _Inputs:
+    """Where captured steps read a batch. Invariant: whatever stands in a row can be computed."""
+
+    def __init__(self, config: EngineConfig, device: torch.device, *, receives: bool) -> None:
+        most, cache, longest = config.graphs.sizes[-1], config.cache, config.model.max_model_len
+        self._longest = longest
+
+        def full(value: int, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=device)
+
+        groups = range(len(cache.groups))
+        self._token_ids, self._positions, self._lengths = full(0, most), full(0, most), full(1, most)
+        self._slots = [full(-1, most) for _ in groups]
+        self._tables = [full(0, most, -(-longest // cache.block_size)) for _ in groups]
+        self._starts = torch.arange(most + 1, device=device)
+        self._no_slot, self._zero, self._one = full(-1, most), full(0, most), full(1, most)
+        self._hidden: Tensor | None = None
+        if receives:
+            dtype = getattr(torch, config.model.dtype)
+            self._hidden = torch.zeros(most, config.model.architecture.hidden_size, dtype=dtype, device=device)
+
+    def received(self, size: int) -> Tensor | None:
+        return None if self._hidden is None else self._hidden[:size]
+
+    def batch(self, size: int) -> Batch:
+        """The first rows; what Python reads of them is what every replay has in common."""
+        host = HostRows(np.ones(size, np.int64), np.full(size, self._longest, np.int64))
+
+        def of(group: int, others: tuple[Batch, ...] = ()) -> Batch:
+            return Batch(
+                token_ids=self._token_ids[:size],
+                positions=self._positions[:size],
+                slots=self._slots[group][:size],
+                block_tables=self._tables[group][:size],
+                sequence_lengths=self._lengths[:size],
+                query_starts=self._starts[: size + 1],
+                sampled=self._starts[:size],
+                others=others,
+                host=host,
+            )
+
+        return of(0, tuple(of(group) for group in range(1, len(self._slots))))
+
+    def fill(self, received: Tensor | None, batch: Batch, size: int) -> None:
+        """Take a batch in; rows behind it become padding, whose token and blocks may be any that were there."""
+        rows, groups = len(batch.token_ids), (batch, *batch.others)
+        to, values = [self._token_ids[:rows]], [batch.token_ids]
+        for place, part, padding in (
+            (self._positions, batch.positions, self._zero),
+            (self._lengths, batch.sequence_lengths, self._one),
+            *((place, group.slots, self._no_slot) for place, group in zip(self._slots, groups, strict=True)),
+        ):
+            to.append(place[:rows])
+            values.append(part)
+            if rows < size:
+                to.append(place[rows:size])
+                values.append(padding[: size - rows])
+        torch._foreach_copy_(to, values)  # one kernel
+        for table, group in zip(self._tables, groups, strict=True):
+            table[:rows, : group.block_tables.shape[1]].copy_(group.block_tables)
+        if self._hidden is not None:
+            assert received is not None
+            self._hidden[:rows].copy_(received)
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Nothing of CUDA's may be destroyed during a capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
