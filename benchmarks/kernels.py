@@ -77,7 +77,7 @@ class Bench:
         )
 
     def attention(self) -> Iterator[Result]:
-        for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn):
             for count, context, queries in (
                 (1, 300, 1),
                 (1, 4000, 1),

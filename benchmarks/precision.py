@@ -36,6 +36,8 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float16": {"dtype": "float16"},
     "int8": {"quantization": "int8"},
     "int8, int8 KV": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "fp8 KV": {"kv_cache_dtype": "fp8"},
+    "int8 KV": {"kv_cache_dtype": "int8"},
     "int8, bfloat16": {"quantization": "int8", "dtype": "bfloat16"},
     "int4": {"quantization": "int4"},
 }
@@ -73,7 +75,7 @@ def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], optio
     arch = config.model.architecture
     decoder = load(config, 0, Parallel(), _CPU)
     sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
-    dtype = getattr(torch, config.cache.dtype)
+    dtype = kernels.kv_cache_dtype(config.cache.dtype)
     memory = kernels.allocate_kv_cache(arch.num_layers, 64, kv_heads, _BLOCK, head_dim, dtype, _CPU, sides)
     caches = [LayerCache(of_layer) for of_layer in memory]
     loss, count = 0.0, 0

@@ -137,10 +137,10 @@ class EngineOptions:
         0.9, "share of the device's free memory for weights, activations and KV cache together"
     )
     kv_cache_memory_bytes: int | None = flag(None, "KV cache per rank, in bytes (instead of what the share leaves)")
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = flag(
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"] = flag(
         "auto",
-        "precision of the KV cache (auto: that of the model, at most 16 bits with --quantization; int8: each token and "
-        "head has a scale)",
+        "precision of the KV cache (auto: that of the model, at most 16 bits with --quantization; int8, fp8: each token "
+        "and head has a scale; fp8_e4m3 is fp8)",
     )
     block_size: int = flag(16, "tokens in a block of KV cache")
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of prompts that start alike")
@@ -320,7 +320,7 @@ class CacheConfig:
     num_blocks: int
     """0: the model keeps no KV."""
     dtype: str
-    """A float type, or int8."""
+    """A float type, int8 or fp8 (see `quire.kernels.cache`)."""
     enable_prefix_caching: bool
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     """Each has a block table for every request; their blocks come from one pool."""

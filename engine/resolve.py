@@ -64,6 +64,7 @@ def resolve(options: EngineOptions, placed: Placed | None = None) -> EngineConfi
     if kv_dtype == "auto":
         # Beside quantized weights, its rounding is not to be seen, and decodes read half as much.
         kv_dtype = "bfloat16" if model.quantization and model.dtype == "float32" else model.dtype
+    kv_dtype = kv_dtype.removesuffix("_e4m3")
     specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len)
     longest, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
     cache = CacheConfig(
@@ -160,8 +161,8 @@ def _moving_bytes(config: EngineConfig, arch: Architecture) -> int:
 
 def _kv_block_bytes(cache: CacheConfig, planes: Counter[CacheShape]) -> int:
     """Bytes of a block: room for the layers of any group."""
-    scale = 4 if cache.dtype == "int8" else 0
-    width = 1 if cache.dtype == "int8" else DTYPE_BYTES[cache.dtype]
+    width = DTYPE_BYTES.get(cache.dtype, 1)
+    scale = 0 if cache.dtype in DTYPE_BYTES else 4
     rows = {shape: shape.sides * shape.heads * cache.block_size for shape in planes}
     return sum(count * rows[shape] * (shape.numbers * width + scale) for shape, count in planes.items())
 

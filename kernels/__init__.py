@@ -8,7 +8,7 @@ the reference. Nothing of Quire is imported here.
 from __future__ import annotations
 
 from quire.kernels import reference
-from quire.kernels.cache import allocate_kv_cache
+from quire.kernels.cache import allocate_kv_cache, kv_cache_dtype
 from quire.kernels.dispatch import by_device, prepare
 from quire.kernels.experts import Experts, fused_experts, pack_experts
 from quire.kernels.linear import Linear, Quantization, pack_gated, pack_linear
@@ -25,6 +25,7 @@ __all__ = [
     "attention",
     "fused_experts",
     "gumbel_noise",
+    "kv_cache_dtype",
     "pack_experts",
     "pack_gated",
     "pack_linear",

@@ -1,20 +1,65 @@
 """The memory behind the paged KV cache.
 
-A *row* holds one token's keys or values of one head: head_dim numbers of the cache's type. A row of an int8 cache is
-head_dim integers and, in the four bytes behind them, a float32 scale (in the host's byte order, unaligned): a number is
-its integer times the scale, which is the row's largest absolute number over 127.
+A *row* holds one token's keys or values of one head: head_dim numbers of the cache's type. In a quantized cache (int8,
+or 8-bit floats: e4m3, Micikevicius et al. 2022) every row has a float32 scale, and a number is what is stored times
+that; the row's largest absolute number becomes the type's largest (127, 448). The scales of a block's head stand behind
+all of its numbers, so that each row of numbers begins where vectors may be read, and so do a block's scales.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""Types of quantized caches → what the largest number of a row becomes."""
+SCALE_BYTES = 4
+
+
+def kv_cache_dtype(name: str) -> torch.dtype:
+    """The type of a cache: a float type's name, int8 or fp8."""
+    dtype: torch.dtype = torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
+    return dtype
+
 
 def row_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of a row of the cache."""
-    return head_dim + 4 if dtype == torch.int8 else head_dim
+    """Elements of a row of the cache, with its scale."""
+    return head_dim + SCALE_BYTES if dtype in LARGEST else head_dim
+
+
+class QuantizedRows(NamedTuple):
+    """Views of a quantized cache `[…, block_size, row]`, both of the cache's type."""
+
+    numbers: Tensor
+    """`[…, block_size, head_dim]`"""
+    scales: Tensor
+    """`[…, block_size, 4]`: each row's float32, in the host's byte order."""
+
+    @classmethod
+    def of(cls, cache: Tensor) -> QuantizedRows:
+        block_size, row = cache.shape[-2:]
+        memory, head_dim = cache.flatten(-2), row - SCALE_BYTES
+        numbers, scales = memory.split_with_sizes((block_size * head_dim, block_size * SCALE_BYTES), dim=-1)
+        return cls(numbers.unflatten(-1, (block_size, head_dim)), scales.unflatten(-1, (block_size, SCALE_BYTES)))
+
+
+def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`[…, head_dim]` → numbers of `dtype`, and their scales `[…, 4]` as bytes of that type."""
+    x, largest = rows.float(), LARGEST[dtype]
+    scale = x.abs().amax(dim=-1, keepdim=True) / largest
+    numbers = (x / scale.where(scale > 0, 1.0)).clamp(-largest, largest)
+    if dtype == torch.int8:
+        numbers = numbers.round()
+    return numbers.to(dtype), scale.contiguous().view(dtype)
+
+
+def dequantize(cache: Tensor) -> Tensor:
+    """A quantized cache `[…, block_size, row]` in float32 `[…, block_size, head_dim]`."""
+    numbers, scales = QuantizedRows.of(cache)
+    return numbers.float() * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
 
 
 def allocate_kv_cache(
@@ -35,6 +80,6 @@ def allocate_kv_cache(
     """
     shape = (layers, sides, num_blocks, kv_heads, block_size, row_size(head_dim, dtype))
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=torch.uint8 if dtype in LARGEST else dtype, device=device).view(dtype)
     pages = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.kernels.cache import LARGEST, QuantizedRows, dequantize, quantize
 from quire.kernels.noise import gumbel_noise, uniform_noise
 
 __all__ = [
@@ -124,8 +125,9 @@ def read_kv(side: Tensor, table: Tensor, length: int, dtype: torch.dtype) -> Ten
 
     `side` is the keys or the values of one layer's cache, `[blocks, kv_heads, block_size, row]`.
     """
-    rows = side[table[: -(-length // side.shape[2])]].transpose(1, 2).flatten(0, 1)[:length]
-    return (_dequantized(rows) if side.dtype == torch.int8 else rows).to(dtype)
+    blocks = _taken(side, table[: -(-length // side.shape[2])])
+    rows = (dequantize(blocks) if side.dtype in LARGEST else blocks).transpose(1, 2)
+    return rows.flatten(0, 1)[:length].to(dtype)
 
 
 def write_kv(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor) -> None:
@@ -143,23 +145,25 @@ def write_kv(key: Tensor, value: Tensor | None, cache: Tensor, slots: Tensor) ->
     slots = slots[source]
     blocks, offsets, is_new = slots.clamp(min=0) // block_size, slots.clamp(min=0) % block_size, slots >= 0
     for side, rows in zip(cache, (key,) if value is None else (key, value), strict=True):
-        written = _quantized(rows) if cache.dtype == torch.int8 else rows.to(cache.dtype)
-        side[blocks, :, offsets] = written[source].where(is_new[:, None, None], side[blocks, :, offsets])
+        if cache.dtype in LARGEST:  # as bytes: torch cannot index 8-bit floats
+            to = [each.view(torch.uint8) for each in QuantizedRows.of(side)]
+            new = [each.view(torch.uint8) for each in quantize(rows, cache.dtype)]
+        else:
+            to, new = [side], [rows.to(cache.dtype)]
+        for old, part in zip(to, new, strict=True):
+            old[blocks, :, offsets] = part[source].where(is_new[:, None, None], old[blocks, :, offsets])
 
 
-def _quantized(rows: Tensor) -> Tensor:
-    """Int8 rows of the KV cache, `[…, head_dim]` → `[…, head_dim + 4]`."""
-    x = rows.float()
-    scale = x.abs().amax(dim=-1, keepdim=True) / 127
-    whole = (x / scale.where(scale > 0, 1.0)).round().clamp(-127, 127).to(torch.int8)
-    return torch.cat((whole, scale.contiguous().view(torch.int8)), dim=-1)
+def _taken(blocks: Tensor, numbers: Tensor) -> Tensor:
+    """Those blocks, in any type of cache."""
+    if blocks.dtype in LARGEST:
+        return blocks.view(torch.uint8).index_select(0, numbers).view(blocks.dtype)
+    return blocks.index_select(0, numbers)
 
 
-def _dequantized(rows: Tensor) -> Tensor:
-    """What `_quantized` made, in float32."""
-    head_dim = rows.shape[-1] - 4
-    scale = rows[..., head_dim:].clone(memory_format=torch.contiguous_format)  # aligned
-    return rows[..., :head_dim] * scale.view(torch.float32)
+def _widened(cache: Tensor) -> Tensor:
+    """A cache of any type `[…, block_size, row]` in float32 `[…, block_size, head_dim]`."""
+    return dequantize(cache) if cache.dtype in LARGEST else cache.float()
 
 
 _GATHER_ELEMENTS = 1 << 19
@@ -244,10 +248,9 @@ def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     kv_heads = cache.shape[2]
     heads = torch.arange(kv_heads, device=cache.device)
     runs = (tables[:, None] * kv_heads + heads[:, None]).flatten()  # one head's part of one block each
-    keys, values = (side.flatten(2).flatten(0, 1).index_select(0, runs) for side in cache)
-    shape = (len(tables), kv_heads, -1, cache.shape[4])
-    widen = _dequantized if cache.dtype == torch.int8 else Tensor.float
-    return widen(keys.view(shape)), widen(values.view(shape))
+    keys, values = (_widened(_taken(side.flatten(0, 1), runs)) for side in cache)  # [runs, block_size, head_dim]
+    shape = (len(tables), kv_heads, -1, keys.shape[-1])
+    return keys.view(shape), values.view(shape)
 
 
 def _attend(

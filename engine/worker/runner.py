@@ -45,7 +45,7 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
             kv_heads=shape.heads,
             block_size=cache.block_size,
             head_dim=shape.numbers,
-            dtype=getattr(torch, cache.dtype),
+            dtype=kernels.kv_cache_dtype(cache.dtype),
             device=device,
             sides=shape.sides,
         )

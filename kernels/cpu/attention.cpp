@@ -57,6 +57,7 @@ struct Problem {
   int64_t window;               // keys that a query sees at most
   const float *sinks, *slopes;  // of heads, or null
   at::Tensor output;
+  Places places;
   int64_t group, head_dim, padded;  // `padded`: head_dim up to whole vectors
   std::vector<Tile> tiles;
   std::vector<Item> items;
@@ -155,30 +156,34 @@ inline void transpose(Floats (&block)[kLanes]) {
 }
 
 // The rows of `count` keys from `begin` on, in the cache.
-void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count, const char** rows) {
+void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count, Place* rows) {
   const int64_t size = p.cache.element_size(), block_size = p.cache.size(3);
   const char* head = static_cast<const char*>(p.cache.const_data_ptr()) + tile.head * p.cache.stride(2) * size;
   const int64_t* table = p.tables.const_data_ptr<int64_t>() + tile.request * p.tables.stride(0);
   for (int64_t i = 0, block = begin / block_size, offset = begin % block_size; i < count; ++block, offset = 0) {
     const char* first = head + table[block] * p.cache.stride(1) * size;
-    for (; offset < block_size && i < count; ++offset) rows[i++] = first + offset * p.cache.stride(3) * size;
+    for (; offset < block_size && i < count; ++offset) rows[i++] = p.places.row(first, offset);
   }
 }
 
 // The rows of the keys that a thread is at, and of those that it comes to next, of this item or of its following one.
 struct Found {
-  const char *rows[kKeys], *next[kKeys];
+  Place rows[kKeys], next[kKeys];
   int64_t first, count, coming;  // `first`: the position of the first key
   int64_t bytes, to_values;
+  bool has_scales;
 
   Found(const Problem& p)
-      : bytes(p.cache.size(4) * p.cache.element_size()), to_values(p.cache.stride(0) * p.cache.element_size()) {}
+      : bytes(p.head_dim * p.cache.element_size()), to_values(p.cache.stride(0) * p.cache.element_size()),
+        has_scales(p.places.to_scales) {}
 
   // Calls keys or values that come next, from number `begin` on, into the second-level cache. Few at a time, between
   // computations: the processor waits when it has too many under way.
   void prefetch(int64_t begin, int64_t some, int64_t offset) const {
     for (const int64_t end = std::min(begin + some, coming); begin < end; ++begin) {
-      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next[begin] + offset + at, 0, 2);
+      const Place row = next[begin] + offset;
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row.numbers + at, 0, 2);
+      if (has_scales) __builtin_prefetch(row.scale, 0, 2);
     }
   }
   void prefetch_keys(int64_t begin, int64_t some) const { prefetch(begin, some, 0); }
@@ -186,8 +191,8 @@ struct Found {
 
   // The rows of kLanes keys from number `begin` on; behind the last one it stands again.
   template <typename C>
-  void keys(int64_t begin, int64_t head_dim, KvRow<C> (&row)[kLanes]) const {
-    for (int i = 0; i < kLanes; ++i) row[i] = {rows[std::min(begin + i, count - 1)], head_dim};
+  void keys(int64_t begin, KvRow<C> (&row)[kLanes]) const {
+    for (int i = 0; i < kLanes; ++i) row[i] = rows[std::min(begin + i, count - 1)];
   }
 
   // How many of the keys stand at a row's query or before it.
@@ -200,7 +205,7 @@ void gather(const Problem& p, const Found& found, float* keys, float* values) {
   const int64_t padded = p.padded;
   for (int64_t first = 0; first < found.count; first += kLanes) {
     KvRow<C> row[kLanes];
-    found.keys(first, p.head_dim, row);
+    found.keys(first, row);
     found.prefetch_keys(first, kLanes);
     for_vectors(p.head_dim, [&](int64_t d, auto n) {
       Floats block[kLanes];
@@ -213,7 +218,7 @@ void gather(const Problem& p, const Found& found, float* keys, float* values) {
   }
   for (int64_t i = 0; i < found.count; ++i) {
     found.prefetch_values(i, 1);
-    const KvRow<C> row(found.rows[i] + found.to_values, p.head_dim);
+    const KvRow<C> row(found.rows[i] + found.to_values);
     for_vectors(p.head_dim, [&](int64_t d, auto n) { store(values + i * padded + d, row.load(d, n)); });
   }
 }
@@ -303,7 +308,7 @@ template <typename C, int R>
 void score(const float* queries, int64_t head_dim, const Found& found, int64_t first, float* scores) {
   constexpr int kChains = R <= 4 ? 2 : 1;  // sums that do not wait for one another
   KvRow<C> keys[kLanes];
-  found.keys(first, head_dim, keys);
+  found.keys(first, keys);
   Floats sums[kChains][R] = {};
   const int64_t ahead = (kLanes * kLanes + head_dim - 1) / head_dim;
   for (int64_t d = 0, next = first; d < head_dim; d += kLanes, next += ahead) {
@@ -358,7 +363,7 @@ void attend_directly(const Problem& p, Scratch& scratch, const Found& found) {
   for (int64_t i = 0; i < columns; ++i) {
     score<C, R>(scratch.queries, p.head_dim, found, i * kLanes, scratch.scores + i * kLanes);
   }
-  for (int64_t i = 0; i < found.count; ++i) values[i] = {found.rows[i] + found.to_values, p.head_dim};
+  for (int64_t i = 0; i < found.count; ++i) values[i] = found.rows[i] + found.to_values;
   float factors[R];
   for (int r = 0; r < R; ++r) factors[r] = soften(p, found, scratch.rows[r], scratch.scores + r * kKeys);
   int64_t d = 0;
@@ -501,8 +506,6 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
                            int64_t window, double softcap, const std::optional<at::Tensor>& sinks,
                            const std::optional<at::Tensor>& slopes) {
   const int64_t head_dim = query.size(2), kv_heads = cache.size(2);
-  TORCH_CHECK(cache.size(4) == kv_row_size(cache.scalar_type(), head_dim) && cache.stride(4) == 1,
-              "the cache's rows do not fit heads of ", head_dim);
   TORCH_CHECK(query.size(1) % kv_heads == 0 && block_tables.stride(1) == 1);
   const at::Tensor rows = query.stride(2) == 1 ? query : query.contiguous();
   const at::Tensor lengths = sequence_lengths.contiguous(), starts = query_starts.contiguous();
@@ -512,7 +515,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
   };
   Problem p{rows, cache, block_tables, lengths.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
             static_cast<float>(scale), static_cast<float>(softcap), window ? window : kNoWindow,
-            of_heads(sinks), of_heads(slopes), at::empty(query.sizes(), query.options()), query.size(1) / kv_heads,
+            of_heads(sinks), of_heads(slopes), at::empty(query.sizes(), query.options()), Places(cache, head_dim),
+            query.size(1) / kv_heads,
             head_dim, vectors(head_dim) * kLanes, {}, {}, nullptr};
   const int64_t work = plan(p, lengths.size(0), kv_heads);
   const int64_t threads = std::min<int64_t>({at::get_num_threads(), 1 + work / kThreadWork,

@@ -133,8 +133,7 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
                            const at::Tensor& rotations, at::Tensor cache, const at::Tensor& slots) {
   const int64_t tokens = query.size(0), head_dim = query.size(2), key_dim = key.size(2), block_size = cache.size(3);
   const int64_t half = rotations.size(1) / 2;
-  TORCH_CHECK(cache.size(4) == kv_row_size(cache.scalar_type(), key_dim) && cache.stride(4) == 1,
-              "the cache's rows do not fit heads of ", key_dim);
+  const Places layout(cache, key_dim);
   TORCH_CHECK(rotations.size(1) == 2 * half && 2 * half <= std::min(head_dim, key_dim), "too many rotations");
   TORCH_CHECK(cache.size(0) == (value ? 2 : 1), "the cache has ", cache.size(0), " sides");
   TORCH_CHECK(key.scalar_type() == query.scalar_type() && (!value || value->scalar_type() == query.scalar_type()));
@@ -145,8 +144,8 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
   for_kv_type(cache.scalar_type(), [&]<typename C>() { store_row = store_kv_row<C>; });
   char* const data = static_cast<char*>(cache.mutable_data_ptr());
   const auto place = [&](int64_t side, int64_t slot, int64_t head) {
-    return data + cache.element_size() * (side * cache.stride(0) + slot / block_size * cache.stride(1) +
-                                          head * cache.stride(2) + slot % block_size * cache.stride(3));
+    const int64_t first = side * cache.stride(0) + slot / block_size * cache.stride(1) + head * cache.stride(2);
+    return layout.row(data + cache.element_size() * first, slot % block_size);
   };
   for_type(query.scalar_type(), [&]<typename T>() {
     T* to = out.mutable_data_ptr<T>();

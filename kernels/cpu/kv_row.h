@@ -2,64 +2,138 @@
 
 #pragma once
 
+#include <c10/util/Float8_e4m3fn.h>
+
 #include "vec.h"
 
 namespace quire {
 
-// Elements of a row; behind the integers of an int8 row stands their scale.
-inline int64_t kv_row_size(at::ScalarType type, int64_t head_dim) {
-  return type == at::ScalarType::Char ? head_dim + static_cast<int64_t>(sizeof(float)) : head_dim;
+using Fp8 = at::Float8_e4m3fn;
+
+template <typename C>
+constexpr bool kIsQuantized = std::is_same_v<C, int8_t> || std::is_same_v<C, Fp8>;
+
+template <typename C>
+constexpr float kLargest = std::is_same_v<C, int8_t> ? 127.0f : 448.0f;  // what a row's largest number becomes
+
+// What `load_number` gives is to be multiplied by.
+template <typename C>
+constexpr float kUnit = std::is_same_v<C, Fp8> ? 256.0f : 1.0f;
+
+template <typename C>
+Floats load_number(const C* x, auto n) {
+  return load(x, n);
+}
+
+// As the half of the same bits: its exponent is biased by 15, not 7. No row has NaN.
+inline Floats load_number(const Fp8* x, AllLanes) {
+  using Bits = uint8_t __attribute__((vector_size(kLanes)));
+  const Halves bits = __builtin_convertvector(read<Bits>(x), Halves);
+  return from_halves((bits & 0x80) << 8 | (bits & 0x7F) << 7);
+}
+
+inline Floats load_number(const Fp8* x, int n) {
+  Fp8 row[kLanes] = {};
+  std::memcpy(row, x, n);
+  return load_number(row, AllLanes());
+}
+
+// To the nearest, ties to even; integers as they are stored.
+inline void store_number(int8_t* to, Floats x, auto n) { store(to, round(x), n); }
+
+// |x| ≤ 448. Below 2⁻⁶ the bits count steps of 2⁻⁹; above, they are those of the float, whose exponent is biased by 127.
+inline void store_number(Fp8* to, Floats x, AllLanes) {
+  using Bits = uint8_t __attribute__((vector_size(kLanes)));
+  const Words bits = std::bit_cast<Words>(x), plain = bits & 0x7FFFFFFF;
+  const Words rounded = ((plain + 0x7FFFF + (plain >> 20 & 1)) >> 20) - (120 << 3);
+  const Words steps = std::bit_cast<Words>(__builtin_convertvector(round(max(x, -x) * 512.0f), Ints));
+  const Words number = plain < std::bit_cast<uint32_t>(0x1p-6f) ? steps : rounded;
+  const Bits bytes = __builtin_convertvector(number | bits >> 24 & 0x80, Bits);
+  std::memcpy(to, &bytes, sizeof(bytes));
+}
+
+inline void store_number(Fp8* to, Floats x, int n) {
+  Fp8 row[kLanes];
+  store_number(row, x, AllLanes());
+  std::memcpy(to, row, n);
 }
 
 // Calls `body<C>()` for the element type of a KV cache.
 template <typename Body>
 void for_kv_type(at::ScalarType type, Body&& body) {
   if (type == at::ScalarType::Char) return body.template operator()<int8_t>();
+  if (type == at::ScalarType::Float8_e4m3fn) return body.template operator()<Fp8>();
   for_type(type, body);
 }
+
+// Where a row lies.
+struct Place {
+  const char *numbers, *scale;  // the latter of quantized caches only
+
+  Place operator+(int64_t bytes) const { return {numbers + bytes, scale + bytes}; }
+};
+
+// Where the rows of a block's head lie, which begins at `at`.
+struct Places {
+  int64_t row_bytes, to_scales;  // of the numbers; 0: none
+
+  Places(const at::Tensor& cache, int64_t head_dim) {
+    const int64_t size = cache.element_size(), scale = cache.size(4) - head_dim;
+    int64_t expected = 0;
+    for_kv_type(cache.scalar_type(), [&]<typename C>() { expected = kIsQuantized<C> ? sizeof(float) : 0; });
+    TORCH_CHECK(scale == expected && cache.stride(4) == 1 && (!scale || cache.stride(3) == cache.size(4)),
+                "the cache's rows do not fit heads of ", head_dim);
+    row_bytes = scale ? head_dim : cache.stride(3) * size;
+    to_scales = scale ? cache.size(3) * head_dim : 0;
+  }
+
+  Place row(const char* at, int64_t number) const {
+    return {at + number * row_bytes, at + to_scales + number * static_cast<int64_t>(sizeof(float))};
+  }
+};
 
 template <typename C>
 struct KvRow {
   const C* at = nullptr;
 
   KvRow() = default;
-  KvRow(const char* row, int64_t) : at(reinterpret_cast<const C*>(row)) {}
+  KvRow(const Place& place) : at(reinterpret_cast<const C*>(place.numbers)) {}
 
   Floats load(int64_t i, auto n) const { return quire::load(at + i, n); }
 };
 
-template <>
-struct KvRow<int8_t> {
-  const int8_t* at = nullptr;
+template <typename C>
+  requires kIsQuantized<C>
+struct KvRow<C> {
+  const C* at = nullptr;
   float scale = 0.0f;
 
   KvRow() = default;
-  KvRow(const char* row, int64_t head_dim)
-      : at(reinterpret_cast<const int8_t*>(row)), scale(read<float>(row + head_dim)) {}
+  KvRow(const Place& place)
+      : at(reinterpret_cast<const C*>(place.numbers)), scale(read<float>(place.scale) * kUnit<C>) {}
 
-  Floats load(int64_t i, auto n) const { return quire::load(at + i, n) * scale; }
+  Floats load(int64_t i, auto n) const { return load_number(at + i, n) * scale; }
 };
 
 template <typename C>
-void store_kv_row(const float* x, char* row, int64_t head_dim) {
-  for_vectors(head_dim, [&](int64_t i, auto n) { store(reinterpret_cast<C*>(row) + i, load(x + i, n), n); });
-}
-
-// Symmetric: the largest becomes ±127.
-template <>
-inline void store_kv_row<int8_t>(const float* x, char* row, int64_t head_dim) {
-  Floats largest = {};
-  for_vectors(head_dim, [&](int64_t i, auto n) {
-    const Floats part = load(x + i, n);
-    largest = max(largest, max(part, -part));
-  });
-  const float scale = max(largest) / 127.0f;
-  const Floats divisor = broadcast(scale > 0.0f ? scale : 1.0f);
-  for_vectors(head_dim, [&](int64_t i, auto n) {
-    const Floats whole = round(load(x + i, n) / divisor);
-    store(reinterpret_cast<int8_t*>(row) + i, min(max(whole, broadcast(-127.0f)), broadcast(127.0f)), n);
-  });
-  std::memcpy(row + head_dim, &scale, sizeof(scale));
+void store_kv_row(const float* x, const Place& place, int64_t head_dim) {
+  C* row = reinterpret_cast<C*>(const_cast<char*>(place.numbers));
+  if constexpr (!kIsQuantized<C>) {
+    for_vectors(head_dim, [&](int64_t i, auto n) { store(row + i, load(x + i, n), n); });
+  } else {
+    constexpr float kMost = kLargest<C>;
+    Floats largest = {};
+    for_vectors(head_dim, [&](int64_t i, auto n) {
+      const Floats part = load(x + i, n);
+      largest = max(largest, max(part, -part));
+    });
+    const float scale = max(largest) / kMost;
+    const Floats divisor = broadcast(scale > 0.0f ? scale : 1.0f);
+    for_vectors(head_dim, [&](int64_t i, auto n) {
+      store_number(row + i, min(max(load(x + i, n) / divisor, broadcast(-kMost)), broadcast(kMost)), n);
+    });
+    std::memcpy(const_cast<char*>(place.scale), &scale, sizeof(scale));
+  }
 }
 
 }  // namespace quire

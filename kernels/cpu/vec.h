@@ -76,17 +76,19 @@ inline Floats load(const at::BFloat16* x) {
   return std::bit_cast<Floats>(__builtin_convertvector(read<Halves>(x), Words) << 16);
 }
 
-inline Floats load(const at::Half* x) {
+inline Floats from_halves(Halves bits) {
 #if defined(__AVX512F__)
-  return _mm512_cvtph_ps(read<__m256i>(x));
+  return _mm512_cvtph_ps(std::bit_cast<__m256i>(bits));
 #elif defined(__F16C__) && defined(__AVX2__)
-  return _mm256_cvtph_ps(read<__m128i>(x));
+  return _mm256_cvtph_ps(std::bit_cast<__m128i>(bits));
 #else
   Floats out;
-  for (int i = 0; i < kLanes; ++i) out[i] = x[i];
+  for (int i = 0; i < kLanes; ++i) out[i] = at::Half(bits[i], at::Half::from_bits());
   return out;
 #endif
 }
+
+inline Floats load(const at::Half* x) { return from_halves(read<Halves>(x)); }
 
 inline Floats load(const int8_t* x) {
 #if defined(__AVX512F__)

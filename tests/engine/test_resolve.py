@@ -367,7 +367,10 @@ def test_the_kv_cache_is_of_16_bits_beside_quantized_weights(
     assert resolve(options(folder(tmp_path), quantization=quantization, dtype=dtype)).cache.dtype == expected
 
 
-@pytest.mark.parametrize(("asked", "dtype"), [("auto", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8")])
+@pytest.mark.parametrize(
+    ("asked", "dtype"),
+    [("auto", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("fp8", "fp8"), ("fp8_e4m3", "fp8")],
+)
 def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: str) -> None:
     """And takes the memory that the plan says."""
     config = resolve(options(folder(tmp_path), kv_cache_dtype=asked, kv_cache_memory_bytes=1 << 24))
@@ -376,7 +379,16 @@ def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: s
     assert (f"tokens in {dtype}" in plan_text(config)) == (asked != "auto")
     sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
     allocated = kernels.allocate_kv_cache(
-        *(arch.num_layers, 3, kv_heads, cache.block_size, head_dim, getattr(torch, dtype), torch.device("cpu"), sides),
+        *(
+            arch.num_layers,
+            3,
+            kv_heads,
+            cache.block_size,
+            head_dim,
+            kernels.kv_cache_dtype(dtype),
+            torch.device("cpu"),
+            sides,
+        ),
     )
     block = Sizes.of(config).kv_block[0]
     assert allocated.nbytes == 3 * block

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import reference
+from quire.kernels.cache import LARGEST
+
+CACHES = [torch.float32, torch.bfloat16, torch.float16, *LARGEST]
 
 
 class Case(NamedTuple):
@@ -156,7 +159,7 @@ def test_what_lies_behind_a_sequence_cannot_reach_it() -> None:
     assert torch.equal(case._replace(cache=poisoned).run(), whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(3, 1, 80), (4, 2, 128), (2, 2, 256), (14, 2, 64), (9, 3, 96), (5, 1, 112)]
 )
@@ -194,7 +197,7 @@ def test_options_are_those_of_dense_attention(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.sampled_from([1, 8, 16, 21, 48])),
     names=st.sets(st.sampled_from(ALL)),
     window=st.integers(1, 200),
-    dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])] * 2),
+    dtypes=st.tuples(*[st.sampled_from(CACHES)] * 2),
 )
 def test_options_hold_for_any_batch(
     requests: list[tuple[int, int]],
@@ -208,13 +211,13 @@ def test_options_hold_for_any_batch(
     options = of_heads(kv_heads * group, *sorted(names), window=window)
     case = build(requests, kv_heads * group, kv_heads, head_dim, block_size, **options)
     torch.testing.assert_close(case.run(), case.expected, rtol=1e-4, atol=1e-5)
-    of_query = torch.float32 if dtypes[0] == torch.int8 else dtypes[0]
+    of_query = torch.float32 if dtypes[0] in LARGEST else dtypes[0]
     case = case._replace(query=case.query.to(of_query), cache=converted(case.cache, dtypes[1]))
     tolerance = 1e-5 if of_query == torch.float32 else torch.finfo(of_query).eps
     torch.testing.assert_close(case.run(), case.run(reference.paged_attention), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 64), (10, 24)])
 @pytest.mark.parametrize("window", [1, 16, 17, 300])
 def test_what_lies_behind_the_window_is_not_read(dtype: torch.dtype, heads: int, head_dim: int, window: int) -> None:
@@ -224,7 +227,7 @@ def test_what_lies_behind_the_window_is_not_read(dtype: torch.dtype, heads: int,
     case = case._replace(cache=converted(case.cache, dtype))
     whole, tables, cache = case.run(), case.tables.clone(), case.cache.clone()
     (poison, *_) = set(range(cache.shape[1])) - set(tables.flatten().tolist())
-    cache[:, poison] = torch.nan if dtype != torch.int8 else -1  # four such bytes are a scale that is no number
+    cache[:, poison].view(torch.uint8).fill_(255)  # a number of any float type, or a scale, that is no number
     used = torch.zeros(cache.shape[1], dtype=torch.bool)
     for table, length, count in zip(tables, case.lengths, case.counts, strict=True):
         first = max(0, length - count - window + 1) // 16
@@ -251,7 +254,7 @@ def test_a_window_that_shows_all_changes_nothing() -> None:
     assert torch.equal(case._replace(options={"window": 4000}).run(), case.run())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(128, 576), (16, 192)])
 def test_one_row_is_key_and_value_of_many_heads(dtype: torch.dtype, heads: int, head_dim: int) -> None:
     """As multi-head latent attention has it: a cache of one side, expanded."""
@@ -287,7 +290,7 @@ def converted(cache: Tensor, dtype: torch.dtype) -> Tensor:
     requests=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 40)), min_size=1, max_size=5),
     block_size=st.sampled_from([1, 3, 16]),
     shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.integers(1, 70)),
-    dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int8])] * 2),
+    dtypes=st.tuples(*[st.sampled_from(CACHES)] * 2),
 )
 def test_any_batch_is_that_of_the_reference(
     requests: list[tuple[int, int]],
@@ -297,7 +300,7 @@ def test_any_batch_is_that_of_the_reference(
 ) -> None:
     kv_heads, group, head_dim = shape
     case = build(requests, kv_heads * group, kv_heads, head_dim, block_size)
-    of_query = torch.float32 if dtypes[0] == torch.int8 else dtypes[0]
+    of_query = torch.float32 if dtypes[0] in LARGEST else dtypes[0]
     case = case._replace(query=case.query.to(of_query), cache=converted(case.cache, dtypes[1]))
     tolerance = 1e-5 if of_query == torch.float32 else torch.finfo(of_query).eps
     expected = case.run(reference.paged_attention)

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import reference
+from quire.kernels.cache import LARGEST, QuantizedRows, dequantize, row_size
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+STEPS = {torch.int8: 1 / 126, torch.float8_e4m3fn: 1 / 13}
+"""The widest step between the numbers of a quantized row, in parts of its largest: e4m3's is 32 of 448, at the top."""
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 2, 64), (17, 257)])
@@ -54,10 +57,11 @@ def test_norms_with_an_offset_are_float32_to_the_end(shape: tuple[int, ...], dty
         torch.testing.assert_close(found.double(), exact, rtol=0.5 * torch.finfo(dtype).eps + 2e-6, atol=1e-6)
 
 
-def test_int8_rows_of_one_element_in_a_cache_of_one_row() -> None:
-    cache = kernels.allocate_kv_cache(1, 1, 1, 1, 1, torch.int8, torch.device("cpu"))[0]
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_quantized_rows_of_one_element_in_a_cache_of_one_row(dtype: torch.dtype) -> None:
+    cache = kernels.allocate_kv_cache(1, 1, 1, 1, 1, dtype, torch.device("cpu"))[0]
     reference.write_kv(torch.full((1, 1, 1), 3.0), torch.full((1, 1, 1), -2.0), cache, torch.tensor([0]))
-    assert reference._dequantized(cache).flatten().tolist() == [3.0, -2.0]
+    assert dequantize(cache).flatten().tolist() == [3.0, -2.0]
 
 
 def test_rms_norm_of_heads_inside_of_wider_rows() -> None:
@@ -89,7 +93,7 @@ def test_rotary_turns_pairs_as_complex_numbers(head_dim: int, rotary_dim: int) -
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("of_cache", [*FLOATS, torch.int8])
+@pytest.mark.parametrize("of_cache", [*FLOATS, *LARGEST])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(6, 6), (80, 80), (128, 128), (80, 34), (33, 10), (64, 0)])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 def test_rotary_write_kv_is_that_of_the_reference(
@@ -109,36 +113,44 @@ def test_rotary_write_kv_is_that_of_the_reference(
         results.append((turned, cache[1]))
     (turned, cache), (expected, filled) = results
     torch.testing.assert_close(turned, expected)
-    if of_cache == torch.int8:  # a key that was rounded another way may be the next integer
-        assert torch.equal(cache[1], filled[1])
-        cache, filled = reference._dequantized(cache), reference._dequantized(filled)
-        torch.testing.assert_close(cache, filled, rtol=0.0, atol=filled.abs().max().item() / 126)
+    if of_cache in LARGEST:  # a key that was rounded another way may be the next number
+        assert torch.equal(cache[1].view(torch.uint8), filled[1].view(torch.uint8))
+        cache, filled = dequantize(cache), dequantize(filled)
+        torch.testing.assert_close(cache, filled, rtol=0.0, atol=filled.abs().max().item() * STEPS[of_cache])
     else:  # one step of the coarser of the two types
         step = max(torch.finfo(kind).eps for kind in (dtype, of_cache))
         torch.testing.assert_close(cache, filled, rtol=2 * step, atol=1e-5)
 
 
-@pytest.mark.parametrize("of_cache", [torch.float32, torch.int8])
+@pytest.mark.parametrize("of_cache", [torch.float32, *LARGEST])
 @pytest.mark.parametrize("slots", [[5, -1, 0, -1], [-1, 0, -1, 7], [-1, -1, -1, -1], []])
 def test_a_token_without_a_slot_is_not_stored(slots: list[int], of_cache: torch.dtype) -> None:
     stored = [number for number, slot in enumerate(slots) if slot >= 0]
     query, key, value = torch.randn(3, len(slots), 2, 12)
-    rotations, start = turns(len(slots), 8), torch.randint(1, 99, (2, 3, 2, 4, 12 + 4 * (of_cache == torch.int8)))
+    rotations, start = turns(len(slots), 8), torch.randint(1, 99, (2, 3, 2, 4, row_size(12, of_cache)))
     caches = []
+
+    def as_cache(numbers: Tensor) -> Tensor:
+        return numbers.to(torch.uint8).view(of_cache) if of_cache in LARGEST else numbers.to(of_cache)
+
     for module in (kernels, reference):
-        cache = start.to(of_cache)
+        cache = as_cache(start)
         turned = module.rotary_write_kv(query, key, value, rotations, cache, torch.tensor(slots, dtype=torch.int64))
         torch.testing.assert_close(turned, reference.rotary(query, key, rotations)[0])
-        expected = start.to(of_cache)
+        expected = as_cache(start)
         of_stored = (x[stored] for x in (query, key, value, rotations))
         module.rotary_write_kv(*of_stored, expected, torch.tensor([slots[number] for number in stored]).long())
-        assert torch.equal(cache, expected)
+        assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
         caches.append(cache)
-    changed = (caches[1] != start.to(of_cache)).any(-1).any(0).any(1).flatten().nonzero().flatten().tolist()
+    before, after = (
+        QuantizedRows.of(x).numbers.view(torch.uint8) if of_cache in LARGEST else x
+        for x in (as_cache(start), caches[1])
+    )
+    changed = (before != after).any(-1).any(0).any(1).flatten().nonzero().flatten().tolist()
     assert changed == sorted(slot for slot in slots if slot >= 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *LARGEST])
 def test_keys_that_are_values_are_stored_once_and_read_again(dtype: torch.dtype) -> None:
     cache = kernels.allocate_kv_cache(1, 5, 1, 4, 20, dtype, torch.device("cpu"), sides=1)[0]
     query, key, turns = torch.randn(7, 3, 12), torch.randn(7, 1, 20), torch.randn(7, 8)
@@ -147,21 +159,45 @@ def test_keys_that_are_values_are_stored_once_and_read_again(dtype: torch.dtype)
     turned = kernels.rotary_write_kv(query, key, None, turns, cache, slots)
     expected_query, expected_key = reference.rotary(query, key, turns)
     torch.testing.assert_close(turned, expected_query)
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 0.02, torch.int8: 0.05}[dtype]
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 0.02, torch.int8: 0.05, torch.float8_e4m3fn: 0.07}[dtype]
     found = kernels.read_kv(cache[0], table, 7, torch.float32)
     torch.testing.assert_close(found, expected_key, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("head_dim", [1, 33, 64])
-def test_int8_rows_are_within_half_a_step(head_dim: int) -> None:
+@pytest.mark.parametrize("dtype", LARGEST)
+def test_quantized_rows_are_within_half_a_step(dtype: torch.dtype, head_dim: int) -> None:
     zeros, tiny = torch.zeros(1, 3, head_dim), torch.full((1, 3, head_dim), 1e-44)
     rows = torch.cat((torch.randn(50, 3, head_dim) * 10, zeros, tiny))
-    cache = kernels.allocate_kv_cache(1, 4, 3, 16, head_dim, torch.int8, torch.device("cpu"))[0]
-    reference.write_kv(rows, -rows, cache, torch.arange(len(rows)))
-    found = reference._dequantized(cache).transpose(2, 3).flatten(1, 2)[:, : len(rows)]
-    step = rows.abs().amax(-1, keepdim=True) / 127
+    cache = kernels.allocate_kv_cache(1, 4, 3, 16, head_dim, dtype, torch.device("cpu"))[0]
+    kernels.rotary_write_kv(rows, rows, -rows, torch.empty(len(rows), 0), cache, torch.arange(len(rows)))
+    found = dequantize(cache).transpose(2, 3).flatten(1, 2)[:, : len(rows)]
+    largest = rows.abs().amax(-1, keepdim=True)
+    step = largest / 127 if dtype == torch.int8 else (rows.abs() / 8).maximum(largest / 448 / 512)
     assert ((found[0] - rows).abs() <= step * 0.5001 + 1e-44).all()
     assert torch.equal(found[1], -found[0])
+
+
+def test_every_8_bit_float_is_written_and_read_as_torch_does() -> None:
+    """Beside 448, which makes the scale 1: all numbers of the type, and what lies half way between two of them."""
+    exact = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halves = (exact[1:] + exact[:-1]) / 2
+    numbers = torch.cat((exact, halves, halves * (1 + 2e-7), halves * (1 - 2e-7)))
+    rows = torch.stack((numbers, numbers.new_full(numbers.shape, 448.0)), -1)[:, None]
+    for sign in (1, -1):
+        results = []
+        for module in (kernels, reference):
+            cache = kernels.allocate_kv_cache(1, len(rows), 1, 1, 2, torch.float8_e4m3fn, torch.device("cpu"))[0]
+            module.rotary_write_kv(rows, rows, sign * rows, torch.empty(len(rows), 0), cache, torch.arange(len(rows)))
+            results.append(cache.view(torch.uint8))
+        assert torch.equal(*results)
+        cache = results[0].view(torch.float8_e4m3fn)
+        assert torch.equal(dequantize(cache)[1, : len(exact), 0, 0, 0], sign * exact)
+        query, length = torch.zeros(1, 1, 2), torch.ones(1, dtype=torch.int64)
+        for number in range(len(exact)):  # one key, whose value comes back as it is
+            table, starts = torch.tensor([[number]]), torch.tensor([0, 1])
+            out = kernels.paged_attention(query, cache, table, length, starts, 1.0)
+            assert out[0, 0].tolist() == [sign * exact[number].item(), sign * 448.0]
 
 
 FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -58,7 +58,9 @@ def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: architecture
     return kernels.allocate_kv_cache(1, blocks, heads, BLOCK, numbers, dtype, torch.device("cpu"), sides)[0]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.int8, 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.int8, 1e-4), (torch.float8_e4m3fn, 1e-4)]
+)
 def test_both_forms_are_equal(dtype: torch.dtype, tolerance: float) -> None:
     """Whatever the cache holds: it is read by both alike."""
     layer = fill(LatentAttention(SPEC, HIDDEN, Parallel()))
