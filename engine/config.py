@@ -143,6 +143,11 @@ class EngineOptions:
         "and head has a scale; fp8_e4m3 is fp8)",
     )
     block_size: int = flag(16, "tokens in a block of KV cache")
+    attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = flag(
+        "auto",
+        "who computes attention on a GPU (auto: the fastest that is installed and right, timed at start; the decodes of "
+        "CUDA graphs are always Triton's); reference: plain torch, slow, on CPU too, to compare with",
+    )
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of prompts that start alike")
 
     enforce_eager: bool = flag(False, "on CUDA, give the device every step kernel by kernel, without CUDA graphs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import typing
@@ -59,6 +60,7 @@ def resolve(options: EngineOptions, placed: Placed | None = None) -> EngineConfi
     held = grid.on_a_rank(model.architecture, parallel)
     held.check_divides(options.tensor_parallel_size)
     _check_quantization(model, held, options.tensor_parallel_size, found)
+    _check_attention(options, model, found)
     scheduler = _resolve_scheduler(options, model, found)
     kv_dtype: str = options.kv_cache_dtype
     if kv_dtype == "auto":
@@ -400,6 +402,20 @@ def _may_reuse_prefixes(model: ModelConfig) -> bool:
     if isinstance(model.architecture, Encoder):
         return False
     return model.pooling is None or not model.pooling.needs_all_tokens
+
+
+def _check_attention(options: EngineOptions, model: ModelConfig, found: Devices) -> None:
+    """What is known of --attention-backend before a rank tries it."""
+    backend = options.attention_backend
+    if backend == "auto":
+        return
+    asked = f"--attention-backend {backend}"
+    if isinstance(model.architecture, Encoder):
+        raise ConfigError(f"{asked}: encoders, which keep no KV, have one implementation of attention; leave it out")
+    if found.kind == "cpu" and backend != "reference":
+        raise ConfigError(f"{asked} needs a GPU; leave it out for the CPU's own kernels, or compare with reference")
+    if backend == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(f"{asked}: it is not installed; pip install 'quire[flashinfer]', or leave it out")
 
 
 def _check_quantization(model: ModelConfig, arch: Architecture, tp: int, found: Devices) -> None:

@@ -8,15 +8,20 @@ the reference. Nothing of Quire is imported here.
 from __future__ import annotations
 
 from quire.kernels import reference
-from quire.kernels.cache import allocate_kv_cache, kv_cache_dtype
-from quire.kernels.dispatch import by_device, prepare
+from quire.kernels.backends import AttentionLayer, AttentionNeeds, HostRows, Unavailable
+from quire.kernels.cache import allocate_kv_cache
+from quire.kernels.dispatch import by_device, paged_attention, prepare
 from quire.kernels.experts import Experts, fused_experts, pack_experts
 from quire.kernels.linear import Linear, Quantization, pack_gated, pack_linear
 
 __all__ = [
+    "AttentionLayer",
+    "AttentionNeeds",
     "Experts",
+    "HostRows",
     "Linear",
     "Quantization",
+    "Unavailable",
     "act_mul",
     "activate",
     "add_rms_norm",
@@ -46,7 +51,6 @@ route = by_device(reference.route)
 read_kv = by_device(reference.read_kv)
 act_mul = by_device(reference.act_mul)
 activate = by_device(reference.activate)
-paged_attention = by_device(reference.paged_attention)
 attention = by_device(reference.attention)
 apply_bitmask = by_device(reference.apply_bitmask)
 sample = by_device(reference.sample)

@@ -6,12 +6,13 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from quire.kernels import cpu
+from quire.kernels import backends, cpu, reference
+from quire.kernels.backends import AttentionNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -34,22 +35,40 @@ def by_device(operation: Callable[Concatenate[Tensor, P], R]) -> Callable[Concat
     return dispatch
 
 
-def prepare(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Callable[[], None]:
+def prepare(
+    device: torch.device | str, dtype: torch.dtype = torch.float32, needs: AttentionNeeds | None = None
+) -> Callable[[], None]:
     """Make the device's kernels ready, in the background; call what is returned to wait for them.
 
-    Where they cannot be compiled, or a GPU's do not what the reference does with numbers of `dtype`, a warning says
-    so, and the reference serves.
+    Where they cannot be compiled, or a GPU's do not what the reference does with numbers of `dtype` and the model's own
+    `needs`, a warning says so, and the reference serves. What is returned raises `backends.Unavailable` where a
+    backend that the needs name cannot serve.
     """
-    device = torch.device(device)
-    if device.type in PLATFORMS:
-        return lambda: None
-    load = _load_cpu if device.type == "cpu" else functools.partial(_load_triton, device, dtype)
-    thread = threading.Thread(target=load, name="prepare-kernels")
+    device, needs = torch.device(device), needs or AttentionNeeds()
+    load = _load_cpu if device.type == "cpu" else functools.partial(_load_triton, dtype=dtype)
+    failures: list[backends.Unavailable] = []
+
+    def run() -> None:
+        try:
+            load(device, needs)
+        except backends.Unavailable as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="prepare-kernels")
     thread.start()
-    return thread.join
+
+    def wait() -> None:
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    return wait
 
 
-def _load_cpu() -> None:
+def _load_cpu(device: torch.device, needs: AttentionNeeds) -> None:
+    _choose(device, torch.float32, needs)
+    if "cpu" in PLATFORMS:
+        return
     try:
         cpu.load()
     except cpu.CannotBuild as error:
@@ -58,10 +77,35 @@ def _load_cpu() -> None:
         PLATFORMS["cpu"] = cpu
 
 
-def _load_triton(device: torch.device, dtype: torch.dtype) -> None:
+def _load_triton(device: torch.device, needs: AttentionNeeds, dtype: torch.dtype) -> None:
+    trouble = ""
     try:
         from quire.kernels.triton import check
     except ImportError as error:
+        trouble = f"Triton cannot be imported: {error}"
         logger.warning("the GPU kernels need Triton, a slower reference serves: %s", error)
     else:
-        PLATFORMS[device.type] = check.passing(device, dtype)
+        PLATFORMS[device.type], troubles = check.passing(device, dtype, needs)
+        trouble = troubles.get("paged_attention", "")
+    _choose(device, dtype, needs, trouble)
+
+
+def _choose(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, trouble: str = "") -> None:
+    chosen = backends.choose(device, dtype, needs, _paged_attention, trouble)
+    backends.CHOSEN.pop(device.type, None)
+    if chosen is not None:
+        backends.CHOSEN[device.type] = chosen
+
+
+def paged_attention(query: Tensor, *batch: Any, host: backends.HostRows | None = None, **options: Any) -> Tensor:
+    """`reference.paged_attention` by whom `prepare` chose.
+
+    With `host`, the numbers of the batch on the host, a backend may serve that plans a step there. Its plans lie in
+    `host.plans`, so that it is a step's own, and every layer of the step gets the same.
+    """
+    chosen = backends.CHOSEN.get(query.device.type)
+    out = chosen(query, *batch, host=host, **options) if chosen is not None else None
+    return _paged_attention(query, *batch, **options) if out is None else out
+
+
+_paged_attention = by_device(reference.paged_attention)

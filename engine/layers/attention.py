@@ -5,26 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine import architecture
+from quire.engine.config import EngineConfig
 from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, divided, kv_heads
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
 from quire.engine.layers.weight import Weight
 from quire.engine.parallel import Parallel
 
-
-class HostRows(NamedTuple):
-    """Numbers of a step's requests where Python reads them without waiting for the device, int64 `[requests]`."""
-
-    counts: npt.NDArray[np.int64]
-    """Tokens of each in this step: the differences of `Batch.query_starts`."""
-    lengths: npt.NDArray[np.int64]
-    """`Batch.sequence_lengths`."""
+HostRows = kernels.HostRows
 
 
 @dataclass(frozen=True)
@@ -114,9 +106,33 @@ class Attention(nn.Module):
             softcap=spec.softcap,
             sinks=None if self.sinks is None else self.sinks.float(),
             slopes=self._slopes,
+            host=batch.host,
         )
         out: Tensor = self.output(mixed.flatten(1))
         return out
+
+
+def attention_needs(config: EngineConfig) -> kernels.AttentionNeeds:
+    """What a rank asks of `kernels.paged_attention`: the kinds of the model's layers, as the rank has them."""
+    arch, tp = config.model.architecture, config.parallel.tensor_parallel_size
+    specs = {layer.attention: None for layer in arch.layers} if config.cache.num_blocks else {}
+    return kernels.AttentionNeeds(
+        tuple(dict.fromkeys(_kernel_layer(spec, tp) for spec in specs)),
+        config.cache.block_size,
+        getattr(torch, config.cache.dtype),
+        config.options.attention_backend,
+    )
+
+
+def _kernel_layer(spec: architecture.Attention | architecture.LatentAttention, tp: int) -> kernels.AttentionLayer:
+    sides, kv_heads, size = spec.kv_shape(tp)
+    if isinstance(spec, architecture.LatentAttention):
+        return kernels.AttentionLayer(spec.num_heads // tp, kv_heads, size, spec.scale, is_latent=sides == 1)
+    return kernels.AttentionLayer(
+        *(spec.num_heads // tp, kv_heads, size, spec.scale, spec.window or 0, spec.softcap),
+        has_sinks=spec.has_sinks,
+        has_slopes=bool(spec.alibi),
+    )
 
 
 def _head_norm(spec: architecture.Attention, part: Part, parallel: Parallel) -> nn.Module | None:

@@ -25,6 +25,7 @@ from quire import kernels
 from quire.engine import log, process
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
+from quire.engine.layers.attention import attention_needs
 from quire.engine.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
 from quire.engine.parallel import connect
 from quire.engine.ring import Ring
@@ -53,10 +54,13 @@ class Worker:
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts, by which they were chosen
             device = torch.device("cuda", parallel.device_of(rank))
             torch.cuda.set_device(device)
-        kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype))
+        kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype), attention_needs(config))
         self._links = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
         connected = time.perf_counter()
-        kernels_ready()  # weights are packed for them
+        try:
+            kernels_ready()  # weights are packed for them
+        except kernels.Unavailable as error:
+            raise ConfigError(str(error)) from error
         compiled = time.perf_counter()
         return_freed_memory()
         self._runner = Runner(config, rank, self._links, device)

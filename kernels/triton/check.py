@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quire.kernels import reference
+from quire.kernels import backends, reference
 from quire.kernels import triton as kernels
+from quire.kernels.backends import AttentionNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -19,24 +23,42 @@ Call = Callable[[Any], Any]
 """An operation of the module that it is given, on the same inputs each time; returns what is to be compared."""
 
 
-def passing(device: torch.device, dtype: torch.dtype) -> types.SimpleNamespace:
-    """The kernels that do what the reference does there; a warning names the others, which the reference serves."""
+def passing(
+    device: torch.device, dtype: torch.dtype, needs: AttentionNeeds
+) -> tuple[types.SimpleNamespace, dict[str, str]]:
+    """The kernels that do what the reference does there, and what is wrong with the others, each by its name.
+
+    A warning names the others, which the reference serves. On a GPU they are compiled side by side: a kernel takes
+    about a second, the first time on a host.
+    """
+    calls = list(_calls(device, dtype, needs))
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # a thread begins with the first, whatever the process has chosen
-    namespace = types.SimpleNamespace()
-    for name, call in calls(device, dtype):
-        try:
-            trouble = _difference(call(kernels), call(reference), dtype)
-        except Exception as error:  # whatever a compiler or a driver finds
-            trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
+        # A thread begins with the first device, whatever the process has chosen.
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "check", torch.cuda.set_device, (device,)) as pool:
+            found = list(pool.map(lambda each: _trouble(each[1], dtype), calls))
+    else:  # Triton's interpreter runs one kernel at a time
+        found = [_trouble(call, dtype) for _, call in calls]
+    troubles: dict[str, str] = {}
+    for (name, _), trouble in zip(calls, found, strict=True):
         if trouble:
-            logger.warning(
-                "the Triton kernel %s is not used on %s, a slower reference serves: %s", name, device, trouble
-            )
-        else:
-            setattr(namespace, name, getattr(kernels, name))
-    logger.info("Triton kernels on %s: %s", device, ", ".join(vars(namespace)) or "none")
-    return namespace
+            troubles.setdefault(name, trouble)
+    for name, trouble in troubles.items():
+        logger.warning("the Triton kernel %s is not used on %s, a slower reference serves: %s", name, device, trouble)
+    right = {name: getattr(kernels, name) for name, _ in calls if name not in troubles}
+    logger.info("Triton kernels on %s: %s", device, ", ".join(right) or "none")
+    return types.SimpleNamespace(**right), troubles
+
+
+def _attend(case: Callable[..., Tensor], module: Any) -> Tensor:
+    return case(module.paged_attention)
+
+
+def _trouble(call: Call, dtype: torch.dtype) -> str:
+    """What is wrong with the kernel; "" where it does what the reference does."""
+    try:
+        return _difference(call(kernels), call(reference), dtype)
+    except Exception as error:  # whatever a compiler or a driver finds
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _difference(found: Any, expected: Any, dtype: torch.dtype) -> str:
@@ -49,8 +71,8 @@ def _difference(found: Any, expected: Any, dtype: torch.dtype) -> str:
     return ""
 
 
-def calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
-    """Every operation of the platform, on small inputs of odd sizes."""
+def _calls(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds) -> Iterator[tuple[str, Call]]:
+    """Every operation of the platform, on small inputs of odd sizes, and attention as the model has it."""
     noise = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -83,6 +105,8 @@ def calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]
             module.paged_attention(query, *batch, 0.1, **options),
         ),
     )
+    for case in backends.check_cases(device, dtype, needs):
+        yield "paged_attention", functools.partial(_attend, case)
     ids = torch.randint(-1, 6, (3, 2), generator=noise).to(device)
     experts = random(5, 96, 200) / 14, random(5, 200, 48) / 7
     shares = torch.rand(3, 2, generator=noise).to(device)

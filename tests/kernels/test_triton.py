@@ -224,7 +224,10 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
     from quire.kernels.triton import check
 
     names = set(platform.__all__)
-    assert set(vars(check.passing(torch.device("cpu"), torch.float32))) == names
+    needs = kernels.AttentionNeeds((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
+    whole, troubles = check.passing(torch.device("cpu"), torch.float32, needs)
+    assert set(vars(whole)) == names
+    assert not troubles
 
     def wrong(x: Tensor, activation: str) -> Tensor:
         return reference.act_mul(x, activation) + 0.01
@@ -234,8 +237,9 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
 
     monkeypatch.setattr(platform, "act_mul", wrong)
     monkeypatch.setattr(platform, "rms_norm", broken)
-    passing = check.passing(torch.device("cpu"), torch.float32)
+    passing, troubles = check.passing(torch.device("cpu"), torch.float32, needs)
     assert set(vars(passing)) == names - {"act_mul", "rms_norm"}
+    assert set(troubles) == {"act_mul", "rms_norm"}
     assert "act_mul is not used on cpu" in caplog.text
     assert "RuntimeError: PTX was compiled for another architecture" in caplog.text
 

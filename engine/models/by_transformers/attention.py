@@ -126,6 +126,7 @@ class Paged:
             window=asked.window,
             softcap=asked.softcap,
             sinks=None if sinks is None else sinks.float(),
+            host=batch.host,
         )
         return mixed[..., :value_dim]
 

@@ -1,0 +1,216 @@
+"""Paged attention by FlashInfer (Ye et al. 2025), an optional library, behind the operation of the reference.
+
+FlashInfer plans a step on the host, once for all layers that are alike, and then runs each layer. A plan needs the
+rows' numbers on the host; it belongs to the step (`HostRows.plans`). The memory that it lies in belongs to one of a
+few wrappers, which are used in turn: the copy from a wrapper's pinned memory has to be done before the next plan is
+written there, and steps are launched ahead of the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels import reference
+
+if TYPE_CHECKING:
+    from quire.kernels.backends import AttentionLayer, Case, HostRows
+
+logger = logging.getLogger(__name__)
+
+HEAD_DIMS = (64, 128, 256)
+TYPES = (torch.float16, torch.bfloat16)
+"""What all of its kernels serve, on every GPU that it supports."""
+_WORKSPACE_BYTES = 128 << 20
+"""What its documentation asks for; parts of split sequences are joined there."""
+_AHEAD = 3
+"""Wrappers of a kind that are made at once: steps in flight, and one more."""
+
+
+class Missing(RuntimeError):
+    """FlashInfer cannot be used. The text says why."""
+
+
+class Wrong(Missing):
+    """It can be used, and does not do what the reference does."""
+
+
+class _Wrapper:
+    """FlashInfer's wrapper, and whose plan it has."""
+
+    def __init__(self, wrapper: Any, device: torch.device) -> None:
+        self.wrapper = wrapper
+        self._sent: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._host: HostRows | None = None
+
+    def is_free_for(self, host: HostRows) -> bool:
+        """Whether its plan is another step's, and has left the pinned memory."""
+        return self._host is not host and (self._sent is None or self._sent.query())
+
+    def plan(self, host: HostRows, *args: object, **options: object) -> None:
+        self._host = host
+        self.wrapper.plan(*args, **options)
+        if self._sent is not None:
+            self._sent.record()
+
+
+class FlashInfer:
+    """FlashInfer on one device: called like `reference.paged_attention`, None where it leaves the call to others.
+
+    It leaves to them what `lacks` names, steps whose numbers are not on the host, and what a CUDA graph records, which
+    a plan made on the host would outlive. Raises `Missing` where it is not installed or cannot be imported.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        try:
+            self._library = importlib.import_module("flashinfer")
+        except Exception as error:  # it looks for compilers and drivers while it is imported
+            raise Missing(f"it cannot be imported ({error}); pip install 'quire[flashinfer]'") from error
+        self.serves_prompts = self.serves_decodes = True
+        self._device = device
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._wrappers: dict[Hashable, list[_Wrapper]] = {}
+        self._has_warned = False
+
+    @staticmethod
+    def lacks(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
+        """What such a layer asks for that is left to others; "": nothing."""
+        if layer.is_latent:
+            return "latent attention"
+        if layer.has_sinks or layer.has_slopes:
+            return "sinks" if layer.has_sinks else "ALiBi"
+        if layer.head_dim not in HEAD_DIMS:
+            return f"heads of {layer.head_dim}"
+        if dtype not in TYPES:
+            return str(dtype).removeprefix("torch.")
+        return "" if cache_dtype == dtype else f"a cache of {str(cache_dtype).removeprefix('torch.')}"
+
+    def __call__(
+        self,
+        query: Tensor,
+        cache: Tensor,
+        block_tables: Tensor,
+        sequence_lengths: Tensor,
+        query_starts: Tensor,
+        scale: float,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        slopes: Tensor | None = None,
+        host: HostRows | None = None,
+    ) -> Tensor | None:
+        is_decode = len(query) == len(sequence_lengths)
+        if host is None or not len(query) or not (self.serves_decodes if is_decode else self.serves_prompts):
+            return None
+        heads, head_dim, dtype = query.shape[1], query.shape[2], query.dtype
+        if sinks is not None or slopes is not None or head_dim not in HEAD_DIMS:
+            return None
+        if dtype not in TYPES or cache.dtype != dtype or (query.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        key = (block_tables.data_ptr(), heads, cache.shape[2:], dtype, scale, window, softcap)
+        if key not in host.plans:
+            options = {
+                "sm_scale": scale,
+                "window_left": window - 1,  # the query's own key is not counted; -1: no window
+                "logits_soft_cap": softcap,
+                "q_data_type": dtype,
+                "kv_data_type": dtype,
+            }
+            shape = (heads, cache.shape[2], head_dim, cache.shape[3])
+            host.plans[key] = self._plan(is_decode, shape, block_tables, sequence_lengths, host, options)
+        wrapper: Any = host.plans[key]
+        if wrapper is None:
+            return None
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        out = torch.empty(query.shape, dtype=dtype, device=query.device)
+        wrapper.run(query, (cache[0], cache[1]), out=out)
+        return out
+
+    def _plan(
+        self,
+        is_decode: bool,
+        shape: tuple[int, int, int, int],
+        block_tables: Tensor,
+        sequence_lengths: Tensor,
+        host: HostRows,
+        options: dict[str, Any],
+    ) -> Any:
+        """A wrapper with the plan of a step; None where there can be none. `shape` is heads, KV heads, head and block.
+
+        Nothing waits for the device: what the host knows is sent from pinned memory, and the blocks are gathered on
+        the device.
+        """
+        block_size = shape[3]
+        pages = -(-host.lengths // block_size)
+        sent = self._pinned(
+            np.concatenate(([0], host.counts.cumsum())),
+            np.concatenate(([0], pages.cumsum())),
+            host.lengths - (pages - 1) * block_size,
+            host.lengths,
+        )
+        starts, page_starts, last_page, lengths = sent
+        counts = (sequence_lengths + block_size - 1) // block_size
+        total = int(pages.sum())
+        owners = torch.arange(len(counts), device=self._device).repeat_interleave(counts, output_size=total)
+        places = torch.arange(total, device=self._device) - (counts.cumsum(0) - counts)[owners]
+        blocks = block_tables[owners, places].int()
+        wrapper = self._wrapper(is_decode, (shape, options["q_data_type"]), host)
+        try:
+            if is_decode:
+                wrapper.plan(host, page_starts, blocks, last_page, *shape, seq_lens=lengths, **options)
+            else:
+                args = (starts, page_starts, blocks, last_page, *shape)
+                wrapper.plan(host, *args, causal=True, seq_lens=lengths, **options)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # such as a workspace that is too small for the step
+            if not self._has_warned:
+                logger.warning("FlashInfer cannot plan a step, another backend serves it and those like it: %s", error)
+            self._has_warned = True
+            return None
+        return wrapper.wrapper
+
+    def _pinned(self, *rows: np.ndarray[Any, np.dtype[Any]]) -> tuple[Tensor, ...]:
+        """As int32 where the device copies them from by itself."""
+        whole = torch.from_numpy(np.concatenate(rows).astype(np.int32))
+        if self._device.type == "cuda":
+            whole = whole.pin_memory()
+        return whole.split_with_sizes([len(row) for row in rows])
+
+    def _wrapper(self, is_decode: bool, shape: Hashable, host: HostRows) -> _Wrapper:
+        kind = (is_decode, shape)
+        if kind not in self._wrappers:
+            self._wrappers[kind] = [self._make(is_decode) for _ in range(_AHEAD)]
+        wrappers = self._wrappers[kind]
+        free = next((each for each in wrappers if each.is_free_for(host)), None)
+        if free is None:
+            wrappers.append(free := self._make(is_decode))
+        return free
+
+    def _make(self, is_decode: bool) -> _Wrapper:
+        """Decodes by tensor cores, which serve every number of heads to a KV head."""
+        library = self._library
+        make = library.BatchPrefillWithPagedKVCacheWrapper
+        if is_decode:
+            make = functools.partial(library.BatchDecodeWithPagedKVCacheWrapper, use_tensor_cores=True)
+        return _Wrapper(make(self._workspace, kv_layout="HND"), self._device)
+
+    def compare(self, case: Case) -> str:
+        """What is wrong with what it makes of a call; "" where that is what the reference makes, within precision."""
+        step = 8 * torch.finfo(case.args[0].dtype).eps
+        try:
+            found = self(*case.args, **case.options, host=case.host)
+            expected = reference.paged_attention(*case.args, **case.options)
+            assert found is not None, "it declines the call"
+            torch.testing.assert_close(found, expected, rtol=step, atol=step)
+        except Exception as error:  # whatever a compiler, a driver or the comparison finds
+            return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+        return ""
