@@ -9,16 +9,21 @@ query and result, and all heads read one row of the cache); for many it pays to 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine import architecture
-from quire.engine.layers.attention import Batch
+from quire.engine.layers.attention import Batch, HostRows
 from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, divided
 from quire.engine.layers.norm import make_norm
 from quire.engine.parallel import Parallel
+
+Ints = npt.NDArray[np.int64]
 
 
 class PerHeadUp(ColumnParallelLinear):
@@ -72,28 +77,28 @@ class LatentAttention(nn.Module):
 
     def _attend(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, each request in the form that costs it less."""
-        if int(batch.rows().counts.max(initial=0)) < self._plain_from:
-            return self.absorbed(query, batch, cache)
-        counts = batch.query_starts.diff()
+        counts, lengths = batch.rows()
         is_plain = counts >= self._plain_from
+        if not is_plain.any():
+            return self.absorbed(query, batch, cache)
+        starts = [0, *counts.cumsum().tolist()]
         mixed = query.new_empty(*query.shape[:2], self._spec.value_dim)
-        for number in is_plain.nonzero().flatten().tolist():
-            rows = slice(*batch.query_starts[number : number + 2].tolist())
-            mixed[rows] = self.plain(query[rows], batch.block_tables[number], batch.sequence_lengths[number], cache)
-        rest = ~is_plain
-        if bool(rest.any()):
-            tokens = rest.repeat_interleave(counts)
-            few = Batch(
-                token_ids=batch.token_ids[tokens],
-                positions=batch.positions[tokens],
-                slots=batch.slots[tokens],
-                block_tables=batch.block_tables[rest],
-                sequence_lengths=batch.sequence_lengths[rest],
-                query_starts=torch.cat((counts.new_zeros(1), counts[rest].cumsum(0))),
-                sampled=batch.sampled,
-            )
-            mixed[tokens] = self.absorbed(query[tokens], few, cache)
+        for first, last in pairwise((0, *(np.flatnonzero(np.diff(is_plain)) + 1).tolist(), len(counts))):
+            for begin, end in self._together(lengths, first, last) if is_plain[first] else [(first, last)]:
+                rows = slice(starts[begin], starts[end])
+                form = self.plain if is_plain[first] else self.absorbed
+                mixed[rows] = form(query[rows], _requests(batch, begin, end, rows), cache)
         return mixed
+
+    def _together(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """The requests from `first` to `last` in as few parts as may have their keys and values made at once."""
+        begin, total = first, 0
+        for number in range(first, last):
+            total += int(lengths[number])
+            if number > begin and self._most_heads(total) < self._heads:
+                yield begin, number
+                begin, total = number, int(lengths[number])
+        yield begin, last
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """`[heads, plain_dim, latent_dim]` of the keys, `[heads, value_dim, latent_dim]` of the values."""
@@ -118,28 +123,60 @@ class LatentAttention(nn.Module):
         )
         return torch.einsum("thl,hvl->thv", mixed[..., spec.rope.dim :], values)
 
-    def plain(self, query: Tensor, table: Tensor, length: Tensor, cache: Tensor) -> Tensor:
-        """One request's queries, with keys and values of some heads at a time made of the whole sequence's rows."""
-        spec, count = self._spec, int(length)
-        rows = kernels.read_kv(cache[0], table, count, query.dtype)[:, 0]  # [length, row]
+    def plain(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        """With keys and values of some heads at a time made of the rows of all the batch's requests.
+
+        They are made in blocks as those of the cache, one request's after the other's.
+        """
+        spec, size, lengths = self._spec, cache.shape[3], batch.rows().lengths
+        blocks = -(-lengths // size)
+        tables = [table[:count] for table, count in zip(batch.block_tables, blocks.tolist(), strict=True)]
+        total = int(blocks.sum())
+        rows = kernels.read_kv(cache[0], torch.cat(tables), total * size, query.dtype)[:, 0]  # [total * size, row]
         rotary, latent = rows.split_with_sizes((spec.rope.dim, spec.latent_dim), dim=-1)
-        starts = torch.tensor([0, len(query)], device=query.device)
+        of_each = (batch.sequence_lengths + size - 1) // size
+        number = torch.arange(int(blocks.max()), device=query.device)
+        tables_made = ((of_each.cumsum(0) - of_each)[:, None] + number).clamp(max=total - 1)
+        width = max(spec.head_dim, spec.value_dim)
+        asked = torch.nn.functional.pad(query, (0, width - spec.head_dim))
         mixed = query.new_empty(*query.shape[:2], spec.value_dim)
-        for heads in self._pieces(count):
+        for heads in self._pieces(len(rows)):
             weight = self.up.weight.view(self._heads, -1, spec.latent_dim)[heads]
-            made = torch.einsum("sl,hdl->hsd", latent, weight)
+            made = torch.nn.functional.linear(latent, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+            made = made.transpose(0, 1)  # [heads, rows, …]
             keys, values = made.split_with_sizes((spec.plain_dim, spec.value_dim), dim=-1)
-            sides = query.new_zeros(2, 1, len(weight), count, max(spec.head_dim, spec.value_dim))
-            sides[0, 0, ..., : spec.rope.dim] = rotary
-            sides[0, 0, ..., spec.rope.dim : spec.head_dim] = keys
-            sides[1, 0, ..., : spec.value_dim] = values
-            asked = torch.nn.functional.pad(query[:, heads], (0, sides.shape[-1] - spec.head_dim))
-            table = starts[:1, None]
-            out = kernels.paged_attention(asked, sides, table, length.view(1), starts, spec.scale)
+            sides = query.new_empty(2, *made.shape[:2], width)
+            sides[0, ..., : spec.rope.dim] = rotary
+            sides[0, ..., spec.rope.dim : spec.head_dim] = keys
+            sides[0, ..., spec.head_dim :] = 0.0
+            sides[1, ..., : spec.value_dim] = values  # behind them stands anything, for a result that is left out
+            made_cache = sides.unflatten(2, (total, size)).transpose(1, 2)
+            out = kernels.paged_attention(
+                asked[:, heads], made_cache, tables_made, batch.sequence_lengths, batch.query_starts, spec.scale
+            )
             mixed[:, heads] = out[..., : spec.value_dim]
         return mixed
 
+    def _most_heads(self, length: int) -> int:
+        return max(1, architecture.KEYS_AND_VALUES_AT_ONCE // (2 * length * self._spec.head_dim))
+
     def _pieces(self, length: int) -> Iterator[slice]:
-        most = max(1, architecture.KEYS_AND_VALUES_AT_ONCE // (2 * length * self._spec.head_dim))
+        most = self._most_heads(length)
         for start in range(0, self._heads, most):
             yield slice(start, start + most)
+
+
+def _requests(batch: Batch, begin: int, end: int, rows: slice) -> Batch:
+    """These requests alone, whose tokens are `rows`."""
+    counts, lengths = batch.rows()
+    starts = batch.query_starts[begin : end + 1]
+    return Batch(
+        token_ids=batch.token_ids[rows],
+        positions=batch.positions[rows],
+        slots=batch.slots[rows],
+        block_tables=batch.block_tables[begin:end],
+        sequence_lengths=batch.sequence_lengths[begin:end],
+        query_starts=starts - starts[0],
+        sampled=batch.sampled,
+        host=HostRows(counts[begin:end], lengths[begin:end]),
+    )

@@ -187,7 +187,6 @@ def _begin_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
     GROUPS: tl.constexpr,
-    GROUPED: tl.constexpr,
 ):
     """A row's facts: its greatest logit, the sum that top-p is a part of, and what the k greatest all reach.
 
@@ -214,12 +213,11 @@ def _begin_kernel(
             x, _ids = _tile_of(logits + row * row_stride, tile, width, TILE)
             share += tl.sum(tl.where(x >= bound, _mass(x, base, temperature), 0.0), axis=0)
     floor = bound
-    if GROUPED:
-        if is_drawn & is_top_k:
-            group = tl.arange(0, TILES * GROUPS)
-            is_group = group < tiles * GROUPS
-            of_groups = tl.load(groups + row * tiles * GROUPS + group, mask=is_group, other=float("-inf"))
-            floor = tl.maximum(bound, _kth(of_groups, top_k))
+    if is_drawn & is_top_k:
+        group = tl.arange(0, TILES * GROUPS)
+        is_group = group < tiles * GROUPS
+        of_groups = tl.load(groups + row * tiles * GROUPS + group, mask=is_group, other=float("-inf"))
+        floor = tl.maximum(bound, _kth(of_groups, top_k))
     tl.store(facts + 3 * row, base)
     tl.store(facts + 3 * row + 1, share)
     tl.store(facts + 3 * row + 2, floor)
@@ -518,7 +516,8 @@ def sample(
         logits = logits.contiguous()
     (rows, width), device = logits.shape, logits.device
     tiles = triton.cdiv(width, _TILE)
-    many, warps = triton.next_power_of_2(tiles), {"num_warps": _WARPS}
+    warps = {"num_warps": _WARPS}
+    sizes = {"TILE": _TILE, "TILES": triton.next_power_of_2(tiles), **warps}
     host = torch.empty((rows, 8), dtype=torch.int32, pin_memory=device.type == "cuda")
     host.view(torch.int64)[:, 0], host.view(torch.int64)[:, 1] = seeds, positions
     for place, control in enumerate((temperature, top_p, min_p), start=4):
@@ -544,8 +543,8 @@ def sample(
     )
     _begin_kernel[(rows,)](
         *(*source, GREEDY_BELOW, width, tiles, sums, groups, facts, states),
-        **{"TILE": _TILE, "TILES": many, "GROUPS": _GROUPS, "GROUPED": is_grouped},
-        **warps,
+        **sizes,
+        GROUPS=_GROUPS,
     )
     if is_grouped:
         gathered, places = floats(rows, tiles, _GATHERED), torch.empty_like(groups, dtype=torch.int32)
@@ -555,21 +554,19 @@ def sample(
         )
         _choose_kernel[(rows,)](
             *(*source, GREEDY_BELOW, width, tiles, facts, states, gathered, places, counts),
-            **{"TILE": _TILE, "TILES": many, "GATHERED": _GATHERED},
-            **warps,
+            **sizes,
+            GATHERED=_GATHERED,
         )
-    sizes = {"TILE": _TILE, "TILES": many}
     for number in range(rounds):
         common = (*source, GREEDY_BELOW, width, facts, states, draws, masses, number)
-        _draw_kernel[(rows, tiles)](*common, FIRST=number == 0, **sizes, **warps)
+        _draw_kernel[(rows, tiles)](*common, FIRST=number == 0, **sizes)
         if is_top_p:
-            _weigh_kernel[(rows, tiles)](*common, **sizes, **warps)
+            _weigh_kernel[(rows, tiles)](*common, **sizes)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     _finish_kernel[(rows,)](
         *(*source, GREEDY_BELOW, width, tiles, facts, states, draws, masses, tokens, rounds),
         DRAWN=rounds > 0,
         **sizes,
-        **warps,
     )
     return tokens
 

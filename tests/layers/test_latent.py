@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -73,31 +72,46 @@ def test_both_forms_are_equal(dtype: torch.dtype, tolerance: float) -> None:
     kernels.rotary_write_kv(query, torch.randn(len(slots), 1, row), None, torch.empty(len(slots), 0), cache, slots)
     query = torch.randn(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim)
     absorbed = layer.absorbed(query, batch, cache)
-    starts = batch.query_starts.tolist()
-    for number, (start, stop) in enumerate(itertools.pairwise(starts)):
-        plain = layer.plain(query[start:stop], batch.block_tables[number], batch.sequence_lengths[number], cache)
-        torch.testing.assert_close(absorbed[start:stop], plain, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(absorbed, layer.plain(query, batch, cache), rtol=tolerance, atol=tolerance)
 
 
 def test_a_batch_takes_the_form_that_pays_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = fill(LatentAttention(SPEC, HIDDEN, Parallel()))
     assert isinstance(layer, LatentAttention)
-    batch, _ = batch_of([0, 3, 0, 0], [layer._plain_from, 1, 2, layer._plain_from + 5])
+    many = layer._plain_from
+    batch, _ = batch_of([0, 3, 0, 0, 2, 0], [many, 1, 2, many + 5, many, 1])
     cache = cache_of(int(batch.block_tables.max()) + 1)
     x, turns = torch.randn(len(batch.token_ids), HIDDEN), Rotary(SPEC.rope, 100)(batch.positions)
-    asked: list[int] = []
+    asked: list[list[int]] = []
     plain = LatentAttention.plain
 
-    def counted(layer: LatentAttention, query: Tensor, table: Tensor, length: Tensor, cache: Tensor) -> Tensor:
-        asked.append(len(query))
-        return plain(layer, query, table, length, cache)
+    def counted(layer: LatentAttention, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        asked.append(batch.rows().counts.tolist())
+        return plain(layer, query, batch, cache)
 
     monkeypatch.setattr(LatentAttention, "plain", counted)
     mixed = layer(x, batch, turns, cache)
-    assert asked == [layer._plain_from, layer._plain_from + 5]
+    assert asked == [[many], [many + 5, many]]
+    at_once = 2 * (2 * many + 4) * SPEC.num_heads * SPEC.head_dim
+    monkeypatch.setattr(architecture, "KEYS_AND_VALUES_AT_ONCE", at_once)
+    torch.testing.assert_close(layer(x, batch, turns, cache), mixed, rtol=1e-4, atol=1e-4)
+    assert asked[2:] == [[many], [many + 5], [many]]
     layer._plain_from = 1 << 30
     torch.testing.assert_close(layer(x, batch, turns, cache), mixed, rtol=1e-4, atol=1e-4)
-    assert len(asked) == 2
+    assert len(asked) == 5
+
+
+def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one that has nothing to be read."""
+    layer = fill(LatentAttention(SPEC, HIDDEN, Parallel())).to("meta")
+    assert isinstance(layer, LatentAttention)
+    batch, _ = batch_of([0, 3, 0], [layer._plain_from, 1, layer._plain_from])
+    cache = cache_of(int(batch.block_tables.max()) + 1).to("meta")
+    tensors = {name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    monkeypatch.setattr(kernels, "paged_attention", lambda query, *_: torch.empty_like(query))
+    query = torch.empty(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim, device="meta")
+    mixed = layer._attend(query, replace(batch, host=batch.rows(), **tensors), cache)
+    assert mixed.shape == (len(query), SPEC.num_heads, SPEC.value_dim)
 
 
 class Prefill(nn.Module):
