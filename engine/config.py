@@ -375,3 +375,9 @@ class EngineConfig:
     graphs: GraphConfig = GraphConfig()
     options: EngineOptions = EngineOptions()
     """As they were asked for: another host resolves them for itself."""
+
+    def with_blocks(self, num_blocks: int) -> EngineConfig:
+        """The same with another size of the KV cache; 0 leaves it as it is."""
+        return dataclasses.replace(
+            self, cache=dataclasses.replace(self.cache, num_blocks=num_blocks or self.cache.num_blocks)
+        )

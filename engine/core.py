@@ -36,6 +36,7 @@ from quire.engine.messages import (
     Abort,
     Alive,
     Dead,
+    EngineStats,
     ExpertLoad,
     Fault,
     Join,
@@ -150,6 +151,7 @@ class Core:
         self.replica = config.parallel.replica
         self.ready = ready or Ready({}, self.replica)
         self.scheduler = Scheduler(config)
+        self.ready.stats = self.snapshot()
         self.executor = executor
         self.wire = wire
         self.depth = config.scheduler.depth
@@ -249,7 +251,7 @@ class Core:
             case Join():
                 self.abort([submit.request_id for submit in self.submits() if submit.client == message.client])
                 self.outputs.pop(message.client, None)  # nobody is there any more to hear it
-                self.wire.send(message.client, self.ready)
+                self.wire.send(message.client, msgspec.structs.replace(self.ready, stats=self.snapshot()))
             case Probe():
                 self.probes.append(message)
             case Wake(wave=number):
@@ -333,11 +335,15 @@ class Core:
                 self.outputs.setdefault(client, Outputs()).expert_load = self.expert_load
             self.expert_load = None
         if self.outputs:
-            stats = msgspec.structs.replace(self.scheduler.snapshot())
+            stats = self.snapshot()
             for client, outputs in self.outputs.items():
                 outputs.stats, outputs.replica = stats, self.replica
                 self.wire.send(client, outputs)
             self.outputs = {}
+
+    def snapshot(self) -> EngineStats:
+        """The scheduler's numbers, which it changes no more."""
+        return msgspec.structs.replace(self.scheduler.snapshot())
 
     def end(self, reason: str) -> None:
         """Give every request its terminal message."""

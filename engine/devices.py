@@ -31,7 +31,7 @@ def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices
 
     Raises `ConfigError` when CUDA is asked for and there is none.
     """
-    gpus = _free_gpu_memory() if kind != "cpu" else []
+    gpus = free_gpu_memory() if kind != "cpu" else []
     if gpus:
         links = _gpu_links(len(gpus))
         order = topology.arrange(links, groups) if sum(groups) <= len(gpus) else ()
@@ -43,10 +43,10 @@ def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices
 
 def count_gpus() -> int:
     """GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
-    return len(_free_gpu_memory())
+    return len(free_gpu_memory())
 
 
-def _free_gpu_memory() -> list[int]:
+def free_gpu_memory() -> list[int]:
     """Free bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; empty without a driver."""
     import pynvml
 

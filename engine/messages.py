@@ -340,6 +340,8 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     seconds: dict[str, float]
     """Where the start-up time went."""
     replica: int = 0
+    stats: EngineStats | None = None
+    """As they are now: the KV cache may be larger or smaller than it was planned."""
 
 
 class Outputs(msgspec.Struct, tag=True, array_like=True):

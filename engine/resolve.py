@@ -211,7 +211,7 @@ def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) 
 def plan_text(config: EngineConfig) -> str:
     """The resolved plan as `serve` prints it."""
     model, parallel, cache = config.model, config.parallel, config.cache
-    arch, sizes, tokens = model.architecture, Sizes.of(config), _tokens_held(config)
+    arch, sizes = model.architecture, Sizes.of(config)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
     stored = f", dequantized from {_as_stored(model, parallel)} while loading," if model.quantized else ""
@@ -251,11 +251,15 @@ def plan_text(config: EngineConfig) -> str:
             for window, number in windows.items()
         ]
         lines.append(f"  block tables: {', '.join(kept)}")
-    lines.append(
-        f"KV cache holds {tokens:,} tokens: {tokens / model.max_model_len:.1f} requests at the full length of "
-        f"{model.max_model_len:,}; {limits}"
-    )
+    about = ", about, until it has been measured what the rest takes" * (parallel.device == "cuda")
+    lines.append(f"{cache_text(config)}{about}; {limits}")
     return "\n".join(lines)
+
+
+def cache_text(config: EngineConfig) -> str:
+    """How much the KV cache holds."""
+    tokens, longest = _tokens_held(config), config.model.max_model_len
+    return f"KV cache holds {tokens:,} tokens: {tokens / longest:.1f} requests at the full length of {longest:,}"
 
 
 def _tokens_held(config: EngineConfig) -> int:
@@ -540,14 +544,25 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) 
         if found.kind == "cpu":
             modest = _CPU_KV_CACHE_BYTES // sharing // max(sizes.kv_block)
             blocks = min(blocks, max(modest, blocks_per_request))
+    return limit_blocks(config, blocks, max(sizes.kv_block))
+
+
+def limit_blocks(config: EngineConfig, blocks: int, block_bytes: int, beside: str = "") -> int:
+    """Of the `blocks` that there is room for, no more than all requests at full length can use, unless asked for.
+
+    Raises `ConfigError` where one request has not enough; the text says what the room is left `beside`.
+    """
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    row, asked = scheduler.max_num_batched_tokens, config.options.kv_cache_memory_bytes
+    blocks_per_request = cache.most_blocks(model.max_model_len, row)
     if blocks < blocks_per_request:
         fitting = range(1, model.max_model_len)
         longest = bisect_right(fitting, blocks, key=lambda length: cache.most_blocks(length, row))
         chunked = cache.most_blocks(model.max_model_len, 1) < blocks_per_request
         raise ConfigError(
-            f"a KV cache of {human(blocks * max(sizes.kv_block) if asked is None else asked)} per rank holds "
+            f"a KV cache of {human(max(0, blocks) * block_bytes if asked is None else asked)} per rank holds "
             f"{longest:,} tokens, less than one request of {model.max_model_len:,} "
-            f"({human(blocks_per_request * max(sizes.kv_block))}); use --max-model-len {max(1, longest)} or less, "
+            f"({human(blocks_per_request * block_bytes)}){beside}; use --max-model-len {max(1, longest)} or less, "
             f"{f'--max-num-batched-tokens below {row}, ' * chunked}more memory (--kv-cache-memory-bytes, "
             "--gpu-memory-utilization), or more ranks (-tp, -pp)"
         )

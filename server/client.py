@@ -478,6 +478,8 @@ class EngineClient:
         if self._is_owner:
             self._metrics.state(replica.number, replica.state)
         self._greeting = ready
+        if ready.stats is not None:
+            self._metrics.take(replica.number, ready.stats)
         self._settle()
 
     def _settle(self) -> None:

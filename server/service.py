@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import random
 import shutil
@@ -38,6 +39,8 @@ from quire.server.metrics import Metrics
 from quire.server.output import Delta, SequenceText
 from quire.server.parsers.output import Reading
 from quire.server.render import ChatFormats, Renderer
+
+logger = logging.getLogger(__name__)
 
 _NO_PARAMS = SamplingParams()
 """Of what is not sampled."""
@@ -260,7 +263,12 @@ class Service:
         Raises `ConfigError` for the tokenizer's faults and `EngineUnavailable` for the engine's.
         """
         await asyncio.shield(self._renderer)
-        return self._seconds | (await self.client.ready()).seconds
+        ready = await self.client.ready()
+        if ready.stats is not None and ready.stats.kv_blocks != self.config.cache.num_blocks:
+            from quire.engine.resolve import cache_text
+
+            logger.info("%s", cache_text(self.config.with_blocks(ready.stats.kv_blocks)))
+        return self._seconds | ready.seconds
 
     def check(self, *, embeds: bool = False) -> None:
         """Raise `EngineUnavailable` or `QueueFull` when no request could be taken now.

@@ -41,7 +41,7 @@ class Executor(Protocol):
     """The ranks of one replica, loaded and ready."""
 
     config: EngineConfig
-    """What it came to with the other hosts: the KV cache is as large as the smallest of them."""
+    """What it came to: the KV cache is as large as that of the rank with the least room for it."""
     seconds: dict[str, float]
     """Where their start-up time went."""
 

@@ -32,6 +32,7 @@ class MpExecutor:
             except BaseException:
                 self._ranks.kill()
                 raise
+        self.config = config.with_blocks(self._ranks.num_blocks)
         self.seconds = self._ranks.seconds
 
     def submit(self, plan: StepPlan) -> Waiting:

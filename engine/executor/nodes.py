@@ -76,6 +76,8 @@ class NodeReady(msgspec.Struct, tag=True, array_like=True):
     """The node's ranks are loaded."""
 
     seconds: dict[str, float]
+    num_blocks: int = 0
+    """As `LocalRanks.num_blocks`."""
 
 
 class NodeProgress(msgspec.Struct, tag=True, array_like=True):
@@ -142,6 +144,7 @@ class NodesExecutor:
         except BaseException as error:
             self.close(str(error) or type(error).__name__)
             raise
+        self.config = self.config.with_blocks(self._ranks.num_blocks)
         slowest = max(self.seconds, self._ranks.seconds, key=lambda each: sum(each.values()))
         self.seconds = {"join nodes": joined - begun, **slowest}
 
@@ -244,8 +247,9 @@ class NodesExecutor:
             match message:
                 case StepResult():
                     self._arrived.append(message)
-                case NodeReady(seconds):
+                case NodeReady(seconds, num_blocks):
                     self._loading.discard(number)
+                    self.config = self.config.with_blocks(num_blocks)  # all ranks of a replica say the same
                     self.seconds = max(self.seconds, seconds, key=lambda each: sum(each.values()))
                 case NodeProgress(progress):
                     self._progress |= zip(self.config.parallel.ranks_of(number), progress, strict=True)
@@ -373,7 +377,7 @@ class Node:
                     send(encode(ranks.arrived.popleft()))
                 if ranks.is_ready and not has_told_ready:
                     has_told_ready = True
-                    send(encode(NodeReady(ranks.seconds)))
+                    send(encode(NodeReady(ranks.seconds, ranks.num_blocks)))
                 if (now := time.monotonic()) >= next_look and ranks.progress != progress:
                     progress, next_look = ranks.progress, now + _PROGRESS_SECONDS
                     send(encode(NodeProgress(progress)))

@@ -76,6 +76,8 @@ class LocalRanks:
         self.arrived: deque[StepResult] = deque()
         self.seconds: dict[str, float] = {}
         """Of the slowest rank that is loaded."""
+        self.num_blocks = 0
+        """KV blocks of every rank, once all are loaded; 0: those of the configuration."""
         self._loading = set(ranks)
         self._ring = Ring(context, readers=len(ranks))
         self._progress = context.RawArray("q", [-1] * len(ranks))
@@ -150,7 +152,8 @@ class LocalRanks:
                 match message:
                     case StepResult():
                         self.arrived.append(message)
-                    case WorkerReady(seconds):
+                    case WorkerReady(seconds, num_blocks):
+                        self.num_blocks = num_blocks  # all ranks of a replica say the same
                         self._loading.discard(key.data)
                         self.seconds = max(self.seconds, seconds, key=lambda each: sum(each.values()))
                     case WorkerFailed(reason, user_error=True):

@@ -75,6 +75,7 @@ class UniExecutor:
                 self._threads.append(threading.Thread(target=run, daemon=True, name=name))
                 self._threads[-1].start()
             self._worker = self._in_thread(load).result()
+        self.config = config.with_blocks(self._worker.num_blocks)
         self.seconds = {"import torch": imported - begun, **self._worker.seconds}
 
     def submit(self, plan: StepPlan) -> Pending:

@@ -19,9 +19,10 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loading import load_dense, load_model
 from quire.engine.parallel import Links, Peers
+from quire.engine.worker import memory
 from quire.engine.worker.balancer import Balancer
 from quire.engine.worker.batch import RequestStates, Rows, halve
-from quire.engine.worker.graphs import DecodeGraphs
+from quire.engine.worker.exhaustion import Guard
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
 from quire.engine.worker.transfer import Array, Launched, Reading, send
@@ -59,10 +60,13 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
 class Runner:
     """One rank's share of the model and of the KV cache, driven by plans, one at a time and in order.
 
-    Raises `ConfigError` where the checkpoint's tensors are not those that config.json announces.
+    With a `meter`, the KV cache gets the memory that weights and the largest step leave, instead of what was estimated.
+    Raises `ConfigError` where the checkpoint's tensors are not those that config.json announces, or little is left.
     """
 
-    def __init__(self, config: EngineConfig, rank: int, links: Links, device: torch.device) -> None:
+    def __init__(
+        self, config: EngineConfig, rank: int, links: Links, device: torch.device, meter: memory.Meter | None = None
+    ) -> None:
         model, cache = config.model, config.cache
         arch = model.architecture
         self._tp, self._pipeline, self._device = links.tp, links.pipeline, device
@@ -80,14 +84,17 @@ class Runner:
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
-        self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
-        self._graphs: DecodeGraphs | None = None
-        self._shows_progress = rank == 0 and config.parallel.is_first_here
-        if isinstance(self._model, Decoder):
-            self._graphs = DecodeGraphs(self._model, self._caches, config, device, links.pipeline.stage)
+        is_alone = links.tp.size == links.pipeline.size == 1 and self._replicas is None
+        self._guard = Guard(device) if is_alone else None
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
         self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups, device)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
+        self.num_blocks = cache.num_blocks
+        """Of the KV cache, on every rank of the replica."""
+        if meter is not None and cache.num_blocks:
+            self._caches = allocate_caches(config.with_blocks(1), links.pipeline.stage, device)
+            self.num_blocks = memory.fit(config, rank, meter, self._execute)
+        config = config.with_blocks(self.num_blocks)
         self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
 
     @property
@@ -110,16 +117,16 @@ class Runner:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step of this stage. The first rank of the last stage returns the tokens, the others None."""
-        return self.launch(plan).result()
+        if self._guard is None:
+            return self._execute(plan)
+
+        def failed(reason: str) -> StepResult | None:
+            return StepResult(plan.step, [], failure=reason)
+
+        return self._guard.run(plan, lambda: self._execute(plan), lambda: self._states.apply(plan), failed)
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
-        """Begin a step of this stage, behind those begun before it: on a GPU, this waits for none of them.
-
-        What it returns gives the step's result, which only the first rank of the last stage has.
-        """
-        tells = self._pipeline.is_last and self._tp.rank == 0
-        result = StepResult(plan.step, [-1] * plan.num_rows) if tells else None
+    def _execute(self, plan: StepPlan) -> StepResult | None:
         if self._replicas is None:
             return Launched(result, self._run(plan, (), result), self._device)
         try:

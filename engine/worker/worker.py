@@ -27,8 +27,10 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import attention_needs
 from quire.engine.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
-from quire.engine.parallel import connect
+from quire.engine.parallel import Links, connect
 from quire.engine.ring import Ring
+from quire.engine.worker.exhaustion import is_out_of_memory, remedy
+from quire.engine.worker.memory import CudaMeter
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.transfer import Launched
 
@@ -46,6 +48,7 @@ class Worker:
     def __init__(self, config: EngineConfig, rank: int, init_method: str | None) -> None:
         parallel = config.parallel
         started = time.perf_counter()
+        meter: CudaMeter | None = None
         if parallel.device == "cpu":
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.ranks_here)))
@@ -53,6 +56,7 @@ class Worker:
         else:
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts, by which they were chosen
             device = torch.device("cuda", parallel.device_of(rank))
+            meter = CudaMeter(device.index)
             torch.cuda.set_device(device)
         kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype), attention_needs(config))
         self._links = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
@@ -63,7 +67,8 @@ class Worker:
             raise ConfigError(str(error)) from error
         compiled = time.perf_counter()
         return_freed_memory()
-        self._runner = Runner(config, rank, self._links, device)
+        self._runner = _load(config, rank, self._links, device, meter)
+        self.num_blocks = self._runner.num_blocks
         if parallel.device == "cpu":
             _keep_freed_memory()
         self.launch, self.expect = self._runner.launch, self._runner.expect
@@ -81,6 +86,21 @@ class Worker:
 
     def close(self) -> None:
         self._links.close()
+
+
+def _load(
+    config: EngineConfig, rank: int, links: Links, device: torch.device, meter: CudaMeter | None
+) -> Runner:
+    """Raises `ConfigError` where memory does not suffice for it."""
+    try:
+        return Runner(config, rank, links, device, meter)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"rank {rank} ran out of memory while the model was loaded and tried: {error}; use more ranks (-tp, -pp) or "
+            f"a smaller --dtype, or {remedy(device)}"
+        ) from None
 
 
 def main(
@@ -106,7 +126,7 @@ def main(
     reports = Reports(results, progress, place)
     try:
         worker = Worker(config, rank, init_method)
-        reports.send(WorkerReady({"start processes": begun, **worker.seconds}))
+        results.send_bytes(encode(WorkerReady({"start processes": begun, **worker.seconds}, worker.num_blocks)))
         decode = msgspec.msgpack.Decoder(StepPlan).decode
         take: Callable[[int, Launched], None] = reports.finish
         if worker.runs_ahead:
@@ -117,13 +137,9 @@ def main(
         reports.close()
         worker.close()
     except Exception as error:
-        _fail(rank, error, reports)
-
-
-def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:
-    """Tell the core, and end this process, from whichever thread."""
-    if isinstance(error, ConfigError):
-        failure = WorkerFailed(str(error), user_error=True)
+        logger.error("rank %d failed:\n%s", rank, traceback.format_exc())
+        advice = f"; {remedy(torch.device(config.parallel.device))}" * is_out_of_memory(error)
+        failure = WorkerFailed(f"{type(error).__name__}: {error}{advice}", user_error=False)
     else:
         logger.error("rank %d failed:\n%s", rank, "".join(traceback.format_exception(error)))
         failure = WorkerFailed(f"{type(error).__name__}: {error}", user_error=False)

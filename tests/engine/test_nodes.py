@@ -49,7 +49,7 @@ class FakeRanks:
         self, config: EngineConfig, ranks: range, init_method: str, log_level: str, on_end: Callable[[], None]
     ) -> None:
         self.config, self.ranks, self.init_method, self.on_end = config, ranks, init_method, on_end
-        self.is_ready, self.seconds = True, {"load weights": 1.0}
+        self.is_ready, self.seconds, self.num_blocks = True, {"load weights": 1.0}, 0
         self.arrived: deque[StepResult] = deque()
         self.progress = [-1] * len(ranks)
         self.plans: SimpleQueue[bytes] = SimpleQueue()

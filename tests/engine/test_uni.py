@@ -15,20 +15,9 @@ from quire.engine.executor.uni import UniExecutor
 from quire.engine.messages import Scheduled, StepPlan, StepResult
 from tests.fakes.configs import engine_config
 
-FAILS, REFUSED, REFUSES = 13, 17, "refuses"
-
-
-class FakeStep:
-    """A step whose result comes late."""
-
-    def __init__(self, plan: StepPlan, may_go: threading.Event) -> None:
-        self._plan, self._may_go = plan, may_go
-
-    def result(self) -> StepResult | None:
-        assert self._may_go.wait(60)
-        if self._plan.step == FAILS:
-            raise ValueError("no such block")
-        return StepResult(self._plan.step, [7] * self._plan.num_rows)
+FAILS, REFUSES = 13, "refuses"
+MEASURED = 77
+"""KV blocks."""
 
 
 class FakeWorker:
@@ -36,6 +25,7 @@ class FakeWorker:
         if config.model.dtype == REFUSES:
             raise ConfigError("lm_head.weight is missing")
         self.seconds = {"load weights": 0.0}
+        self.num_blocks = MEASURED
         self.may_go = threading.Event()
         self.launched: list[int] = []
         self.threads = {threading.current_thread().name}
@@ -80,6 +70,10 @@ def test_plans_wait_for_one_another_and_nobody_for_them(executor: UniExecutor) -
     assert [step.result().step for step in steps] == [0, 1, 2]
     assert worker_of(executor).launched == [0, 1, 2]
     assert worker_of(executor).threads == {"quire-rank-0"}  # loading too: a device belongs to a thread
+
+
+def test_the_cache_is_as_large_as_the_rank_has_found(executor: UniExecutor) -> None:
+    assert executor.config.cache.num_blocks == MEASURED
 
 
 def test_what_a_step_raises_comes_out_of_its_result(executor: UniExecutor) -> None:

@@ -35,7 +35,7 @@ MANY = ("DeepSeek-R1", "Qwen3-235B-A22B")
 def memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is free on each of 16 devices."""
     free = [80 * GIB] * TP * PP
-    monkeypatch.setattr(devices, "_free_gpu_memory", lambda: free)
+    monkeypatch.setattr(devices, "free_gpu_memory", lambda: free)
     return free
 
 

@@ -1,0 +1,258 @@
+"""How large the KV cache can be on a GPU: the largest step runs once, and what it leaves free is filled.
+
+The budget is --gpu-memory-utilization of what was free before the rank touched the device. Out of it go, as measured,
+the weights, the most that the largest step and its sampling hold beside them, and what no allocator of torch's knows of
+(the CUDA context, kernels, libraries, communicators); and CUDA graphs, as estimated, since they are captured over the
+cache. The part of the memory that the budget leaves out is the cushion for what is not measured. torch's allocator may
+not take the last of it: what is not torch's (a kernel that is loaded late, a library's workspace) fails for good where
+torch gives its cached memory back and tries again.
+
+torch's allocator works with expandable segments, unless PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF says otherwise.
+With segments of fixed size, steps of every size leave segments that fit no other step, and a cache that fills the
+device has no room for that; expandable ones are a single range of addresses, of which pages are mapped as needed. In
+torch 2.13 the pools of CUDA graphs have them, too; collectives of NCCL take such memory as any other as long as
+buffers are not registered; and symmetric memory, as all pools with an allocator of their own, is made without them.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from quire.engine import devices, grid
+from quire.engine.config import DTYPE_BYTES, EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.resolve import Sizes, human, limit_blocks
+
+logger = logging.getLogger(__name__)
+
+_NOT_TORCHS = 256 << 20
+"""Bytes of the device that torch's allocator never takes."""
+_LONG, _SHORT = 16384, 1024
+"""Tokens that the largest step's long row and its other rows have behind them at most: attending to more takes time,
+and hardly memory (see `_longer`)."""
+
+
+class Meter(Protocol):
+    """What a rank knows of its device's memory, in bytes."""
+
+    at_start: int
+    """Free before the rank took any."""
+
+    def free(self) -> int:
+        """Not taken by anybody."""
+
+    def held(self) -> int:
+        """By torch's allocator, once it has given back what it only keeps."""
+
+    def watch(self) -> None:
+        """Forget the peak."""
+
+    def peak(self) -> int:
+        """The most that torch's allocator has held since."""
+
+    def leave(self, size: int) -> None:
+        """From now on torch's allocator leaves so much of the device free."""
+
+
+class CudaMeter:
+    """Of an NVIDIA GPU. To be made before anything else uses the device, as that sets up torch's allocator."""
+
+    def __init__(self, number: int) -> None:
+        self.at_start = devices.free_gpu_memory()[number]
+        self._number = number
+        if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+    def free(self) -> int:
+        return int(torch.cuda.mem_get_info(self._number)[0])
+
+    def held(self) -> int:
+        torch.cuda.synchronize(self._number)
+        torch.cuda.empty_cache()
+        return int(torch.cuda.memory_reserved(self._number))
+
+    def watch(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._number)
+
+    def peak(self) -> int:
+        torch.cuda.synchronize(self._number)
+        return int(torch.cuda.max_memory_reserved(self._number))
+
+    def leave(self, size: int) -> None:
+        whole = torch.cuda.mem_get_info(self._number)[1]
+        most = torch.cuda.memory_reserved(self._number) + max(0, self.free() - size)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, most / whole), self._number)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A rank's memory, in bytes, with the largest step behind it and no KV cache yet."""
+
+    replica: int
+    rank: int
+    at_start: int
+    budget: int
+    weights: int
+    """And what a step leaves behind for the next."""
+    activations: int
+    graphs: int
+    others: int
+    """Taken otherwise than by torch's allocator."""
+    block: int
+    """Of the KV cache."""
+    fixed_blocks: int
+    """Of --kv-cache-memory-bytes; 0: as many as there is room for."""
+
+    @property
+    def taken(self) -> int:
+        return self.weights + self.activations + self.graphs + self.others
+
+    @property
+    def num_blocks(self) -> int:
+        """That there is room for; none where the fixed number does not fit."""
+        if self.fixed_blocks:
+            left = self.at_start - self.taken - _NOT_TORCHS
+            return self.fixed_blocks if self.fixed_blocks * self.block <= left else 0
+        return max(0, self.budget - self.taken) // self.block
+
+    def parts(self) -> str:
+        graphs = f", CUDA graphs about {human(self.graphs)}" * (self.graphs > 0)
+        return (
+            f"weights {human(self.weights)}, activations {human(self.activations)} at most{graphs}, "
+            f"CUDA and libraries {human(self.others)}"
+        )
+
+
+def fit(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPlan], object]) -> int:
+    """The KV blocks that every rank of the replica has room for, all of which call this at once.
+
+    The weights are loaded; `run` carries a plan out on a cache of one block. Raises `ConfigError` where the rest is too
+    little for a request of full length, or for --kv-cache-memory-bytes.
+    """
+    mine = measure(config, rank, meter, run)
+    readings = [reading for reading in _tell_all(mine) if reading.replica == mine.replica]
+    least = min(readings, key=lambda reading: reading.num_blocks)
+    beside = f" on rank {least.rank}, beside {least.parts()} of the {human(least.at_start)} that were free"
+    if least.fixed_blocks and not least.num_blocks:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes {config.options.kv_cache_memory_bytes} does not fit{beside}; ask for less, "
+            "lower --max-num-batched-tokens or --max-num-seqs, or use more ranks (-tp, -pp)"
+        )
+    num_blocks = limit_blocks(config, least.num_blocks, least.block, beside)
+    if rank == 0:
+        cache = num_blocks * mine.block
+        logger.info(
+            "of %s free at the start %s may be used: %s, KV cache %s in %s blocks%s; %s are left",
+            human(mine.at_start),
+            human(mine.budget),
+            mine.parts(),
+            human(cache),
+            f"{num_blocks:,}",
+            f" (rank {least.rank} has no room for more)" * (least is not mine and least.num_blocks < mine.num_blocks),
+            human(max(0, mine.at_start - mine.taken - cache)),
+        )
+    meter.leave(_NOT_TORCHS)
+    return num_blocks
+
+
+def measure(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPlan], object]) -> Reading:
+    """Run the largest step, and read off what it took."""
+    stage, sizes = config.parallel.stage_of(rank), Sizes.of(config)
+    meter.held()
+    meter.watch()
+    for plan in largest_step(config):
+        run(plan)
+    peak = meter.peak()
+    gc.collect()
+    held = meter.held()
+    # What other ranks send to the experts of this one depends on the tokens: these may have been kind.
+    activations = max(peak - held, sizes.workspace if config.parallel.experts is not None else 0)
+    return Reading(
+        replica=config.parallel.replica,
+        rank=rank,
+        at_start=meter.at_start,
+        budget=int(meter.at_start * config.options.gpu_memory_utilization),
+        weights=held,
+        activations=activations + _longer(config),
+        graphs=0,
+        others=max(0, meter.at_start - meter.free() - held),
+        block=sizes.kv_block[stage],
+        fixed_blocks=config.cache.num_blocks if config.options.kv_cache_memory_bytes is not None else 0,
+    )
+
+
+def largest_step(config: EngineConfig) -> list[StepPlan]:
+    """A plan with as many tokens and rows as a step may have, which all sample with all that costs memory; and its end.
+
+    All KV is that of block 0.
+    """
+    rows = _largest_rows(config)
+    tokens = [0] * max(map(sum, rows))
+    tops = min(20, config.model.architecture.vocab_size) if config.model.max_logprobs < 0 else config.model.max_logprobs
+    params = SamplingParams(
+        temperature=0.8,
+        top_k=50,
+        top_p=0.9,
+        min_p=0.01,
+        seed=0,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        repetition_penalty=1.1,
+        logit_bias={0: 1.0},
+        logprobs=tops,
+    )
+    first = SamplingParams(temperature=0.8, logprobs=tops, prompt_logprobs=tops)
+    step = StepPlan(-2, [], [], [])
+    for slot, (computed, count) in enumerate(rows):
+        known = computed + count
+        blocks = [0] * (-(-known // config.cache.block_size) * len(config.cache.groups))
+        chosen = params if slot or config.model.pooling is not None else first
+        step.new.append(NewRequest(slot, tokens[:known], known, computed, blocks, chosen))
+        step.scheduled.append(Scheduled(slot, count, [], []))
+    end = StepPlan(-1, list(range(len(rows))), [], [])
+    step.has_work = end.has_work = True if config.parallel.is_coupled else None
+    return [step, end]
+
+
+def _largest_rows(config: EngineConfig) -> list[tuple[int, int]]:
+    """Of each row, the tokens behind it and its own. Prompts that are embedded are whole; others leave room for one."""
+    pools, left = config.model.pooling is not None, config.scheduler.max_num_batched_tokens
+    longest = config.model.max_model_len - (not pools)
+    rows: list[tuple[int, int]] = []
+    while left and len(rows) < config.scheduler.max_num_seqs:
+        others = config.scheduler.max_num_seqs - len(rows) - 1
+        count = min(longest, left if pools else max(1, left - others))
+        behind = 0 if pools else max(0, min(longest, _SHORT if rows else _LONG) - count)
+        rows.append((behind, count))
+        left -= count
+    return rows
+
+
+def _longer(config: EngineConfig) -> int:
+    """Bytes that attention holds more of a sequence of full length than of the longest in `largest_step`."""
+    model, tp = config.model, config.parallel.tensor_parallel_size
+    arch = grid.on_a_rank(model.architecture, config.parallel)
+    tried = max(map(sum, _largest_rows(config)))
+    more = (
+        layer.attention.workspace(model.max_model_len, tp) - layer.attention.workspace(tried, tp)
+        for layer in arch.layers
+    )
+    return max(0, *more) * DTYPE_BYTES[model.dtype]
+
+
+def _tell_all(mine: Reading) -> list[Reading]:
+    """Of all ranks of the grid; a rank alone tells nobody."""
+    if not dist.is_initialized():
+        return [mine]
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone

@@ -1,0 +1,203 @@
+"""How much KV cache a rank finds room for, measured by a meter that says what it is told; and the step that it runs."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.errors import ConfigError
+from quire.engine.messages import SamplingParams, StepPlan, StepResult
+from quire.engine.parallel import connect
+from quire.engine.resolve import Sizes, resolve
+from quire.engine.worker import memory
+from quire.engine.worker.exhaustion import is_out_of_memory
+from quire.engine.worker.runner import Runner
+from tests.fakes.checkpoints import generate, write_checkpoint
+from tests.models.common import CPU, configure
+from tests.worker.plans import Driver, Request
+
+U = 1 << 27
+"""Bytes, an eighth of a GiB."""
+
+
+@dataclass
+class FakeMeter:
+    """`run` is the largest step to it: what it holds beside the weights, at most, and for good."""
+
+    at_start: int = 80 * U
+    others: int = 1 * U
+    weights: int = 16 * U
+    peak_bytes: int = 3 * U
+    kept: int = 1 * U
+    has_run: bool = False
+    left: int = -1
+
+    def run(self, plan: StepPlan) -> None:
+        self.has_run = True
+
+    def held(self) -> int:
+        return self.weights + self.kept * self.has_run
+
+    def free(self) -> int:
+        return self.at_start - self.held() - self.others
+
+    def watch(self) -> None:
+        assert not self.has_run
+
+    def peak(self) -> int:
+        return self.weights + self.peak_bytes * self.has_run
+
+    def leave(self, size: int) -> None:
+        self.left = size
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def many(folder: Path, **options: Any) -> EngineConfig:
+    """So many requests at once that the memory is what limits the cache."""
+    limits = {"max_num_seqs": 1 << 13, "max_num_batched_tokens": 1 << 13}
+    return resolve(EngineOptions(model=str(folder), device="cpu", **limits, **options))
+
+
+def fit(config: EngineConfig, meter: FakeMeter) -> int:
+    return memory.fit(config, 0, meter, meter.run)
+
+
+def test_the_cache_gets_what_the_rest_leaves(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config, meter = many(folder), FakeMeter()
+    block = Sizes.of(config).kv_block[0]
+    with caplog.at_level("INFO", logger="quire"):
+        assert fit(config, meter) == (72 - 16 - 3 - 1) * U // block
+    assert "of 10 GiB free at the start 9 GiB may be used: weights 2.12 GiB, activations 256 MiB at most" in caplog.text
+    assert "CUDA and libraries 128 MiB, KV cache 6.5 GiB in" in caplog.text
+    assert "1 GiB are left" in caplog.text
+    assert 0 < meter.left < 8 * U
+
+
+def test_no_more_than_all_requests_can_use(folder: Path) -> None:
+    config = resolve(EngineOptions(model=str(folder), device="cpu", max_num_seqs=3, max_model_len=128, block_size=4))
+    assert fit(config, FakeMeter()) == 3 * 128 // 4
+
+
+def test_a_fixed_cache_stays_as_it_is(folder: Path) -> None:
+    config = many(folder, kv_cache_memory_bytes=1 << 21)
+    assert fit(config, FakeMeter()) == config.cache.num_blocks == (1 << 21) // Sizes.of(config).kv_block[0]
+
+
+def test_a_fixed_cache_that_does_not_fit_is_refused(folder: Path) -> None:
+    config = many(folder, kv_cache_memory_bytes=1 << 21)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes 2097152 does not fit on rank 0, beside weights 10"):
+        fit(config, FakeMeter(weights=79 * U, peak_bytes=U, others=0))
+
+
+def test_too_little_is_refused_with_numbers_and_flags(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"less than one request of 512 .* on rank 0, beside weights 9") as refusal:
+        fit(many(folder), FakeMeter(weights=71 * U))
+    assert "of the 10 GiB that were free" in str(refusal.value)
+    assert "--gpu-memory-utilization" in str(refusal.value)
+
+
+def agree(rank: int, config: EngineConfig, init_method: str, weights: int, pipe: Connection) -> None:
+    links = connect(config.parallel, rank, init_method, CPU)
+    meter = FakeMeter(weights=weights)
+    try:
+        pipe.send(memory.fit(config, rank, meter, meter.run))
+    except ConfigError as error:
+        pipe.send(str(error))
+    pipe.recv()
+    links.close()
+
+
+@pytest.mark.parametrize("weights", [20, 72])
+def test_ranks_agree_on_the_least(folder: Path, tmp_path: Path, weights: int) -> None:
+    """Stages of the same layers: the last has more to hold, and all say so."""
+    config = many(folder, pipeline_parallel_size=2)
+    spawn = multiprocessing.get_context("spawn")
+    pipes = [spawn.Pipe() for _ in range(2)]
+    init_method = (tmp_path / "meet").as_uri()
+    ranks = [
+        spawn.Process(target=agree, args=(rank, config, init_method, size * U, theirs))
+        for rank, (size, (_, theirs)) in enumerate(zip((16, weights), pipes, strict=True))
+    ]
+    for process in ranks:
+        process.start()
+    told = [ours.recv() for ours, _ in pipes]
+    for ours, _ in pipes:
+        ours.send(None)
+    for process in ranks:
+        process.join(30)
+        assert process.exitcode == 0
+    if weights == 20:
+        assert told == [(72 - 20 - 3 - 1) * U // Sizes.of(config).kv_block[1]] * 2
+    else:
+        assert told[0] == told[1]
+        assert "on rank 1, beside weights 9.12 GiB" in told[0]
+
+
+class Recorder:
+    """Lets the largest step run for real, and remembers its plans."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans: list[StepPlan] = []
+        run: Callable[[Runner, StepPlan], StepResult | None] = Runner._execute
+
+        def execute(runner: Runner, plan: StepPlan) -> StepResult | None:
+            self.plans.append(plan)
+            return run(runner, plan)
+
+        monkeypatch.setattr(Runner, "_execute", execute)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(("budget", "rows"), [(1, 1), (40, 8), (512, 8), (2000, 3)])
+def test_the_largest_step_runs_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, budget: int, rows: int
+) -> None:
+    folder = write_checkpoint(family, tmp_path, **({"sliding_window": 16} if family == "mistral" else {}))
+    limits = {"max_num_seqs": rows, "max_num_batched_tokens": budget, "block_size": 4}
+    config = resolve(EngineOptions(model=str(folder), device="cpu", **limits))
+    seen = Recorder(monkeypatch)
+    meter = FakeMeter()
+    meter.watch = lambda: None  # type: ignore[method-assign]  # the step runs in the runner, and not in the meter
+    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
+    step, end = seen.plans
+    assert step.num_tokens == min(budget, rows * 511)
+    assert step.num_rows == len(step.new) == len(end.released) == min(rows, budget)
+    assert all(len(new.token_ids) < 512 for new in step.new)
+    assert runner.num_blocks == runner._caches[0].memory.shape[1] == memory.limit_blocks(config, 1 << 40, 1)
+    prompt = [5, 6, 7, 8, 9, 10, 11]
+    request = Request(prompt, SamplingParams(temperature=0.0))
+    Driver(runner.execute, rows, 40, 4).decode([request], 8, budget) if family == "llama" else None
+    assert family == "mistral" or request.output == generate(folder, [prompt], 8)[0]
+
+
+def test_without_a_meter_nothing_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(folder, block_size=4, max_num_seqs=2)
+    seen = Recorder(monkeypatch)
+    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    assert runner.num_blocks == config.cache.num_blocks
+    assert not seen.plans
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_what_is_out_of_memory(error: Exception, is_it: bool) -> None:
+    assert is_out_of_memory(error) == is_it
