@@ -7,6 +7,8 @@ experts: no atomics, and nothing depends on the other tokens.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,8 +16,16 @@ from torch import Tensor
 
 from quire.kernels.triton.elementwise import KINDS, gated
 
-_COLUMNS, _DEPTH = 64, 32
-"""A tile of the result's columns, and of what is summed over."""
+_SORTED_AT_ONCE, _SUMMED_AT_ONCE = 1024, 1024
+
+
+class _Shape(NamedTuple):
+    """Of a program of the grouped matmul: a tile of the result, what is summed over at a time, and who does it."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
 
 
 def _block_rows(pairs: int, experts: int) -> int:
@@ -23,29 +33,62 @@ def _block_rows(pairs: int, experts: int) -> int:
     return min(128, max(16, triton.next_power_of_2(pairs // max(1, experts))))
 
 
-def _sort(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs (token * top_k + place) in the order of their experts, and where each expert's begin, `[experts + 1]`.
+def _shape(rows: int, blocks: int, columns: int, dtype: torch.dtype) -> _Shape:
+    """Few rows are a matter of bytes in flight, and of a program for every processor; many of the matrix units."""
+    if dtype == torch.float32:
+        return _Shape(64, 32, 4, 3)
+    if rows >= 64:
+        return _Shape(128, 64, rows // 16, 3)
+    return _Shape(64 if blocks * columns >= 64 * _PROCESSORS else 32, 128, 4, 5)
 
-    Those of other ranks come last, and belong to none.
-    """
-    flat = ids.flatten()
-    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    ordered, pairs = flat.sort(stable=True)
-    begins = torch.searchsorted(ordered, torch.arange(experts + 1, device=ids.device, dtype=ordered.dtype))
-    return pairs.to(torch.int32), begins.to(torch.int32)
+
+_PROCESSORS = 132
+"""Of an H100. Others are near enough for what depends on it."""
 
 
 @triton.jit
-def _expert_of(blocks, experts, place):
-    """The last expert whose blocks begin at or before `place`; `blocks` are the first of each, rising."""
-    low, high = 0, experts
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(blocks + middle) <= place:
-            low = middle
-        else:
-            high = middle
-    return low
+def _sort_kernel(
+    ids,
+    pairs,
+    blocks,
+    count,
+    experts,
+    most,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The pairs of one expert, rising, behind those of the experts before it, and its blocks behind theirs.
+
+    A block is `[3]`: the expert, and its first pair and the end of them, by their places in `pairs`. `ids` of others are
+    left out; blocks that are not needed have no pairs.
+    """
+    expert = tl.program_id(0)
+    number, lane = tl.arange(0, EXPERTS), tl.arange(0, CHUNK)
+    counts = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, count, CHUNK):
+        of = tl.load(ids + start + lane, mask=start + lane < count, other=-1).to(tl.int32)
+        counts += tl.histogram(of, EXPERTS, mask=(of >= 0) & (of < experts))
+    in_blocks = (counts + ROWS - 1) // ROWS
+    first = tl.sum(tl.where(number < expert, counts, 0), axis=0)
+    block = tl.sum(tl.where(number < expert, in_blocks, 0), axis=0)
+    place, last = first, first + tl.sum(tl.where(number == expert, counts, 0), axis=0)
+    if last > first:
+        for start in range(0, count, CHUNK):
+            of = tl.load(ids + start + lane, mask=start + lane < count, other=-1).to(tl.int32)
+            is_own = of == expert
+            to = place + tl.cumsum(is_own.to(tl.int32), axis=0) - 1
+            tl.store(pairs + to, start + lane, mask=is_own)
+            place += tl.sum(is_own.to(tl.int32), axis=0)
+    for begin in range(first, last, ROWS):
+        tl.store(blocks + 3 * block, expert)
+        tl.store(blocks + 3 * block + 1, begin)
+        tl.store(blocks + 3 * block + 2, last)
+        block += 1
+    if expert == experts - 1:
+        for rest in range(block, most):
+            tl.store(blocks + 3 * rest + 1, 0)
+            tl.store(blocks + 3 * rest + 2, 0)
 
 
 @triton.jit
@@ -53,12 +96,9 @@ def _grouped_kernel(
     x,
     weight,
     bias,
-    weights,
     out,
     pairs,
-    begins,
     blocks,
-    experts,
     columns,
     depth,
     x_row,
@@ -73,16 +113,16 @@ def _grouped_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A block of one expert's rows by a tile of its columns.
+    """A block of one expert's rows by a tile of its columns, to the pairs' rows of `out`.
 
-    GATED: rows of `x` by token (`per_row` pairs each), gates and ups, and `gated` of them to the pair's row of `out`.
-    Else: rows of `x` by pair, and the product, weighted, to the pair's row.
+    GATED: rows of `x` by token (`per_row` pairs each), gates and ups, and `gated` of them. Else: rows of `x` by pair.
     """
-    place = tl.program_id(0)
-    if place < tl.load(blocks + experts):
-        expert = _expert_of(blocks, experts, place)
-        row = tl.load(begins + expert) + (place - tl.load(blocks + expert)) * ROWS + tl.arange(0, ROWS)
-        is_row = row < tl.load(begins + expert + 1)
+    block = blocks + 3 * tl.program_id(0)
+    begin, end = tl.load(block + 1), tl.load(block + 2)
+    if begin < end:
+        expert = tl.load(block)
+        row = begin + tl.arange(0, ROWS)
+        is_row = row < end
         pair = tl.load(pairs + row, mask=is_row, other=0).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = column < columns
@@ -106,10 +146,23 @@ def _grouped_kernel(
                 ups += tl.load(biases + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
         if GATED:
             product = gated(product, ups, KIND)
-        else:
-            product = product * tl.load(weights + pair, mask=is_row, other=0.0)[:, None]
         to = out + pair[:, None] * columns + column[None, :]
         tl.store(to, product.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _sum_kernel(rows, weights, ids, out, experts, columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """A token's rows, weighted; those of other ranks' experts are not there."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        pair = token * TOP_K + place
+        expert = tl.load(ids + pair)
+        there = tl.where((expert >= 0) & (expert < experts), columns, 0)
+        row = tl.load(rows + pair * columns + column, mask=column < there, other=0.0)
+        total += row.to(tl.float32) * tl.load(weights + pair)
+    tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=column < columns)
 
 
 def fused_experts(
@@ -122,37 +175,47 @@ def fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.reference`. Nothing is read back from the device."""
+    """See `quire.kernels.reference`. Nothing is read back from the device, and shapes follow from those given."""
     if activation not in KINDS:
         raise KeyError(activation)
     (tokens, hidden), (experts, _, size), top_k = x.shape, down.shape, ids.shape[1]
     count = tokens * top_k
-    if not count:
+    if not count or not experts:
         return torch.zeros_like(x)
+    x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     rows = _block_rows(count, experts)
-    pairs, begins = _sort(ids, experts)
-    blocks = torch.zeros(experts + 1, dtype=torch.int32, device=x.device)
-    blocks[1:] = (begins.diff() + rows - 1).div(rows, rounding_mode="floor").cumsum(0)
     most = min(count, triton.cdiv(count, rows) + experts)
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    inner = torch.empty((count, size), dtype=x.dtype, device=x.device)
-    out = torch.zeros((count, hidden), dtype=torch.float32, device=x.device)  # others' pairs stay 0
-    x, weights = x.contiguous(), weights.contiguous()
+    pairs = torch.empty(count, dtype=torch.int32, device=x.device)
+    blocks = torch.empty((most, 3), dtype=torch.int32, device=x.device)
+    _sort_kernel[(experts,)](
+        *(ids, pairs, blocks, count, experts, most),
+        ROWS=rows,
+        EXPERTS=max(32, triton.next_power_of_2(experts)),
+        CHUNK=min(_SORTED_AT_ONCE, max(32, triton.next_power_of_2(count))),
+        num_warps=4,
+    )
+    inner, outer = x.new_empty(count, size), x.new_empty(count, hidden)
     for source, matrices, bias, result, per_row in (
         (x, gate_up, gate_up_bias, inner, top_k),
-        (inner, down, down_bias, out, 1),
+        (inner, down, down_bias, outer, 1),
     ):
         columns = result.shape[1]
-        _grouped_kernel[(most, triton.cdiv(columns, _COLUMNS))](
-            *(source, matrices, matrices if bias is None else bias, weights, result, pairs, begins, blocks, experts),
+        shape = _shape(rows, most, columns, x.dtype)
+        _grouped_kernel[(most, triton.cdiv(columns, shape.columns))](
+            *(source, matrices, matrices if bias is None else bias, result, pairs, blocks),
             *(columns, source.shape[1], source.stride(0), matrices.stride(0), matrices.stride(1), per_row),
             GATED=result is inner,
             KIND=activation,
             BIAS=bias is not None,
             ROWS=rows,
-            COLUMNS=_COLUMNS,
-            DEPTH=_DEPTH,
-            PRECISION=precision,
-            num_warps=4,
+            COLUMNS=shape.columns,
+            DEPTH=shape.depth,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            num_warps=shape.warps,
+            num_stages=shape.stages,
         )
-    return out.view(tokens, top_k, hidden).sum(dim=1).to(x.dtype)
+    out = torch.empty_like(x)
+    _sum_kernel[(tokens, triton.cdiv(hidden, _SUMMED_AT_ONCE))](
+        *(outer, weights, ids, out, experts, hidden), TOP_K=top_k, BLOCK=_SUMMED_AT_ONCE, num_warps=4
+    )
+    return out

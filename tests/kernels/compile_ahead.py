@@ -44,15 +44,24 @@ def compile_launch(kernel: JITFunction[Any], capability: int, args: tuple[Any, .
             case int():
                 signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
     signature |= dict.fromkeys(meta, "constexpr")
-    variant = (kernel.__name__, *signature.items(), *meta.items())
+    variant = (kernel.__name__, *signature.items(), *meta.items(), *_divisible(kernel, given))
     if variant in compiled:
         return
     compiled.add(variant)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=meta)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=meta, attrs=_divisible(kernel, given))
     out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert out.metadata.shared <= SHARED_BYTES, f"{kernel.__name__} needs {out.metadata.shared} bytes of shared memory"
     kind = next(iter(signature.values())).removeprefix("*")
     print(f"{kernel.__name__} {kind} {meta}: {len(out.asm['cubin'])} bytes, shared memory {out.metadata.shared}")
+
+
+def _divisible(kernel: JITFunction[Any], given: dict[str, Any]) -> dict[tuple[int, ...], list[list[object]]]:
+    """Which arguments a launch finds to be multiples of 16; loads are wide, and run ahead, only where they are."""
+    return {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name, value in given.items()
+        if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
+    }
 
 
 def run_all() -> None:
