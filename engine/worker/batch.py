@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -79,10 +80,8 @@ class RequestStates:
         if not self._is_shared:
             self.memory = torch.zeros(len(self._told), dtype=torch.int32, device=self._device)
         shape = groups, slots, self._width
-        self._tables, self._device_tables = (
-            self._told[self._tables_begin :].reshape(shape),
-            self.memory[self._tables_begin :].view(shape),
-        )
+        self._tables = [*self._told[self._tables_begin :].reshape(shape)]
+        self._device_tables = self.memory[self._tables_begin :].view(shape)
         self._changes: list[Ints] = []
         """Places in the memory that were told of since the last batch."""
         self.num_prompt = np.zeros(slots, np.int64)
@@ -156,7 +155,10 @@ class RequestStates:
 
     def keep(self, rows: Rows, places: Tensor, tokens: Tensor) -> None:
         """One more known token for each row that samples: those on the device, at the places that `batch` gave."""
-        self.memory.index_copy_(0, places, tokens.int())
+        if self._is_shared:  # the same, for less
+            self._told[places.numpy()] = tokens.numpy()
+        else:
+            self.memory.index_copy_(0, places, tokens.int())
         self.num_known[rows.slots[rows.sampling]] += 1
 
     def _add(self, request: NewRequest) -> None:
@@ -187,22 +189,23 @@ class RequestStates:
         )
 
     def _extend_tokens(self, slot: int, token_ids: list[int]) -> None:
-        self._tell(slot * self._max_length + int(self.num_known[slot]), token_ids)
+        begin = slot * self._max_length + int(self.num_known[slot])
+        end = begin + len(token_ids)
+        self._told[begin:end] = token_ids
         self.num_known[slot] += len(token_ids)
+        if not self._is_shared:
+            self._changes.append(np.arange(begin, end))
 
     def _extend_tables(self, slot: int, block_ids: list[int]) -> None:
         """Append blocks, of which each group takes one after the other."""
         begin, groups = int(self.num_blocks[slot]), self._groups
-        for group in range(groups):
-            place = self._tables_begin + (group * self._slots + slot) * self._width + begin
-            self._tell(place, block_ids if groups == 1 else block_ids[group::groups])
-        self.num_blocks[slot] = begin + len(block_ids) // groups
-
-    def _tell(self, begin: int, values: list[int]) -> None:
-        end = begin + len(values)
-        self._told[begin:end] = values
-        if not self._is_shared:
-            self._changes.append(np.arange(begin, end))
+        end = begin + len(block_ids) // groups
+        for group, table in enumerate(self._tables):
+            table[slot, begin:end] = block_ids if groups == 1 else block_ids[group::groups]
+            if not self._is_shared:
+                place = self._tables_begin + (group * self._slots + slot) * self._width
+                self._changes.append(np.arange(place + begin, place + end))
+        self.num_blocks[slot] = end
 
     def batch(self, rows: Rows, replica_tokens: tuple[int, ...] = ()) -> tuple[Batch, Tensor]:
         """The rows' next tokens, in one transfer to the device, and where in `memory` those go that they sample.
@@ -219,42 +222,53 @@ class RequestStates:
             positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], rows.counts)
         blocks, offsets = np.divmod(positions, self._block_size)
         width = -(-int(lengths.max(initial=1)) // self._block_size)
-        sampling = rows.slots[rows.sampling]
-        changed = np.concatenate(self._changes) if self._changes else _NONE
-        self._changes.clear()
-        host = (
-            changed,
-            self._told[changed],
+        tokens = self.places(owners, positions)
+        last = starts[1:][rows.sampling] - 1  # of all that are known, so that the sampled one goes behind it
+        token_ids, tables, sent = self._gather(
+            tokens,
             rows.slots,
-            self.places(owners, positions),
+            width,
             positions,
             lengths,
             starts,
-            starts[1:][rows.sampling] - 1,
-            self.places(sampling, self.num_known[sampling]),
+            last,
+            tokens[last] + 1,
             *[table[owners, blocks] * self._block_size + offsets for table in self._tables],
         )
-        sent = send(np.concatenate(host), self._device).split_with_sizes([len(part) for part in host])
-        changed, told, slots, tokens, places, ends, query_starts, sampled, kept, *slots_of_groups = sent
-        if len(changed):
-            self.memory.index_copy_(0, changed, told.int())
-        tables = [table[:, :width].index_select(0, slots).long() for table in self._device_tables]
+        places, ends, query_starts, sampled, kept, *slots = sent
         batch = Batch(
-            token_ids=self.memory.index_select(0, tokens).long(),
-            positions=places,
-            slots=slots_of_groups[0],
-            block_tables=tables[0],
-            sequence_lengths=ends,
-            query_starts=query_starts,
-            sampled=sampled,
+            *(token_ids, places, slots[0], tables[0], ends, query_starts, sampled),
             replica_tokens=replica_tokens,
             host=HostRows(rows.counts, lengths),
         )
         if self._groups == 1:
             return batch, kept
-        others = zip(slots_of_groups[1:], tables[1:], strict=True)
+        others = zip(slots[1:], tables[1:], strict=True)
         batch = replace(batch, others=tuple(replace(batch, slots=slots, block_tables=table) for slots, table in others))
         return batch, kept
+
+    def _gather(
+        self, tokens: Ints, slots: Ints, width: int, *numbers: npt.NDArray[np.integer[Any]]
+    ) -> tuple[Tensor, list[Tensor], Sequence[Tensor]]:
+        """The tokens at these places, the first `width` blocks of these slots in each group, and the numbers as well.
+
+        All are int64 on the device, which has heard then of what was told.
+        """
+        if self._is_shared:
+            tables = (table[slots, :width].ravel() for table in self._tables)
+            token_ids, *sent = self._send(self._told[tokens], *tables, *numbers)
+            return token_ids, [part.view(-1, width) for part in sent[: self._groups]], sent[self._groups :]
+        changed = np.concatenate(self._changes) if self._changes else _NONE
+        self._changes.clear()
+        places, told, at, rows, *sent = self._send(changed, self._told[changed], tokens, slots, *numbers)
+        if len(changed):
+            self.memory.index_copy_(0, places, told.int())
+        device_tables = [table[:, :width].index_select(0, rows).long() for table in self._device_tables]
+        return self.memory.index_select(0, at).long(), device_tables, sent
+
+    def _send(self, *parts: npt.NDArray[np.integer[Any]]) -> Sequence[Tensor]:
+        """All in one transfer, as int64."""
+        return send(np.concatenate(parts), self._device).split_with_sizes([*map(len, parts)])
 
     def advance(self, rows: Rows) -> None:
         """The rows' tokens are computed."""

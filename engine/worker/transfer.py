@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ def send(values: Array, device: torch.device) -> Tensor:
 
     torch gives pinned memory to nobody else before the copy from it has run.
     """
-    host = torch.from_numpy(np.ascontiguousarray(values))
+    host = torch.from_numpy(values if values.flags.c_contiguous else values.copy())
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
@@ -30,9 +29,10 @@ class HostCopy:
     """Tensors on their way to the host. `arrays` waits for them, in any thread."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # pinned memory
+        self._tensors = tensors
         self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        if device.type != "cpu":
+            self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # pinned memory
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits holds no core
             self._event.record(torch.cuda.current_stream(device))
 
@@ -64,7 +64,9 @@ class Launched:
 
     def result(self) -> StepResult | None:
         """Wait for the device, which may raise what went wrong there."""
-        arrays = iter(self._copy.arrays())
+        arrays = self._copy.arrays()
         for reading in self._readings:
-            reading.fill(*(next(arrays) for _ in reading.tensors))
+            count = len(reading.tensors)
+            reading.fill(*arrays[:count])
+            arrays = arrays[count:]
         return self._result
