@@ -57,6 +57,9 @@ class EngineOptions:
     distributed_timeout_seconds: float = flag(
         600.0, "longest that a rank waits for another, in any exchange between them", metavar="S"
     )
+    disable_custom_all_reduce: bool = flag(
+        False, "sum over the GPUs of a stage by NCCL alone, never through memory that they share (symmetric memory)"
+    )
 
     data_parallel_size: int = flag(1, "replicas of the model, each with its own ranks", short="-dp", metavar="D")
     data_parallel_size_local: int | None = flag(
@@ -240,6 +243,8 @@ class ParallelConfig:
     """What those have to cross to reach each other."""
     timeout: float = 600.0
     """Seconds that a rank waits for another in an exchange."""
+    custom_all_reduce: bool = True
+    """Whether GPUs of a stage may sum through memory that they share."""
     replicas: int = 1
     replica: int = 0
     """The one that this configuration is for."""

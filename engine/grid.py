@@ -79,6 +79,7 @@ def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: 
         shares=() if placed is None else placed.shares,
         ray=None if placed is None else placed.place,
         timeout=options.distributed_timeout_seconds,
+        custom_all_reduce=not options.disable_custom_all_reduce,
         replicas=options.data_parallel_size,
         replica=replicas.start,
         local_replicas=replicas,

@@ -30,6 +30,11 @@ from quire.engine.ring import Ring
 _GRACE = 1.0
 """Seconds to look for the rank that died first, once the first trouble shows: its neighbours complain too."""
 
+_ABORTED = (
+    "its last words are in the log above; those of NCCL's watchdog name the exchange that others did not come to "
+    "(NCCL_DEBUG=INFO shows the links)"
+)
+
 
 def _run(*arguments: Any) -> None:
     """A rank's process. Torch is imported there alone: a process that does so gives no signs of life for a while."""
@@ -186,8 +191,16 @@ class LocalRanks:
         if (killed := self.killed(_GRACE)) is not None:
             return killed
         if reason is not None:
-            return RankFailed(f"rank {rank} failed: {reason}", is_certain=False)
-        return RankFailed(f"rank {rank} ended with exit code {self._processes[rank].exitcode}", is_certain=False)
+            return RankFailed(f"rank {rank} failed: {reason}{self._behind(rank)}", is_certain=False)
+        code = self._processes[rank].exitcode
+        words = f"ended with exit code {code}" if code != -signal.SIGABRT else f"aborted: {_ABORTED}"
+        return RankFailed(f"rank {rank} {words}{self._behind(rank)}", is_certain=False)
+
+    def _behind(self, rank: int) -> str:
+        """Who has not come to the step that this one is at."""
+        progress = dict(zip(self.ranks, self.progress, strict=True))
+        late = [other for other, come_to in progress.items() if come_to // 2 < progress[rank] // 2]
+        return f" ({ranks_text(late)} had not come to that step)" if late else ""
 
     def close(self) -> None:
         """Ask every rank to end, and kill those that do not."""
@@ -212,9 +225,12 @@ class LocalRanks:
 
 
 def name_late(progress: dict[int, int], step: int) -> list[int]:
-    """The ranks that keep a step from its result: those that never took its plan, else those that have not run it."""
+    """The ranks that keep a step from its result: those that never took its plan, else those that have not run it.
+
+    All, where each has handed it to its GPU and none of these comes to the end.
+    """
     late = [rank for rank, come_to in progress.items() if come_to < 2 * step]
-    return late or [rank for rank, come_to in progress.items() if come_to < 2 * step + 1]
+    return late or [rank for rank, come_to in progress.items() if come_to < 2 * step + 1] or list(progress)
 
 
 def ranks_text(ranks: list[int]) -> str:

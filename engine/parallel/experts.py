@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.config import ExpertParallelConfig
+from quire.engine.parallel import trouble
 from quire.engine.parallel.tensor import Parallel
 
 
@@ -92,11 +93,15 @@ class GroupPeers(Peers):
             rows.view(torch.uint8), x.view(torch.uint8), list(received), list(sent), group=self._group, async_op=True
         )
         assert work is not None
-        return UnderWay(work, rows, x)
+        return UnderWay(work, rows, x, self._group)
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
         everyone = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(everyone, torch.tensor(numbers, dtype=torch.int64), group=self._host)
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        try:
+            dist.all_gather(everyone, mine, group=self._host)
+        except RuntimeError as error:
+            raise trouble.failed("exchange of numbers", mine, self._host, error) from error
         return [told.tolist() for told in everyone]
 
 
@@ -108,9 +113,13 @@ class UnderWay:
     rows: Tensor
     sent: Tensor
     """Kept until it has gone."""
+    group: dist.ProcessGroup
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise trouble.failed("exchange of experts' rows", self.sent, self.group, error) from error
         return self.rows
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quire.engine.parallel import symmetric
 from quire.engine.parallel.tensor import GroupParallel
 from quire.kernels.cpu import shared
 
@@ -36,7 +37,7 @@ class HostParallel(GroupParallel):
         length = shared.segment_bytes(self.size)
         fd = _create(length) if self.rank == 0 and shared.available() else -1
         try:
-            everyone = self._exchange((_host(), os.getpid(), fd, shared.available()))
+            everyone = self._exchange((symmetric.host(), os.getpid(), fd, shared.available()))
             hosts = {host for host, *_ in everyone}
             reason, memory = "", None
             if len(hosts) > 1 or None in hosts:
@@ -81,14 +82,6 @@ class HostParallel(GroupParallel):
         x = x.contiguous()
         shared.broadcast(self.memory, self.rank, self.size, self._timeout, x)
         return x
-
-
-def _host() -> tuple[str, str] | None:
-    """The running kernel and the process numbers that hold here; None where that cannot be known."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return None
 
 
 def _create(length: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -10,12 +12,15 @@ import torch
 import torch.distributed as dist
 
 from quire.engine.config import ParallelConfig
+from quire.engine.parallel import trouble
+from quire.engine.parallel.device import DeviceParallel
 from quire.engine.parallel.experts import ExpertGroup, GroupPeers, Peers
 from quire.engine.parallel.host import HostParallel
 from quire.engine.parallel.pipeline import Pipeline
-from quire.engine.parallel.tensor import GroupParallel, Parallel
+from quire.engine.parallel.tensor import Parallel
 
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_LAST_RESORT = timedelta(seconds=30)
+"""By how much torch's own watchdog over NCCL, which ends the process, comes later than ours, which says more."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,12 @@ class Links:
     pipeline: Pipeline
     experts: ExpertGroup | None = None
     """None: experts are not spread, but sliced over the ranks of the stage."""
+    timeout: timedelta = timedelta(minutes=30)
+
+    def watch(self, report: Callable[[str], None]) -> None:
+        """Have `report` called, by some thread, with what a GPU waits for longer than it should."""
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            trouble.watch(self.timeout.total_seconds(), report, trouble.on_device)
 
     def close(self) -> None:
         """Leave the process groups, once what was sent has gone."""
@@ -57,29 +68,33 @@ def connect(
         alone = Parallel()
         experts = None if config.experts is None else ExpertGroup(config.experts, alone, Peers(), Peers())
         return Links(alone, pipeline, experts)
+    backend = _backend(config, device)
+    if backend == "nccl":
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, which `trouble.watch` reads
+    timeouts = {"gloo": timeout, "nccl": timeout + _LAST_RESORT}
     dist.init_process_group(
-        _BACKENDS[device.type],
+        backend,
         init_method=init_method,
         world_size=world_size,
         rank=world_rank,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
+        timeout=timeouts[backend],
+        device_id=device if backend == "nccl" else None,
     )
 
     @cache
-    def group_of(ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+    def group_of(ranks: tuple[int, ...], among: str = backend) -> dist.ProcessGroup:
         """All ranks make theirs in the same order."""
-        if len(ranks) == world_size and backend is None:
+        if len(ranks) == world_size and among == backend:
             group = dist.group.WORLD
         else:
-            group = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+            group = dist.new_group(list(ranks), timeouts[among], among, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         return group
 
     def peers(ranks: tuple[int, ...]) -> Peers:
         if len(ranks) == 1:
             return Peers()
-        return GroupPeers(group_of(ranks), group_of(ranks, None if device.type == "cpu" else "gloo"))
+        return GroupPeers(group_of(ranks), group_of(ranks, "gloo"))
 
     of_stage = tuple(  # in each replica
         tuple(range(first, first + width)) for first in range(stage * width, world_size, config.world_size)
@@ -87,8 +102,15 @@ def connect(
     tp = Parallel()
     if width > 1:
         group = group_of(of_stage[replica])
-        tp = HostParallel(group, timeout) if device.type == "cpu" else GroupParallel(group)
+        on_gpus = device.type == "cuda"
+        tp = DeviceParallel(group, device, config.custom_all_reduce) if on_gpus else HostParallel(group, timeout)
     if config.experts is None:
-        return Links(tp, pipeline)
+        return Links(tp, pipeline, timeout=timeout)
     dp, everyone = peers(tuple(ranks[position] for ranks in of_stage)), peers(sum(of_stage, ()))
-    return Links(tp, pipeline, ExpertGroup(config.experts, tp, dp, everyone))
+    return Links(tp, pipeline, ExpertGroup(config.experts, tp, dp, everyone), timeout)
+
+
+def _backend(config: ParallelConfig, device: torch.device) -> str:
+    """Of torch's, for what is exchanged; NCCL does not take several ranks on one GPU, as tests have them."""
+    is_shared = len(set(config.devices)) < len(config.devices)
+    return "nccl" if device.type == "cuda" and not is_shared else "gloo"

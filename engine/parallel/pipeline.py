@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quire.engine.parallel import trouble
+
 
 class Pipeline:
     """One stage among `size`. It talks to the rank of its own tensor-parallel position in the stages beside it.
@@ -34,7 +36,7 @@ class Pipeline:
     def send(self, message: Tensor) -> None:
         """Hand `message` to the next stage; it must not be changed any more."""
         while len(self._sending) >= self.size:
-            self._sending.popleft()[0].wait()
+            self._sent()
         message = message.contiguous()
         work = dist.isend(message, self._after)
         assert work is not None
@@ -43,7 +45,11 @@ class Pipeline:
     def drain(self) -> None:
         """Wait until everything sent has left."""
         while self._sending:
-            self._sending.popleft()[0].wait()
+            self._sent()
+
+    def _sent(self) -> None:
+        work, message = self._sending.popleft()
+        _wait(work, f"rank {self._after} to take hidden states", message)
 
     def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Have a place for the next message of the stage before that is not expected yet; another thread may do this.
@@ -61,5 +67,12 @@ class Pipeline:
             self.expect(shape, dtype)
         work, message = self._coming.popleft()
         assert (message.shape, message.dtype) == (shape, dtype), "stages run the same plans in the same order"
-        work.wait()
+        _wait(work, f"hidden states from rank {self._before}", message)
         return message
+
+
+def _wait(work: dist.Work, what: str, message: Tensor) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise trouble.ExchangeError(f"waiting for {what} ({list(message.shape)}): {error}") from error

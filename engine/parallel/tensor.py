@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quire.engine.parallel import trouble
+
 
 class Parallel:
     """One rank among `size` that hold a part of each layer. This one is alone: its collectives do nothing."""
@@ -30,20 +32,29 @@ class Parallel:
 
 
 class GroupParallel(Parallel):
-    """The ranks of a torch process group."""
+    """The ranks of a torch process group. What fails raises `trouble.ExchangeError`, which names who was missing."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self._group = group.rank(), group.size(), group
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        dist.all_reduce(x, group=self._group)
+        try:
+            dist.all_reduce(x, group=self._group)
+        except RuntimeError as error:
+            raise trouble.failed("all_reduce", x, self._group, error) from error
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self._group)
+        try:
+            dist.all_gather(parts, x.contiguous(), group=self._group)
+        except RuntimeError as error:
+            raise trouble.failed("all_gather", x, self._group, error) from error
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        dist.broadcast(x, group=self._group, group_src=0)
+        try:
+            dist.broadcast(x, group=self._group, group_src=0)
+        except RuntimeError as error:
+            raise trouble.failed("broadcast", x, self._group, error) from error
         return x

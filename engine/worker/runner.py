@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -65,8 +66,14 @@ class Runner:
     """
 
     def __init__(
-        self, config: EngineConfig, rank: int, links: Links, device: torch.device, meter: memory.Meter | None = None
+        self,
+        config: EngineConfig,
+        rank: int,
+        links: Links,
+        device: torch.device,
+        kernels_ready: Callable[[], None] = lambda: None,
     ) -> None:
+        """`kernels_ready` waits for the device's kernels, once the weights are loaded."""
         model, cache = config.model, config.cache
         arch = model.architecture
         self._tp, self._pipeline, self._device = links.tp, links.pipeline, device
@@ -80,6 +87,7 @@ class Runner:
         least, most = _SCORED_AT_ONCE
         self._scored_at_once = max(least, min(most, config.scheduler.max_num_seqs))
         self._model = load_model(config, rank, links.tp, device, experts=links.experts)
+        kernels_ready()
         self._balancer = Balancer.of(self._model, config, links, device) if isinstance(self._model, Decoder) else None
         self._pooler: Pooler | None = None
         if model.pooling is not None:

@@ -61,14 +61,12 @@ class Worker:
         kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype), attention_needs(config))
         self._links = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
         connected = time.perf_counter()
-        try:
+        if parallel.device == "cpu":
             kernels_ready()  # weights are packed for them
-        except kernels.Unavailable as error:
-            raise ConfigError(str(error)) from error
+        self._links.tp.settle()  # before CUDA graphs hold what it chooses
         compiled = time.perf_counter()
         return_freed_memory()
-        self._runner = _load(config, rank, self._links, device, meter)
-        self.num_blocks = self._runner.num_blocks
+        self._runner = Runner(config, rank, self._links, device, kernels_ready)
         if parallel.device == "cpu":
             _keep_freed_memory()
         self.launch, self.expect = self._runner.launch, self._runner.expect
@@ -76,13 +74,16 @@ class Worker:
         """Whether a step is still under way when it is launched."""
         # NCCL would hold a part of the device while it waits.
         self.expects = self._runner.receives and parallel.device == "cpu"
-        self._links.tp.settle()
         self._runner.settle()
         self.seconds = {
             "connect ranks": connected - started,
             "compile kernels": compiled - connected,
             "load weights": time.perf_counter() - compiled,
         }
+
+    def watch(self, report: Callable[[str], None]) -> None:
+        """Have `report` called, by some thread, with what this rank's GPU waits for longer than it should."""
+        self._links.watch(report)
 
     def close(self) -> None:
         self._links.close()
@@ -123,10 +124,20 @@ def main(
     _end_with_parent()
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed rank would leave behind
     log.setup(log_level, f"rank {rank}")
-    reports = Reports(results, progress, place)
+    encode = msgspec.msgpack.Encoder().encode
+
+    def fail(failure: WorkerFailed) -> None:
+        results.send_bytes(encode(failure))
+        os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
+
+    def report(reason: str) -> None:
+        logger.error("rank %d hangs: %s", rank, reason)
+        fail(WorkerFailed(reason, user_error=False))
+
     try:
         worker = Worker(config, rank, init_method)
-        results.send_bytes(encode(WorkerReady({"start processes": begun, **worker.seconds}, worker.num_blocks)))
+        worker.watch(report)
+        results.send_bytes(encode(WorkerReady({"start processes": begun, **worker.seconds})))
         decode = msgspec.msgpack.Decoder(StepPlan).decode
         take: Callable[[int, Launched], None] = reports.finish
         if worker.runs_ahead:
@@ -141,10 +152,8 @@ def main(
         advice = f"; {remedy(torch.device(config.parallel.device))}" * is_out_of_memory(error)
         failure = WorkerFailed(f"{type(error).__name__}: {error}{advice}", user_error=False)
     else:
-        logger.error("rank %d failed:\n%s", rank, "".join(traceback.format_exception(error)))
-        failure = WorkerFailed(f"{type(error).__name__}: {error}", user_error=False)
-    reports.send(failure)
-    os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
+        return
+    fail(failure)
 
 
 class Reports:

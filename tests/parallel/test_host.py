@@ -185,9 +185,9 @@ def test_ranks_of_different_hosts_use_gloo(tmp_path: Path) -> None:
 
 
 def settle_elsewhere(tp: HostParallel) -> bool:
-    from quire.engine.parallel import host
+    from quire.engine.parallel import symmetric
 
-    host._host = lambda: ("another kernel", str(tp.rank))
+    symmetric.host = lambda: ("another kernel", str(tp.rank))
     tp.settle()
     return shares_memory(tp)
 

@@ -1,0 +1,165 @@
+"""Sums through memory that GPUs share: torch's symmetric memory, whose kernels read what the other ranks have written.
+
+What they do, and which types, sizes and numbers of ranks they take, is in torch's CUDASymmetricMemoryOps.cu; that they
+do it here is for `device.DeviceParallel` to see. They run on the current stream and wait for nothing on the host, so
+that CUDA graphs may hold them. They have no time-out: a rank that does not come keeps the others' streams waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MOST_BYTES = 8 << 20
+"""Of a sum; NCCL is as good for larger ones."""
+UNIT = 16
+"""Bytes that a sum is a multiple of, and aligned to."""
+_SET_UP_SECONDS = 60.0
+_TRIES, _RUNS, _HEAD_START = 3, 10, 2_000_000
+"""Measurements, sums in each, and clock cycles for which the device waits until all are launched."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to sum. `run` takes a contiguous 1-D tensor of at most `MOST_BYTES` and gives another."""
+
+    name: str
+    run: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is."""
+
+    host: tuple[str, str] | None
+    """The running kernel and the process numbers that hold there; None: not known."""
+    device: int
+    reaches: tuple[int, ...]
+    """Devices that its own can read."""
+
+
+def here(device: torch.device) -> Place:
+    """This rank's place."""
+    assert device.index is not None
+    others = (other for other in range(torch.cuda.device_count()) if other != device.index)
+    reached = (other for other in others if torch.cuda.can_device_access_peer(device.index, other))
+    return Place(host(), device.index, (device.index, *reached))
+
+
+def host() -> tuple[str, str] | None:
+    """The running kernel and the process numbers that hold here; None where that cannot be known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+
+
+def obstacle(places: Sequence[Place]) -> str:
+    """Why ranks there cannot share memory; "" where nothing speaks against it."""
+    devices = {place.device for place in places}
+    if len({place.host for place in places}) > 1 or places[0].host is None:
+        return "the ranks are not all on one host"
+    if len(devices) < len(places):
+        return "ranks have the same GPU, or each sees only its own"
+    for place in places:
+        if apart := devices.difference(place.reaches):
+            return f"GPU {place.device} cannot read the memory of GPU {min(apart)}"
+    return ""
+
+
+def allocate(device: torch.device) -> Tensor:
+    """The memory that this rank shares, `[bytes]`."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+
+
+def share(memory: Tensor, group: dist.ProcessGroup) -> list[Way]:
+    """The ways to sum, once every rank of the group has called this with its memory."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    with _bounded(group):
+        symmetric_memory.rendezvous(memory, group)
+    ops, name, size = torch.ops.symm_mem, group.group_name, group.size()
+
+    def mine(x: Tensor) -> Tensor:
+        return memory[: x.nbytes].view(x.dtype)
+
+    def filled(x: Tensor) -> Tensor:
+        return mine(x).copy_(x)
+
+    def two_shot(x: Tensor) -> Tensor:
+        if size in (2, 4, 8):
+            out: Tensor = ops.two_shot_all_reduce_out(filled(x), "sum", name, torch.empty_like(x))
+            return out
+        return ops.two_shot_all_reduce_(filled(x), "sum", name).clone()  # type: ignore[no-any-return]
+
+    ways = [
+        Way("one-shot", lambda x: ops.one_shot_all_reduce_copy(mine(x), x, "sum", name)),
+        Way("two-shot", two_shot),
+    ]
+    if _is_multicast(memory.device):
+        ways.append(Way("multicast one-shot", lambda x: ops.multimem_one_shot_all_reduce(filled(x), "sum", name)))
+        ways.append(Way("multicast two-shot", lambda x: ops.multimem_all_reduce_(filled(x), "sum", name).clone()))
+    return ways
+
+
+def _is_multicast(device: torch.device) -> bool:
+    """Whether the GPU writes to all others, and sums what they have, by one instruction (NVSwitch)."""
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    assert device.index is not None
+    return _SymmetricMemory.has_multicast_support(DeviceType.CUDA, device.index)
+
+
+@contextmanager
+def _bounded(group: dist.ProcessGroup) -> Iterator[None]:
+    """Within, ranks wait less long for what others put into the group's store: one may have failed."""
+    store = dist.distributed_c10d._get_process_group_store(group)
+    before: timedelta = store.timeout  # type: ignore[attr-defined]
+    store.set_timeout(min(before, timedelta(seconds=_SET_UP_SECONDS)))
+    try:
+        yield
+    finally:
+        store.set_timeout(before)
+
+
+def wait(what: str, seconds: float) -> None:
+    """Until the GPU has done all that was launched; raises `RuntimeError` if that takes longer."""
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    deadline = time.monotonic() + seconds
+    while not done.query():  # type: ignore[no-untyped-call]
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{what} did not end within {seconds:.0f} s; --disable-custom-all-reduce leaves all sums to NCCL"
+            )
+        time.sleep(0.0002)
+
+
+def measure(run: Callable[[], object]) -> float:
+    """Seconds of one of several in a row, at best, without what Python takes to launch them."""
+    return min(_measured(run) for _ in range(_TRIES))
+
+
+def _measured(run: Callable[[], object]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+    run()  # the ranks begin together
+    begin.record()
+    for _ in range(_RUNS):
+        run()
+    end.record()
+    end.synchronize()
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1000 / _RUNS
