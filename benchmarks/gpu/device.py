@@ -31,7 +31,10 @@ def identify(lab: Lab) -> Iterator[Record]:
         facts |= _card(torch)
     else:
         facts["name"] = machine.cpu_name()
-    yield Note(", ".join(f"{name} {value}" for name, value in facts.items()), {"device": facts})
+    data: dict[str, Any] = {"device": facts}
+    if lab.device == "cuda":
+        data["free memory"] = torch.cuda.mem_get_info()[0]
+    yield Note(", ".join(f"{name} {value}" for name, value in facts.items()), data)
     if lab.device == "cuda":
         usable = bool((torch.ones(8, device="cuda").sum() == 8).item())
         yield Check("the card computes", usable, "a sum of eight ones")

@@ -1,4 +1,4 @@
-"""Calls of every kernel at the sizes of models, beside the small odd ones that `kernels.triton.check` makes."""
+"""Calls of every kernel: at small odd sizes, and at those of models."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ from quire.engine.layers.attention import HostRows
 from quire.kernels import reference
 
 BLOCK = 16
+MAIN = torch.bfloat16
+"""The type that models are served in: the others are called at fewer sizes, as each is compiled for a second."""
+_SLOTS_AT_ONCE = 1 << 16
 Call = Callable[[Any], Any]
 """An operation of the module that it is given, on the same inputs each time; returns what is to be compared."""
+Named = tuple[str, str, Call]
+"""Operation, its sizes, and the call."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What `kernels.paged_attention` is called with."""
+    """What paged attention is called with."""
 
     query: Tensor
     cache: Tensor
     tables: Tensor
     lengths: Tensor
     starts: Tensor
+    host: HostRows
     options: dict[str, Any]
 
     def call(self, module: Any) -> Tensor:
-        scale = self.query.shape[2] ** -0.5
-        arguments = (self.query, self.cache, self.tables, self.lengths, self.starts, scale)
-        return module.paged_attention(*arguments, **self.options)  # type: ignore[no-any-return]
+        """By the module's; the public one gets the numbers of the host, too, if it takes them."""
+        batch = (self.query, self.cache, self.tables, self.lengths, self.starts, self.query.shape[2] ** -0.5)
+        takes_host = module is kernels and "host" in inspect.signature(kernels.paged_attention).parameters
+        options = self.options | ({"host": self.host} if takes_host else {})
+        return module.paged_attention(*batch, **options)  # type: ignore[no-any-return]
 
 
 def attention_case(
@@ -53,23 +61,21 @@ def attention_case(
     counts, lengths = np.array([new for _, new in requests]), np.array([sum(request) for request in requests])
     width = -(-int(lengths.max()) // BLOCK)
     blocks = len(requests) * width
-    shape = (1, blocks, kv_heads, BLOCK, head_dim, cache_dtype or dtype, device)
-    cache = kernels.allocate_kv_cache(*shape, sides=sides)[0]
-    if cache_dtype is None or cache_dtype == dtype:
+    cache_dtype = cache_dtype or dtype
+    cache = kernels.allocate_kv_cache(1, blocks, kv_heads, BLOCK, head_dim, cache_dtype, device, sides=sides)[0]
+    if cache_dtype == dtype:
         cache.normal_()
-    else:  # with what else stands in a row
-        for start in range(0, blocks * BLOCK, 1 << 16):
-            slots = torch.arange(start, min(start + (1 << 16), blocks * BLOCK), device=device)
+    else:  # a row has its scale, too
+        for slots in torch.arange(blocks * BLOCK, device=device).split(_SLOTS_AT_ONCE):
             keys, values = (torch.randn(len(slots), kv_heads, head_dim, device=device).to(dtype) for _ in range(2))
             reference.write_kv(keys, values if sides == 2 else None, cache, slots)
-    if "host" in inspect.signature(reference.paged_attention).parameters:
-        options["host"] = HostRows(counts, lengths)
     return Case(
         torch.randn(int(counts.sum()), query_heads, head_dim, device=device, dtype=dtype),
         cache if sides == 2 else cache.expand(2, -1, -1, -1, -1),
         torch.randperm(blocks, device=device).view(len(requests), width),
         torch.from_numpy(lengths).to(device),
         torch.from_numpy(np.concatenate(([0], counts.cumsum()))).to(device),
+        HostRows(counts, lengths),
         options,
     )
 
@@ -87,101 +93,141 @@ def sampler_arguments(rows: int, vocabulary: int, device: torch.device, **contro
     return (torch.randn(rows, vocabulary, device=device) * 3, *hosts)
 
 
-def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[tuple[str, str, Call]]:
-    """Operation, its sizes, and the call. The inputs of one are made when it is asked for."""
-    yield from _elementwise(device, dtype, (7,) if tiny else (1, 64, 8192), (64, 160) if tiny else (4096, 14336))
-    yield from _attention(device, dtype, tiny=tiny)
-    yield from _experts(
-        device, dtype, ((5, 4, 2, 32, 48),) if tiny else ((64, 8, 2, 4096, 1792), (2048, 64, 6, 2048, 1408))
-    )
+def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[Named]:
+    """All of them; the inputs of one are made when it is asked for."""
+    yield from _elementwise(device, dtype, 3, (200, 72), 80)
+    yield from _attention(device, dtype, [(37, 1), (0, 20), (583, 17), (18, 1)], [(6, 2, 80)], (8, 1, 96))
+    yield from _experts(device, dtype, 5, (5, 2, 200, 48))
     if dtype == torch.float32:
-        yield from _sampling(device, *((4, 999) if tiny else (64, 128_256)))
+        yield from _sampling(device, 5, 999)
+    if tiny:
+        return
+    for tokens in (1, 64, 8192):
+        yield from _elementwise(device, dtype, tokens, (4096, 14336), 128)
+    heads = [(32, 8, 128), (64, 8, 128), (16, 8, 256), (32, 32, 64)] if dtype == MAIN else [(32, 8, 128)]
+    decodes = [(1000 + 13 * number, 1) for number in range(64)]
+    mixed = [(0, 700), (900, 1), (3000, 1), (500, 300), (4000, 1)]
+    for requests in (decodes, mixed):
+        yield from _attention(device, dtype, requests, heads, (32, 1, 576))
+    yield from _experts(device, dtype, 64, (8, 2, 4096, 1792))
+    yield from _experts(device, dtype, 2048, (64, 6, 2048, 1408))
+    if dtype == torch.float32:
+        yield from _sampling(device, 64, 128_256)
 
 
 def _elementwise(
-    device: torch.device, dtype: torch.dtype, rows: tuple[int, ...], sizes: tuple[int, int]
-) -> Iterator[tuple[str, str, Call]]:
+    device: torch.device, dtype: torch.dtype, tokens: int, sizes: tuple[int, int], head_dim: int
+) -> Iterator[Named]:
     hidden, inner = sizes
-    for tokens in rows:
-        x, residual = (torch.randn(tokens, hidden, device=device, dtype=dtype) for _ in range(2))
-        weight = torch.rand(hidden, device=device, dtype=dtype)
-        of = f"{tokens} × {hidden}"
-        yield "rms_norm", of, lambda module, x=x, weight=weight: module.rms_norm(x, weight, 1e-6)
-        yield (
-            "add_rms_norm",
-            of,
-            lambda module, x=x, residual=residual, weight=weight: module.add_rms_norm(x, residual, weight, 1e-6),
-        )
-        gates = torch.randn(tokens, 2 * inner, device=device, dtype=dtype)
-        for activation in ("silu", "gelu_tanh"):
-            of = f"{tokens} × {inner}, {activation}"
-            yield "act_mul", of, lambda module, gates=gates, name=activation: module.act_mul(gates, name)
-        for rotary in (128, 64):
-            yield "rotary_write_kv", f"{tokens} tokens, {rotary} of 128 turned", _write(device, dtype, tokens, rotary)
+    x, residual = (torch.randn(tokens, hidden, device=device, dtype=dtype) for _ in range(2))
+    weight = torch.rand(hidden, device=device, dtype=dtype)
+    yield "rms_norm", f"{tokens} × {hidden}", lambda module: module.rms_norm(x, weight, 1e-6)
+    yield "add_rms_norm", f"{tokens} × {hidden}", lambda module: module.add_rms_norm(x, residual, weight, 1e-6)
+    gates = torch.randn(tokens, 2 * inner, device=device, dtype=dtype)
+    for activation in ("silu", "gelu_tanh") if dtype == MAIN else ("silu",):
+        yield "act_mul", f"{tokens} × {inner}, {activation}", _activation(gates, activation)
+    for cache_dtype in (dtype, *quantized_caches().values()):
+        of = f"{tokens} tokens, heads of {head_dim}, {str(cache_dtype)[6:]} cache"
+        yield "rotary_write_kv", of, _write(device, dtype, cache_dtype, tokens, head_dim)
 
 
-def _write(device: torch.device, dtype: torch.dtype, tokens: int, rotary: int) -> Call:
-    qkv = torch.randn(tokens, 48, 128, device=device, dtype=dtype)
-    angles = torch.randn(tokens, rotary // 2, device=device)
+def _activation(gates: Tensor, name: str) -> Call:
+    return lambda module: module.act_mul(gates, name)
+
+
+def _write(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, tokens: int, head_dim: int) -> Call:
+    """Three quarters of each head are turned. What is compared of the cache is its numbers, as attention reads them."""
+    qkv = torch.randn(tokens, 48, head_dim, device=device, dtype=dtype)
+    angles = torch.randn(tokens, head_dim * 3 // 8, device=device)
     turns = torch.cat((angles.cos(), angles.sin()), dim=1)
     blocks = -(-tokens // BLOCK) + 1
     slots = torch.randperm(blocks * BLOCK, device=device)[:tokens]
+    table = torch.arange(blocks, device=device)
 
     def call(module: Any) -> Any:
-        cache = kernels.allocate_kv_cache(1, blocks, 8, BLOCK, 128, dtype, device)[0]
-        heads = qkv.clone().split_with_sizes([32, 8, 8], dim=1)
-        return module.rotary_write_kv(*heads, turns, cache, slots), cache
+        cache = kernels.allocate_kv_cache(1, blocks, 8, BLOCK, head_dim, cache_dtype, device)[0]
+        query, key, value = qkv.clone().split_with_sizes([32, 8, 8], dim=1)
+        turned = module.rotary_write_kv(query, key, value, turns, cache, slots)
+        if cache_dtype == dtype:
+            return turned, cache
+        # A number that lies between two of the cache's may become either: that is the step which is allowed.
+        read = [reference.read_kv(side, table, blocks * BLOCK, torch.float32) for side in cache]
+        apart = 1 / 127 if cache_dtype == torch.int8 else 1 / 8
+        return turned, *(side / side.abs().amax().clamp(min=1) * (allowed_step(dtype) / apart) for side in read)
 
     return call
 
 
-def _attention(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[tuple[str, str, Call]]:
-    decodes = [(37, 1)] * 3 if tiny else [(1000 + 13 * number, 1) for number in range(64)]
-    mixed = [(0, 20), (9, 1), (30, 5)] if tiny else [(0, 700), (900, 1), (3000, 1), (500, 300), (4000, 1)]
-    heads = ((4, 2, 16),) if tiny else ((32, 8, 128), (64, 8, 128), (16, 2, 64), (16, 8, 256), (32, 32, 80))
+def _attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    requests: list[tuple[int, int]],
+    heads: list[tuple[int, int, int]],
+    latent: tuple[int, int, int],
+) -> Iterator[Named]:
+    count = len(requests)
     for sizes in heads:
-        for what, requests in (("decodes", decodes), ("prompts and decodes", mixed)):
-            case = attention_case(requests, sizes, dtype, device)
-            yield "paged_attention", f"{what}, heads {sizes}", case.call
+        yield _attends(f"{count} requests, heads {sizes}", attention_case(requests, sizes, dtype, device))
     per_head = torch.randn(heads[0][0], device=device)
-    for options in ({"window": 128}, {"softcap": 30.0}, {"sinks": per_head}, {"slopes": per_head.abs() / 100}):
-        case = attention_case(mixed, heads[0], dtype, device, **options)
-        yield "paged_attention", f"{', '.join(options)}, heads {heads[0]}", case.call
-    latent = (8, 1, 24) if tiny else (32, 1, 576)
-    for what, requests in (("decodes", decodes), ("prompts and decodes", mixed)):
-        yield (
-            "paged_attention",
-            f"latent, {what}, heads {latent}",
-            attention_case(requests, latent, dtype, device, sides=1).call,
-        )
-    for name in ("int8", "float8_e4m3fn"):
-        case = attention_case(mixed, heads[0], dtype, device, cache_dtype=getattr(torch, name))
-        yield "paged_attention", f"{name} cache, heads {heads[0]}", case.call
+    options = {"window": 128, "softcap": 30.0, "sinks": per_head, "slopes": per_head.abs() / 100}
+    case = attention_case(requests, heads[0], dtype, device, **options)
+    yield _attends(f"{count} requests, {', '.join(options)}, heads {heads[0]}", case)
+    case = attention_case(requests, latent, dtype, device, sides=1)
+    yield _attends(f"{count} requests, latent, heads {latent}", case)
+    for name, cache_dtype in quantized_caches().items():
+        case = attention_case(requests, heads[0], dtype, device, cache_dtype=cache_dtype)
+        yield _attends(f"{count} requests, {name} cache, heads {heads[0]}", case)
+
+
+def _attends(sizes: str, case: Case) -> Named:
+    return "paged_attention", sizes, case.call
+
+
+def allowed_step(dtype: torch.dtype) -> float:
+    """How far two numbers may be apart, of their size and of 1: the self-check of a rank allows as much."""
+    return max(8 * torch.finfo(dtype).eps, 2e-5)
 
 
 def quantized_caches() -> dict[str, torch.dtype]:
-    """Of `--kv-cache-dtype`, what is not the model's own type: its name, and that of the cache's elements."""
+    """Of `--kv-cache-dtype`, what no model computes in: its name, and the type of the cache's elements."""
     offered = get_args(get_type_hints(EngineOptions)["kv_cache_dtype"])
     types = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
     return {name: types[name] for name in offered if name in types}
 
 
 def _experts(
-    device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, int, int, int, int], ...]
-) -> Iterator[tuple[str, str, Call]]:
-    for tokens, experts, top_k, hidden, inner in shapes:
-        x = torch.randn(tokens, hidden, device=device, dtype=dtype)
-        ids = torch.rand(tokens, experts, device=device).topk(top_k).indices
-        shares = torch.rand(tokens, top_k, device=device)
-        up = torch.randn(experts, 2 * inner, hidden, device=device, dtype=dtype) / hidden**0.5
-        down = torch.randn(experts, hidden, inner, device=device, dtype=dtype) / inner**0.5
-        of = f"{tokens} tokens, {top_k} of {experts} experts, {hidden} × {inner}"
-        arguments = (x, shares, ids, up, down, "silu")
-        yield "fused_experts", of, lambda module, arguments=arguments: module.fused_experts(*arguments)
+    device: torch.device, dtype: torch.dtype, tokens: int, sizes: tuple[int, int, int, int]
+) -> Iterator[Named]:
+    experts, top_k, hidden, inner = sizes
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    ids = torch.rand(tokens, experts, device=device).topk(top_k).indices
+    shares = torch.rand(tokens, top_k, device=device)
+    up = torch.randn(experts, 2 * inner, hidden, device=device, dtype=dtype) / hidden**0.5
+    down = torch.randn(experts, hidden, inner, device=device, dtype=dtype) / inner**0.5
+    of = f"{tokens} tokens, {top_k} of {experts} experts, {hidden} × {inner}"
+    yield "fused_experts", of, lambda module: module.fused_experts(x, shares, ids, up, down, "silu")
+    scores = torch.randn(tokens, experts, device=device)
+    yield "route", of, lambda module: module.route(scores, top_k, "softmax", renormalize=True)
+    bias = torch.randn(experts, device=device) / 10
+    yield "route", f"{of}, biased", lambda module: module.route(scores, top_k, "sigmoid", correction_bias=bias)
 
 
-def _sampling(device: torch.device, rows: int, vocabulary: int) -> Iterator[tuple[str, str, Call]]:
+def _sampling(device: torch.device, rows: int, vocabulary: int) -> Iterator[Named]:
     for controls in ({"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 50, "top_p": 0.95}, {"min_p": 0.05}):
-        logits, *hosts = sampler_arguments(rows, vocabulary, device, **controls)
-        of = f"{rows} × {vocabulary}, {', '.join(f'{k} {v}' for k, v in controls.items()) or 'plain'}"
-        yield "sample", of, lambda module, logits=logits, hosts=hosts: module.sample(logits.clone(), *hosts)
+        arguments = sampler_arguments(rows, vocabulary, device, **controls)
+        named = ", ".join(f"{name} {value}" for name, value in controls.items())
+        yield "sample", f"{rows} × {vocabulary}, {named or 'plain'}", _draw(arguments)
+    masks = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32)), device=device).int()
+    logits, numbers = torch.randn(rows, vocabulary, device=device), torch.arange(rows, device=device)
+
+    def mask(module: Any) -> Tensor:
+        masked = logits.clone()
+        module.apply_bitmask(masked, numbers, masks)
+        return masked.nan_to_num(neginf=-1e4)
+
+    yield "apply_bitmask", f"{rows} × {vocabulary}", mask
+
+
+def _draw(arguments: tuple[Tensor, ...]) -> Call:
+    logits, *hosts = arguments
+    return lambda module: module.sample(logits.clone(), *hosts)

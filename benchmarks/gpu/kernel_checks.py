@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from quire import kernels
 from quire.kernels import dispatch, reference
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
+_THREADS = 8
 
 
 @dataclass
@@ -47,49 +49,59 @@ class Errors:
 
 
 def check(lab: Lab) -> Iterator[Record]:
-    """A check for each kernel and type; what the reference serves is said."""
+    """A check for each kernel and type; what the reference serves is said, and a kernel that nothing calls is wrong."""
     device = torch.device(lab.device)
     torch.manual_seed(0)
     kernels.prepare(device, torch.bfloat16)()
+    met: set[str] = set()
     for dtype in TYPES:
-        found: dict[str, Errors] = {}
-        for operation, sizes, call in _all_calls(device, dtype, tiny=lab.tiny):
-            for name, module in _implementations(operation, lab.device):
-                errors = found.setdefault(f"{name} {operation}", Errors())
-                try:
-                    errors.take(sizes, *compare(call(module), call(reference), dtype))
-                except Exception as error:  # whatever a compiler or a driver finds
-                    first = str(error).partition("\n")[0]
-                    errors.failures.append(f"{sizes}: {type(error).__name__}: {first}")
-        free_memory(lab.device)
+        found = _check_type(device, dtype, tiny=lab.tiny)
         for name, errors in found.items():
             yield Check(f"{name}, {str(dtype)[6:]}", not errors.failures, errors.text)
+        met.update(name.split()[-1] for name in found)
+        free_memory(lab.device)
+    unmet = sorted(set(_triton_names()) - met) if lab.device == "cuda" else []
+    yield Check("every Triton kernel is called here", not unmet, ", ".join(unmet) or "none is left out")
     yield Note(served(lab.device))
 
 
-def _all_calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[tuple[str, str, Call]]:
-    """The self-check's of a rank, then larger ones."""
-    if not tiny:
-        from quire.kernels.triton import check as ranks
+def _check_type(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> dict[str, Errors]:
+    """By module and operation. On a GPU several at once, as most of the time goes into compiling."""
+    found: dict[str, Errors] = {}
+    work = [
+        (found.setdefault(f"{name} {operation}", Errors()), sizes, call, module)
+        for operation, sizes, call in kernel_calls.calls(device, dtype, tiny=tiny)
+        for name, module in _implementations(operation, device.type)
+    ]
 
-        for operation, call in ranks.calls(device, dtype):
-            yield operation, "small", call
-    yield from kernel_calls.calls(device, dtype, tiny=tiny)
+    def run(errors: Errors, sizes: str, call: Call, module: Any) -> None:
+        try:
+            errors.take(sizes, *compare(call(module), call(reference), dtype))
+        except Exception as error:  # whatever a compiler or a driver finds
+            first = str(error).partition("\n")[0]
+            errors.failures.append(f"{sizes}: {type(error).__name__}: {first}")
+
+    with ThreadPoolExecutor(_THREADS if device.type == "cuda" else 1) as pool:
+        for done in [pool.submit(run, *each) for each in work]:
+            done.result()
+    return found
+
+
+def _triton_names() -> list[str]:
+    from quire.kernels import triton
+
+    return list(triton.__all__)
 
 
 def _implementations(operation: str, device: str) -> list[tuple[str, Any]]:
-    """Triton's on a GPU, and what has been chosen there if that is another."""
-    modules: list[Any] = [dispatch.PLATFORMS.get(device)]
-    if device == "cuda":
-        from quire.kernels import triton
+    """Triton's on a GPU, and whoever is chosen for paged attention; on a CPU what it has."""
+    if device == "cpu":
+        platform = dispatch.PLATFORMS.get(device)
+        return [("cpu", platform)] if hasattr(platform, operation) else []
+    from quire.kernels import triton
 
-        modules.insert(0, triton)
-    found: dict[int, tuple[str, Any]] = {}
-    for module in modules:
-        function = getattr(module, operation, None)
-        if function is not None:
-            found.setdefault(id(function), (function.__module__.split(".")[2], module))
-    return list(found.values())
+    found: list[tuple[str, Any]] = [("triton", triton)] if operation in triton.__all__ else []
+    return [*found, ("chosen", kernels)] if operation == "paged_attention" else found
 
 
 def served(device: str) -> str:
@@ -103,7 +115,7 @@ def served(device: str) -> str:
 
 
 def compare(found: Any, expected: Any, dtype: torch.dtype) -> tuple[float, float]:
-    """The largest error, and the largest over what is allowed: 8 steps of the type, of the number and of 1.
+    """The largest error, and the largest over what is allowed.
 
     Whole numbers must be equal.
     """
@@ -117,9 +129,8 @@ def compare(found: Any, expected: Any, dtype: torch.dtype) -> tuple[float, float
             wrong = int((one != other).sum())
             error, ratio = max(error, float(wrong)), max(ratio, float("inf") if wrong else 0.0)
             continue
-        step = max(8 * torch.finfo(dtype).eps, 2e-5)
         difference = (one.float() - other.float()).abs()
-        allowed = step * (1 + other.float().abs())
+        allowed = kernel_calls.allowed_step(dtype) * (1 + other.float().abs())
         share = (difference / allowed).nan_to_num(nan=float("inf"))
         error, ratio = max(error, float(difference.max())), max(ratio, float(share.max()))
     return error, ratio

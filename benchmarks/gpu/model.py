@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from machine import Floor
 
 from gpu.engine import Engine, Step
-from gpu.lab import Lab
+from gpu.lab import Lab, synchronize
 from gpu.records import Note, Record, Row
 
 _WARM = 4
@@ -48,69 +50,62 @@ def _decode(lab: Lab, engine: Engine, key: str, requests: int) -> Row:
     return Row(key, seconds * 1e3, floor and floor.decode(context, requests) * 1e3, formula)
 
 
-def _decode_seconds(lab: Lab, engine: Engine, requests: int, wrap: Callable[[Iterator[Step]], Any] | None = None) -> float:
-    """Mean over the steps in which all requests decode, but the first few; `wrap` gets those steps to run."""
+def _decode_seconds(
+    lab: Lab, engine: Engine, requests: int, run: Callable[[Iterator[Step]], None] | None = None
+) -> float:
+    """Mean over the steps in which all requests decode, but the first few; `run` gets those steps."""
     count = lab.sizes.decode_steps
     prompt = lab.sizes.context - count // 2
+    until_all_decode = -(-requests * prompt // lab.sizes.step_tokens) + requests // lab.sizes.step_tokens + 2
     for number, tokens in enumerate(lab.prompts(requests, prompt, seed=requests)):
-        engine.add(f"{number}", tokens, count + 2 * _WARM + 2)
+        engine.add(f"{number}", tokens, count + until_all_decode + 2 * _WARM)
+    steps = engine.steps()
+    together = (step for step in steps if step.is_decode and step.rows == requests)
+    for _ in itertools.islice(together, _WARM):
+        pass
     ends: list[float] = []
 
-    def all_decode() -> Iterator[Step]:
-        for step in steps:
-            if step.is_decode and step.rows == requests:
-                ends.append(step.ended)
-                yield step
-            if len(ends) == count + 1:
-                return
-
-    steps = engine.steps()
-    for step in steps:  # prompts, and what follows until every request has begun
-        if step.is_decode and step.rows == requests:
+    def counted() -> Iterator[Step]:
+        for step in itertools.islice(together, count + 1):
             ends.append(step.ended)
-        if len(ends) == _WARM:
-            break
-    ends.clear()
-    if wrap is None:
-        for _ in all_decode():
-            pass
+            yield step
+
+    if run is None:
+        deque(counted(), maxlen=0)
     else:
-        wrap(all_decode())
-    for _ in steps:
-        pass
-    assert len(ends) > 1, f"{requests} requests never decoded together"
-    return (ends[-1] - ends[0]) / (len(ends) - 1)
+        run(counted())
+    deque(steps, maxlen=0)
+    assert len(ends) == count + 1, f"{requests} requests decoded together for {len(ends)} steps only"
+    return (ends[-1] - ends[0]) / count
 
 
 def _idle(lab: Lab, engine: Engine) -> Iterator[Record]:
     """The share of a decode step in which nothing runs on the GPU.
 
-    Busy is the union of all kernels and copies that the profiler saw, for each step; the step's own time is taken
-    without the profiler, which slows Python down.
+    Busy is what kernels and copies cover of the time that the profiler saw, times the steps' time then. The profiler
+    slows Python down, but no kernel: idle is what is left of the time that a step takes without it.
     """
     plain = _decode_seconds(lab, engine, lab.sizes.batch)
     cuda = lab.device == "cuda"
     kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
-    steps = 0
+    ends: list[float] = []
     events: list[Any] = []
 
-    def profiled(running: Iterator[Step]) -> None:
-        nonlocal steps
-        next(running)
+    def profiled(steps: Iterator[Step]) -> None:
+        next(steps)
         with torch.profiler.profile(activities=[kind], acc_events=True) as profile:
-            for _ in running:
-                steps += 1
-            if cuda:
-                torch.cuda.synchronize()
+            ends.extend(step.ended for step in steps)
+            synchronize(lab.device)
         events.extend(profile.events())
 
     _decode_seconds(lab, engine, lab.sizes.batch, profiled)
     wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
     seen = [(event.time_range.start, event.time_range.end) for event in events if event.device_type == wanted]
-    busy = union(seen) / 1e6 / max(steps, 1)
-    span = (max(end for _, end in seen) - min(start for start, _ in seen)) / 1e6 if seen else 0.0
-    between = 100 * (1 - union(seen) / 1e6 / span) if span else 100.0
-    formula = f"busy {busy * 1e3:.3f} of {plain * 1e3:.3f} ms a step; under the profiler {between:.1f} % idle"
+    if not seen:
+        raise RuntimeError("the profiler saw nothing on the device: is CUPTI allowed here?")
+    share = union(seen) / (max(end for _, end in seen) - min(start for start, _ in seen))
+    busy = share * (ends[-1] - ends[0]) / (len(ends) - 1)
+    formula = f"busy {busy * 1e3:.3f} of {plain * 1e3:.3f} ms a step; {100 * (1 - share):.1f} % idle under the profiler"
     yield Row("idle", max(0.0, 100 * (1 - busy / plain)), None, formula)
 
 

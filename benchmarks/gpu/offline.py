@@ -6,10 +6,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from quire import LLM, SamplingParams
-
 from gpu.lab import Lab
 from gpu.records import Note, Record, Row
+from quire import LLM, SamplingParams
 
 _SHORT, _LONGER = 8, 40
 """Output tokens of the requests that warm the engine up, and tell how long the measured ones will take."""

@@ -49,7 +49,6 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                process_group=0,
             )
 
     def first_token(self, prompt: list[int], limit: float) -> float:
@@ -140,7 +139,9 @@ def _serve(lab: Lab, options: dict[str, Any], *, is_stored: bool) -> Iterator[Re
                 yield Row(key, seconds, None, "from the command to the first token over HTTP")
         assert server is not None
         yield from _load(lab, server)
-        yield Note(f"memory of the whole server: {server.resident():.2f} GiB of the host's, shared pages once{_device(lab)}")
+        yield Note(
+            f"memory of the whole server: {server.resident():.2f} GiB of the host's, shared pages once{_device(lab)}"
+        )
     finally:
         if server is not None:
             server.stop()

@@ -33,13 +33,13 @@ def passing(
     """
     calls = list(_calls(device, dtype, needs))
     if device.type == "cuda":
-        # A thread begins with the first device, whatever the process has chosen.
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "check", torch.cuda.set_device, (device,)) as pool:
-            found = list(pool.map(lambda each: _trouble(each[1], dtype), calls))
-    else:  # Triton's interpreter runs one kernel at a time
-        found = [_trouble(call, dtype) for _, call in calls]
-    troubles: dict[str, str] = {}
-    for (name, _), trouble in zip(calls, found, strict=True):
+        torch.cuda.set_device(device)  # a thread begins with the first, whatever the process has chosen
+    namespace = types.SimpleNamespace()
+    for name, call in _calls(device, dtype):
+        try:
+            trouble = _difference(call(kernels), call(reference), dtype)
+        except Exception as error:  # whatever a compiler or a driver finds
+            trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
         if trouble:
             troubles.setdefault(name, trouble)
     for name, trouble in troubles.items():
@@ -71,8 +71,8 @@ def _difference(found: Any, expected: Any, dtype: torch.dtype) -> str:
     return ""
 
 
-def _calls(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds) -> Iterator[tuple[str, Call]]:
-    """Every operation of the platform, on small inputs of odd sizes, and attention as the model has it."""
+def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Every operation of the platform, on small inputs of odd sizes."""
     noise = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

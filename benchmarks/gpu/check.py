@@ -1,0 +1,158 @@
+"""One command for any NVIDIA machine: is everything right there, and how near does it come to what the card can do?
+
+It needs no network and no model files. Each part runs in a process of its own; one that fails, crashes or hangs is
+named, and the others go on.
+
+    scripts/gpu_check                                  # under 8 minutes
+    scripts/gpu_check --quick --only kernels model     # some parts, with less work
+    scripts/gpu_check --json FILE --write docs/cuda.md
+    scripts/gpu_check --load FILE --write docs/cuda.md # measure nothing, write the page again
+    scripts/gpu_check --device cpu --tiny              # a rehearsal without a GPU, of toy sizes
+
+Exit code 0: all ran, is right and reaches its aims; 1: a part failed or a check is wrong; 3: an aim is not reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import Machine
+
+from gpu import parts, report
+from gpu.lab import Lab
+from gpu.parts import PARTS, Outcome
+from gpu.records import Note, Record, Row
+
+_ROOT = Path(__file__).parents[2]
+_LEAST = 0.5
+"""Of a part's seconds, what must be left for it to be begun."""
+_FAILED, _MISSED = 1, 3
+
+
+class Run:
+    """All parts that were asked for, in turn, within `budget` seconds."""
+
+    def __init__(self, lab: Lab, wanted: list[str], budget: float) -> None:
+        self.lab, self.budget = lab, budget
+        self.parts = [part for part in PARTS if part.name in wanted]
+        self.outcomes: list[Outcome] = []
+
+    def __call__(self) -> list[Outcome]:
+        begun = time.monotonic()
+        for part in self.parts:
+            left = self.budget - (time.monotonic() - begun)
+            if left < _LEAST * part.seconds and not self.lab.tiny:
+                error = f"not begun: it takes {part.seconds:.0f} s, {max(left, 0.0):.0f} s were left (--budget)"
+                outcome = Outcome(part.name, error=error)
+            else:
+                say(f"\n{part.name}")
+                outcome = parts.run(part, self.lab, min(part.limit, left), self._take)
+            self.outcomes.append(outcome)
+            shown = report.indented(outcome.error) if outcome.error is not None else ""
+            say(f"  {part.name}: {outcome.seconds:.1f} s" + (f", FAILED\n{shown}" if shown else ""))
+        return self.outcomes
+
+    def _take(self, record: Record) -> None:
+        """Say it, and keep what parts behind it need."""
+        say(f"  {report.line(record, judged=not self.lab.tiny)}")
+        if isinstance(record, Row):
+            self.lab.values[record.key] = record.value
+        if isinstance(record, Note) and record.data:
+            if "machine" in record.data:
+                self.lab.machine = Machine(**record.data["machine"])
+            else:
+                self.lab.data |= record.data
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def verdict(outcomes: list[Outcome], lab: Lab, *, is_whole: bool) -> int:
+    """The exit code, said in words."""
+    wrong = [outcome.name for outcome in outcomes if not outcome.is_right]
+    if wrong:
+        say(f"FAILED: {', '.join(wrong)}")
+        return _FAILED
+    missed = [] if lab.tiny else [row.key for row in report.rows_of(outcomes) if not row.reached]
+    missed += report.missing(outcomes) if is_whole and not lab.tiny else []
+    if missed:
+        say(f"all ran and is right; aims not reached: {', '.join(missed)}")
+        return _MISSED
+    say("all passed" + (" (aims are not judged at toy sizes)" if lab.tiny else ""))
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to see whether every part works")
+    parser.add_argument("--quick", action="store_true", help="fewer steps, fewer requests")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
+    parser.add_argument("--budget", type=float, default=470, metavar="SECONDS", help="for all (default: 470)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--write", type=Path, metavar="PAGE.md", help="write them between the page's two markers")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="measure nothing; take the figures from there")
+    options = parser.parse_args()
+    if options.device == "cpu" and not options.tiny and not options.load:
+        parser.error("--device cpu goes with --tiny: the sizes are those of a GPU")
+    if options.load:
+        results = json.loads(options.load.read_text())
+        outcomes = report.from_results(results)
+        say(report.text_table(outcomes, judged=not results["tiny"]))
+        code = 0
+    else:
+        if options.device == "cuda":
+            _require_card(parser)
+        results, code = _measure(options)
+    if options.write is not None:
+        report.write(options.write, results)
+    return code
+
+
+def _require_card(parser: argparse.ArgumentParser) -> None:
+    from quire.engine import devices
+
+    if not devices.count_gpus():
+        parser.error("no NVIDIA GPU is visible; --device cpu --tiny rehearses every part without one")
+
+
+def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    begun = time.monotonic()
+    facts = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+        "command": shlex.join(["scripts/gpu_check", *sys.argv[1:]]),
+        "tiny": options.tiny,
+    }
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+        lab = Lab(options.device, options.tiny, options.quick, Path(scratch), time.monotonic())
+        outcomes = Run(lab, options.only or [part.name for part in PARTS], options.budget)()
+    results = report.to_results(outcomes, facts | {"seconds": time.monotonic() - begun})
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    say(f"\n{report.text_table(outcomes, judged=not options.tiny)}\n")
+    code = verdict(outcomes, lab, is_whole=options.only is None)
+    say(f"{results['seconds']:.0f} s in all")
+    return results, code
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "of an unknown commit"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

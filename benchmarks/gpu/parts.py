@@ -1,0 +1,150 @@
+"""The parts in their order, with the time plan, and how one of them is run in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpu.lab import Lab
+from gpu.records import Check, Record, from_json, to_json
+
+_POLL = 0.05
+_SETTLE = 15.0
+"""Seconds that a part waits for the memory that the one before it held."""
+_TAIL = 1500
+
+
+@dataclass(frozen=True)
+class Part:
+    """`function` is `module:name` in this package; it yields records."""
+
+    name: str
+    function: str
+    seconds: float
+    """That it takes on an H100, start of the process included."""
+    limit: float
+    """After which it is ended."""
+
+
+PARTS = (
+    Part("device", "device:identify", 6, 30),
+    Part("ceilings", "device:ceilings", 15, 45),
+    Part("tokens", "tokens:check", 30, 70),
+    Part("kernels", "kernel_checks:check", 60, 110),
+    Part("attention", "kernel_rows:attention", 10, 40),
+    Part("sampler", "kernel_rows:sampler", 10, 40),
+    Part("model", "model:measure", 60, 110),
+    Part("offline", "offline:measure", 85, 120),
+    Part("server", "serving:measure", 100, 150),
+    Part("transformers", "offline:transformers", 50, 90),
+)
+"""About 430 s of 480. A machine that is slower, or has no kernels compiled yet, does without the last of them."""
+
+
+@dataclass
+class Outcome:
+    """What came of a part."""
+
+    name: str
+    seconds: float = 0.0
+    error: str | None = None
+    """None: it ran to its end."""
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it ran to its end and no check is wrong."""
+        return self.error is None and all(record.ok for record in self.records if isinstance(record, Check))
+
+
+def run(part: Part, lab: Lab, limit: float, tell: Callable[[Record], None]) -> Outcome:
+    """The part in a process of its own, for `limit` seconds at most; what it finds is told as it comes."""
+    begun = time.monotonic()
+    lab.deadline = begun + limit  # one clock for all processes of a machine
+    outcome = Outcome(part.name)
+    found, log = lab.scratch / f"{part.name}.jsonl", lab.scratch / f"{part.name}.log"
+    found.touch()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gpu.parts", part.function, str(found)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(lab.to_json().encode())
+            process.stdin.close()
+        with found.open() as lines:
+            while process.poll() is None and time.monotonic() < lab.deadline:
+                _take(lines, outcome, tell)
+                time.sleep(_POLL)
+            has_ended = process.poll() is not None
+            _take(lines, outcome, tell)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    outcome.seconds = time.monotonic() - begun
+    tail = log.read_text(errors="replace")[-_TAIL:].strip()
+    if not has_ended:
+        outcome.error = f"ended after its {limit:.0f} s; the end of its log:\n{tail}"
+    elif process.returncode:
+        outcome.error = f"exit code {process.returncode}; the end of its log:\n{tail}"
+    return outcome
+
+
+def _take(lines: Iterator[str], outcome: Outcome, tell: Callable[[Record], None]) -> None:
+    """What has been written since; a line is written whole."""
+    for line in lines:
+        record = from_json(json.loads(line))
+        outcome.records.append(record)
+        tell(record)
+
+
+def main() -> None:
+    """In the part's process: `python -m gpu.parts module:function FILE`, with the lab on standard input."""
+    where, path = sys.argv[1:]
+    lab = Lab.from_json(sys.stdin.read())
+    module, _, name = where.partition(":")
+    try:
+        _settle(lab)
+        function: Callable[[Lab], Iterator[Record]] = getattr(importlib.import_module(f"gpu.{module}"), name)
+        with Path(path).open("a", buffering=1) as file:
+            for record in function(lab):
+                file.write(json.dumps(to_json(record)) + "\n")
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # whatever threads and children a broken part has left
+    os._exit(0)
+
+
+def _settle(lab: Lab) -> None:
+    """Wait until what the part before has held of the device is free again."""
+    wanted = lab.data.get("free memory")
+    if lab.device != "cuda" or wanted is None:
+        return
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    until = time.monotonic() + _SETTLE
+    while pynvml.nvmlDeviceGetMemoryInfo(handle).free < 0.98 * wanted and time.monotonic() < until:
+        time.sleep(_POLL)
+
+
+if __name__ == "__main__":
+    main()
