@@ -13,9 +13,19 @@ from quire.kernels.triton import attention as _attention
 from quire.kernels.triton import elementwise as _elementwise
 from quire.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
 from quire.kernels.triton.experts import fused_experts
+from quire.kernels.triton.routing import route
 from quire.kernels.triton.sampling import sample
 
-__all__ = ["act_mul", "add_rms_norm", "fused_experts", "paged_attention", "rms_norm", "rotary_write_kv", "sample"]
+__all__ = [
+    "act_mul",
+    "add_rms_norm",
+    "fused_experts",
+    "paged_attention",
+    "rms_norm",
+    "rotary_write_kv",
+    "route",
+    "sample",
+]
 
 
 def rotary_write_kv(

@@ -111,6 +111,16 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call
     experts = random(5, 96, 200) / 14, random(5, 200, 48) / 7
     shares = torch.rand(3, 2, generator=noise).to(device)
     yield "fused_experts", lambda module: module.fused_experts(x, shares, ids, *experts, "silu")
+    scores, bias = torch.randn(5, 40, generator=noise).to(device), torch.randn(40, generator=noise).to(device)
+    by_groups = {"groups": 5, "top_groups": 2, "group_score": "top2_sum"}
+    yield (
+        "route",
+        lambda module: (
+            module.route(scores, 3, "softmax"),
+            module.route(scores, 4, "topk_softmax", scale=2.0),
+            module.route(scores, 6, "sigmoid", renormalize=True, correction_bias=bias, **by_groups),
+        ),
+    )
     logits = torch.randn(6, 9999, generator=noise).to(device)
     controls = (
         torch.tensor([1.0, 0.7, 1.0, 0.0, 1.0, 1.0]),

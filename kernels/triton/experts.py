@@ -60,8 +60,8 @@ def _sort_kernel(
 ):
     """The pairs of one expert, rising, behind those of the experts before it, and its blocks behind theirs.
 
-    A block is `[3]`: the expert, and its first pair and the end of them, by their places in `pairs`. `ids` of others are
-    left out; blocks that are not needed have no pairs.
+    A block is `[3]`: the expert, its first pair's place in `pairs`, and where all its pairs end. `ids` of others
+    are left out; blocks that are not needed have no pairs.
     """
     expert = tl.program_id(0)
     number, lane = tl.arange(0, EXPERTS), tl.arange(0, CHUNK)

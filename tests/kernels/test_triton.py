@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import dispatch, reference
-from tests.kernels import test_attention, test_sampling
+from tests.kernels import test_attention, test_experts, test_sampling
 
 if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)
@@ -154,7 +154,7 @@ def test_attention_does_not_meet_what_lies_behind() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (13, 7, 3), (150, 4, 2)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_experts(tokens: int, experts: int, top_k: int, has_bias: bool, dtype: torch.dtype) -> None:
+def test_sums_over_experts(tokens: int, experts: int, top_k: int, has_bias: bool, dtype: torch.dtype) -> None:
     x, weights = torch.randn(tokens, 40).to(dtype), torch.rand(tokens, top_k)
     ids = torch.randint(-2, experts + 2, (tokens, top_k))  # others' too
     ids[:, 0] = experts - 1
@@ -170,6 +170,34 @@ def test_no_tokens_for_experts() -> None:
         *(torch.randn(3, 48, 40), torch.randn(3, 40, 24), "silu"),
     )
     assert empty.shape == (0, 40)
+
+
+@pytest.mark.parametrize("scoring", test_experts.SCORINGS)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (8, 2), (60, 4), (64, 64), (129, 8)])
+def test_routing(scoring: reference.Scoring, renormalize: bool, experts: int, top_k: int) -> None:
+    logits = test_experts.apart(5, experts)
+    test_experts.check_route(logits, top_k, scoring, renormalize=renormalize, scale=2.5)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("group_score", ["max", "top2_sum"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_grouped_routing(scoring: reference.Scoring, group_score: reference.GroupScore, with_bias: bool) -> None:
+    options = {"groups": 5, "top_groups": 3, "correction_bias": torch.randn(35) if with_bias else None}
+    logits = test_experts.apart(9, 35)
+    test_experts.check_route(logits, 6, scoring, renormalize=True, group_score=group_score, **options)
+
+
+@pytest.mark.parametrize("scoring", test_experts.SCORINGS)
+@pytest.mark.parametrize("options", [{}, {"groups": 4, "top_groups": 2}])
+def test_of_equal_experts_the_lower_number_comes_first(scoring: reference.Scoring, options: dict[str, int]) -> None:
+    test_experts.check_route(torch.randint(-2, 3, (40, 12)).float(), 5, scoring, **options)
+
+
+def test_experts_of_logits_that_are_no_numbers_are_there() -> None:
+    assert kernels.route(torch.full((2, 8), torch.nan), 3, "softmax")[1].max() < 8
+    assert kernels.route(torch.empty(0, 8), 3, "softmax")[1].shape == (0, 3)
 
 
 @pytest.mark.parametrize("kind", ["normal", "flat", "peaked", "ties", "holes"])
@@ -258,7 +286,7 @@ def test_every_kernel_compiles_for_hopper() -> None:
     *variants, last = done.stdout.splitlines()
     assert last == f"{len(variants)} kernels compiled for sm_90"
     names = {line.split()[0] for line in variants}
-    assert len(names) == 14, names
+    assert len(names) == 17, names
     of_float32 = {
         "_join",
         "_tiles",
