@@ -179,15 +179,16 @@ struct Found {
 
   // Calls keys or values that come next, from number `begin` on, into the second-level cache. Few at a time, between
   // computations: the processor waits when it has too many under way.
-  void prefetch(int64_t begin, int64_t some, int64_t offset) const {
+  // Inlined: a call that does nothing but this is taken for one without an effect, and left out.
+  [[gnu::always_inline]] void prefetch(int64_t begin, int64_t some, int64_t offset) const {
     for (const int64_t end = std::min(begin + some, coming); begin < end; ++begin) {
       const Place row = next[begin] + offset;
       for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row.numbers + at, 0, 2);
       if (has_scales) __builtin_prefetch(row.scale, 0, 2);
     }
   }
-  void prefetch_keys(int64_t begin, int64_t some) const { prefetch(begin, some, 0); }
-  void prefetch_values(int64_t begin, int64_t some) const { prefetch(begin, some, to_values); }
+  [[gnu::always_inline]] void prefetch_keys(int64_t begin, int64_t some) const { prefetch(begin, some, 0); }
+  [[gnu::always_inline]] void prefetch_values(int64_t begin, int64_t some) const { prefetch(begin, some, to_values); }
 
   // The rows of kLanes keys from number `begin` on; behind the last one it stands again.
   template <typename C>
