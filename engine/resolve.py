@@ -525,7 +525,8 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) 
         stored = f" ({model.dtype}, dequantized from {_as_stored(model, parallel)})" if model.quantized else ""
         raise ConfigError(
             f"the model does not fit: weights {human(max(sizes.weights))}{stored} + workspace {human(sizes.workspace)} "
-            f"{f'+ CUDA graphs {human(sizes.graphs)} ' * (sizes.graphs > 0)}per rank, and {human(share)} there ({options.gpu_memory_utilization:g} of {human(found.memory)} free"
+            f"{f'+ CUDA graphs {human(sizes.graphs)} ' * (sizes.graphs > 0)}per rank, and {human(share)} there "
+            f"({options.gpu_memory_utilization:g} of {human(found.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
             f"--dtype{quantize}, or a lower --max-num-batched-tokens"
         )

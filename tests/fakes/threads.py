@@ -60,6 +60,7 @@ class ThreadExecutor:
 
     @staticmethod
     def _run(runner: Runner, plans: SimpleQueue[tuple[StepPlan, Future[Any]] | None]) -> None:
+        runner.settle()
         while (entry := plans.get()) is not None:
             plan, future = entry
             try:

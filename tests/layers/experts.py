@@ -54,5 +54,5 @@ def build(spec: Experts, group: ExpertGroup) -> MixtureOfExperts:
 
 def batch(tokens: int, replica_tokens: Sequence[int]) -> Batch:
     """As far as experts look at it."""
-    none = torch.empty(0, dtype=torch.int64)
-    return Batch(none, torch.arange(tokens), none, none, none, none, none, replica_tokens=tuple(replica_tokens))
+    none, place = torch.empty(0, dtype=torch.int64), torch.arange(tokens)
+    return Batch(none, place, place, none, none, none, none, replica_tokens=tuple(replica_tokens))

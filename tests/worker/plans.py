@@ -32,10 +32,17 @@ class Driver:
     """Turns calls into plans. One plan is in flight at a time."""
 
     def __init__(
-        self, execute: Execute, slots: int, num_blocks: int, block_size: int, *, workers_keep: bool = True
+        self,
+        execute: Execute,
+        slots: int,
+        num_blocks: int,
+        block_size: int,
+        *,
+        workers_keep: bool = True,
+        groups: int = 1,
     ) -> None:
-        """`workers_keep`: with a single stage, sampled tokens need not be sent."""
-        self._workers_keep = workers_keep
+        """`workers_keep`: with a single stage, sampled tokens need not be sent. `groups` of layers have blocks each."""
+        self._workers_keep, self._groups = workers_keep, groups
         self._execute, self._block_size = execute, block_size
         self._slots, self._blocks = list(range(slots)), list(range(num_blocks))
         random.Random(0).shuffle(self._blocks)
@@ -47,7 +54,7 @@ class Driver:
         plan = StepPlan(self._step, self._released, [], [])
         self._step, self._released = self._step + 1, []
         for request, count in rows:
-            needed = -(-(request.computed + count) // self._block_size) - len(request.blocks)
+            needed = self._groups * -(-(request.computed + count) // self._block_size) - len(request.blocks)
             fresh = [self._blocks.pop() for _ in range(needed)]
             request.blocks += fresh
             if request.slot < 0:

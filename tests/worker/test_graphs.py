@@ -1,0 +1,261 @@
+"""Captured decode steps: replayed with padding and without, they are the steps themselves."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.config import EngineConfig, ExpertParallelConfig, GraphConfig
+from quire.engine.layers.moe import MixtureOfExperts
+from quire.engine.messages import SamplingParams
+from quire.engine.parallel import ExpertGroup, Parallel, Peers, Placement, connect
+from quire.engine.worker import graphs
+from quire.engine.worker.graphs import DecodeGraphs
+from quire.engine.worker.runner import Runner
+from tests.e2e.harness import Ranks
+from tests.fakes.recorder import CallAgain, Recording
+from tests.fakes.threads import ThreadExecutor
+from tests.layers.experts import EVERYTHING, HIDDEN, batch, build, packed
+from tests.models.common import CPU, configure
+from tests.models.families import CASES, SIZES, write_model
+from tests.worker.plans import Driver, Request
+
+COUNT = 20
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            architecture, changes = CASES[family]
+            made[family] = tmp_path_factory.mktemp("model")
+            spread = {"num_local_experts": 8} if family == "Mixtral" else {}
+            write_model(architecture, SIZES | changes | spread, made[family])
+        return made[family]
+
+    return folder
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recording:
+    recorder = Recording()
+    monkeypatch.setattr(graphs, "recorder_of", lambda device: recorder)
+    return recorder
+
+
+def config_of(folder: Path, *sizes: int, **options: Any) -> EngineConfig:
+    given = {"block_size": 4, "max_num_seqs": 8, "max_model_len": 128, **options}
+    return replace(configure(folder, **given), graphs=GraphConfig(sizes=sizes))
+
+
+def driver(config: EngineConfig) -> Driver:
+    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner.settle()
+    cache = config.cache
+    return Driver(runner.execute, 8, cache.num_blocks, cache.block_size, groups=len(cache.groups))
+
+
+def requests(count: int) -> list[Request]:
+    rng = random.Random(1)
+    return [Request([rng.randrange(130) for _ in range(rng.choice((1, 5, 30, 60)))], GREEDY) for _ in range(count)]
+
+
+def crowds(driven: Driver) -> list[list[int]]:
+    """Requests that come, go, are preempted and grow into new blocks, in steps of 1 to 8 of them."""
+    everyone = requests(8)
+    for count in range(1, 9):
+        driven.decode(everyone[:count], 2 * count, 1000)
+    for request in everyone[1::2]:
+        driven.release(request)
+    driven.decode(everyone[::2], COUNT, 1000)
+    driven.decode(everyone[5:], COUNT, 7)
+    driven.decode(everyone, COUNT, 60)
+    return [request.output for request in everyone]
+
+
+FAMILIES = ["Llama", "Mistral, windows", "Gemma 3", "GPT-2", "Falcon-RW, ALiBi", "gpt-oss", "Mixtral", "DeepSeek V3"]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 8), (3, 7)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replays_are_the_steps_themselves(
+    family: str, sizes: tuple[int, ...], recorder: Recording, folders: Callable[[str], Path]
+) -> None:
+    expected = crowds(driver(config_of(folders(family))))
+    assert not recorder.captured
+    assert crowds(driver(config_of(folders(family), *sizes))) == expected
+    assert recorder.captured == len(sizes)
+    assert recorder.replayed >= 30
+
+
+def test_a_replay_is_bit_for_bit_the_step_and_stores_nothing_else(
+    recorder: Recording, folders: Callable[[str], Path]
+) -> None:
+    """Of the same number of rows; and with padding, of the rows alone."""
+    config = config_of(folders("Llama"), 1, 2, 4, 8)
+    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner.settle()
+    assert runner._graphs is not None
+    memory, model = [cache.memory for cache in runner._caches], runner._model
+    for cache in memory:
+        cache.normal_()
+    generator = torch.Generator().manual_seed(0)
+    for rows in range(1, 9):
+        inputs = graphs._Inputs(config, CPU, receives=False).batch(rows)
+        lengths = torch.randint(1, 128, (rows,), generator=generator)
+        tables = torch.randperm(rows * 32, generator=generator).view(rows, 32)[:, : -(-int(lengths.max()) // 4)]
+        decode = replace(
+            inputs,
+            token_ids=torch.randint(0, 131, (rows,), generator=generator),
+            positions=lengths - 1,
+            sequence_lengths=lengths,
+            block_tables=tables,
+            slots=tables.gather(1, (lengths[:, None] - 1) // 4)[:, 0] * 4 + (lengths - 1) % 4,
+        )
+        with torch.inference_mode():
+            start = [cache.clone() for cache in memory]
+            expected = model(None, decode, runner._caches).clone()
+            stored = [cache.clone() for cache in memory]
+            for cache, old in zip(memory, start, strict=True):
+                cache.copy_(old)
+            found = runner._graphs.run(None, decode)
+        assert found is not None
+        assert torch.equal(found, expected)
+        assert all(torch.equal(*pair) for pair in zip(memory, stored, strict=True))
+
+
+def test_what_is_no_decode_of_these_sizes_runs_without(recorder: Recording, folders: Callable[[str], Path]) -> None:
+    driven = driver(config_of(folders("Llama"), 2))
+    some = requests(3)
+    driven.step(*[(request, len(request.tokens)) for request in some])
+    assert all(request.output for request in some)
+    driven.step(*[(request, 1) for request in some])  # more than the largest
+    assert recorder.replayed == 0
+    driven.step((some[0], 1), (some[1], 1))
+    driven.step((some[2], 1))
+    assert recorder.replayed == 2
+    one = requests(5)[4]
+    driven.step((some[0], 1), (one, len(one.tokens)))
+    assert len(one.tokens) > 2
+    assert recorder.replayed == 2
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 3)])
+def test_ranks_and_stages_replay(
+    tp: int, pp: int, monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]
+) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    asked = [(request.prompt, params) for request in requests(7)]
+    made: list[CallAgain] = []
+
+    def recorder_of(device: torch.device) -> CallAgain:
+        made.append(CallAgain())
+        return made[-1]
+
+    monkeypatch.setattr(graphs, "recorder_of", recorder_of)
+    outputs = []
+    for sizes in ((), (1, 3, 8)):
+        config = config_of(folders("Gemma 2"), *sizes, tensor_parallel_size=tp, pipeline_parallel_size=pp)
+        with Ranks(config, ThreadExecutor(config)) as ranks:
+            outputs.append(ranks.tokens(asked, max_num_batched_tokens=16))
+    assert outputs[0] == outputs[1]
+    for recorder in made[-tp * pp :]:
+        assert recorder.captured == 3
+        assert recorder.replayed >= 10
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_experts_move_where_replays_look_for_them_and_padding_is_no_load(
+    redundant: int, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_step_interval": 2, "tensor_parallel_size": 2}
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    asked = [(request.prompt, params) for request in requests(5)]
+    monkeypatch.setattr(graphs, "recorder_of", lambda device: CallAgain())
+    outputs, counts = [], []
+    for sizes in ((), (8,)):
+        config = config_of(folders("Mixtral"), *sizes, num_redundant_experts=redundant, **moving)
+        loads: list[torch.Tensor] = []
+        executor = CountingExecutor(config, loads)
+        with Ranks(config, executor) as ranks:
+            outputs.append(ranks.tokens(asked, max_num_batched_tokens=64))
+        counts.append([int(load.sum()) for load in loads])
+    assert outputs[0] == outputs[1]
+    assert counts[0] == counts[1]
+    assert sum(counts[0]) > 0
+
+
+class CountingExecutor(ThreadExecutor):
+    """Keeps the layers' counts of tokens for later."""
+
+    def __init__(self, config: EngineConfig, loads: list[torch.Tensor]) -> None:
+        self._loads = loads
+        super().__init__(config)
+
+    def _run(self, runner: Runner, plans: Any) -> None:  # type: ignore[override]
+        assert runner._balancer is not None
+        self._loads += [layer.tokens for layer in runner._balancer._layers]
+        super()._run(runner, plans)
+
+
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_a_layer_of_experts_replays_by_the_places_of_now(redundant: int) -> None:
+    config = ExpertParallelConfig(is_balanced=True, redundant=redundant)
+    module = packed(build(EVERYTHING, ExpertGroup(config, Parallel(), Peers(), Peers())))
+    assert isinstance(module, MixtureOfExperts)
+    count = EVERYTHING.num_experts
+    x, step, out = torch.randn(6, HIDDEN), batch(6, (6,)), torch.zeros(6, HIDDEN)
+    with torch.inference_mode():  # in which an operation of C++ is one to the tape
+        expected = module(x, step)
+
+        def compute() -> None:
+            out.copy_(module(x, step))
+
+        replay = Recording().capture(compute)
+        assert module.placement is not None
+        before = module.placement.experts[0]
+        after = tuple((5 * number + 1) % count for number in range(count)) + (5,) * redundant
+        held = [[part.clone() for part in module.experts.state(place)] for place in range(len(before))]
+        for place, number in enumerate(after):
+            module.experts.restore(place, held[before.index(number)])
+        module.place(Placement((after,)))
+        module.tokens.zero_()
+        replay()
+    torch.testing.assert_close(out, expected)
+    assert int(module.tokens.sum()) == 6 * EVERYTHING.top_k
+
+
+def test_what_cannot_be_captured_is_said_and_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folders: Callable[[str], Path]
+) -> None:
+    class Refusing(CallAgain):
+        def capture(self, step: Callable[[], None]) -> graphs.Replay:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    monkeypatch.setattr(graphs, "recorder_of", lambda device: Refusing())
+    config = config_of(folders("Llama"), 1, 2, 4, 8)
+    with caplog.at_level(logging.INFO):
+        tokens = crowds(driver(config))
+    assert tokens == crowds(driver(replace(config, graphs=GraphConfig())))
+    assert caplog.text.count("a step cannot be captured: operation not permitted when stream is capturing\n") == 1
+    with caplog.at_level(logging.INFO):
+        driver(replace(config, graphs=GraphConfig(why_none="--enforce-eager")))
+    assert "decodes run without CUDA graphs: --enforce-eager" in caplog.text
+
+
+def test_cpus_capture_nothing(folders: Callable[[str], Path]) -> None:
+    config = config_of(folders("Llama"), 1, 2)
+    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner.settle()
+    assert isinstance(runner._graphs, DecodeGraphs)
+    assert not runner._graphs._replays
