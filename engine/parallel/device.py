@@ -54,7 +54,7 @@ class DeviceParallel(GroupParallel):
             return super().all_gather(x)
         parts = x.new_empty(self.size, *x.shape)
         try:
-            dist.all_gather_into_tensor(parts, x.contiguous(), group=self._group)
+            dist.all_gather_into_tensor(parts.view(-1), x.reshape(-1), group=self._group)
         except RuntimeError as error:
             raise trouble.failed("all_gather", x, self._group, error) from error
         return parts.movedim(0, -2).flatten(-2)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 _OTHERS_SECONDS = 2.0
 """How long the others of a group may take to say that they wait, too."""
-_LOOK_SECONDS = 2.0
+_ASK_SECONDS, _LOOK_SECONDS = 0.05, 2.0
 _HINTS = {
     "nccl": "look at that rank's log, and for a broken link start with NCCL_DEBUG=INFO",
     "gloo": "look at that rank's log, and at the network between the hosts",
@@ -40,7 +39,7 @@ def described(what: str, group: dist.ProcessGroup | None, reason: str, *, is_lat
     """What an exchange among the ranks of `group` came to."""
     ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
     missing = absent(ranks)
-    who = f"{_named(missing)} did not come to it" if missing else "every rank came to it"
+    who = f"{_named(missing)} did not come to it" if missing else "no rank is known to be missing"
     hint = _HINTS.get(backend, "") + _SLOW * is_late
     return f"{what} among {_named(ranks)}: {who}; {backend}: {reason}; {hint}"
 
@@ -53,18 +52,15 @@ def absent(ranks: Sequence[int]) -> list[int]:
     """Those of `ranks` that do not say within a few seconds that they wait for others, as this one says by asking."""
     store = dist.distributed_c10d._get_default_store()
     deadline = time.monotonic() + _OTHERS_SECONDS
-    missing = []
     try:
         store.set(f"quire-waits-{dist.get_rank()}", "")
-        for rank in ranks:
-            left = max(0.05, deadline - time.monotonic())
-            try:
-                store.wait([f"quire-waits-{rank}"], timedelta(seconds=left))
-            except dist.DistStoreError:
-                missing.append(rank)
+        while True:
+            missing = [rank for rank in ranks if not store.check([f"quire-waits-{rank}"])]
+            if not missing or time.monotonic() > deadline:
+                return missing
+            time.sleep(_ASK_SECONDS)
     except RuntimeError:
         return []  # the store has gone with the rank that keeps it
-    return missing
 
 
 @dataclass(frozen=True)
