@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
+from quire.kernels.cache import LARGEST, SCALE_BYTES
 from quire.kernels.triton import attention as _attention
 from quire.kernels.triton import elementwise as _elementwise
 from quire.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
@@ -39,5 +40,12 @@ def paged_attention(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -
 
 
 def _of(cache: Tensor, module: ModuleType) -> Any:
-    """Where the operations on such a cache are: one of int8 is the reference's."""
-    return reference if cache.dtype == torch.int8 else module
+    """Where the operations on such a cache are: the reference's where a GPU cannot read it.
+
+    Scales are read as float32 where they stand, and 8-bit floats by instructions that came with compute capability 8.9.
+    """
+    if cache.dtype in LARGEST and cache.shape[-1] % SCALE_BYTES:
+        return reference
+    if cache.dtype == torch.float8_e4m3fn and cache.is_cuda and torch.cuda.get_device_capability(cache.device) < (8, 9):
+        return reference
+    return module

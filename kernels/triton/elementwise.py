@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.cache import LARGEST
+
 _ELEMENTS = 1024
 """Of the output, for each program of `act_mul`."""
 
@@ -108,6 +110,19 @@ def _turned(row, column, rotations, half, width):
 
 
 @triton.jit
+def _write_row(row, scale_at, values, column, width, LARGEST: tl.constexpr):
+    """A row of the KV cache, quantized where there is a LARGEST number (see `quire.kernels.cache`)."""
+    if LARGEST:
+        wide = values.to(tl.float32)
+        scale = tl.div_rn(tl.max(tl.abs(tl.where(column < width, wide, 0.0)), axis=0), LARGEST)
+        values = tl.clamp(tl.div_rn(wide, tl.where(scale > 0.0, scale, 1.0)), -LARGEST, LARGEST)
+        if row.dtype.element_ty == tl.int8:
+            values = values + 12582912.0 - 12582912.0  # to an integer, ties to even
+        tl.store(scale_at, scale, mask=width > 0)
+    tl.store(row + column, values.to(row.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
 def _rotary_write_kernel(
     query,
     key,
@@ -116,6 +131,7 @@ def _rotary_write_kernel(
     slots,
     out,
     cache,
+    scales,
     heads,
     query_width,
     key_width,
@@ -132,6 +148,7 @@ def _rotary_write_kernel(
     cache_head,
     cache_row,
     HAS_VALUE: tl.constexpr,
+    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One head of a token: a query's, or a key's and its value's."""
@@ -145,32 +162,35 @@ def _rotary_write_kernel(
     else:
         head -= heads
         slot = tl.load(slots + token).to(tl.int64)
-        place = cache + slot // block_size * cache_block + head * cache_head + slot % block_size * cache_row + column
-        inside = column < tl.where(slot < 0, 0, key_width)
-        row = key + token * key_token + head * key_head
-        turned = _turned(row, column, turns, half, key_width)
-        tl.store(place, turned.to(cache.dtype.element_ty), mask=inside)
+        block, number = slot // block_size * cache_block + head * cache_head, slot % block_size
+        place, scale_at = cache + block + number * cache_row, scales + (block + block_size * key_width) // 4 + number
+        width = tl.where(slot < 0, 0, key_width)
+        turned = _turned(key + token * key_token + head * key_head, column, turns, half, key_width)
+        _write_row(place, scale_at, turned, column, width, LARGEST)
         if HAS_VALUE:
-            plain = tl.load(value + token * value_token + head * value_head + column, mask=inside)
-            tl.store(place + cache_side, plain.to(cache.dtype.element_ty), mask=inside)
+            row = value + token * value_token + head * value_head
+            plain = tl.load(row + column, mask=column < key_width, other=0.0)
+            _write_row(place + cache_side, scale_at + cache_side // 4, plain, column, width, LARGEST)
 
 
 def rotary_write_kv(
     query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """See `quire.kernels.reference`; caches of floats."""
+    """See `quire.kernels.reference`; heads in a quantized cache are of a multiple of 4."""
     tokens, heads, query_width = query.shape
     kv_heads, key_width = key.shape[1:]
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
     value = key if value is None else value if value.stride(-1) == 1 else value.contiguous()
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    out, largest = torch.empty(query.shape, dtype=query.dtype, device=query.device), LARGEST.get(cache.dtype, 0.0)
     if tokens:
         _rotary_write_kernel[(tokens, heads + kv_heads)](
             *(query, key, value, rotations.contiguous(), slots, out, cache),
+            cache[0].view(torch.float32) if largest else cache,
             *(heads, query_width, key_width, rotations.shape[1] // 2, cache.shape[3]),
             *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
-            *cache.stride()[:4],
+            *(*cache.stride()[:3], key_width if largest else cache.stride(3)),
             HAS_VALUE=len(cache) == 2,
+            LARGEST=largest,
             BLOCK=triton.next_power_of_2(max(query_width, key_width)),
             num_warps=1,
         )

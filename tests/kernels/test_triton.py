@@ -19,7 +19,8 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import dispatch, reference
-from tests.kernels import test_attention, test_experts, test_sampling
+from quire.kernels.cache import LARGEST, allocate_kv_cache
+from tests.kernels import test_attention, test_sampling
 
 if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)
@@ -95,7 +96,7 @@ def test_keys_that_are_values_are_stored_once_and_not_without_a_slot(without: li
     assert int(results[0][1].any(-1).sum()) == 7 - len(without)
 
 
-SHAPES = [(14, 2, 16), (6, 1, 80), (3, 3, 33)]
+SHAPES = [(14, 2, 16), (6, 1, 80), (3, 3, 33), (4, 1, 128), (2, 1, 256)]
 REQUESTS = [(0, 1), (0, 17), (40, 1), (5, 3), (7, 1), (1100, 1), (600, 9), (511, 1)]
 
 
@@ -122,10 +123,54 @@ def test_attention_in_half_precision(cache: torch.dtype) -> None:
     close(case.run(), case.run(reference.paged_attention), torch.float16)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("of_cache", LARGEST)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (6, 1, 80), (3, 3, 20)])
+def test_attention_over_quantized_caches(
+    heads: int, kv_heads: int, head_dim: int, of_cache: torch.dtype, dtype: torch.dtype
+) -> None:
+    options = test_attention.of_heads(heads, *test_attention.ALL, window=300)
+    case = test_attention.build([(10, 1), (0, 20), (700, 1), (90, 70)], heads, kv_heads, head_dim, 16, **options)
+    case = case._replace(query=case.query.to(dtype), cache=test_attention.converted(case.cache, of_cache))
+    close(case.run(), case.run(reference.paged_attention), dtype)
+
+
+@pytest.mark.parametrize("of_cache", LARGEST)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 100.0])
+def test_values_of_any_size_in_a_quantized_cache_keep_their_precision_beside_float16(
+    size: float, of_cache: torch.dtype
+) -> None:
+    """Values of some requests, and of some keys, that are much smaller than others."""
+    case = test_attention.build([(10, 1), (300, 9), (700, 1)], 4, 2, 64, 16)
+    case.cache[1, ::3] *= 1e-3
+    cache = test_attention.converted(case.cache * torch.tensor([1.0, size]).view(2, 1, 1, 1, 1), of_cache)
+    case = case._replace(query=case.query.half(), cache=cache)
+    expected = case._replace(query=case.query.float()).run(reference.paged_attention)
+    torch.testing.assert_close(case.run().float(), expected, rtol=0.01, atol=max(0.003 * size, 6e-8))
+
+
+@pytest.mark.parametrize("of_cache", LARGEST)
+@pytest.mark.parametrize("head_dim", [12, 80, 33])
+def test_quantized_rows_are_written_as_by_the_reference(head_dim: int, of_cache: torch.dtype) -> None:
+    """To the bit where nothing is turned; rows of zeros, tokens without a slot, heads whose scales are not aligned."""
+    query, key, value = torch.randn(9, 8, head_dim).split_with_sizes([4, 2, 2], dim=1)
+    slots, results = torch.tensor([3, 17, -1, 0, 31, 30, 5, -1, 16]), []
+    value[3] = 0.0
+    for module in (kernels, reference):
+        cache = allocate_kv_cache(1, 3, 2, 16, head_dim, of_cache, torch.device("cpu"))[0]
+        cache.view(torch.uint8).fill_(7)
+        module.rotary_write_kv(query, key, value * 3, torch.empty(9, 0), cache, slots)
+        results.append(cache.view(torch.uint8))
+    assert torch.equal(*results)
+    assert int((results[0] != 7).any(-1).sum()) > 20
+
+
 def test_attention_where_one_row_is_key_and_value_of_many_heads() -> None:
     case = test_attention.build([(600, 1), (0, 3)], 32, 1, 576, 16)
-    case = case._replace(cache=case.cache[:1].expand(2, -1, -1, -1, -1))
-    close(case.run(), case.run(reference.paged_attention))
+    for dtype in (torch.float32, *LARGEST):
+        side = test_attention.converted(case.cache, dtype)[:1]
+        one = case._replace(cache=side.expand(2, -1, -1, -1, -1))
+        close(one.run(), one.run(reference.paged_attention))
 
 
 def test_attention_does_not_depend_on_the_batch() -> None:
