@@ -148,7 +148,7 @@ class EngineOptions:
     block_size: int = flag(16, "tokens in a block of KV cache")
     attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = flag(
         "auto",
-        "who computes attention on a GPU (auto: the fastest that is installed and right, timed at start; the decodes of "
+        "who computes attention on a GPU (auto: the fastest that is installed and right, timed at start; decodes in "
         "CUDA graphs are always Triton's); reference: plain torch, slow, on CPU too, to compare with",
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of prompts that start alike")

@@ -126,6 +126,8 @@ def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
         ),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"runs one rank, not 2"),
         ({"device": "cuda"}, r"no NVIDIA GPU is visible"),
+        ({"attention_backend": "triton"}, r"--attention-backend triton needs a GPU; leave it out for the CPU's own"),
+        ({"attention_backend": "flashinfer"}, r"--attention-backend flashinfer needs a GPU"),
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

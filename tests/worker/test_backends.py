@@ -1,0 +1,98 @@
+"""A rank's whole model with attention by others than the platform's own: the tokens of transformers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quire.engine.errors import ConfigError
+from quire.engine.layers.attention import attention_needs
+from quire.engine.messages import SamplingParams
+from quire.engine.parallel import connect
+from quire.engine.worker.runner import Runner
+from quire.engine.worker.worker import Worker
+from quire.kernels import backends
+from quire.kernels import flashinfer as ours
+from tests.fakes import flashinfer as fake
+from tests.fakes.checkpoints import generate, write_checkpoint
+from tests.models.common import CPU, configure
+from tests.worker.plans import Driver, Request
+
+COUNT = 12
+WINDOWS = {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0, "num_hidden_layers": 3}
+
+
+@pytest.fixture(autouse=True)
+def _chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlashInfer's interface, computed by the reference, so that any type and head size will do."""
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    monkeypatch.setattr(ours, "TYPES", (torch.float32,))
+    monkeypatch.setattr(ours, "HEAD_DIMS", range(1000))
+    monkeypatch.setattr(backends, "CHOSEN", {})
+    fake.plans.clear()
+    yield
+    fake.plans.clear()
+
+
+def decode(execute: Any, blocks: int, prompts: list[list[int]]) -> list[list[int]]:
+    requests = [Request(prompt, SamplingParams(temperature=0.0)) for prompt in prompts]
+    Driver(execute, 8, blocks, 4).decode(requests, COUNT, 20)
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("settings", [{}, WINDOWS], ids=["whole", "windows"])
+def test_a_step_is_planned_once_for_all_its_layers(settings: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_checkpoint("qwen3", tmp_path, **settings)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(130) for _ in range(length)] for length in (1, 5, 16, 33)]
+    config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
+    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    backends.CHOSEN["cpu"] = ours.FlashInfer(CPU)
+    steps = 0
+
+    def execute(plan: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return runner.execute(plan)
+
+    assert decode(execute, config.cache.num_blocks, prompts) == generate(folder, prompts, COUNT)
+    assert len(fake.plans) == steps
+    assert bool(attention_needs(config).layers[0].window) == bool(settings)
+    assert {"prompts", "decodes"} == set(fake.plans)
+
+
+def test_the_reference_serves_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint("qwen3", tmp_path)
+    config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128, attention_backend="reference")
+    called: list[int] = []
+    attend = backends.reference.paged_attention
+
+    def counted(*args: Any, **options: Any) -> Any:
+        called.append(len(args))
+        return attend(*args, **options)
+
+    monkeypatch.setattr(backends.reference, "paged_attention", counted)
+    worker = Worker(config, 0, None)
+    prompts = [[1, 2, 3], list(range(9))]
+    assert decode(worker.execute, config.cache.num_blocks, prompts) == generate(folder, prompts, COUNT)
+    assert called
+    called.clear()
+    plain = Worker(configure(folder, block_size=4, max_num_seqs=8, max_model_len=128), 0, None)
+    decode(plain.execute, config.cache.num_blocks, prompts)
+    assert not called
+
+
+def test_a_backend_that_fails_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise backends.Unavailable("--attention-backend triton: its kernel does not work")
+
+    monkeypatch.setattr(backends, "choose", refuse)
+    config = configure(write_checkpoint("qwen3", tmp_path), max_model_len=128)
+    with pytest.raises(ConfigError, match="--attention-backend triton: its kernel does not work"):
+        Worker(config, 0, None)
