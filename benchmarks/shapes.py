@@ -9,7 +9,6 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 VOCABULARY = 32_000
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

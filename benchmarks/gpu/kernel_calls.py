@@ -66,7 +66,7 @@ def attention_case(
     if cache_dtype == dtype:
         cache.normal_()
     else:  # a row has its scale, too
-        for slots in torch.arange(blocks * BLOCK, device=device).split(_SLOTS_AT_ONCE):
+        for slots in torch.split(torch.arange(blocks * BLOCK, device=device), _SLOTS_AT_ONCE):
             keys, values = (torch.randn(len(slots), kv_heads, head_dim, device=device).to(dtype) for _ in range(2))
             reference.write_kv(keys, values if sides == 2 else None, cache, slots)
     return Case(
@@ -169,7 +169,7 @@ def _attention(
     for sizes in heads:
         yield _attends(f"{count} requests, heads {sizes}", attention_case(requests, sizes, dtype, device))
     per_head = torch.randn(heads[0][0], device=device)
-    options = {"window": 128, "softcap": 30.0, "sinks": per_head, "slopes": per_head.abs() / 100}
+    options: dict[str, Any] = {"window": 128, "softcap": 30.0, "sinks": per_head, "slopes": per_head.abs() / 100}
     case = attention_case(requests, heads[0], dtype, device, **options)
     yield _attends(f"{count} requests, {', '.join(options)}, heads {heads[0]}", case)
     case = attention_case(requests, latent, dtype, device, sides=1)

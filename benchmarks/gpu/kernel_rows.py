@@ -23,7 +23,7 @@ def attention(lab: Lab) -> Iterator[Record]:
     keys = 2 * requests * length * heads[1] * heads[2] * lab.number_bytes
     moved = keys + 2 * case.query.nbytes
     formula = f"keys, values, query and output {moved / 1e6:,.1f} MB in {seconds * 1e6:,.1f} µs; floor: copying"
-    yield Row("attention", moved / seconds / 1e9, lab.machine and lab.machine.copy / 1e9, formula)
+    yield Row("attention", moved / seconds / 1e9, lab.limit(lambda machine: machine.copy / 1e9), formula)
 
 
 def sampler(lab: Lab) -> Iterator[Record]:
@@ -32,7 +32,7 @@ def sampler(lab: Lab) -> Iterator[Record]:
     rows, vocabulary = lab.sizes.sampler
     arguments = sampler_arguments(rows, vocabulary, device, top_p=0.9)
     seconds = fastest(lambda: kernels.sample(*arguments), lab.sizes.seconds, lab.device)
-    floor = lab.machine and arguments[0].nbytes / lab.machine.bandwidth * 1e6
+    floor = lab.limit(lambda machine: arguments[0].nbytes / machine.bandwidth * 1e6)
     yield Row("sampler", seconds * 1e6, floor, f"logits {arguments[0].nbytes / 1e6:,.1f} MB / bandwidth")
 
 

@@ -6,7 +6,7 @@ import gc
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,17 @@ class Lab:
         return "float32" if self.tiny else "bfloat16"
 
     @property
-    def floor(self) -> Floor | None:
-        return self.machine and Floor(self.machine, self.shape, "f32" if self.tiny else "16-bit")
+    def precision(self) -> str:
+        """As `machine` names it."""
+        return "f32" if self.tiny else "16-bit"
+
+    def limit(self, read: Callable[[Machine], float]) -> float | None:
+        """What follows from the machine's limits; None where they are not known."""
+        return None if self.machine is None else read(self.machine)
+
+    def floor(self, read: Callable[[Floor], float]) -> float | None:
+        """What follows for the model's steps."""
+        return self.limit(lambda machine: read(Floor(machine, self.shape, self.precision)))
 
     @property
     def number_bytes(self) -> int:
@@ -147,7 +156,3 @@ def free_memory(device: str) -> None:
         import torch
 
         torch.cuda.empty_cache()
-
-
-def gigabytes(numbers: Sequence[int]) -> str:
-    return f"{sum(numbers) / 1e9:.2f} GB"

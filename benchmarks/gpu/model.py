@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from machine import Floor
 
 from gpu.engine import Engine, Step
 from gpu.lab import Lab, synchronize
@@ -42,12 +41,11 @@ def measure(lab: Lab) -> Iterator[Record]:
 def _decode(lab: Lab, engine: Engine, key: str, requests: int) -> Row:
     """Milliseconds of a step of `requests` requests whose contexts are `context` tokens in the middle of it."""
     seconds = _decode_seconds(lab, engine, requests)
-    floor, context = lab.floor, lab.sizes.context
-    shape, width = lab.shape, lab.number_bytes
+    context, shape, width = lab.sizes.context, lab.shape, lab.number_bytes
     weights = width * (shape.layer_weights + shape.head_weights)
     cached = width * requests * context * shape.kv_numbers
     formula = f"larger of (weights {weights / 1e9:.2f} GB + KV {cached / 1e9:.2f} GB) / bandwidth and operations / rate"
-    return Row(key, seconds * 1e3, floor and floor.decode(context, requests) * 1e3, formula)
+    return Row(key, seconds * 1e3, lab.floor(lambda floor: floor.decode(context, requests) * 1e3), formula)
 
 
 def _decode_seconds(
@@ -99,8 +97,8 @@ def _idle(lab: Lab, engine: Engine) -> Iterator[Record]:
         events.extend(profile.events())
 
     _decode_seconds(lab, engine, lab.sizes.batch, profiled)
-    wanted = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    seen = [(event.time_range.start, event.time_range.end) for event in events if event.device_type == wanted]
+    wanted = "CUDA" if cuda else "CPU"
+    seen = [(event.time_range.start, event.time_range.end) for event in events if event.device_type.name == wanted]
     if not seen:
         raise RuntimeError("the profiler saw nothing on the device: is CUPTI allowed here?")
     share = union(seen) / (max(end for _, end in seen) - min(start for start, _ in seen))
@@ -133,7 +131,7 @@ def _prefill(lab: Lab, engine: Engine) -> Row:
     operations = 2 * (tokens * shape.layer_weights + shape.head_weights)
     operations += shape.attention_operations(tokens * (tokens + 1) // 2)
     formula = f"{operations / 1e12:.2f} T operations in {seconds * 1e3:.1f} ms; floor: the matmul rate"
-    rate = lab.machine and lab.machine.rate(Floor(lab.machine, shape, "f32" if lab.tiny else "16-bit").precision) / 1e12
+    rate = lab.limit(lambda machine: machine.rate(lab.precision) / 1e12)
     return Row("prefill", operations / seconds / 1e12, rate, formula)
 
 

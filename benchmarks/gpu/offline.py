@@ -26,19 +26,23 @@ def measure(lab: Lab) -> Iterator[Record]:
         warm = lab.prompts(streams, prompt, seed=1)
         short = _generate(llm, warm, _SHORT)
         longer = _generate(llm, warm, _LONGER)  # whose prompts are in the prefix cache
-        round_seconds = short + max(longer, 1e-3) / _LONGER * (output - _SHORT)
-        fitting = int(_SHARE * lab.seconds_left / round_seconds) * streams
-        chosen = max(streams, min(count, fitting))
+        expected = short + longer / _LONGER * (output - _SHORT)
+        chosen = fitting(count, streams, expected, lab.seconds_left)
         prompts = lab.prompts(chosen, prompt, seed=2)
         seconds = _generate(llm, prompts, output)
-    floor = lab.floor
     rounds = -(-chosen // streams)
-    best = floor and chosen * output / (rounds * streams * output / floor.throughput(streams, prompt, output))
+    share = chosen / (rounds * streams)  # of the last round's streams, some are empty
+    best = lab.floor(lambda floor: share * floor.throughput(streams, prompt, output))
     formula = f"{chosen} requests of {prompt} in, {output} out in {seconds:.1f} s"
     formula += "" if chosen == count else f" (of {count}: no time for more)"
     formula += f"; floor: {rounds} × (one prefill of {streams}, then their decode steps)"
     yield Row("offline", chosen * output / seconds, best, formula)
     yield Note(f"so many requests are sent over HTTP, too: {chosen}", {"requests": chosen})
+
+
+def fitting(count: int, streams: int, expected: float, left: float) -> int:
+    """Requests of `count` that can be made in `left` seconds, if so many as there are streams take `expected`."""
+    return max(streams, min(count, int(_SHARE * left / max(expected, 1e-3)) * streams))
 
 
 def _generate(llm: LLM, prompts: list[list[int]], output: int) -> float:

@@ -99,7 +99,7 @@ def section(results: dict[str, Any]) -> str:
     records = [record for outcome in outcomes for record in outcome.records]
     checks = [record for record in records if isinstance(record, Check)]
     notes = [record for record in records if isinstance(record, Note)]
-    device = next((note.data["device"] for note in notes if note.data and "device" in note.data), {})
+    device: dict[str, Any] = next((note.data["device"] for note in notes if note.data and "device" in note.data), {})
     limits = next((note.text for note in notes if note.data and "machine" in note.data), "not known")
     facts = ", ".join(f"{name} {value}" for name, value in device.items() if name != "name")
     failed = [f"- {each.name}: {each.error.splitlines()[0]}" for each in outcomes if each.error is not None]

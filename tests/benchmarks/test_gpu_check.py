@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +116,13 @@ def test_throughput_without_http(tmp_path: Path) -> None:
     row = found(module("gpu.offline").measure, tmp_path)[0]["offline"]
     assert row.formula.startswith("8 requests of 16 in, 8 out in ")
     assert row.value > 0
-    late = make_lab(tmp_path)
-    late.deadline = time.monotonic()
-    row = next(record for record in module("gpu.offline").measure(late) if record.kind == "row")
-    assert row.formula.startswith("4 requests")
-    assert "(of 8: no time for more)" in row.formula
+
+
+def test_no_more_requests_than_there_is_time_for() -> None:
+    fitting = module("gpu.offline").fitting
+    assert fitting(1000, 256, expected=10.0, left=100.0) == 1000
+    assert fitting(1000, 256, expected=40.0, left=100.0) == 512
+    assert fitting(1000, 256, expected=400.0, left=100.0) == 256
 
 
 def test_the_whole_server(tmp_path: Path) -> None:
@@ -190,7 +191,7 @@ def work(lab):
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Parts that crash, hang, raise and work, in the place of `gpu.parts.PARTS`."""
     package = tmp_path / "gpu"
     package.mkdir()
@@ -297,3 +298,18 @@ def test_the_command(tmp_path: Path) -> None:
     refused = subprocess.run([*command[:1], "--device", "cpu"], env=environment, capture_output=True, text=True)
     assert refused.returncode == 2
     assert "--device cpu goes with --tiny" in refused.stderr
+
+
+@pytest.mark.slow
+def test_every_part_at_toy_sizes(tmp_path: Path) -> None:
+    """The rehearsal: what is left to go wrong on a GPU is the GPU."""
+    file, page = tmp_path / "found.json", tmp_path / "page.md"
+    report, records = module("gpu.report"), module("gpu.records")
+    page.write_text(f"{report.BEGIN}\n{report.END}\n")
+    command = [str(_ROOT / "scripts" / "gpu_check"), "--device", "cpu", "--tiny", "--json", str(file)]
+    done = subprocess.run([*command, "--write", str(page)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = report.from_results(json.loads(file.read_text()))
+    assert [each.name for each in outcomes] == [part.name for part in module("gpu.parts").PARTS]
+    assert {row.key for row in report.rows_of(outcomes)} == set(records.AIMS)
+    assert "no figure" not in page.read_text()
