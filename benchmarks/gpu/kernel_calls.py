@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
@@ -13,12 +12,13 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config import EngineOptions
-from quire.engine.layers.attention import HostRows
 from quire.kernels import reference
 
 BLOCK = 16
 MAIN = torch.bfloat16
 """The type that models are served in: the others are called at fewer sizes, as each is compiled for a second."""
+HEADS = ((32, 8, 128), (64, 8, 128), (16, 8, 256), (32, 32, 64))
+"""Query heads, KV heads and numbers in a head, of models."""
 _SLOTS_AT_ONCE = 1 << 16
 Call = Callable[[Any], Any]
 """An operation of the module that it is given, on the same inputs each time; returns what is to be compared."""
@@ -35,14 +35,13 @@ class Case:
     tables: Tensor
     lengths: Tensor
     starts: Tensor
-    host: HostRows
+    host: kernels.HostRows
     options: dict[str, Any]
 
     def call(self, module: Any) -> Tensor:
-        """By the module's; the public one gets the numbers of the host, too, if it takes them."""
+        """By the module's; the public one gets the numbers of the host, too, as from a model."""
         batch = (self.query, self.cache, self.tables, self.lengths, self.starts, self.query.shape[2] ** -0.5)
-        takes_host = module is kernels and "host" in inspect.signature(kernels.paged_attention).parameters
-        options = self.options | ({"host": self.host} if takes_host else {})
+        options = self.options | ({"host": self.host} if module is kernels else {})
         return module.paged_attention(*batch, **options)  # type: ignore[no-any-return]
 
 
@@ -75,7 +74,7 @@ def attention_case(
         torch.randperm(blocks, device=device).view(len(requests), width),
         torch.from_numpy(lengths).to(device),
         torch.from_numpy(np.concatenate(([0], counts.cumsum()))).to(device),
-        HostRows(counts, lengths),
+        kernels.HostRows(counts, lengths),
         options,
     )
 
@@ -104,7 +103,7 @@ def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[N
         return
     for tokens in (1, 64, 8192):
         yield from _elementwise(device, dtype, tokens, (4096, 14336), 128)
-    heads = [(32, 8, 128), (64, 8, 128), (16, 8, 256), (32, 32, 64)] if dtype == MAIN else [(32, 8, 128)]
+    heads = list(HEADS if dtype == MAIN else HEADS[:1])
     decodes = [(1000 + 13 * number, 1) for number in range(64)]
     mixed = [(0, 700), (900, 1), (3000, 1), (500, 300), (4000, 1)]
     for requests in (decodes, mixed):
@@ -226,6 +225,18 @@ def _sampling(device: torch.device, rows: int, vocabulary: int) -> Iterator[Name
         return masked.nan_to_num(neginf=-1e4)
 
     yield "apply_bitmask", f"{rows} × {vocabulary}", mask
+    asked = torch.randint(vocabulary, (rows,), device=device)
+    yield "score_tokens", f"{rows} × {vocabulary}", lambda module: module.score_tokens(logits, asked, 20)
+    told = torch.randint(vocabulary, (rows, 300), device=device, dtype=torch.int32)
+    spans = torch.tensor([0, 200, 290], device=device) + 300 * numbers[:, None]
+    factors = torch.tensor([1.2, 0.5, 0.25], device=device).expand(rows, 3).contiguous()
+
+    def penalize(module: Any) -> Tensor:
+        changed = logits.clone()
+        module.penalize(changed, told.flatten(), numbers, spans, factors, 290)
+        return changed
+
+    yield "penalize", f"{rows} × {vocabulary}", penalize
 
 
 def _draw(arguments: tuple[Tensor, ...]) -> Call:

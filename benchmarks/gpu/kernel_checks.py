@@ -52,7 +52,7 @@ def check(lab: Lab) -> Iterator[Record]:
     """A check for each kernel and type; what the reference serves is said, and a kernel that nothing calls is wrong."""
     device = torch.device(lab.device)
     torch.manual_seed(0)
-    kernels.prepare(device, torch.bfloat16)()
+    yield _with_flashinfer(device)
     met: set[str] = set()
     for dtype in TYPES:
         found = _check_type(device, dtype, tiny=lab.tiny)
@@ -63,6 +63,18 @@ def check(lab: Lab) -> Iterator[Record]:
     unmet = sorted(set(_triton_names()) - met) if lab.device == "cuda" else []
     yield Check("every Triton kernel is called here", not unmet, ", ".join(unmet) or "none is left out")
     yield Note(served(lab.device))
+
+
+def _with_flashinfer(device: torch.device) -> Note:
+    """Make the kernels ready, with FlashInfer for the attention that is checked wherever it is installed."""
+    layers = tuple(kernels.AttentionLayer(*heads, heads[2] ** -0.5) for heads in kernel_calls.HEADS)
+    wanted = kernels.AttentionNeeds(layers, cache_dtype=torch.bfloat16, backend="flashinfer")
+    try:
+        kernels.prepare(device, torch.bfloat16, wanted)()
+    except kernels.Unavailable as error:
+        kernels.prepare(device, torch.bfloat16)()
+        return Note(str(error))
+    return Note("what is checked as chosen is FlashInfer's, where it serves")
 
 
 def _check_type(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> dict[str, Errors]:

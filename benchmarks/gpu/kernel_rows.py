@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -9,16 +10,19 @@ from machine import fastest
 
 from gpu.kernel_calls import attention_case, sampler_arguments
 from gpu.lab import Lab
-from gpu.records import Record, Row
+from gpu.records import Note, Record, Row
 from quire import kernels
 
 
 def attention(lab: Lab) -> Iterator[Record]:
     """Decode over long contexts: all keys and values are read once."""
-    device = _prepare(lab)
     requests, length, *heads = lab.sizes.attention
     dtype = getattr(torch, lab.dtype)
+    layer = kernels.AttentionLayer(heads[0], heads[1], heads[2], heads[2] ** -0.5)
+    device, said = _prepare(lab, kernels.AttentionNeeds((layer,), cache_dtype=dtype))
     case = attention_case([(length - 1, 1)] * requests, (heads[0], heads[1], heads[2]), dtype, device)
+    for text in said:
+        yield Note(text)
     seconds = fastest(lambda: case.call(kernels), lab.sizes.seconds, lab.device)
     keys = 2 * requests * length * heads[1] * heads[2] * lab.number_bytes
     moved = keys + 2 * case.query.nbytes
@@ -28,7 +32,7 @@ def attention(lab: Lab) -> Iterator[Record]:
 
 def sampler(lab: Lab) -> Iterator[Record]:
     """Top-p over the whole vocabulary: the logits are read once at least."""
-    device = _prepare(lab)
+    device, _ = _prepare(lab)
     rows, vocabulary = lab.sizes.sampler
     arguments = sampler_arguments(rows, vocabulary, device, top_p=0.9)
     seconds = fastest(lambda: kernels.sample(*arguments), lab.sizes.seconds, lab.device)
@@ -36,8 +40,25 @@ def sampler(lab: Lab) -> Iterator[Record]:
     yield Row("sampler", seconds * 1e6, floor, f"logits {arguments[0].nbytes / 1e6:,.1f} MB / bandwidth")
 
 
-def _prepare(lab: Lab) -> torch.device:
+def _prepare(lab: Lab, needs: kernels.AttentionNeeds | None = None) -> tuple[torch.device, list[str]]:
+    """The device, and what was said of who serves there and why."""
     torch.manual_seed(0)
     device = torch.device(lab.device)
-    kernels.prepare(device, getattr(torch, lab.dtype))()
-    return device
+    said = _Said()
+    logger = logging.getLogger("quire.kernels")
+    logger.addHandler(said)
+    logger.setLevel(logging.INFO)
+    kernels.prepare(device, getattr(torch, lab.dtype), needs)()
+    logger.removeHandler(said)
+    return device, said.texts
+
+
+class _Said(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
