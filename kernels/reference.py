@@ -374,9 +374,9 @@ def side_by_side(gate_up: Tensor) -> Tensor:
 
 
 def _gated(both: Tensor, activation: str, features: int) -> Tensor:
-    """`act_mul` of what stands `side_by_side` in the last dimension."""
-    halves = both.unflatten(-1, (-1, 2, PANEL // 2))
-    gates, ups = (halves[..., side, :].flatten(-2)[..., :features] for side in range(2))
+    """`act_mul` of rows `side_by_side`."""
+    halves = both.view(len(both), -1, 2, PANEL // 2)
+    gates, ups = (halves[:, :, side].flatten(1)[:, :features] for side in range(2))
     return act_mul(torch.cat((gates, ups), dim=-1), activation)
 
 

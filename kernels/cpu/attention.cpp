@@ -8,10 +8,13 @@
 // depend on the request alone, so neither threads nor the other requests change a result; where a tile has several
 // items, they leave unnormalized sums, their largest score and their weight, which `merge` puts together.
 //
+// Keys and values of bfloat16 are multiplied two at a time where the processor can (`Pairs`): two features of a key, two
+// keys of a feature. Queries and weights are then rounded to bfloat16 too; all sums are float32.
+//
 // What models add: with a window, items begin where a tile's first query begins to see; a cap and ALiBi change scores
 // before they are softened (`bend`); a sink is a key without a value that a tile's first item has seen beforehand.
 //
-// Scores are kept as powers of 2: the queries carry `scale · log2 e`.
+// Scores become powers of 2, by `scale · log2 e`.
 
 #include <array>
 #include <atomic>
@@ -38,6 +41,46 @@ constexpr float kLowest = -1e30f;         // a largest score of nothing: finite,
 constexpr int64_t kNoWindow = int64_t{1} << 60;
 constexpr float kLog2E = 1.44269504088896341f;
 
+// What scores and sums are computed from: words of 32 bits, which are numbers,
+struct Numbers {
+  static constexpr int kPerWord = 1;
+
+  // Words from `i` on of a row of the cache.
+  static Floats load(const auto& row, int64_t i, auto n) { return row.load(i, n); }
+
+  // Words of features from `d` on, of one key's row.
+  static Floats join(const auto* row, int64_t d, auto n) { return row->load(d, n); }
+
+  static Floats add(Floats sum, Floats words, float word) { return sum + words * word; }
+
+  static void pack(const float*, int64_t, float*) {}
+};
+
+// or pairs of bfloat16, for heads of whole vectors of them.
+#ifdef __AVX512BF16__
+struct Pairs {
+  static constexpr int kPerWord = 2;
+  using Row = KvRow<at::BFloat16>;
+
+  static Floats load(const Row& row, int64_t i, auto) { return read<Floats>(row.at + 2 * i); }
+
+  // Of the features of two keys' rows.
+  static Floats join(const Row* rows, int64_t d, auto) {
+    const auto wide = [&](int i) { return __builtin_convertvector(read<Halves>(rows[i].at + d), Words); };
+    return std::bit_cast<Floats>(wide(0) | wide(1) << 16);
+  }
+
+  static Floats add(Floats sum, Floats words, float word) {
+    return _mm512_dpbf16_ps(sum, std::bit_cast<__m512bh>(words), std::bit_cast<__m512bh>(_mm512_set1_ps(word)));
+  }
+
+  // `count` numbers become half as many words, which may take their place.
+  static void pack(const float* x, int64_t count, float* words) {
+    for (int64_t i = 0; i < count; i += kLanes) store(reinterpret_cast<at::BFloat16*>(words) + i, quire::load(x + i));
+  }
+};
+#endif
+
 struct Tile {
   int64_t request, head, first, queries;  // `first` counts from the request's first query
   int64_t splits, partial;                // where its partial results begin; unused if there is one split
@@ -53,7 +96,7 @@ struct Problem {
   const at::Tensor& tables;
   const int64_t* lengths;
   const int64_t* starts;
-  float scale, cap;             // 0: no cap
+  float unit, cap;              // of scores, as powers of 2; 0: no cap
   int64_t window;               // keys that a query sees at most
   const float *sinks, *slopes;  // of heads, or null
   at::Tensor output;
@@ -85,8 +128,8 @@ struct Row {
   int64_t position;  // of its query
 };
 
-// `c = a b`, or `c · factors + a b` where there are factors: M rows, N vectors of columns.
-template <int M, int N>
+// `c = a b`, or `c · factors + a b` where there are factors: M rows, N vectors of columns, `depth` words deep.
+template <typename Form, int M, int N>
 void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
               int64_t depth, const float* factors) {
   Floats sums[M][N];
@@ -104,7 +147,7 @@ void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) sums[m][n] += row[n] * a[m * a_stride + k];
+      for (int n = 0; n < N; ++n) sums[m][n] = Form::add(sums[m][n], row[n], a[m * a_stride + k]);
     }
   }
 #pragma GCC unroll 8
@@ -114,17 +157,15 @@ void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride
   }
 }
 
-using Multiply = decltype(&multiply<1, 1>);
-
-template <int... N>
+template <typename Form, int... N>
 constexpr auto multiplies(std::integer_sequence<int, N...>) {
-  return std::array<Multiply, sizeof...(N)>{multiply<N / kBlockVectors + 1, N % kBlockVectors + 1>...};
+  return std::array{multiply<Form, N / kBlockVectors + 1, N % kBlockVectors + 1>...};
 }
 
-constexpr auto kMultiply = multiplies(std::make_integer_sequence<int, kBlockRows * kBlockVectors>());
-
+template <typename Form>
 void multiply(int64_t rows, int64_t columns, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
               float* c, int64_t c_stride, int64_t depth, const float* factors) {
+  static constexpr auto kMultiply = multiplies<Form>(std::make_integer_sequence<int, kBlockRows * kBlockVectors>());
   for (int64_t n = 0; n < columns; n += kBlockVectors) {
     const int64_t few = std::min<int64_t>(kBlockVectors, columns - n);
     kMultiply[(rows - 1) * kBlockVectors + few - 1](a, a_stride, b + n * kLanes, b_stride, c + n * kLanes, c_stride,
@@ -196,39 +237,47 @@ struct Found {
     for (int i = 0; i < kLanes; ++i) row[i] = rows[std::min(begin + i, count - 1)];
   }
 
+  // The values of the keys from number `begin` on; behind the last one it stands again.
+  template <typename C, size_t N>
+  void values(int64_t begin, int64_t head_dim, KvRow<C> (&row)[N]) const {
+    for (size_t i = 0; i < N; ++i) row[i] = {rows[std::min<int64_t>(begin + i, count - 1)] + to_values, head_dim};
+  }
+
   // How many of the keys stand at a row's query or before it.
   int64_t end(const Row& row) const { return std::min(count, row.position + 1 - first); }
 };
 
-// Keys into `keys` `[head_dim, kKeys]`, whole vectors with the last key again behind it; values into `[kKeys, padded]`.
-template <typename C>
+// Words of keys into `keys` `[head_dim / words, kKeys]`, whole vectors with the last key again behind it; words of values
+// into `[kKeys / words, padded]`.
+template <typename Form, typename C>
 void gather(const Problem& p, const Found& found, float* keys, float* values) {
   const int64_t padded = p.padded;
   for (int64_t first = 0; first < found.count; first += kLanes) {
     KvRow<C> row[kLanes];
     found.keys(first, row);
     found.prefetch_keys(first, kLanes);
-    for_vectors(p.head_dim, [&](int64_t d, auto n) {
+    for_vectors(p.head_dim / Form::kPerWord, [&](int64_t d, auto n) {
       Floats block[kLanes];
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) block[i] = row[i].load(d, n);
+      for (int i = 0; i < kLanes; ++i) block[i] = Form::load(row[i], d, n);
       transpose(block);
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) store(keys + (d + i) * kKeys + first, block[i]);
     });
   }
-  for (int64_t i = 0; i < found.count; ++i) {
-    found.prefetch_values(i, 1);
-    const KvRow<C> row(found.rows[i] + found.to_values);
-    for_vectors(p.head_dim, [&](int64_t d, auto n) { store(values + i * padded + d, row.load(d, n)); });
+  for (int64_t i = 0; i < found.count; i += Form::kPerWord, values += padded) {
+    found.prefetch_values(i, Form::kPerWord);
+    KvRow<C> rows[Form::kPerWord];
+    found.values(i, p.head_dim, rows);
+    for_vectors(p.head_dim, [&](int64_t d, auto n) { store(values + d, Form::join(rows, d, n)); });
   }
 }
 
-// A row's scores, capped, and lowered with their keys' distance.
+// A row's scores as powers of 2, capped, and lowered with their keys' distance.
 void bend(const Problem& p, const Row& row, int64_t first, int64_t columns, float* scores) {
   const float cap = p.cap * kLog2E;
   for (int64_t i = 0; i < columns; ++i) {
-    Floats x = load(scores + i * kLanes);
+    Floats x = load(scores + i * kLanes) * p.unit;
     if (cap > 0.0f) x = tanh(x * (1.0f / cap)) * cap;
     const Ints distance = lane_numbers() + static_cast<int32_t>(first + i * kLanes - row.position);
     store(scores + i * kLanes, x + __builtin_convertvector(distance, Floats) * (row.slope * kLog2E));
@@ -248,16 +297,18 @@ void hide(int64_t begin, int64_t end, int64_t columns, float* scores) {
 // One row's scores become weights. Returns what the sums before are to be multiplied by.
 float soften(const Problem& p, const Found& found, Row& row, float* scores) {
   const int64_t columns = vectors(found.count);
-  if (p.cap > 0.0f || p.slopes) bend(p, row, found.first, columns, scores);
+  const bool is_bent = p.cap > 0.0f || p.slopes;
+  if (is_bent) bend(p, row, found.first, columns, scores);
+  const float unit = is_bent ? 1.0f : p.unit;
   const int64_t begin = p.begin(row.position) - found.first, end = found.end(row);
   if (begin > 0 || end < columns * kLanes) hide(begin, end, columns, scores);
   Floats top = broadcast(kLowest);
   for (int64_t i = 0; i < columns; ++i) top = max(load(scores + i * kLanes), top);
-  const float before = row.largest, largest = std::max(before, max(top));
+  const float before = row.largest, largest = std::max(before, max(top) * unit);
   const float factor = before == largest ? 1.0f : exp2(broadcast(before - largest))[0];
   Floats weight = row.weight * factor;
   for (int64_t i = 0; i < columns; ++i) {
-    const Floats x = exp2(load(scores + i * kLanes) - largest);
+    const Floats x = exp2(load(scores + i * kLanes) * unit - largest);
     weight += x;
     store(scores + i * kLanes, x);
   }
@@ -289,11 +340,10 @@ struct Scratch {
 
 template <typename T>
 void load_queries(const Problem& p, const Tile& tile, float* to) {
-  const float factor = p.scale * kLog2E;
   const T* first = p.query.const_data_ptr<T>() + (p.starts[tile.request] + tile.first) * p.query.stride(0);
   p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
     const T* from = first + query * p.query.stride(0) + head * p.query.stride(1);
-    for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + row * p.head_dim + d, load(from + d, n) * factor, n); });
+    for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + row * p.head_dim + d, load(from + d, n), n); });
   });
 }
 
@@ -305,30 +355,33 @@ void store_row(const Problem& p, const Tile& tile, int64_t query, int64_t head, 
 }
 
 // R rows' scores of kLanes keys from `first` on, which are transposed in registers on their way.
-template <typename C, int R>
+template <typename Form, typename C, int R>
 void score(const float* queries, int64_t head_dim, const Found& found, int64_t first, float* scores) {
   constexpr int kChains = R <= 4 ? 2 : 1;  // sums that do not wait for one another
   KvRow<C> keys[kLanes];
   found.keys(first, keys);
   Floats sums[kChains][R] = {};
-  const int64_t ahead = (kLanes * kLanes + head_dim - 1) / head_dim;
-  for (int64_t d = 0, next = first; d < head_dim; d += kLanes, next += ahead) {
+  const int64_t words = head_dim / Form::kPerWord, ahead = (kLanes * kLanes + words - 1) / words;
+  for (int64_t d = 0, next = first; d < words; d += kLanes, next += ahead) {
     found.prefetch_keys(next, ahead);
     Floats block[kLanes];
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) block[i] = keys[i].load(d, AllLanes());
+    for (int i = 0; i < kLanes; ++i) block[i] = Form::load(keys[i], d, AllLanes());
     transpose(block);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sums[i % kChains][r] += block[i] * queries[r * head_dim + d + i];
+      for (int r = 0; r < R; ++r) {
+        Floats& sum = sums[i % kChains][r];
+        sum = Form::add(sum, block[i], queries[r * words + d + i]);
+      }
     }
   }
   for (int r = 0; r < R; ++r) store(scores + r * kKeys, kChains == 1 ? sums[0][r] : sums[0][r] + sums[kChains - 1][r]);
 }
 
 // `sums = sums · factors + scores values`: R rows, N vectors of columns from `d` on.
-template <typename C, int R, int N>
+template <typename Form, typename C, int R, int N>
 void mix(const float* scores, const KvRow<C>* values, const Found& found, int64_t d, float* sums, int64_t stride,
          const float* factors) {
   Floats mixed[R][N];
@@ -337,15 +390,15 @@ void mix(const float* scores, const KvRow<C>* values, const Found& found, int64_
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) mixed[r][n] = load(sums + r * stride + d + n * kLanes) * factors[r];
   }
-  for (int64_t key = 0; key < found.count; ++key) {
-    if (d == 0) found.prefetch_values(key, 1);
+  for (int64_t key = 0, word = 0; key < found.count; key += Form::kPerWord, ++word) {
+    if (d == 0) found.prefetch_values(key, Form::kPerWord);
     Floats row[N];
 #pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) row[n] = values[key].load(d + n * kLanes, AllLanes());
+    for (int n = 0; n < N; ++n) row[n] = Form::join(values + key, d + n * kLanes, AllLanes());
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) mixed[r][n] += row[n] * scores[r * kKeys + key];
+      for (int n = 0; n < N; ++n) mixed[r][n] = Form::add(mixed[r][n], row[n], scores[r * kKeys + word]);
     }
   }
 #pragma GCC unroll 8
@@ -356,48 +409,70 @@ void mix(const float* scores, const KvRow<C>* values, const Found& found, int64_
 }
 
 // All R rows of a tile pass by keys and values where they lie.
-template <typename C, int R>
+template <typename Form, typename C, int R>
 void attend_directly(const Problem& p, Scratch& scratch, const Found& found) {
   constexpr int N = kLanes == 16 ? (R <= 6 ? 4 : 2) : (R <= 6 ? 2 : 1);  // the sums leave registers for a row
   const int64_t columns = vectors(found.count);
   KvRow<C> values[kKeys];
   for (int64_t i = 0; i < columns; ++i) {
-    score<C, R>(scratch.queries, p.head_dim, found, i * kLanes, scratch.scores + i * kLanes);
+    score<Form, C, R>(scratch.queries, p.head_dim, found, i * kLanes, scratch.scores + i * kLanes);
   }
-  for (int64_t i = 0; i < found.count; ++i) values[i] = found.rows[i] + found.to_values;
+  found.values(0, p.head_dim, values);
   float factors[R];
-  for (int r = 0; r < R; ++r) factors[r] = soften(p, found, scratch.rows[r], scratch.scores + r * kKeys);
+  for (int r = 0; r < R; ++r) {
+    float* scores = scratch.scores + r * kKeys;
+    factors[r] = soften(p, found, scratch.rows[r], scores);
+    Form::pack(scores, columns * kLanes, scores);
+  }
   int64_t d = 0;
   for (; d + N * kLanes <= p.head_dim; d += N * kLanes) {
-    mix<C, R, N>(scratch.scores, values, found, d, scratch.sums, p.padded, factors);
+    mix<Form, C, R, N>(scratch.scores, values, found, d, scratch.sums, p.padded, factors);
   }
   for (; d < p.head_dim; d += kLanes) {
-    mix<C, R, 1>(scratch.scores, values, found, d, scratch.sums, p.padded, factors);
+    mix<Form, C, R, 1>(scratch.scores, values, found, d, scratch.sums, p.padded, factors);
   }
 }
 
-template <typename C, int... R>
+template <typename Form, typename C, int... R>
 constexpr auto direct(std::integer_sequence<int, R...>) {
-  return std::array{attend_directly<C, R + 1>...};
+  return std::array{attend_directly<Form, C, R + 1>...};
 }
 
 // A block of rows at a time, past gathered keys and values.
+template <typename Form>
 void attend_gathered(const Problem& p, Scratch& scratch, const Found& found, int64_t rows) {
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, columns = vectors(found.count);
+  const int64_t words = p.head_dim / Form::kPerWord;
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t first = block * rows / blocks, few = (block + 1) * rows / blocks - first;
     const int64_t begin = std::max<int64_t>(0, p.begin(scratch.rows[first].position) - found.first);
-    const int64_t depth = found.end(scratch.rows[first + few - 1]) - begin;
-    if (depth <= 0) continue;
-    multiply(few, columns, scratch.queries + first * p.head_dim, p.head_dim, scratch.keys, kKeys, scratch.scores,
-             kKeys, p.head_dim, nullptr);
+    const int64_t end = found.end(scratch.rows[first + few - 1]);
+    if (end <= begin) continue;
+    multiply<Form>(few, columns, scratch.queries + first * words, words, scratch.keys, kKeys, scratch.scores, kKeys,
+                   words, nullptr);
     float factors[kBlockRows];
     for (int64_t i = 0; i < few; ++i) {
-      factors[i] = soften(p, found, scratch.rows[first + i], scratch.scores + i * kKeys);
+      float* scores = scratch.scores + i * kKeys;
+      factors[i] = soften(p, found, scratch.rows[first + i], scores);
+      Form::pack(scores, columns * kLanes, scores);
     }
-    multiply(few, p.padded / kLanes, scratch.scores + begin, kKeys, scratch.values + begin * p.padded, p.padded,
-             scratch.sums + first * p.padded, p.padded, depth, factors);
+    const int64_t from = begin / Form::kPerWord, to = (end + Form::kPerWord - 1) / Form::kPerWord;
+    multiply<Form>(few, p.padded / kLanes, scratch.scores + from, kKeys, scratch.values + from * p.padded, p.padded,
+                   scratch.sums + first * p.padded, p.padded, to - from, factors);
   }
+}
+
+// Calls `body<Form, C>()` for the cache's elements and what is computed from them.
+template <typename Body>
+void for_form(const Problem& p, Body&& body) {
+  for_kv_type(p.cache.scalar_type(), [&]<typename C>() {
+#ifdef __AVX512BF16__
+    if constexpr (std::is_same_v<C, at::BFloat16>) {
+      if (p.head_dim % (2 * kLanes) == 0) return body.template operator()<Pairs, C>();
+    }
+#endif
+    body.template operator()<Numbers, C>();
+  });
 }
 
 // `following`: the item that this thread takes next, if there is one.
@@ -407,6 +482,7 @@ void attend(Problem& p, const Item& item, const Item* following, Scratch& scratc
   const bool is_direct = rows <= kDirectRows && p.head_dim % kLanes == 0;
   scratch.fit(std::max(rows, kTileRows), p.head_dim, p.padded);
   for_type(p.query.scalar_type(), [&]<typename T>() { load_queries<T>(p, tile, scratch.queries); });
+  for_form(p, [&]<typename Form, typename>() { Form::pack(scratch.queries, rows * p.head_dim, scratch.queries); });
   std::fill_n(scratch.sums, rows * p.padded, 0.0f);
   const bool has_sink = p.sinks && item.split == 0;
   p.for_rows(tile, [&](int64_t row, int64_t query, int64_t head) {
@@ -423,13 +499,13 @@ void attend(Problem& p, const Item& item, const Item* following, Scratch& scratc
     const int64_t begin = next == &item ? key + kKeys : next ? next->begin : 0;
     found.coming = next ? std::min(kKeys, next->end - begin) : 0;
     if (next) find_rows(p, p.tiles[next->tile], begin, found.coming, found.next);
-    for_kv_type(p.cache.scalar_type(), [&]<typename C>() {
+    for_form(p, [&]<typename Form, typename C>() {
       if (is_direct) {
-        static constexpr auto kDirect = direct<C>(std::make_integer_sequence<int, kDirectRows>());
+        static constexpr auto kDirect = direct<Form, C>(std::make_integer_sequence<int, kDirectRows>());
         kDirect[rows - 1](p, scratch, found);
       } else {
-        gather<C>(p, found, scratch.keys, scratch.values);
-        attend_gathered(p, scratch, found, rows);
+        gather<Form, C>(p, found, scratch.keys, scratch.values);
+        attend_gathered<Form>(p, scratch, found, rows);
       }
     });
   }
@@ -515,9 +591,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
     return x ? x->const_data_ptr<float>() : nullptr;
   };
   Problem p{rows, cache, block_tables, lengths.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
-            static_cast<float>(scale), static_cast<float>(softcap), window ? window : kNoWindow,
-            of_heads(sinks), of_heads(slopes), at::empty(query.sizes(), query.options()), Places(cache, head_dim),
-            query.size(1) / kv_heads,
+            static_cast<float>(scale) * kLog2E, static_cast<float>(softcap), window ? window : kNoWindow,
+            of_heads(sinks), of_heads(slopes), at::empty(query.sizes(), query.options()), query.size(1) / kv_heads,
             head_dim, vectors(head_dim) * kLanes, {}, {}, nullptr};
   const int64_t work = plan(p, lengths.size(0), kv_heads);
   const int64_t threads = std::min<int64_t>({at::get_num_threads(), 1 + work / kThreadWork,

@@ -171,7 +171,17 @@ def test_long_contexts_are_those_of_the_reference(dtype: torch.dtype, heads: int
         case = case._replace(cache=converted(case.cache, dtype))
     else:
         torch.testing.assert_close(case.run(), case.expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(case.run(), case.run(reference.paged_attention), rtol=1e-5, atol=1e-5)
+    close(case.run(), case.run(reference.paged_attention), dtype)
+
+
+def close(out: Tensor, expected: Tensor, of_cache: torch.dtype) -> None:
+    """Equal but for the order of sums; where the processor multiplies pairs of bfloat16, weights and queries are such."""
+    if of_cache == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() and out.shape[-1] % 32 == 0:
+        assert (out.float() - expected.float()).norm() <= 4e-3 * expected.float().norm()
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    else:
+        tolerance = 1e-5 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps
+        torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
 ALL = ("window", "softcap", "sinks", "slopes")
@@ -194,7 +204,7 @@ def test_options_are_those_of_dense_attention(
 @given(
     requests=st.lists(st.tuples(st.integers(0, 150), st.integers(1, 40)), min_size=1, max_size=6),
     block_size=st.sampled_from([1, 3, 16]),
-    shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.sampled_from([1, 8, 16, 21, 48])),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 9), st.sampled_from([1, 8, 16, 21, 48, 64])),
     names=st.sets(st.sampled_from(ALL)),
     window=st.integers(1, 200),
     dtypes=st.tuples(*[st.sampled_from(CACHES)] * 2),
@@ -213,8 +223,7 @@ def test_options_hold_for_any_batch(
     torch.testing.assert_close(case.run(), case.expected, rtol=1e-4, atol=1e-5)
     of_query = torch.float32 if dtypes[0] in LARGEST else dtypes[0]
     case = case._replace(query=case.query.to(of_query), cache=converted(case.cache, dtypes[1]))
-    tolerance = 1e-5 if of_query == torch.float32 else torch.finfo(of_query).eps
-    torch.testing.assert_close(case.run(), case.run(reference.paged_attention), rtol=tolerance, atol=tolerance)
+    close(case.run(), case.run(reference.paged_attention), dtypes[1])
 
 
 @pytest.mark.parametrize("dtype", CACHES)
@@ -263,7 +272,7 @@ def test_one_row_is_key_and_value_of_many_heads(dtype: torch.dtype, heads: int, 
     case = case._replace(cache=side.expand(2, -1, -1, -1, -1))
     doubled = case._replace(cache=side.repeat(2, 1, 1, 1, 1))
     expected = doubled.run(reference.paged_attention)
-    torch.testing.assert_close(case.run(), expected, rtol=1e-5, atol=1e-5)
+    close(case.run(), expected, dtype)
     assert torch.equal(case.run(), doubled.run())
 
 
@@ -302,9 +311,7 @@ def test_any_batch_is_that_of_the_reference(
     case = build(requests, kv_heads * group, kv_heads, head_dim, block_size)
     of_query = torch.float32 if dtypes[0] in LARGEST else dtypes[0]
     case = case._replace(query=case.query.to(of_query), cache=converted(case.cache, dtypes[1]))
-    tolerance = 1e-5 if of_query == torch.float32 else torch.finfo(of_query).eps
-    expected = case.run(reference.paged_attention)
-    torch.testing.assert_close(case.run(), expected, rtol=tolerance, atol=tolerance)
+    close(case.run(), case.run(reference.paged_attention), dtypes[1])
 
 
 @pytest.mark.parametrize("names", [(), ALL])
