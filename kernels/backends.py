@@ -7,8 +7,8 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +28,16 @@ class Unavailable(ValueError):
     """A backend was asked for by name and cannot serve. The text says why, and what to do."""
 
 
-@dataclass(frozen=True, eq=False)
-class HostRows:
+class HostRows(NamedTuple):
     """Numbers of a step's requests where Python reads them without waiting for the device, int64 `[requests]`."""
 
     counts: npt.NDArray[np.int64]
     """Tokens of each in this step: the differences of `Batch.query_starts`."""
     lengths: npt.NDArray[np.int64]
     """`Batch.sequence_lengths`."""
-    plans: dict[Hashable, object] = field(default_factory=dict)
-    """What a backend has worked out for this step, which its layers share."""
+    plans: dict[Hashable, object] | None = None
+    """What a backend has worked out for this one step, which its layers share; it begins empty. None: the numbers are
+    bounds, as in what a CUDA graph records, or of a part of the step, and nothing may be planned by them."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _case(
         options["slopes"] = 2.0 ** -torch.linspace(1.0, 8.0, layer.heads, device=device)
     cache = cache.expand(2, *cache.shape[1:]) if layer.is_latent else cache
     args = (query, cache, tables, torch.from_numpy(lengths).to(device), starts, layer.scale)
-    return Case(args, options, HostRows(counts, lengths))
+    return Case(args, options, HostRows(counts, lengths, {}))
 
 
 def check_cases(

@@ -64,8 +64,8 @@ class _Wrapper:
 class FlashInfer:
     """FlashInfer on one device: called like `reference.paged_attention`, None where it leaves the call to others.
 
-    It leaves to them what `lacks` names, steps whose numbers are not on the host, and what a CUDA graph records, which
-    a plan made on the host would outlive. Raises `Missing` where it is not installed or cannot be imported.
+    It leaves to them what `lacks` names, steps that cannot be planned on the host (`HostRows.plans`), and what a CUDA
+    graph records, which would outlive a plan. Raises `Missing` where it is not installed or cannot be imported.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,7 +108,12 @@ class FlashInfer:
         host: HostRows | None = None,
     ) -> Tensor | None:
         is_decode = len(query) == len(sequence_lengths)
-        if host is None or not len(query) or not (self.serves_decodes if is_decode else self.serves_prompts):
+        if (
+            host is None
+            or host.plans is None
+            or not len(query)
+            or not (self.serves_decodes if is_decode else self.serves_prompts)
+        ):
             return None
         heads, head_dim, dtype = query.shape[1], query.shape[2], query.dtype
         if sinks is not None or slopes is not None or head_dim not in HEAD_DIMS:

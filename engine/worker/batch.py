@@ -239,7 +239,7 @@ class RequestStates:
         batch = Batch(
             *(token_ids, places, slots[0], tables[0], ends, query_starts, sampled),
             replica_tokens=replica_tokens,
-            host=HostRows(rows.counts, lengths),
+            host=HostRows(rows.counts, lengths, {}),
         )
         if self._groups == 1:
             return batch, kept

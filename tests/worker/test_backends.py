@@ -17,7 +17,7 @@ from quire.engine.messages import SamplingParams
 from quire.engine.parallel import connect
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.worker import Worker
-from quire.kernels import backends
+from quire.kernels import backends, reference
 from quire.kernels import flashinfer as ours
 from tests.fakes import flashinfer as fake
 from tests.fakes.checkpoints import generate, write_checkpoint
@@ -71,13 +71,13 @@ def test_the_reference_serves_where_it_is_asked_for(tmp_path: Path, monkeypatch:
     folder = write_checkpoint("qwen3", tmp_path)
     config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128, attention_backend="reference")
     called: list[int] = []
-    attend = backends.reference.paged_attention
+    attend = reference.paged_attention
 
     def counted(*args: Any, **options: Any) -> Any:
         called.append(len(args))
         return attend(*args, **options)
 
-    monkeypatch.setattr(backends.reference, "paged_attention", counted)
+    monkeypatch.setattr(reference, "paged_attention", counted)
     worker = Worker(config, 0, None)
     prompts = [[1, 2, 3], list(range(9))]
     assert decode(worker.execute, config.cache.num_blocks, prompts) == generate(folder, prompts, COUNT)
