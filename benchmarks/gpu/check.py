@@ -111,7 +111,7 @@ def main() -> int:
     if options.load:
         results = json.loads(options.load.read_text())
         outcomes = report.from_results(results)
-        say(report.text_table(outcomes, judged=not results["tiny"]))
+        say(report.text_table(outcomes, judged=not results["tiny"], is_whole=True))
         code = 0
     else:
         if options.device == "cuda":
@@ -130,7 +130,7 @@ def _require_card(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    begun = time.monotonic()
+    begun, is_whole = time.monotonic(), options.only is None
     facts = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": _commit(),
@@ -143,8 +143,8 @@ def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], int]:
     results = report.to_results(outcomes, facts | {"seconds": time.monotonic() - begun})
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    say(f"\n{report.text_table(outcomes, judged=not options.tiny)}\n")
-    code = verdict(outcomes, lab, is_whole=options.only is None)
+    say(f"\n{report.text_table(outcomes, judged=not options.tiny, is_whole=is_whole)}\n")
+    code = verdict(outcomes, lab, is_whole=is_whole)
     say(f"{results['seconds']:.0f} s in all")
     return results, code
 

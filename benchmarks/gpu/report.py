@@ -85,9 +85,9 @@ def table(outcomes: Sequence[Outcome], *, judged: bool) -> list[list[str]]:
     return lines + [[AIMS[key].what, "–", "no figure", "–", AIMS[key].text, none] for key in missing(outcomes)]
 
 
-def text_table(outcomes: Sequence[Outcome], *, judged: bool) -> str:
-    """For a terminal."""
-    lines = [list(_HEADS), *table(outcomes, judged=judged)]
+def text_table(outcomes: Sequence[Outcome], *, judged: bool, is_whole: bool) -> str:
+    """For a terminal; where only some parts were run, without the aims that have no figure."""
+    lines = [list(_HEADS), *table(outcomes, judged=judged)[: None if is_whole else len(rows_of(outcomes))]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADS))]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
     return "\n".join("  ".join(line).rstrip() for line in padded)
