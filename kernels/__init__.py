@@ -35,12 +35,14 @@ __all__ = [
     "pack_gated",
     "pack_linear",
     "paged_attention",
+    "penalize",
     "prepare",
     "read_kv",
     "rms_norm",
     "rotary_write_kv",
     "route",
     "sample",
+    "score_tokens",
     "uniform_noise",
 ]
 
@@ -53,6 +55,8 @@ act_mul = by_device(reference.act_mul)
 activate = by_device(reference.activate)
 attention = by_device(reference.attention)
 apply_bitmask = by_device(reference.apply_bitmask)
+score_tokens = by_device(reference.score_tokens)
+penalize = by_device(reference.penalize)
 sample = by_device(reference.sample)
 uniform_noise = by_device(reference.uniform_noise)
 gumbel_noise = by_device(reference.gumbel_noise)

@@ -32,6 +32,7 @@ __all__ = [
     "paged_attention",
     "panel_linear",
     "panels",
+    "penalize",
     "quantize_groups",
     "quantize_rows",
     "quantize_weight",
@@ -41,6 +42,7 @@ __all__ = [
     "route",
     "sample",
     "scale_rows",
+    "score_tokens",
     "uniform_noise",
     "widened_linear",
 ]
@@ -566,6 +568,43 @@ def apply_bitmask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     forbidden = (masks.view(torch.uint8)[..., None] >> bits & 1).flatten(1)[:, : logits.shape[1]] == 0
     logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)
+
+
+def score_tokens(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """How likely `tokens` (int64 `[rows]`) are by `logits` (float32 `[rows, vocab]`), and which are the likeliest.
+
+    Returns the tokens' log-probabilities (float32 `[rows]`) and ranks (int32 `[rows]`; the likeliest one's is 1), then
+    the ids (int32 `[rows, num_top]`) of the likeliest tokens, falling, and their log-probabilities (float32, alike).
+    """
+    total = logits.logsumexp(dim=-1, keepdim=True)
+    chosen = logits.gather(1, tokens[:, None])
+    ranks = (logits > chosen).sum(dim=-1) + 1
+    top = logits.topk(min(num_top, logits.shape[1]), dim=-1)
+    return (chosen - total)[:, 0], ranks.int(), top.indices.int(), top.values - total
+
+
+def penalize(logits: Tensor, tokens: Tensor, rows: Tensor, spans: Tensor, factors: Tensor, longest: int) -> None:
+    """Penalize in `logits[rows]` (float32 `[…, vocab]`) what requests' tokens have been, in place.
+
+    `spans` int64 `[requests, 3]` are places in `tokens` `[…]`: a request's prompt begins at the first of them, its
+    output at the second, and ends before the third, at most `longest` tokens in all. `factors` float32 `[requests, 3]`:
+    a token of the prompt or the output has its logit divided by the first, if it is above 0, else multiplied
+    (repetition, Keskar et al. 2019); the second is taken from it for every time that it is in the output (frequency),
+    and the third if it is there at all (presence, both OpenAI's). `rows` is int64 and has nothing twice.
+    """
+    begin, middle, end = spans[..., None].unbind(1)
+    place = begin + torch.arange(longest, device=logits.device)  # [requests, longest]
+    ids = tokens[torch.where(place < end, place, begin)].long()
+    repetition, frequency, presence = factors[..., None].unbind(1)
+    x = logits[rows]
+    seen, counts = (
+        torch.zeros_like(x).scatter_add_(1, ids, chosen.to(x.dtype))
+        for chosen in (place < end, (place >= middle) & (place < end))
+    )
+    x = torch.where(seen > 0, torch.where(x > 0, x / repetition, x * repetition), x)
+    x -= frequency * counts
+    x -= presence * (counts > 0)
+    logits[rows] = x
 
 
 GREEDY_BELOW = 1e-5

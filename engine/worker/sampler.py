@@ -66,7 +66,7 @@ class Sampler:
         """
         controls = states.controls[slots]
         asked = np.flatnonzero(controls["logprobs"] >= 0)
-        raw = logits[self._send(asked)].log_softmax(dim=-1) if len(asked) else None
+        raw = logits[self._send(asked)] if len(asked) else None
         self._bias(logits, states, slots)
         masked = np.array([slot in masks for slot in slots.tolist()]) if masks else np.zeros(len(slots), bool)
         self._forbid(logits, states, slots, ~masked)
@@ -79,16 +79,12 @@ class Sampler:
         counts = controls["logprobs"][asked]
         columns: tuple[Tensor, ...] = ()
         if raw is not None:
-            columns = self._logprobs(raw, tokens[self._send(asked)], int(counts.max()))
+            columns = kernels.score_tokens(raw, tokens[self._send(asked)], int(counts.max()))
         return Sampled(tokens, asked, counts, columns)
 
     def score(self, logits: Tensor, tokens: Ints, num_top: int) -> tuple[Tensor, ...]:
         """For `logits` (float32 `[rows, vocab]`) and a token of each row: the columns of `PromptLogprobs`."""
-        total = logits.logsumexp(dim=-1, keepdim=True)
-        chosen = logits.gather(1, self._send(tokens)[:, None])
-        ranks = (logits > chosen).sum(dim=-1) + 1
-        top = logits.topk(num_top, dim=-1)
-        return (chosen - total)[:, 0], ranks.int(), top.indices.int(), top.values - total
+        return kernels.score_tokens(logits, self._send(tokens), num_top)
 
     def _bias(self, logits: Tensor, states: RequestStates, slots: Ints) -> None:
         rows = np.flatnonzero(states.controls["num_biases"][slots])
@@ -172,32 +168,12 @@ class Sampler:
         if not len(penalized):
             return
         slots, controls = slots[penalized], controls[penalized]
-        numbers = penalized, slots, states.num_known[slots], states.num_prompt[slots]
-        rows, owners, known, prompt = self._send(np.stack(numbers))
-        place = torch.arange(int(numbers[2].max()), device=self._device)
-        tokens = states.memory[states.places(owners[:, None], place)].long()
-        is_known = place < known[:, None]
-        seen = self._counts(tokens, is_known) > 0
-        counts = self._counts(tokens, is_known & (place >= prompt[:, None]))
+        ends = states.num_prompt[slots], states.num_known[slots]
+        spans = np.stack([states.places(slots, positions) for positions in (np.zeros_like(slots), *ends)], axis=1)
         names = "repetition_penalty", "frequency_penalty", "presence_penalty"
-        repetition, frequency, presence = self._send(np.stack([controls[name] for name in names]))[..., None]
-        x = logits[rows]
-        x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
-        x -= frequency * counts
-        x -= presence * (counts > 0)
-        logits[rows] = x
-
-    def _counts(self, tokens: Tensor, chosen: Tensor) -> Tensor:
-        """How often each id stands in each row of `tokens` where `chosen`, float32 `[rows, vocab]`."""
-        counts = torch.zeros(len(tokens), self._vocab_size, device=self._device)
-        return counts.scatter_add_(1, tokens, chosen.to(counts.dtype))
-
-    def _logprobs(self, raw: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, ...]:
-        """Of the log-probabilities `raw` `[rows, vocab]`: the sampled tokens', their ranks, and the likeliest ones."""
-        sampled = raw.gather(1, tokens[:, None])
-        ranks = (raw > sampled).sum(dim=-1) + 1
-        top = raw.topk(min(num_top, self._vocab_size), dim=-1)
-        return sampled[:, 0], ranks, top.indices, top.values
+        factors = np.stack([controls[name] for name in names], axis=1)
+        sent = (self._send(part) for part in (penalized, spans, factors))
+        kernels.penalize(logits, states.memory, *sent, longest=int(ends[1].max()))
 
     def _send(self, values: npt.NDArray[Any]) -> Tensor:
         return send(values, self._device)

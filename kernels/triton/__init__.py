@@ -14,6 +14,7 @@ from quire.kernels.triton import attention as _attention
 from quire.kernels.triton import elementwise as _elementwise
 from quire.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
 from quire.kernels.triton.experts import fused_experts
+from quire.kernels.triton.logits import penalize, score_tokens
 from quire.kernels.triton.routing import route
 from quire.kernels.triton.sampling import sample
 
@@ -22,10 +23,12 @@ __all__ = [
     "add_rms_norm",
     "fused_experts",
     "paged_attention",
+    "penalize",
     "rms_norm",
     "rotary_write_kv",
     "route",
     "sample",
+    "score_tokens",
 ]
 
 

@@ -122,6 +122,18 @@ def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call
         ),
     )
     logits = torch.randn(6, 9999, generator=noise).to(device)
+    asked = whole(0, 9998, 5000, 17, 3, 4096)
+    yield "score_tokens", lambda module: module.score_tokens(logits, asked, 5)
+    told = torch.randint(9999, (600,), generator=noise).to(device, torch.int32)
+    told[20:70:3] = 5
+
+    def penalize(module: Any) -> Tensor:
+        changed = logits.clone()
+        spans, factors = whole(10, 40, 600, 0, 0, 30).view(2, 3), torch.tensor([[1.3, 0.5, 0.25], [0.7, 1.0, -1.0]])
+        module.penalize(changed, told, whole(4, 1), spans, factors.to(device), 590)
+        return changed
+
+    yield "penalize", penalize
     controls = (
         torch.tensor([1.0, 0.7, 1.0, 0.0, 1.0, 1.0]),
         torch.tensor([0, 5, 0, 9, 9, 4000]),

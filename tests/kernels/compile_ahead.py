@@ -107,6 +107,10 @@ def run_all() -> None:
         platform.route(torch.zeros(4, experts), min(8, experts // 4), scoring, correction_bias=bias, **options)
     ones, whole = torch.ones(3), torch.ones(3, dtype=torch.int64)
     for vocab in (128_256, 262_144):
+        logits, spans = torch.zeros(3, vocab), torch.zeros(3, 3, dtype=torch.int64)
+        platform.score_tokens(logits, whole, 5)
+        for longest in (40, 100_000):
+            platform.penalize(logits, torch.zeros(9, dtype=torch.int32), whole, spans, torch.ones(3, 3), longest)
         for top_k in (0, 20):
             platform.sample(torch.zeros(3, vocab), ones, whole * top_k, 0.9 * ones, ones, whole, whole)
 

@@ -291,6 +291,31 @@ def test_rows_may_be_a_part_of_wider_ones() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("width", [1, 50, 5000])
+def test_scores_of_tokens(width: int) -> None:
+    logits, tokens = torch.randn(6, width) * 4, torch.randint(width, (6,))
+    logits[0, : width // 2] = -torch.inf
+    tokens[1] = logits[1].argmax()
+    for rows in (slice(None), slice(0)):
+        given = logits[rows], tokens[rows], min(7, width)
+        close(kernels.score_tokens(*given), reference.score_tokens(*given))
+
+
+@pytest.mark.parametrize("vocab", [9, 5000])
+def test_penalties(vocab: int) -> None:
+    """Few and many tokens, each seen once or often, in the prompt, in the output or in both."""
+    logits, tokens = torch.randn(5, vocab) * 4, torch.randint(vocab, (9000,)).int()
+    tokens[30:60] = 3
+    spans = torch.tensor([[0, 10, 50], [20, 40, 40], [100, 100, 101], [5, 5000, 9000]])
+    rows, factors = torch.tensor([4, 0, 1, 2]), torch.rand(4, 3) * 2 + 0.1
+    found, expected = logits.clone(), logits.clone()
+    kernels.penalize(found, tokens, rows, spans, factors, 8995)
+    reference.penalize(expected, tokens, rows, spans, factors, 8995)
+    close(found, expected)
+    assert torch.equal(found[3], logits[3])
+    assert not torch.equal(found[1], logits[1])
+
+
 def test_the_check_passes_what_is_right_and_names_what_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,16 +356,15 @@ def test_every_kernel_compiles_for_hopper() -> None:
     *variants, last = done.stdout.splitlines()
     assert last == f"{len(variants)} kernels compiled for sm_90"
     names = {line.split()[0] for line in variants}
-    assert len(names) == 17, names
-    of_float32 = {
-        "_join",
-        "_tiles",
-        "_begin",
-        "_gather",
-        "_choose",
-        "_draw",
-        "_weigh",
-        "_finish",
-    }  # their first argument
-    for name in names - {f"{name}_kernel" for name in of_float32}:
-        assert {line.split()[1] for line in variants if line.startswith(name)} == {"fp32", "bf16", "fp16"}
+    assert len(names) == 20, names
+    for name in (
+        "_act_mul",
+        "_decodes",
+        "_grouped",
+        "_prompts",
+        "_rms_norm",
+        "_rotary_write",
+        "_sum",
+    ):  # by the model's
+        types = {line.split()[1] for line in variants if line.startswith(f"{name}_kernel")}
+        assert types == {"fp32", "bf16", "fp16"}, name

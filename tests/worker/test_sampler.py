@@ -241,10 +241,10 @@ def test_logprobs_are_those_of_the_model(features: dict[str, Any]) -> None:
 
 def test_plain_greedy_rows_pay_for_one_argmax_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "PLATFORMS", {})
-    for name in ("gumbel_noise", "uniform_noise", "_keep_top", "_keep_probable"):
+    for name in ("gumbel_noise", "uniform_noise", "_keep_top", "_keep_probable", "score_tokens", "penalize"):
         monkeypatch.setattr(reference, name, None)
-    for name in ("_logprobs", "_counts"):
-        monkeypatch.setattr(Sampler, name, None)
+    for name in ("score_tokens", "penalize"):
+        monkeypatch.setattr(kernels, name, None)
     rows = [Row(torch.randn(VOCAB), temperature=0.0) for _ in range(5)]
     best = [int(row.logits.argmax()) for row in rows]
     assert sample(*rows)[0] == best
