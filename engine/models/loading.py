@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import re
 import zlib
 from collections import defaultdict, deque
@@ -33,6 +34,7 @@ from quire.engine.models.checkpoint import Stored, find
 from quire.engine.models.checkpoint_files import FP8_SCALES, Checkpoint, open_files
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
+from quire.engine.models.staging import Staging
 from quire.engine.parallel import ExpertGroup, Parallel
 from quire.engine.pooling import Dense
 
@@ -45,7 +47,7 @@ _DTYPES = ("F32", "BF16", "F16", "FP8", "MXFP4")
 _NAMED_PROBLEMS = 8
 _DUMMY_DEVIATION = 0.02
 _DUMMY_ELEMENTS = 1 << 20
-_READERS = 4
+_READERS, _GPU_READERS = 4, 8
 _AHEAD_SHARE, _AHEAD_BYTES = 32, 1 << 30
 """What is filled and not yet packed is at most this part of the rank's weights, and so many bytes."""
 
@@ -104,7 +106,13 @@ def load_model(
         _warn_of_surplus(decoder.surplus, model)
     elif rank == 0:
         _report_surplus(checkpoint.headers, model)
-    _fill(units, partial(_read, checkpoint), readers=_READERS, bar=rank == 0 and config.parallel.is_first_here)
+    bar = rank == 0 and config.parallel.is_first_here
+    if device.type == "cpu":
+        _fill(units, partial(_read, checkpoint), readers=_READERS, bar=bar)
+    else:
+        readers = max(_READERS, min(_GPU_READERS, len(os.sched_getaffinity(0)) // config.parallel.ranks_here))
+        read = partial(_read, checkpoint, staging=Staging(device))
+        _fill(units, read, readers=readers, bar=bar)
     return decoder
 
 
@@ -281,14 +289,18 @@ def _size(place: Place) -> int:
     return shard.elements * weight.element_size()
 
 
-def _read(checkpoint: Checkpoint, place: Place) -> None:
+def _read(checkpoint: Checkpoint, place: Place, staging: Staging | None = None) -> None:
     weight, shard, stored = place
-    _put(weight, shard, stored.arranged(shard, checkpoint[stored.name][stored.slice(shard)]))
+    _put(weight, shard, stored.arranged(shard, checkpoint[stored.name][stored.slice(shard)]), staging)
 
 
-def _put(weight: Weight, shard: Shard, values: Tensor) -> None:
+def _put(weight: Weight, shard: Shard, values: Tensor, staging: Staging | None = None) -> None:
     """Fill the shard's place; the padding after the last shard becomes zero."""
-    weight.data[shard.target].copy_(values)
+    target = weight.data[shard.target]
+    if staging is None:
+        target.copy_(values)
+    else:
+        staging.copy(target, values)
     if shard is weight.shards[-1] and shard.expert is None:
         end = shard.offset + shard.length
         weight.data.narrow(shard.dim, end, weight.shape[shard.dim] - end).zero_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import TypeVar
@@ -169,7 +169,7 @@ class DeviceParallel(GroupParallel):
         return everyone
 
 
-def told(chosen: list[Way | None]) -> str:
+def told(chosen: Sequence[Way | None]) -> str:
     """The sizes that go each way, in words."""
     names = ["NCCL" if way is None else way.name for way in chosen]
     steps = zip(pairwise([*names, "NCCL"]), SIZES, strict=True)

@@ -102,9 +102,9 @@ def test_each_rank_reads_its_share_only(folder: Path, tp: int, monkeypatch: pyte
     copied: list[int] = []
     put = loading._put
 
-    def counted(weight: Weight, shard: Shard, values: Tensor) -> None:
+    def counted(weight: Weight, shard: Shard, values: Tensor, *staging: None) -> None:
         copied.append(values.numel())
-        put(weight, shard, values)
+        put(weight, shard, values, *staging)
 
     monkeypatch.setattr(loading, "_put", counted)
     parallel = Parallel()
@@ -257,9 +257,9 @@ def test_a_layer_is_packed_as_soon_as_it_is_whole(folder: Path, monkeypatch: pyt
     unpacked: list[int] = []
     put, pack = loading._put, Linear.pack
 
-    def count_put(weight: Weight, shard: Shard, values: Tensor) -> None:
+    def count_put(weight: Weight, shard: Shard, values: Tensor, *staging: None) -> None:
         unpacked[-1] += 1
-        put(weight, shard, values)
+        put(weight, shard, values, *staging)
 
     def count_pack(layer: Linear, quantization: Quantization | None) -> None:
         unpacked.append(0)

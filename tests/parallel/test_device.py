@@ -58,10 +58,10 @@ class Site:
         host = ("kernel", str(self.rank)) if self.apart else HOST
         symmetric.here = lambda _: Place(host, self.rank, (0, 1))  # type: ignore[assignment]
         symmetric.allocate = self.allocate  # type: ignore[assignment]
-        symmetric.share = lambda memory, group: [self.way("one-shot", group), self.way("two-shot", group)]  # type: ignore[assignment]
-        symmetric.wait = lambda what, seconds: None  # type: ignore[assignment]
-        symmetric.measure = self.measure  # type: ignore[assignment]
-        dist.get_backend = lambda group=None: "nccl"  # type: ignore[assignment]
+        symmetric.share = lambda memory, group: [self.way("one-shot", group), self.way("two-shot", group)]
+        symmetric.wait = lambda what, seconds: None
+        symmetric.measure = self.measure
+        dist.get_backend = lambda group=None: "nccl"  # type: ignore[assignment, return-value]
 
     def allocate(self, _: torch.device) -> Tensor:
         if self.no_memory:
@@ -83,8 +83,8 @@ class Site:
         """One-shot is the fastest up to 64 KiB and two-shot up to 1 MiB, as this rank sees it."""
         (x,) = run.args  # type: ignore[attr-defined]
         name = "nccl" if run.func.__name__ == "all_reduce" else ("one-shot", "two-shot")[self.turn()]  # type: ignore[attr-defined]
-        size = x.nbytes
-        times = {"one-shot": size, "two-shot": 60 * KIB + size / 8, "nccl": 200 * KIB}
+        size: int = x.nbytes
+        times: dict[str, float] = {"one-shot": size, "two-shot": 60 * KIB + size / 8, "nccl": 200 * KIB}
         return times[name] * (1 + 0.01 * self.rank)
 
     turns = 0
@@ -135,9 +135,13 @@ def on_ranks(folder: Path, work: Callable[[DeviceParallel, Site], Any], *options
             process.join()
 
 
+def name(way: Way | None) -> str | None:
+    return None if way is None else way.name
+
+
 def ways_by_size(tp: DeviceParallel, site: Site) -> list[str | None]:
     sizes = (16, 4 * KIB, 64 * KIB, 64 * KIB + 16, 1 << 20, (1 << 20) + 16, MOST_BYTES, MOST_BYTES + 16, 24, 0)
-    return [way and way.name for way in (tp.way(torch.bfloat16, size) for size in sizes)]
+    return [name(tp.way(torch.bfloat16, size)) for size in sizes]
 
 
 def sums(tp: DeviceParallel, site: Site) -> list[Any]:
@@ -157,7 +161,7 @@ def sums(tp: DeviceParallel, site: Site) -> list[Any]:
 
 
 def types(tp: DeviceParallel, site: Site) -> dict[str, set[str | None]]:
-    return {str(dtype): {way and way.name for way in ways} for dtype, ways in tp.table.items()}
+    return {str(dtype): {name(way) for way in ways} for dtype, ways in tp.table.items()}
 
 
 def test_a_sum_goes_the_way_that_was_fastest_for_its_size(tmp_path: Path) -> None:

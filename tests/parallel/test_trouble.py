@@ -80,13 +80,13 @@ def receive_from_next(links: Links) -> None:
 
 def timeouts(links: Links) -> list[float]:
     groups = list(dist.distributed_c10d._world.pg_map)
-    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]  # type: ignore[attr-defined]
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
 
 def watched(links: Links) -> str:
     """What is said of a sum that the host has launched and does not wait for, as NCCL's are."""
     reports: SimpleQueue[str] = SimpleQueue()
-    look = torch._C._distributed_c10d._dump_fr_trace_json  # gloo's
+    look = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 (gloo's, which has no type)
     watch(TIMEOUT / 4, reports.put, lambda: unfinished(look(True, True)))
     dist.all_reduce(torch.ones(7, 2), async_op=True)
     return reports.get(timeout=60)
