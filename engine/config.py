@@ -128,7 +128,7 @@ class EngineOptions:
     itl_target_ms: float | None = flag(
         None,
         "with automatic step size, longest time from token to token while prompts are computed "
-        "(default: fifteen measured decode steps)",
+        "(default: five measured decode steps, up to fifteen where prompts queue up)",
         metavar="MS",
     )
     enable_chunked_prefill: bool = flag(True, "split long prompts over steps, beside running decodes")

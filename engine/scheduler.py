@@ -52,9 +52,13 @@ _FIRST_CHUNK = 256
 """Prompt tokens of a tuned step before anything is known of its time. From there, at most twice what was measured."""
 _LEAST_CHUNK = 32
 """Prompt tokens that a tuned step may always take, whatever its target, so that prompts get on."""
-_DECODE_STEPS = 15.0
-"""A step with prompt tokens takes by default as long as so many of decodes alone: only one part in so many of its time
-goes into the decodes, so that prompts are computed at nearly the best rate, however many there are."""
+_DECODE_STEPS = (5.0, 15.0)
+"""A step with prompt tokens takes by default as long as so many of decodes alone: few, so that nobody waits long for a
+token, but more where prompts queue up, which are then computed at nearly the best rate."""
+_SOON = 8.0
+"""Prompts that so many short steps compute do not queue up. With three times as many, steps are as long as they get."""
+_LOOK_AHEAD = 32
+"""Waiting requests that are looked at for it."""
 _ALONE_EVERY = 64
 """Of plans with decodes and prompt tokens, one in so many leaves the prompts out, to measure the decodes alone."""
 _LEAST_TARGET = 0.02
@@ -292,13 +296,19 @@ class Scheduler:
             return min(most, _FIRST_CHUNK)
         if not (self.decoding or self.guided or self.guided_under_way):
             return int(min(most, max(_FIRST_CHUNK, step_time.paying_prompt_tokens(_OVERHEAD))))
-        if limits.itl_target is not None:
-            target = limits.itl_target / self.stages  # a token passes every stage
-        else:
-            target = max(_LEAST_TARGET, _DECODE_STEPS * step_time.predict(Load(0, decodes, context, 0.0)))
         position = self.prefilling[0].num_computed if self.prefilling else 0
-        tokens = step_time.prompt_tokens_within(target, decodes, context, position)
-        return max(_LEAST_CHUNK, int(min(most, tokens)))
+
+        def within(seconds: float) -> int:
+            tokens = step_time.prompt_tokens_within(seconds, decodes, context, position)
+            return max(_LEAST_CHUNK, int(min(most, tokens)))
+
+        if limits.itl_target is not None:
+            return within(limits.itl_target / self.stages)  # a token passes every stage
+        short, long = _DECODE_STEPS
+        target = max(_LEAST_TARGET, short * step_time.predict(Load(0, decodes, context, 0.0)))
+        queued = sum(request.num_pending for request in self.prefilling)
+        queued += sum(request.num_pending for _, request in self.waiting[:_LOOK_AHEAD])
+        return within(target * min(long / short, max(1.0, queued / within(target) / _SOON)))
 
     def _context_of(self, decodes: int) -> int:
         """KV tokens that so many of the decodes read."""
