@@ -89,9 +89,7 @@ class Worker:
         self._links.close()
 
 
-def _load(
-    config: EngineConfig, rank: int, links: Links, device: torch.device, meter: CudaMeter | None
-) -> Runner:
+def _load(config: EngineConfig, rank: int, links: Links, device: torch.device, meter: CudaMeter | None) -> Runner:
     """Raises `ConfigError` where memory does not suffice for it."""
     try:
         return Runner(config, rank, links, device, meter)

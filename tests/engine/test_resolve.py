@@ -12,7 +12,7 @@ import torch
 
 from quire import kernels
 from quire.engine import devices
-from quire.engine.config import EngineOptions
+from quire.engine.config import EngineOptions, GraphConfig
 from quire.engine.errors import ConfigError
 from quire.engine.families import from_hf_config
 from quire.engine.resolve import Sizes, fetch_weights, plan_text, resolve
@@ -432,3 +432,51 @@ def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: 
 def test_replicas_that_there_are_not(tmp_path: Path, changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(options(folder(tmp_path), data_parallel_size=2, **changes))
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, memory: int = 24 << 30) -> None:
+    monkeypatch.setattr(devices, "find", lambda kind, groups: devices.Devices("cuda", sum(groups), memory))
+
+
+def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = folder(tmp_path)
+    assert resolve(options(model, cuda_graph_sizes="1,2", enforce_eager=True)).graphs == GraphConfig()  # on CPU
+    on_a_gpu(monkeypatch)
+
+    def sizes(**changes: Any) -> tuple[int, ...]:
+        return resolve(options(model, device="cuda", **changes)).graphs.sizes
+
+    assert sizes() == (1, 2, 4, *range(8, 257, 8))
+    assert sizes(max_num_seqs=1) == (1,)
+    assert sizes(max_num_seqs=3) == (1, 2, 3)
+    assert sizes(max_num_seqs=20) == (1, 2, 4, 8, 16, 20)
+    assert sizes(max_num_seqs=1200)[-3:] == (1024, 1152, 1200)
+    assert sizes(cuda_graph_sizes="8, 1,8,20") == (1, 8, 20)
+    assert sizes(enforce_eager=True) == ()
+    for text in ("", "0", "1,,2", "-1", "a"):
+        with pytest.raises(ConfigError, match="--cuda-graph-sizes must be numbers above 0"):
+            sizes(cuda_graph_sizes=text)
+    with pytest.raises(ConfigError, match=r"--cuda-graph-sizes 9 is more than the 8 requests .*\(--max-num-seqs\)"):
+        sizes(cuda_graph_sizes="9", max_num_seqs=8)
+
+
+def test_graphs_are_counted_and_the_plan_says_why_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "CUDA graph" not in plan_text(resolve(options(folder(tmp_path))))
+    on_a_gpu(monkeypatch)
+    asked = options(folder(tmp_path), device="cuda", max_num_seqs=16)
+    config = resolve(asked)
+    assert Sizes.of(config).graphs > 5 * 6 * (1 << 18)
+    assert "5 CUDA graphs for decodes of up to 16 requests, about" in plan_text(config)
+    one = resolve(options(folder(tmp_path), device="cuda", max_num_seqs=16, cuda_graph_sizes="16"))
+    assert Sizes.of(one).graphs < Sizes.of(config).graphs
+    eager = resolve(options(folder(tmp_path), device="cuda", enforce_eager=True))
+    assert Sizes.of(eager).graphs == 0
+    assert "no CUDA graphs: --enforce-eager" in plan_text(eager)
+    pooling = resolve(options(folder(tmp_path), device="cuda", runner="pooling"))
+    assert pooling.graphs.why_none == "a model that embeds has no decode steps"
+    fits = Sizes.of(config).weights[0] + Sizes.of(config).workspace
+    on_a_gpu(monkeypatch, int(fits / 0.9) + (1 << 16))
+    with pytest.raises(ConfigError, match=r"workspace .* \+ CUDA graphs .* per rank"):
+        resolve(asked)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,7 +28,6 @@ if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)
 
 from quire.kernels import dispatch, triton
-from quire.kernels.triton import attention, elementwise, experts
 
 ROWS = 5
 
@@ -46,8 +46,8 @@ class _Launch:
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The Triton module as it is, but for its kernels; so results are what memory held."""
-    module: ModuleType
-    for module in (attention, elementwise, experts):
+    for found in pkgutil.iter_modules(triton.__path__):
+        module = importlib.import_module(f"{triton.__name__}.{found.name}")
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, _Launch())
     monkeypatch.setattr(dispatch, "PLATFORMS", {"cpu": triton})

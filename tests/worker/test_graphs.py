@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import torch
 from quire.engine.config import EngineConfig, ExpertParallelConfig, GraphConfig
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.messages import SamplingParams
+from quire.engine.models.loading import load
 from quire.engine.parallel import ExpertGroup, Parallel, Peers, Placement, connect
 from quire.engine.worker import graphs
 from quire.engine.worker.graphs import DecodeGraphs
-from quire.engine.worker.runner import Runner
+from quire.engine.worker.runner import Runner, allocate_caches
 from tests.e2e.harness import Ranks
 from tests.fakes.recorder import CallAgain, Recording
 from tests.fakes.threads import ThreadExecutor
@@ -174,6 +176,25 @@ def test_ranks_and_stages_replay(
         assert recorder.replayed >= 10
 
 
+def test_what_is_sent_to_the_next_stage_stays(recorder: Recording, folders: Callable[[str], Path]) -> None:
+    """On the way while the next step runs, as two stages have two steps."""
+    config = config_of(folders("Llama"), 2, pipeline_parallel_size=2)
+    for stage, stays in ((0, True), (1, False)):
+        model = load(config, stage, Parallel(), CPU)
+        caches = allocate_caches(config, stage, CPU)
+        captured = DecodeGraphs(model, caches, config, CPU, stage)
+        captured.capture(bar=False)
+        step = graphs._Inputs(config, CPU, receives=False).batch(2)
+        width = config.model.architecture.hidden_size
+        with torch.inference_mode():
+            first = captured.run(torch.ones(2, width) if stage else None, step)
+            assert first is not None
+            before = first.clone()
+            other = torch.randn(2, width) if stage else None
+            assert captured.run(other, replace(step, token_ids=torch.tensor([5, 9]))) is not None
+        assert torch.equal(first, before) == stays
+
+
 @pytest.mark.parametrize("redundant", [0, 4])
 def test_experts_move_where_replays_look_for_them_and_padding_is_no_load(
     redundant: int, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -259,3 +280,69 @@ def test_cpus_capture_nothing(folders: Callable[[str], Path]) -> None:
     runner.settle()
     assert isinstance(runner._graphs, DecodeGraphs)
     assert not runner._graphs._replays
+
+
+class FakeCuda:
+    """As much of torch.cuda as capturing needs, and what was asked of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.mode = 0
+        calls = self.calls
+
+        class Graph:
+            def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+                calls.append(f"begin in {pool}, {capture_error_mode}")
+
+            def capture_end(self) -> None:
+                calls.append("end")
+
+            def replay(self) -> None:
+                calls.append("replay")
+
+        def set_mode(mode: str | int) -> None:
+            self.mode = {"error": 2}.get(str(mode), 0)
+
+        for name, value in {
+            "CUDAGraph": Graph,
+            "Stream": lambda device: "side",
+            "stream": lambda stream: contextlib.nullcontext(),
+            "synchronize": lambda: None,
+            "graph_pool_handle": lambda: "pool",
+            "get_sync_debug_mode": lambda: 0,
+            "set_sync_debug_mode": set_mode,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def step(self) -> None:
+        self.calls.append(f"step {self.mode}")
+
+
+def test_cuda_graphs_are_warmed_up_checked_once_and_captured_into_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    recorder = graphs.recorder_of(torch.device("cuda", 0))
+    assert recorder is not None
+    first, second = recorder.capture(cuda.step), recorder.capture(cuda.step)
+    capture = ["begin in pool, thread_local", "step 0", "end"]
+    assert cuda.calls == ["step 0", "step 2", *capture, "step 0", *capture]
+    cuda.calls.clear()
+    second()
+    first()
+    assert cuda.calls == ["replay", "replay"]
+
+
+@pytest.mark.parametrize("place", [1, 2, 3])
+def test_a_capture_that_fails_leaves_cuda_as_it_was(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+
+    def step() -> None:
+        cuda.step()
+        if sum(call.startswith("step") for call in cuda.calls) == place:
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    recorder = graphs.recorder_of(torch.device("cuda", 0))
+    assert recorder is not None
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        recorder.capture(step)
+    assert cuda.mode == 0
+    assert cuda.calls.count("end") == sum(call.startswith("begin") for call in cuda.calls)
