@@ -35,20 +35,19 @@ __all__ = [
 def rotary_write_kv(
     query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    return _of(cache, _elementwise).rotary_write_kv(query, key, value, rotations, cache, slots)
+    return _of(cache, _elementwise, reads=False).rotary_write_kv(query, key, value, rotations, cache, slots)
 
 
 def paged_attention(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:
     return _of(cache, _attention).paged_attention(query, cache, *batch, **options)
 
 
-def _of(cache: Tensor, module: ModuleType) -> Any:
+def _of(cache: Tensor, module: ModuleType, reads: bool = True) -> Any:
     """Where the operations on such a cache are: the reference's where a GPU cannot read it.
 
     Scales are read as float32 where they stand, and 8-bit floats by instructions that came with compute capability 8.9.
     """
     if cache.dtype in LARGEST and cache.shape[-1] % SCALE_BYTES:
         return reference
-    if cache.dtype == torch.float8_e4m3fn and cache.is_cuda and torch.cuda.get_device_capability(cache.device) < (8, 9):
-        return reference
-    return module
+    is_fp8 = reads and cache.is_cuda and cache.dtype == torch.float8_e4m3fn
+    return reference if is_fp8 and torch.cuda.get_device_capability(cache.device) < (8, 9) else module

@@ -437,7 +437,7 @@ def _pieces(head_dim: int) -> tuple[int, int]:
 
 def _tile(head_dim: int, width: int) -> tuple[int, int]:
     """Rows (queries × heads) and keys of a tile, of numbers of `width` bytes: what fits registers and shared memory."""
-    rows = 16 if head_dim > 256 else 128 if head_dim * width <= 256 else 64
+    rows = 128 if head_dim * width <= 256 else 64 if head_dim <= 256 else 32
     return rows, 64 if head_dim * width <= 512 else 32 if head_dim * width <= 1152 else 16
 
 
@@ -492,7 +492,7 @@ def paged_attention(
             SINKS=sinks is not None,
             HEADS=of_heads,
             QUERIES=queries,
-            num_warps=8 if most_rows > 16 else 4,
+            num_warps=8,
         )
     rows, room = max(16, of_heads), _most_parts(block_tables.shape[1] * block_size)
     columns = kv_heads * triton.cdiv(group, rows)
@@ -505,7 +505,8 @@ def paged_attention(
         **options,
         **cut,
         HEADS=rows,
-        num_warps=4,
+        num_warps=8 if head_dim > 128 else 4,
+        num_stages=5 if head_dim <= 128 else 3,  # every second one for the block table: two tiles, or one, to come
     )
     width = min(128, triton.next_power_of_2(head_dim))
     _join_kernel[requests, heads, triton.cdiv(head_dim, width)](

@@ -110,13 +110,28 @@ def _turned(row, column, rotations, half, width):
 
 
 @triton.jit
+def _e4m3(x):
+    """The bits of |x| ≤ 448 as an 8-bit float, ties to even: by arithmetic, as no GPU but the newest converts them.
+
+    Below 2⁻⁶ they count steps of 2⁻⁹; above, they are those of the float32, whose exponent is biased by 127, not 7.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    plain = bits & 0x7FFFFFFF
+    rounded = ((plain + 0x7FFFF + ((plain >> 20) & 1)) >> 20) - 960
+    steps = (tl.abs(x) * 512.0 + 12582912.0 - 12582912.0).to(tl.int32)
+    return tl.where(plain < 0x3C800000, steps, rounded) | ((bits >> 24) & 0x80)
+
+
+@triton.jit
 def _write_row(row, scale_at, values, column, width, LARGEST: tl.constexpr):
     """A row of the KV cache, quantized where there is a LARGEST number (see `quire.kernels.cache`)."""
     if LARGEST:
         wide = values.to(tl.float32)
         scale = tl.div_rn(tl.max(tl.abs(tl.where(column < width, wide, 0.0)), axis=0), LARGEST)
         values = tl.clamp(tl.div_rn(wide, tl.where(scale > 0.0, scale, 1.0)), -LARGEST, LARGEST)
-        if row.dtype.element_ty == tl.int8:
+        if LARGEST == 448.0:
+            values = _e4m3(values)
+        else:
             values = values + 12582912.0 - 12582912.0  # to an integer, ties to even
         tl.store(scale_at, scale, mask=width > 0)
     tl.store(row + column, values.to(row.dtype.element_ty), mask=column < width)
@@ -184,7 +199,8 @@ def rotary_write_kv(
     out, largest = torch.empty(query.shape, dtype=query.dtype, device=query.device), LARGEST.get(cache.dtype, 0.0)
     if tokens:
         _rotary_write_kernel[(tokens, heads + kv_heads)](
-            *(query, key, value, rotations.contiguous(), slots, out, cache),
+            *(query, key, value, rotations.contiguous(), slots, out),
+            cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache,
             cache[0].view(torch.float32) if largest else cache,
             *(heads, query_width, key_width, rotations.shape[1] // 2, cache.shape[3]),
             *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),

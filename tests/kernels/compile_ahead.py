@@ -6,7 +6,11 @@ compute capability given. Prints a line for each kernel and variant.
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from quire.kernels import triton as platform
+from quire.kernels.cache import LARGEST, allocate_kv_cache
 
 SHARED_BYTES = 227 * 1024
 """That a block of threads may have on Hopper (CUDA programming guide, table of compute capabilities)."""
@@ -26,7 +31,11 @@ _TYPES = {
     torch.float16: "fp16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
 }
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 compiled: set[tuple[object, ...]] = set()
 
 
@@ -35,7 +44,8 @@ def compile_launch(kernel: JITFunction[Any], capability: int, args: tuple[Any, .
     given = dict(zip(kernel.arg_names, args, strict=False))
     meta = {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
     signature: dict[str, str] = {}
-    for name, value in given.items():
+    attrs: dict[tuple[int], list[list[object]]] = {}
+    for number, (name, value) in enumerate(given.items()):
         match value:
             case Tensor():
                 signature[name] = f"*{_TYPES[value.dtype]}"
@@ -43,16 +53,30 @@ def compile_launch(kernel: JITFunction[Any], capability: int, args: tuple[Any, .
                 signature[name] = "fp32"
             case int():
                 signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        if not isinstance(value, float) and (isinstance(value, Tensor) or value % 16 == 0):  # as a launch does
+            attrs[number,] = [["tt.divisibility", 16]]
     signature |= dict.fromkeys(meta, "constexpr")
-    variant = (kernel.__name__, *signature.items(), *meta.items(), *_divisible(kernel, given))
+    variant = (kernel.__name__, *signature.items(), *meta.items(), *attrs)
     if variant in compiled:
         return
     compiled.add(variant)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=meta, attrs=_divisible(kernel, given))
+    source = ASTSource(fn=kernel, signature=signature, constexprs=meta, attrs=attrs)
     out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert out.metadata.shared <= SHARED_BYTES, f"{kernel.__name__} needs {out.metadata.shared} bytes of shared memory"
     kind = next(iter(signature.values())).removeprefix("*")
-    print(f"{kernel.__name__} {kind} {meta}: {len(out.asm['cubin'])} bytes, shared memory {out.metadata.shared}")
+    print(
+        f"{kernel.__name__} {kind} {meta}: {len(out.asm['cubin'])} bytes, shared memory {out.metadata.shared}, "
+        f"{' '.join(resources(out.asm['cubin']))}"
+    )
+
+
+def resources(cubin: bytes) -> list[str]:
+    """Registers of a thread, and bytes of its stack, which is where registers are spilled to."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"REG:\d+|STACK:\d+", said)
 
 
 def _divisible(kernel: JITFunction[Any], given: dict[str, Any]) -> dict[tuple[int, ...], list[list[object]]]:
@@ -77,9 +101,12 @@ def run_all() -> None:
             query, cache = torch.zeros(9, heads, head_dim, dtype=dtype), torch.zeros(2, 64, kv_heads, 16, head_dim)
             key = torch.zeros(9, kv_heads, head_dim, dtype=dtype)
             slots, turns = torch.zeros(9, dtype=torch.int64), torch.zeros(9, head_dim)
-            platform.rotary_write_kv(query, key, key, turns, cache.to(dtype), slots)
             per_head = torch.zeros(heads)
-            platform.paged_attention(query, cache.to(dtype), table, lengths, starts, 0.1)
+            for of_cache in (dtype, *LARGEST):
+                shape = (1, 64, kv_heads, 16, head_dim, of_cache, cache.device)
+                of_layer = allocate_kv_cache(*shape)[0]
+                platform.rotary_write_kv(query, key, key, turns, of_layer, slots)
+                platform.paged_attention(query, of_layer, table, lengths, starts, 0.1)
             platform.paged_attention(
                 *(query, cache.to(dtype), table, lengths, starts, 0.1),
                 window=128,
@@ -87,8 +114,10 @@ def run_all() -> None:
                 sinks=per_head,
                 slopes=per_head,
             )
-        query, side = torch.zeros(9, 128, 576, dtype=dtype), torch.zeros(1, 64, 1, 16, 576, dtype=dtype)
-        platform.paged_attention(query, side.expand(2, -1, -1, -1, -1), table, lengths, starts, 0.1)
+        query = torch.zeros(9, 128, 576, dtype=dtype)
+        for of_cache in (dtype, *LARGEST):
+            side = allocate_kv_cache(1, 64, 1, 16, 576, of_cache, query.device, sides=1)[0]
+            platform.paged_attention(query, side.expand(2, -1, -1, -1, -1), table, lengths, starts, 0.1)
         weights, ids = torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int64)
         matrices = torch.zeros(8, 256, 4096, dtype=dtype), torch.zeros(8, 4096, 128, dtype=dtype)
         biases = torch.zeros(8, 256, dtype=dtype), torch.zeros(8, 4096, dtype=dtype)
