@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -14,6 +15,7 @@ import machine
 
 from gpu.lab import Lab
 from gpu.records import Check, Note, Record
+from quire.engine import devices
 
 _PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "numpy")
 
@@ -27,13 +29,12 @@ def identify(lab: Lab) -> Iterator[Record]:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
+    data: dict[str, Any] = {"device": facts}
     if lab.device == "cuda":
+        data["free memory"] = devices.find("cuda", (1,)).memory  # before this process takes any
         facts |= _card(torch)
     else:
         facts["name"] = machine.cpu_name()
-    data: dict[str, Any] = {"device": facts}
-    if lab.device == "cuda":
-        data["free memory"] = torch.cuda.mem_get_info()[0]
     yield Note(", ".join(f"{name} {value}" for name, value in facts.items()), data)
     if lab.device == "cuda":
         usable = bool((torch.ones(8, device="cuda").sum() == 8).item())
@@ -44,19 +45,21 @@ def _card(torch: Any) -> dict[str, Any]:
     import pynvml
 
     properties = torch.cuda.get_device_properties(0)
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     free, total = torch.cuda.mem_get_info()
-    return {
+    facts = {
         "name": properties.name,
-        "driver": str(pynvml.nvmlSystemGetDriverVersion()),
         "CUDA of torch": torch.version.cuda,
         "capability": f"{properties.major}.{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory": f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free",
-        "power limit": f"{pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3:.0f} W",
         "cards": torch.cuda.device_count(),
     }
+    with contextlib.suppress(pynvml.NVMLError):  # a virtual machine may not be told
+        pynvml.nvmlInit()
+        facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+        facts["power limit"] = f"{pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3:.0f} W"
+    return facts
 
 
 def ceilings(lab: Lab) -> Iterator[Record]:

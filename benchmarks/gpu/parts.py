@@ -137,12 +137,10 @@ def _settle(lab: Lab) -> None:
     wanted = lab.data.get("free memory")
     if lab.device != "cuda" or wanted is None:
         return
-    import pynvml
+    from quire.engine import devices
 
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     until = time.monotonic() + _SETTLE
-    while pynvml.nvmlDeviceGetMemoryInfo(handle).free < 0.98 * wanted and time.monotonic() < until:
+    while devices.find("cuda", (1,)).memory < 0.98 * wanted and time.monotonic() < until:
         time.sleep(_POLL)
 
 
