@@ -26,6 +26,7 @@ ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Eng
         "KV blocks in use, from 0 to 1.",
         lambda s: s.kv_blocks_used / s.kv_blocks if s.kv_blocks else 0.0,
     ),
+    ("kv_cache_blocks", "gauge", "KV blocks that there are.", lambda s: s.kv_blocks),
     (
         "prefix_cache_queries",
         "counter",

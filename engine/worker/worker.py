@@ -29,8 +29,8 @@ from quire.engine.layers.attention import attention_needs
 from quire.engine.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
 from quire.engine.parallel import Links, connect
 from quire.engine.ring import Ring
-from quire.engine.worker.exhaustion import is_out_of_memory, remedy
-from quire.engine.worker.memory import CudaMeter
+from quire.engine.worker.exhaustion import REMEDY, is_out_of_memory
+from quire.engine.worker.memory import CudaMeter, Meter
 from quire.engine.worker.runner import Runner
 from quire.engine.worker.transfer import Launched
 
@@ -48,7 +48,7 @@ class Worker:
     def __init__(self, config: EngineConfig, rank: int, init_method: str | None) -> None:
         parallel = config.parallel
         started = time.perf_counter()
-        meter: CudaMeter | None = None
+        meter: Meter | None = None
         if parallel.device == "cpu":
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.ranks_here)))
@@ -89,7 +89,7 @@ class Worker:
         self._links.close()
 
 
-def _load(config: EngineConfig, rank: int, links: Links, device: torch.device, meter: CudaMeter | None) -> Runner:
+def _load(config: EngineConfig, rank: int, links: Links, device: torch.device, meter: Meter | None) -> Runner:
     """Raises `ConfigError` where memory does not suffice for it."""
     try:
         return Runner(config, rank, links, device, meter)

@@ -144,7 +144,11 @@ def test_an_api_process_that_joins_gets_ready_and_nothing_runs_on_for_the_one_be
         [submit(0, "a", [1], 50), submit(1, "b", [2], 50), submit(1, "c", [3], 50)],
     )
     core.run()
-    assert [client for client, message in wire_of(core).sent if isinstance(message, Ready)] == [1]
+    ((client, ready),) = ((c, message) for c, message in wire_of(core).sent if isinstance(message, Ready))
+    assert client == 1
+    assert ready.stats is not None
+    assert ready.stats.kv_blocks == core.scheduler.kv.num_blocks
+    assert ready.stats.steps > 0
     assert list(core.scheduler.requests) == ["a"]
     core.scheduler.check_integrity()
 

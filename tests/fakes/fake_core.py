@@ -226,5 +226,5 @@ if __name__ == "__main__":
             core.run()
         case mode:
             if mode != "loading":
-                core.broadcast(Ready({"engine in all": 0.0}, core.replica))
+                core.broadcast(Ready({"engine in all": 0.0}, core.replica, core.stats))
             core.run()

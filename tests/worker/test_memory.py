@@ -15,7 +15,7 @@ from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.errors import ConfigError
 from quire.engine.messages import SamplingParams, StepPlan, StepResult
 from quire.engine.parallel import connect
-from quire.engine.resolve import Sizes, resolve
+from quire.engine.resolve import Sizes, limit_blocks, resolve
 from quire.engine.worker import memory
 from quire.engine.worker.exhaustion import is_out_of_memory
 from quire.engine.worker.runner import Runner
@@ -65,8 +65,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def many(folder: Path, **options: Any) -> EngineConfig:
     """So many requests at once that the memory is what limits the cache."""
-    limits = {"max_num_seqs": 1 << 13, "max_num_batched_tokens": 1 << 13}
-    return resolve(EngineOptions(model=str(folder), device="cpu", **limits, **options))
+    most = 1 << 13
+    return resolve(
+        EngineOptions(model=str(folder), device="cpu", max_num_seqs=most, max_num_batched_tokens=most, **options)
+    )
 
 
 def fit(config: EngineConfig, meter: FakeMeter) -> int:
@@ -164,8 +166,9 @@ def test_the_largest_step_runs_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, budget: int, rows: int
 ) -> None:
     folder = write_checkpoint(family, tmp_path, **({"sliding_window": 16} if family == "mistral" else {}))
-    limits = {"max_num_seqs": rows, "max_num_batched_tokens": budget, "block_size": 4}
-    config = resolve(EngineOptions(model=str(folder), device="cpu", **limits))
+    config = resolve(
+        EngineOptions(model=str(folder), device="cpu", max_num_seqs=rows, max_num_batched_tokens=budget, block_size=4)
+    )
     seen = Recorder(monkeypatch)
     meter = FakeMeter()
     meter.watch = lambda: None  # type: ignore[method-assign]  # the step runs in the runner, and not in the meter
@@ -174,7 +177,7 @@ def test_the_largest_step_runs_and_leaves_nothing_behind(
     assert step.num_tokens == min(budget, rows * 511)
     assert step.num_rows == len(step.new) == len(end.released) == min(rows, budget)
     assert all(len(new.token_ids) < 512 for new in step.new)
-    assert runner.num_blocks == runner._caches[0].memory.shape[1] == memory.limit_blocks(config, 1 << 40, 1)
+    assert runner.num_blocks == runner._caches[0].memory.shape[1] == limit_blocks(config, 1 << 40, 1)
     prompt = [5, 6, 7, 8, 9, 10, 11]
     request = Request(prompt, SamplingParams(temperature=0.0))
     Driver(runner.execute, rows, 40, 4).decode([request], 8, budget) if family == "llama" else None
