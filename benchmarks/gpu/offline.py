@@ -23,6 +23,7 @@ def measure(lab: Lab) -> Iterator[Record]:
     begun = time.perf_counter()
     with LLM(**lab.engine_options(lab.model_folder())) as llm:
         yield Note(f"LLM loaded in {time.perf_counter() - begun:.1f} s")
+        _generate(llm, lab.prompts(streams, prompt, seed=0), _SHORT)  # compiles what is not compiled yet
         warm = lab.prompts(streams, prompt, seed=1)
         short = _generate(llm, warm, _SHORT)
         longer = _generate(llm, warm, _LONGER)  # whose prompts are in the prefix cache
