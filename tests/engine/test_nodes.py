@@ -109,6 +109,8 @@ class Hosts:
         self.options = options
         self.other = replace(options, node_rank=1)
         self.config = resolve(options)
+        self.measured = 0
+        """KV blocks of the ranks of node 1; 0: they measure nothing."""
         self.ends: SimpleQueue[None] = SimpleQueue()
         self.follower: Follower | None = None
         self.executor: NodesExecutor | None = None
@@ -138,7 +140,7 @@ class Hosts:
             if self._error is None or ended.reason != str(self._error):
                 raise
             raise self._error from None
-        self.say(NodeReady({"load weights": 2.0}))
+        self.say(NodeReady({"load weights": 2.0}, self.measured))
         leading.join()
         assert self._error is None
         self.ranks = FakeRanks.made.get(timeout=5)
@@ -226,6 +228,13 @@ def test_the_kv_cache_is_that_of_the_smallest_node(hosts: Hosts) -> None:
     assert hosts.executor is not None
     assert hosts.executor.config.cache.num_blocks == hosts.ranks.config.cache.num_blocks == own - 5
     assert hosts.begin.num_blocks == own - 5
+
+
+def test_the_kv_cache_is_as_large_as_ranks_have_measured(hosts: Hosts) -> None:
+    hosts.measured = hosts.config.cache.num_blocks + 7
+    hosts.start()
+    assert hosts.executor is not None
+    assert hosts.executor.config.cache.num_blocks == hosts.measured
 
 
 def test_a_larger_node_changes_nothing(hosts: Hosts) -> None:
