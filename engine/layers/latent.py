@@ -142,15 +142,15 @@ class LatentAttention(nn.Module):
         mixed = query.new_empty(*query.shape[:2], spec.value_dim)
         for heads in self._pieces(len(rows)):
             weight = self.up.weight.view(self._heads, -1, spec.latent_dim)[heads]
-            made = torch.nn.functional.linear(latent, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
-            made = made.transpose(0, 1)  # [heads, rows, …]
+            made = torch.nn.functional.linear(latent, weight.flatten(0, 1))
+            made = made.view(-1, *weight.shape[:2]).transpose(0, 1)  # [heads, rows, plain_dim + value_dim]
             keys, values = made.split_with_sizes((spec.plain_dim, spec.value_dim), dim=-1)
             sides = query.new_empty(2, *made.shape[:2], width)
             sides[0, ..., : spec.rope.dim] = rotary
             sides[0, ..., spec.rope.dim : spec.head_dim] = keys
             sides[0, ..., spec.head_dim :] = 0.0
             sides[1, ..., : spec.value_dim] = values  # behind them stands anything, for a result that is left out
-            made_cache = sides.unflatten(2, (total, size)).transpose(1, 2)
+            made_cache = sides.view(2, -1, total, size, width).transpose(1, 2)
             out = kernels.paged_attention(
                 asked[:, heads], made_cache, tables_made, batch.sequence_lengths, batch.query_starts, spec.scale
             )

@@ -172,8 +172,8 @@ class Sampler:
         spans = np.stack([states.places(slots, positions) for positions in (np.zeros_like(slots), *ends)], axis=1)
         names = "repetition_penalty", "frequency_penalty", "presence_penalty"
         factors = np.stack([controls[name] for name in names], axis=1)
-        sent = (self._send(part) for part in (penalized, spans, factors))
-        kernels.penalize(logits, states.memory, *sent, longest=int(ends[1].max()))
+        rows, places, sent = (self._send(part) for part in (penalized, spans, factors))
+        kernels.penalize(logits, states.memory, rows, places, sent, int(ends[1].max()))
 
     def _send(self, values: npt.NDArray[Any]) -> Tensor:
         return send(values, self._device)

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from quire.kernels import reference
 from quire.kernels import triton as platform
 from quire.kernels.cache import LARGEST, allocate_kv_cache
 
@@ -125,13 +126,14 @@ def run_all() -> None:
         platform.fused_experts(x, weights, ids, *matrices, "swiglu_oai", *biases)
         many = x.repeat(256, 1)
         platform.fused_experts(many, torch.ones(1024, 2), torch.zeros(1024, 2, dtype=torch.int64), *matrices, "silu")
-    for experts, scoring, options in (
+    routers: tuple[tuple[int, reference.Scoring, dict[str, Any]], ...] = (
         (8, "softmax", {}),
         (128, "topk_softmax", {}),
         (160, "softmax", {"groups": 8, "top_groups": 3}),
         (256, "sigmoid", {"groups": 8, "top_groups": 4, "group_score": "top2_sum", "renormalize": True}),
         (512, "softmax", {"renormalize": True}),
-    ):
+    )
+    for experts, scoring, options in routers:
         bias = torch.zeros(experts) if scoring == "sigmoid" else None
         platform.route(torch.zeros(4, experts), min(8, experts // 4), scoring, correction_bias=bias, **options)
     ones, whole = torch.ones(3), torch.ones(3, dtype=torch.int64)

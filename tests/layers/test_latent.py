@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,9 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     assert isinstance(layer, LatentAttention)
     batch, _ = batch_of([0, 3, 0], [layer._plain_from, 1, layer._plain_from])
     cache = cache_of(int(batch.block_tables.max()) + 1).to("meta")
-    tensors = {name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    tensors: dict[str, Any] = {
+        name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)
+    }
     monkeypatch.setattr(kernels, "paged_attention", lambda query, *_: torch.empty_like(query))
     query = torch.empty(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim, device="meta")
     mixed = layer._attend(query, replace(batch, host=batch.rows(), **tensors), cache)
