@@ -1,4 +1,4 @@
-"""A rank for which a step needs more memory than there is, driven by the real core: who fails, who does not, and how."""
+"""A rank for which a step needs more memory than there is, driven by the real core: who fails, and who does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
