@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.worker import batch, transfer
 from quire.engine.worker.batch import RequestStates
+from quire.engine.worker.transfer import Array
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams()
@@ -16,8 +18,15 @@ def new(slot: int, tokens: list[int], computed: int, blocks: list[int]) -> NewRe
     return NewRequest(slot, tokens, len(tokens), computed, blocks, PARAMS)
 
 
-def test_mixed_batch() -> None:
-    states = RequestStates(4, 32, 4)
+@pytest.fixture(params=[True, False], ids=["one memory", "apart"])
+def is_shared(request: pytest.FixtureRequest) -> bool:
+    """Whether the device's memory is the host's."""
+    shared: bool = request.param
+    return shared
+
+
+def test_mixed_batch(is_shared: bool) -> None:
+    states = RequestStates(4, 32, 4, is_shared=is_shared)
     first = StepPlan(
         0,
         [],
@@ -26,33 +35,33 @@ def test_mixed_batch() -> None:
     )
     rows = states.apply(first)
     assert rows.sampling.tolist() == [1]
-    batch, _ = states.batch(rows)
-    assert batch.token_ids.tolist() == [14, 15, 16, 5]
-    assert batch.positions.tolist() == [4, 5, 6, 0]
-    assert batch.slots.tolist() == [12, 13, 14, 36]
-    assert batch.block_tables[0].tolist() == [7, 3]
-    assert batch.block_tables[1, 0].item() == 9
-    assert batch.sequence_lengths.tolist() == [7, 1]
-    assert batch.query_starts.tolist() == [0, 3, 4]
-    assert batch.sampled.tolist() == [3]
+    step, _ = states.batch(rows)
+    assert step.token_ids.tolist() == [14, 15, 16, 5]
+    assert step.positions.tolist() == [4, 5, 6, 0]
+    assert step.slots.tolist() == [12, 13, 14, 36]
+    assert step.block_tables[0].tolist() == [7, 3]
+    assert step.block_tables[1, 0].item() == 9
+    assert step.sequence_lengths.tolist() == [7, 1]
+    assert step.query_starts.tolist() == [0, 3, 4]
+    assert step.sampled.tolist() == [3]
     states.advance(rows)
 
     rows = states.apply(StepPlan(1, [], [], [Scheduled(0, 1, [77], []), Scheduled(2, 3, [], [6])]))
     assert rows.sampling.tolist() == [0, 1]
-    batch, _ = states.batch(rows)
-    assert batch.token_ids.tolist() == [77, 17, 18, 19]
-    assert batch.positions.tolist() == [1, 7, 8, 9]
-    assert batch.slots.tolist() == [37, 15, 24, 25]
-    assert batch.block_tables[1].tolist() == [7, 3, 6]
-    assert batch.sampled.tolist() == [0, 3]
+    step, _ = states.batch(rows)
+    assert step.token_ids.tolist() == [77, 17, 18, 19]
+    assert step.positions.tolist() == [1, 7, 8, 9]
+    assert step.slots.tolist() == [37, 15, 24, 25]
+    assert step.block_tables[1].tolist() == [7, 3, 6]
+    assert step.sampled.tolist() == [0, 3]
 
 
-def test_each_group_of_layers_has_slots_and_block_tables() -> None:
-    states = RequestStates(4, 32, 4, groups=2)
+def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> None:
+    states = RequestStates(4, 32, 4, groups=2, is_shared=is_shared)
     start = [new(2, list(range(10, 20)), 4, [7, 8, 3, 4]), new(0, [5], 0, [9, 1])]
     rows = states.apply(StepPlan(0, [], start, [Scheduled(2, 3, [], []), Scheduled(0, 1, [], [])]))
-    batch, _ = states.batch(rows)
-    of_groups = [batch.of(group) for group in range(2)]
+    step, _ = states.batch(rows)
+    of_groups = [step.of(group) for group in range(2)]
     assert [each.slots.tolist() for each in of_groups] == [[12, 13, 14, 36], [16, 17, 18, 4]]
     assert [each.block_tables.tolist() for each in of_groups] == [[[7, 3], [9, 0]], [[8, 4], [1, 0]]]
     assert all(each.block_tables.is_contiguous() for each in of_groups)
@@ -60,24 +69,24 @@ def test_each_group_of_layers_has_slots_and_block_tables() -> None:
     states.advance(rows)
 
     rows = states.apply(StepPlan(1, [], [], [Scheduled(2, 3, [], [6, 2])]))
-    batch, _ = states.batch(rows)
-    assert [batch.of(group).slots.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
-    assert [batch.of(group).block_tables.tolist() for group in range(2)] == [[[7, 3, 6]], [[8, 4, 2]]]
+    step, _ = states.batch(rows)
+    assert [step.of(group).slots.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
+    assert [step.of(group).block_tables.tolist() for group in range(2)] == [[[7, 3, 6]], [[8, 4, 2]]]
 
 
-def test_a_slot_is_taken_until_it_is_released() -> None:
-    states = RequestStates(2, 8, 4)
+def test_a_slot_is_taken_until_it_is_released(is_shared: bool) -> None:
+    states = RequestStates(2, 8, 4, is_shared=is_shared)
     states.apply(StepPlan(0, [], [new(1, [1, 2, 3, 4, 5], 0, [1, 2])], []))
     with pytest.raises(AssertionError, match="slot 1"):
         states.apply(StepPlan(1, [], [new(1, [6], 0, [3])], []))
     rows = states.apply(StepPlan(2, [1], [new(1, [6], 0, [3])], [Scheduled(1, 1, [], [])]))
     assert rows.sampling.tolist() == [0]
-    batch, _ = states.batch(rows)
-    assert (batch.token_ids.tolist(), batch.slots.tolist()) == ([6], [12])
+    step, _ = states.batch(rows)
+    assert (step.token_ids.tolist(), step.slots.tolist()) == ([6], [12])
 
 
-def test_decodes_are_bare_slots_that_go_on_from_what_was_kept() -> None:
-    states = RequestStates(4, 32, 4)
+def test_decodes_are_bare_slots_that_go_on_from_what_was_kept(is_shared: bool) -> None:
+    states = RequestStates(4, 32, 4, is_shared=is_shared)
     start = [new(2, [1, 2, 3], 0, [7]), new(0, [5], 0, [9])]
     rows = states.apply(StepPlan(0, [], start, [Scheduled(2, 3, [], []), Scheduled(0, 1, [], [])]))
     _, places = states.batch(rows)
@@ -85,17 +94,39 @@ def test_decodes_are_bare_slots_that_go_on_from_what_was_kept() -> None:
     states.keep(rows, places, torch.tensor([40, 50]))
 
     rows = states.apply(StepPlan(1, [], [], [], decodes=[0, 2]))
-    batch, _ = states.batch(rows)
+    step, _ = states.batch(rows)
     assert rows.sampling.tolist() == [0, 1]
-    assert batch.token_ids.tolist() == [50, 40]
-    assert batch.positions.tolist() == [1, 3]
-    assert batch.slots.tolist() == [37, 31]
-    assert batch.query_starts.tolist() == [0, 1, 2]
-    assert batch.sampled.tolist() == [0, 1]
+    assert step.token_ids.tolist() == [50, 40]
+    assert step.positions.tolist() == [1, 3]
+    assert step.slots.tolist() == [37, 31]
+    assert step.query_starts.tolist() == [0, 1, 2]
+    assert step.sampled.tolist() == [0, 1]
     states.advance(rows)
 
     # Stages that do not sample are told the tokens; a row that needs a block stands behind the bare ones.
     rows = states.apply(StepPlan(2, [], [], [Scheduled(2, 1, [41], [3])], decodes=[0], token_ids=[51]))
-    batch, _ = states.batch(rows)
-    assert batch.token_ids.tolist() == [51, 41]
-    assert batch.slots.tolist() == [38, 12]
+    step, _ = states.batch(rows)
+    assert step.token_ids.tolist() == [51, 41]
+    assert step.slots.tolist() == [38, 12]
+
+
+def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def send(values: Array, device: torch.device) -> torch.Tensor:
+        sent.append(len(values))
+        return transfer.send(values, device)
+
+    monkeypatch.setattr(batch, "send", send)
+    states = RequestStates(4, 1024, 4, is_shared=False)
+    prompt = list(range(900))
+    rows = states.apply(StepPlan(0, [], [new(1, prompt, 0, list(range(225)))], [Scheduled(1, 900, [], [])]))
+    _, places = states.batch(rows)
+    states.advance(rows)
+    states.keep(rows, places, torch.tensor([77]))
+    rows = states.apply(StepPlan(1, [], [], [Scheduled(1, 1, [], [300])]))
+    step, places = states.batch(rows)
+    assert (step.token_ids.tolist(), step.slots.tolist(), places.tolist()) == ([77], [1200], [1024 + 901])
+    assert step.block_tables[0].tolist() == [*range(225), 300]
+    assert sent[0] > 2 * 900
+    assert sent[1] < 16
