@@ -7,10 +7,14 @@ import shutil
 
 import pytest
 
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton, half of which is compiled by itself
-
 from quire import kernels
 from quire.kernels import cpu, dispatch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before anything imports Triton, half of which is compiled by itself. On a GPU, it is not to be interpreted."""
+    if config.option.markexpr != "gpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,0 +1,54 @@
+"""What only a GPU can show: `scripts/test -m gpu` on a machine with one.
+
+QUIRE_GPU_TESTS_ON=cpu rehearses them without: `TRITON_INTERPRET=1 QUIRE_GPU_TESTS_ON=cpu scripts/test -m gpu tests/gpu`
+(Triton's interpreter computes no bfloat16, which is left out there).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from quire import kernels
+from quire.kernels import backends, dispatch
+
+DEVICE = torch.device(os.environ.get("QUIRE_GPU_TESTS_ON", "cuda"))
+HERE = Path(__file__).parent
+TYPES = [torch.float32, torch.bfloat16, torch.float16][:: 2 if DEVICE.type == "cpu" else 1]
+_deselected = 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder; without the device there are none, which the summary says."""
+    mine = [item for item in items if HERE in item.path.parents]
+    for item in mine:
+        item.add_marker("gpu")
+    if DEVICE.type == "cuda" and not torch.cuda.is_available():
+        global _deselected
+        _deselected = len(mine) * (config.option.markexpr == "gpu")
+        items[:] = [item for item in items if item not in mine]
+        config.hook.pytest_deselected(items=mine)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _deselected:
+        terminalreporter.write_line(f"tests/gpu: {_deselected} tests not run, as torch sees no CUDA device here")
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """The kernels of the device serve, as in a rank; what a test chooses does not outlast it."""
+    monkeypatch.setattr(dispatch, "PLATFORMS", {})
+    monkeypatch.setattr(backends, "CHOSEN", {})
+    torch.manual_seed(0)
+    if DEVICE.type == "cpu":
+        from quire.kernels import triton
+
+        monkeypatch.setattr(dispatch, "PLATFORMS", {"cpu": triton})
+    else:
+        kernels.prepare(DEVICE)()
+    yield DEVICE

@@ -1,0 +1,89 @@
+"""The engine on the device: greedy float32 tokens are those of transformers, whatever serves and however steps run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config import EngineOptions
+from quire.engine.messages import SamplingParams
+from quire.engine.resolve import resolve
+from tests.e2e.harness import Ranks
+from tests.fakes.checkpoints import generate
+from tests.gpu.conftest import DEVICE
+from tests.models.families import CASES, SIZES, write_model
+
+COUNT = 16
+TRITON = "auto" if DEVICE.type == "cpu" else "triton"
+FAMILIES = ["Llama", "Mistral, windows", "Qwen3", "Gemma 2", "Gemma 3", "GPT-2", "gpt-oss", "Mixtral", "DeepSeek V3"]
+_random = random.Random(0)
+PROMPTS = [[_random.randrange(3, 130) for _ in range(length)] for length in (1, 7, 33, 70, 3, 64)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            architecture, changes = CASES[family]
+            made[family] = tmp_path_factory.mktemp("model")
+            write_model(architecture, SIZES | changes, made[family])
+        return made[family]
+
+    return folder
+
+
+def serve(folder: Path, depth: int | None = None, **changes: Any) -> list[list[int]]:
+    options = {
+        "model": str(folder),
+        "device": DEVICE.type,
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "kv_cache_memory_bytes": 1 << 24,
+        **changes,
+    }
+    config = resolve(EngineOptions(**options))
+    if depth is not None:
+        config = replace(config, scheduler=replace(config.scheduler, depth=depth))
+    params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    with Ranks(config) as ranks:
+        return ranks.tokens([(prompt, params) for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers(family: str, folders: Callable[[str], Path]) -> None:
+    assert serve(folders(family)) == generate(folders(family), PROMPTS, COUNT)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"attention_backend": "reference"}, {"attention_backend": TRITON}, {"enforce_eager": True}, {"depth": 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3", "Mixtral"])
+def test_how_steps_run_does_not_show(family: str, changes: dict[str, Any], folders: Callable[[str], Path]) -> None:
+    assert serve(folders(family), **changes) == serve(folders(family))
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "int8", "fp8"])
+def test_smaller_caches_change_few_tokens(cache: str, folders: Callable[[str], Path]) -> None:
+    """As the reference does with the same cache: rounding is the same wherever attention is computed."""
+    found, expected = (
+        serve(folders("Llama"), kv_cache_dtype=cache, attention_backend=backend) for backend in ("auto", "reference")
+    )
+    alike = [a == b for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True)]
+    assert sum(alike) >= 0.8 * len(alike)
+
+
+def test_half_precision_serves(folders: Callable[[str], Path]) -> None:
+    for dtype in ("bfloat16", "float16"):
+        tokens = serve(folders("Llama"), dtype=dtype)
+        assert [len(each) for each in tokens] == [COUNT] * len(PROMPTS)

@@ -1,0 +1,197 @@
+"""Every Triton kernel, and FlashInfer, against the reference on the device, in every type."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.kernels import backends, reference
+from quire.kernels.backends import AttentionLayer, AttentionNeeds
+from tests.gpu.conftest import DEVICE, TYPES
+from tests.kernels import test_attention, test_sampling
+
+KINDS = [
+    AttentionLayer(32, 8, 128, 128**-0.5),
+    AttentionLayer(14, 2, 64, 0.125),
+    AttentionLayer(16, 8, 256, 0.0625, window=128, softcap=50.0),
+    AttentionLayer(64, 8, 64, 0.125, window=128, has_sinks=True),
+    AttentionLayer(32, 32, 80, 0.1, has_slopes=True),
+    AttentionLayer(16, 1, 576, 0.07, is_latent=True),
+]
+MIXED = [(0, 1), (0, 170), (40, 1), (5, 3), (1500, 1), (2600, 130), (511, 1)]
+DECODES = [(length, 1) for length in (0, 15, 511, 512, 4095, 9000)]
+
+
+def close(found: Any, expected: Any, dtype: torch.dtype) -> None:
+    step = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=step, atol=step)
+
+
+def random(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_kernel_passes_the_check_of_a_rank(
+    dtype: torch.dtype, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    from quire.kernels import triton
+    from quire.kernels.triton import check
+
+    caplog.set_level(logging.WARNING)
+    passing, troubles = check.passing(device, dtype, AttentionNeeds(tuple(KINDS), 16, dtype))
+    assert not troubles
+    assert set(vars(passing)) == set(triton.__all__)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 2, 64), (3, 4096), (257, 1023), (2, 16384)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms(shape: tuple[int, ...], offset: float, dtype: torch.dtype, device: torch.device) -> None:
+    x, residual, weight = (random(device, dtype, *size) for size in (shape, shape, shape[-1:]))
+    close(kernels.rms_norm(x, weight, 1e-6, offset), reference.rms_norm(x, weight, 1e-6, offset), dtype)
+    found, expected = (module.add_rms_norm(x, residual, weight, 1e-6, offset) for module in (kernels, reference))
+    close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"])
+def test_activations(activation: str, dtype: torch.dtype, device: torch.device) -> None:
+    x = random(device, dtype, 33, 2 * 1100) * 4
+    close(kernels.act_mul(x, activation), reference.act_mul(x, activation), dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (80, 32), (64, 0), (256, 256)])
+def test_rotary_write_kv(
+    head_dim: int, rotary_dim: int, cache_dtype: torch.dtype | None, dtype: torch.dtype, device: torch.device
+) -> None:
+    query, key, value = random(device, dtype, 70, 8, head_dim).split_with_sizes([4, 2, 2], dim=1)
+    slots, turns = torch.randperm(9 * 16, device=device)[:70], torch.randn(70, rotary_dim, device=device)
+    results = []
+    for module in (kernels, reference):
+        cache = kernels.allocate_kv_cache(1, 9, 2, 16, head_dim, cache_dtype or dtype, device)[0]
+        turned = module.rotary_write_kv(query, key, value, turns, cache, slots)
+        table = torch.arange(9, device=device)
+        rows = [reference.read_kv(side, table, 9 * 16, torch.float32) for side in cache]
+        results.append((turned, rows))
+    close(results[0][0], results[1][0], dtype)
+    for found, expected in zip(results[0][1], results[1][1], strict=True):
+        # A number at the border of two steps of a quantized cache may go either way.
+        step = {torch.int8: 0.04, torch.float8_e4m3fn: 0.3}.get(cache_dtype or dtype, 8 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(found, expected, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("requests", [MIXED, DECODES], ids=["mixed", "decodes"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.heads}-{kind.kv_heads}-{kind.head_dim}")
+def test_attention(
+    kind: AttentionLayer,
+    requests: list[tuple[int, int]],
+    cache_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    if DEVICE.type == "cpu":  # the interpreter is slow
+        requests = [(min(length, 600), min(count, 20)) for length, count in requests]
+    case = backends._case(device, dtype, AttentionNeeds((kind,), 16, cache_dtype or dtype), kind, requests)
+    close(backends._run(case, kernels.paged_attention), backends._run(case, reference.paged_attention), dtype)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(14, 2, 16), (6, 1, 80), (3, 3, 33)])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_attention_is_dense_attention(
+    heads: int, kv_heads: int, head_dim: int, block_size: int, device: torch.device
+) -> None:
+    options = test_attention.of_heads(heads, *test_attention.ALL, window=10)
+    case = test_attention.build([(0, 1), (0, 17), (40, 1), (5, 3)], heads, kv_heads, head_dim, block_size, **options)
+
+    def moved(*args: Any, **options: Any) -> Tensor:
+        there = [each.to(device) if isinstance(each, Tensor) else each for each in args]
+        given = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in options.items()}
+        return kernels.paged_attention(*there, **given).cpu()
+
+    close(case.run(moved), case.expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (13, 7, 3), (1500, 16, 4)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_experts(
+    tokens: int, experts: int, top_k: int, has_bias: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, weights = random(device, dtype, tokens, 256), torch.rand(tokens, top_k, device=device)
+    ids = torch.randint(-2, experts + 2, (tokens, top_k), device=device)  # others' too
+    matrices = random(device, dtype, experts, 384, 256) / 16, random(device, dtype, experts, 256, 192) / 14
+    biases = (random(device, dtype, experts, 384), random(device, dtype, experts, 256)) if has_bias else ()
+    found, expected = (m.fused_experts(x, weights, ids, *matrices, "silu", *biases) for m in (kernels, reference))
+    close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("kind", ["normal", "flat", "peaked", "ties", "holes"])
+@pytest.mark.parametrize("width", [1003, 128_256])
+def test_draws_are_those_of_the_reference(kind: str, width: int, device: torch.device) -> None:
+    """A sum may fall on the other side of a threshold where it is added in another order: nearly all are the same."""
+    rows = 24 if DEVICE.type == "cpu" else 256
+    width = min(width, 5003) if DEVICE.type == "cpu" else width
+    pick = torch.randint(0, 2, (3, rows)).bool()
+    controls = (
+        torch.rand(rows) * 2 + 0.05,
+        torch.where(pick[0], torch.randint(1, width, (rows,)), 0),
+        torch.where(pick[1], torch.rand(rows) * 0.99 + 0.01, 1.0),
+        torch.where(pick[2], torch.rand(rows) ** 4, 0.0),
+        torch.randint(-(2**63), 2**63 - 1, (rows,)),
+        torch.arange(rows),
+    )
+    logits = test_sampling.shaped(kind, rows, width)
+    found = kernels.sample(logits.to(device), *controls).cpu()
+    same = (found == reference.sample(logits, *controls)).float().mean()
+    assert same >= 0.99
+
+
+@pytest.mark.parametrize("dtype", TYPES[-1:])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.heads}-{kind.kv_heads}-{kind.head_dim}")
+@pytest.mark.parametrize("requests", [MIXED, DECODES], ids=["mixed", "decodes"])
+def test_flashinfer(
+    kind: AttentionLayer, requests: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> None:
+    if importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("FlashInfer is not installed: pip install 'quire[flashinfer]'")
+    found = backends.FlashInfer(device)
+    if lack := found.lacks(kind, dtype, dtype):
+        with pytest.raises(backends.Unavailable, match=lack):
+            backends.choose(
+                torch.device("cuda"),
+                dtype,
+                AttentionNeeds((kind,), 16, dtype, "flashinfer"),
+                reference.paged_attention,
+            )
+        return
+    needs = AttentionNeeds((kind,), 16, dtype)
+    for _ in range(2):
+        assert found.compare(backends._case(device, dtype, needs, kind, requests)) == ""
+
+
+def test_flashinfer_does_not_wait_for_the_device(device: torch.device) -> None:
+    if device.type == "cpu" or importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("FlashInfer and a GPU are needed")
+    kind, dtype = KINDS[0], torch.bfloat16
+    found, needs = backends.FlashInfer(device), AttentionNeeds(tuple(KINDS[:1]), 16, torch.bfloat16)
+    for requests in (MIXED, DECODES):
+        found.compare(backends._case(device, dtype, needs, kind, requests))  # compiled, and the wrappers made
+        case = backends._case(device, dtype, needs, kind, requests)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found(*case.args, **case.options, host=case.host)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
