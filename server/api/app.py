@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-import quire
 from quire.server.api import chat, clouds, completions, embeddings, errors, messages, responses, status, tokens
 from quire.server.api.answer import DIRECT_SEND
 from quire.server.api.front import MIB, Guard, Limits, RequestId, RootPath
@@ -21,7 +21,7 @@ def create_app(state: State, options: ServerOptions | None = None) -> FastAPI:
     """The application of one served model, with the guards that `options` ask for; without options there are none,
     as it is asked from inside the process only. Raises `ConfigError` for keys that cannot be read.
     """
-    app = _App(title="Quire", version=quire.__version__)
+    app = _App(title="Quire", version=version("quire"))
     app.state.quire = state
     for module in (chat, completions, embeddings, messages, responses, tokens, status, clouds):
         app.include_router(module.router)
