@@ -82,7 +82,8 @@ def test_no_family_waits_for_the_device(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["Mixtral", "DeepSeek V3"])
-def test_counting_the_load_of_experts_does_not_wait(case: str, tmp_path: Path) -> None:
+def test_counting_the_load_of_experts_does_not_wait(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(triton, "route", raising=False)  # a kernel that does nothing would choose no experts
     decode(tmp_path, case, enable_expert_parallel=True, enable_eplb=True)
 
 
