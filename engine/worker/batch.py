@@ -289,6 +289,14 @@ def halve(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
     behind = int(ends[stop - 1]) - cut if stop else 0
     lengths = batch.sequence_lengths[:stop].clone()
     lengths[stop - 1 :] -= behind
+    hosts: list[HostRows | None] = [None, None]
+    if batch.host is not None:
+        before, after = counts[:stop].copy(), counts[start:].copy()
+        before[-1:] -= behind
+        after[:1] -= cut - (ends[start:] - counts[start:])[:1]
+        known = batch.host.lengths[:stop].copy()
+        known[-1:] -= behind
+        hosts = [HostRows(before, known), HostRows(after, batch.host.lengths[start:])]
 
     def parts(whole: Batch) -> tuple[Batch, Batch]:
         firsts, seconds = zip(*[parts(other) for other in whole.others], strict=True) if whole.others else ((), ())
@@ -302,6 +310,7 @@ def halve(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
             sampled=whole.sampled[:0],
             others=firsts,
             replica_tokens=tuple(-(-tokens // 2) for tokens in whole.replica_tokens),
+            host=hosts[0],
         )
         second = Batch(
             token_ids=whole.token_ids[cut:],
@@ -313,6 +322,7 @@ def halve(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
             sampled=whole.sampled[:0],
             others=seconds,
             replica_tokens=tuple(tokens // 2 for tokens in whole.replica_tokens),
+            host=hosts[1],
         )
         return first, second
 

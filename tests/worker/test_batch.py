@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
 from quire.engine.worker import batch, transfer
-from quire.engine.worker.batch import RequestStates
+from quire.engine.worker.batch import RequestStates, halve
 from quire.engine.worker.transfer import Array
 
 CPU = torch.device("cpu")
@@ -130,3 +132,16 @@ def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step.block_tables[0].tolist() == [*range(225), 300]
     assert sent[0] > 2 * 900
     assert sent[1] < 16
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [5, 1, 2], [1, 7], [3], [1, 1, 1], [2, 2], [1]])
+def test_halves_tell_the_host_what_they_tell_the_device(counts: list[int]) -> None:
+    states = RequestStates(8, 32, 4)
+    starts = [new(slot, list(range(count + slot)), slot, [slot] * 4) for slot, count in enumerate(counts)]
+    rows = states.apply(StepPlan(0, [], starts, [Scheduled(slot, count, [], []) for slot, count in enumerate(counts)]))
+    step, _ = states.batch(rows)
+    for half in halve(step, rows.counts):
+        assert half.host is not None
+        from_device = replace(half, host=None).rows()
+        assert half.host.counts.tolist() == from_device.counts.tolist()
+        assert half.host.lengths.tolist() == from_device.lengths.tolist()
