@@ -13,6 +13,7 @@ from torch import Tensor
 from quire import kernels
 from quire.kernels import backends, reference
 from quire.kernels.backends import AttentionLayer, AttentionNeeds
+from quire.kernels.flashinfer import FlashInfer
 from tests.gpu.conftest import DEVICE, TYPES
 from tests.kernels import test_attention, test_sampling
 
@@ -94,7 +95,7 @@ def test_rotary_write_kv(
 @pytest.mark.parametrize("cache_dtype", [None, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("requests", [MIXED, DECODES], ids=["mixed", "decodes"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.heads}-{kind.kv_heads}-{kind.head_dim}")
-def test_attention(
+def test_paged_attention(
     kind: AttentionLayer,
     requests: list[tuple[int, int]],
     cache_dtype: torch.dtype | None,
@@ -117,7 +118,9 @@ def test_attention_is_dense_attention(
 
     def moved(*args: Any, **options: Any) -> Tensor:
         there = [each.to(device) if isinstance(each, Tensor) else each for each in args]
-        given = {name: each.to(device) if isinstance(each, Tensor) else each for name, each in options.items()}
+        given: dict[str, Any] = {
+            name: each.to(device) if isinstance(each, Tensor) else each for name, each in options.items()
+        }
         return kernels.paged_attention(*there, **given).cpu()
 
     close(case.run(moved), case.expected, torch.float32)
@@ -166,7 +169,7 @@ def test_flashinfer(
 ) -> None:
     if importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed: pip install 'quire[flashinfer]'")
-    found = backends.FlashInfer(device)
+    found = FlashInfer(device)
     if lack := found.lacks(kind, dtype, dtype):
         with pytest.raises(backends.Unavailable, match=lack):
             backends.choose(
@@ -185,7 +188,7 @@ def test_flashinfer_does_not_wait_for_the_device(device: torch.device) -> None:
     if device.type == "cpu" or importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer and a GPU are needed")
     kind, dtype = KINDS[0], torch.bfloat16
-    found, needs = backends.FlashInfer(device), AttentionNeeds(tuple(KINDS[:1]), 16, torch.bfloat16)
+    found, needs = FlashInfer(device), AttentionNeeds(tuple(KINDS[:1]), 16, torch.bfloat16)
     for requests in (MIXED, DECODES):
         found.compare(backends._case(device, dtype, needs, kind, requests))  # compiled, and the wrappers made
         case = backends._case(device, dtype, needs, kind, requests)
