@@ -47,7 +47,9 @@ _DTYPES = ("F32", "BF16", "F16", "FP8", "MXFP4")
 _NAMED_PROBLEMS = 8
 _DUMMY_DEVIATION = 0.02
 _DUMMY_ELEMENTS = 1 << 20
-_READERS, _GPU_READERS = 4, 8
+_CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
+"""How names end that compressed-tensors, ModelOpt and others give what their KV caches are scaled by."""
+_READERS = 4
 _AHEAD_SHARE, _AHEAD_BYTES = 32, 1 << 30
 """What is filled and not yet packed is at most this part of the rank's weights, and so many bytes."""
 
@@ -239,7 +241,11 @@ def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
     behind = [name for name in surplus if family.behind_layers and _layer_of(name) >= arch.num_layers]
     if behind:
         logger.info("%s: the checkpoint's %s is not used %s", model.path, family.behind_layers, _listed(behind))
-    _warn_of_surplus([name for name in surplus if name not in behind], model)
+    scales = [name for name in surplus if name not in behind and name.endswith(_CACHE_SCALES)]
+    if scales:
+        why = "are not used, as each token and head of a quantized KV cache has its own"
+        logger.info("%s: the checkpoint's scales of keys and values %s %s", model.path, why, _listed(scales))
+    _warn_of_surplus([name for name in surplus if name not in {*behind, *scales}], model)
 
 
 def _warn_of_surplus(surplus: list[str], model: ModelConfig) -> None:

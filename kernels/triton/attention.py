@@ -437,7 +437,7 @@ def _pieces(head_dim: int) -> tuple[int, int]:
 
 def _tile(head_dim: int, width: int) -> tuple[int, int]:
     """Rows (queries × heads) and keys of a tile, of numbers of `width` bytes: what fits registers and shared memory."""
-    rows = 128 if head_dim * width <= 256 else 64 if head_dim <= 256 else 32
+    rows = 32 if head_dim > 256 or width > 2 else 64 if head_dim > 128 else 128
     return rows, 64 if head_dim * width <= 512 else 32 if head_dim * width <= 1152 else 16
 
 

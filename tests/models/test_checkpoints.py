@@ -299,6 +299,24 @@ def test_layers_for_prediction_are_named_as_information(tmp_path: Path, caplog: 
     )
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_scales_for_a_kv_cache_are_named_as_information(
+    kv_cache_dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = write("Llama", tmp_path)
+    expected = read(tmp_path)
+    extra = {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in ("k_scale", "v_scale")}
+    save_file(tensors | extra, tmp_path / "model.safetensors")
+    with caplog.at_level(logging.INFO):
+        assert_equal(read(tmp_path, kv_cache_dtype=kv_cache_dtype), expected)
+    (record,) = said(caplog)
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == (
+        f"{tmp_path}: the checkpoint's scales of keys and values are not used, as each token and head of a quantized "
+        "KV cache has its own (2): model.layers.0.self_attn.k_scale, model.layers.0.self_attn.v_scale"
+    )
+
+
 @pytest.mark.parametrize("case", ["GPT-2", "Mixtral", "gpt-oss", "Falcon, groups", "Command R+", "DeepSeek V3"])
 def test_misshapen_tensors_are_named_as_they_are_stored(case: str, tmp_path: Path) -> None:
     """Stacked, fused and transposed ones too."""
