@@ -7,7 +7,6 @@ QUIRE_GPU_TESTS_ON=cpu rehearses them without: `TRITON_INTERPRET=1 QUIRE_GPU_TES
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """The kernels of the device serve, as in a rank; what a test chooses does not outlast it."""
     monkeypatch.setattr(dispatch, "PLATFORMS", {})
     monkeypatch.setattr(backends, "CHOSEN", {})
@@ -51,4 +50,4 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
         monkeypatch.setattr(dispatch, "PLATFORMS", {"cpu": triton})
     else:
         kernels.prepare(DEVICE)()
-    yield DEVICE
+    return DEVICE

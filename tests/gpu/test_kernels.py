@@ -17,6 +17,8 @@ from quire.kernels.flashinfer import FlashInfer
 from tests.gpu.conftest import DEVICE, TYPES
 from tests.kernels import test_attention, test_sampling
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the CPU rehearses
+
 KINDS = [
     AttentionLayer(32, 8, 128, 128**-0.5),
     AttentionLayer(14, 2, 64, 0.125),
