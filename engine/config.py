@@ -142,8 +142,8 @@ class EngineOptions:
     kv_cache_memory_bytes: int | None = flag(None, "KV cache per rank, in bytes (instead of what the share leaves)")
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8", "fp8_e4m3"] = flag(
         "auto",
-        "precision of the KV cache (auto: that of the model, at most 16 bits with --quantization; int8, fp8: each token "
-        "and head has a scale; fp8_e4m3 is fp8)",
+        "precision of the KV cache (auto: that of the model, at most 16 bits with --quantization; int8, fp8: each "
+        "token and head has a scale; fp8_e4m3 is fp8)",
     )
     block_size: int = flag(16, "tokens in a block of KV cache")
     attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = flag(

@@ -43,7 +43,9 @@ class QuantizedRows(NamedTuple):
         block_size, row = cache.shape[-2:]
         memory, head_dim = cache.flatten(-2), row - SCALE_BYTES
         numbers, scales = memory.split_with_sizes((block_size * head_dim, block_size * SCALE_BYTES), dim=-1)
-        return cls(numbers.unflatten(-1, (block_size, head_dim)), scales.unflatten(-1, (block_size, SCALE_BYTES)))
+        return cls(
+            torch.unflatten(numbers, -1, (block_size, head_dim)), torch.unflatten(scales, -1, (block_size, SCALE_BYTES))
+        )
 
 
 def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

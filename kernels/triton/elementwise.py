@@ -129,10 +129,8 @@ def _write_row(row, scale_at, values, column, width, LARGEST: tl.constexpr):
         wide = values.to(tl.float32)
         scale = tl.div_rn(tl.max(tl.abs(tl.where(column < width, wide, 0.0)), axis=0), LARGEST)
         values = tl.clamp(tl.div_rn(wide, tl.where(scale > 0.0, scale, 1.0)), -LARGEST, LARGEST)
-        if LARGEST == 448.0:
-            values = _e4m3(values)
-        else:
-            values = values + 12582912.0 - 12582912.0  # to an integer, ties to even
+        # Or to an integer, ties to even.
+        values = _e4m3(values) if LARGEST == 448.0 else values + 12582912.0 - 12582912.0
         tl.store(scale_at, scale, mask=width > 0)
     tl.store(row + column, values.to(row.dtype.element_ty), mask=column < width)
 
