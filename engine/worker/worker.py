@@ -97,8 +97,8 @@ def _load(config: EngineConfig, rank: int, links: Links, device: torch.device, m
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"rank {rank} ran out of memory while the model was loaded and tried: {error}; use more ranks (-tp, -pp) or "
-            f"a smaller --dtype, or {remedy(device)}"
+            f"rank {rank} ran out of memory while the model was loaded and tried: {error}; use more ranks (-tp, -pp) "
+            f"or a smaller --dtype, or {REMEDY}"
         ) from None
 
 
