@@ -125,7 +125,7 @@ def _e4m3(x):
 @triton.jit
 def _write_row(row, scale_at, values, column, width, LARGEST: tl.constexpr):
     """A row of the KV cache, quantized where there is a LARGEST number (see `quire.kernels.cache`)."""
-    if LARGEST:
+    if LARGEST > 0.0:
         wide = values.to(tl.float32)
         scale = tl.div_rn(tl.max(tl.abs(tl.where(column < width, wide, 0.0)), axis=0), LARGEST)
         values = tl.clamp(tl.div_rn(wide, tl.where(scale > 0.0, scale, 1.0)), -LARGEST, LARGEST)
