@@ -252,7 +252,7 @@ def test_a_layer_of_experts_replays_by_the_places_of_now(redundant: int) -> None
         module.place(Placement((after,)))
         module.tokens.zero_()
         replay()
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert int(module.tokens.sum()) == 6 * EVERYTHING.top_k
 
 
