@@ -423,6 +423,7 @@ def _watch_stdin(wire: Wire) -> None:
 def main() -> None:
     # The terminal's Ctrl-C is for the API process, which then sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    process.share_cores()
     config, endpoints, log_level = pickle.load(sys.stdin.buffer)
     replica = config.parallel.replica if config.parallel.replicas > 1 else None
     process.set_name("quire-core" if replica is None else f"quire-core-{replica}")

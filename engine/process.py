@@ -7,6 +7,14 @@ import time
 from pathlib import Path
 
 
+def share_cores() -> None:
+    """Have OpenMP's threads, of torch's own operations, sleep while they wait: the kernels' threads need the cores.
+
+    To be called before torch is imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def set_name(name: str) -> None:
     """Show this process as `name` in ps and top; the kernel keeps 15 characters."""
     Path("/proc/self/comm").write_text(name)

@@ -492,6 +492,7 @@ def _free_port() -> int:
 
 def main() -> int:
     """The process of `quire serve --headless` on another node than 0; its options come by standard input."""
+    process.share_cores()
     options, log_level = pickle.load(sys.stdin.buffer)
     log.setup(log_level, f"node {options.node_rank}")
     process.set_name(f"quire-node-{options.node_rank}")

@@ -5,7 +5,7 @@
 // its own header and slots only. Who is to read a slot waits for its rank's count. A buffer is written again two chunks
 // later, and only when every rank has published something of the chunk between: what it does after reading the first.
 
-#include "common.h"
+#include "threads.h"
 
 #ifdef __linux__
 
@@ -154,7 +154,7 @@ class Group {
 };
 
 void copy(void* to, const void* from, int64_t bytes) {
-  at::parallel_for(0, bytes, kThreadBytes, [&](int64_t begin, int64_t end) {
+  parallel_for(0, bytes, kThreadBytes, [&](int64_t begin, int64_t end) {
     std::memcpy(static_cast<uint8_t*>(to) + begin, static_cast<const uint8_t*>(from) + begin, end - begin);
   });
 }
@@ -162,7 +162,7 @@ void copy(void* to, const void* from, int64_t bytes) {
 // `out` = the sum of `parts` in float32 and in their order, whatever the length; it may be one of them.
 template <typename T>
 void sum(const T* const* parts, int64_t count, T* out, int64_t length) {
-  at::parallel_for(0, length, kThreadBytes / sizeof(T), [&](int64_t begin, int64_t end) {
+  parallel_for(0, length, kThreadBytes / sizeof(T), [&](int64_t begin, int64_t end) {
     float total[kBlock];
     for (int64_t start = begin; start < end; start += kBlock) {
       const int64_t here = std::min(kBlock, end - start);

@@ -598,7 +598,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
   const int64_t threads = std::min<int64_t>({at::get_num_threads(), 1 + work / kThreadWork,
                                              static_cast<int64_t>(p.items.size())});
   std::atomic<size_t> next = 0;
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     static thread_local Scratch scratch;
     for (size_t item = next++, following; item < p.items.size(); item = following) {
       const bool is_plenty = next + threads < p.items.size();  // else another thread may be free for it sooner
@@ -608,7 +608,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
     }
   });
   if (!p.partials) return p.output;
-  at::parallel_for(0, p.tiles.size(), grain(p.padded * p.group), [&](int64_t begin, int64_t end) {
+  parallel_for(0, p.tiles.size(), grain(p.padded * p.group), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (p.tiles[i].splits > 1) for_type(query.scalar_type(), [&]<typename T>() { merge<T>(p, p.tiles[i]); });
     }

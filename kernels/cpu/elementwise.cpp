@@ -17,7 +17,7 @@ at::Tensor act_mul(const at::Tensor& x, std::string_view activation) {
     const T* from = rows.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
     for_gated(activation, [&](auto gated) {
-      at::parallel_for(0, count, grain(2 * width), [&](int64_t begin, int64_t end) {
+      parallel_for(0, count, grain(2 * width), [&](int64_t begin, int64_t end) {
         for (int64_t row = begin; row < end; ++row) {
           const T* gate = from + row * 2 * width;
           for_vectors(width, [&](int64_t i, auto n) {
@@ -69,7 +69,7 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps, d
   for_type(x.scalar_type(), [&]<typename T>() {
     const T* w = weights.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
-    at::parallel_for(0, rows.count(), grain(rows.width), [&](int64_t begin, int64_t end) {
+    parallel_for(0, rows.count(), grain(rows.width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* from = rows.row<T>(row);
         Floats squares = {};
@@ -94,7 +94,7 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::T
     const T* w = weights.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
     T* totals = total.mutable_data_ptr<T>();
-    at::parallel_for(0, rows.count(), grain(rows.width), [&](int64_t begin, int64_t end) {
+    parallel_for(0, rows.count(), grain(rows.width), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T *a = rows.row<T>(row), *b = residuals.row<T>(row);
         T* added = totals + row * rows.width;
@@ -150,7 +150,7 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
   for_type(query.scalar_type(), [&]<typename T>() {
     T* to = out.mutable_data_ptr<T>();
     const int64_t width = head_dim * queries.inner + 2 * key_dim * keys.inner;
-    at::parallel_for(0, tokens, grain(width), [&](int64_t begin, int64_t end) {
+    parallel_for(0, tokens, grain(width), [&](int64_t begin, int64_t end) {
       std::vector<T> turned(key_dim);
       std::vector<float> wide(key_dim);
       for (int64_t token = begin; token < end; ++token) {

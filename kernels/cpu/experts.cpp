@@ -66,7 +66,7 @@ std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits, int64_t top_k
   const at::Tensor rows = logits.contiguous();
   at::Tensor weights = at::empty({tokens, top_k}, rows.options());
   at::Tensor ids = at::empty({tokens, top_k}, rows.options().dtype(at::kLong));
-  at::parallel_for(0, tokens, grain(experts * top_k), [&](int64_t begin, int64_t end) {
+  parallel_for(0, tokens, grain(experts * top_k), [&](int64_t begin, int64_t end) {
     std::vector<float> scores(experts), choice(experts), of_groups(groups);
     std::vector<int64_t> best_groups(top_groups);
     for (int64_t token = begin; token < end; ++token) {
@@ -230,7 +230,7 @@ struct Mixture {
     int64_t work = 0;  // of a thread and its like, in rows
     for (const Visited& e : visited) work += panels * (e.count + kReadingRows);
     const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.words * kPanel));
-    at::parallel_for(0, work, least, [&](int64_t begin, int64_t end) {
+    parallel_for(0, work, least, [&](int64_t begin, int64_t end) {
       int64_t start = 0;
       for (size_t i = 0; i < visited.size(); ++i) {
         const Visited& e = visited[i];
@@ -264,7 +264,7 @@ struct Mixture {
     int64_t work = 0;
     for (const Visited& e : visited) work += e.count + kReadingRows;
     const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work * matrices.words * kPanel));
-    at::parallel_for(0, matrices.panels, least, [&](int64_t begin, int64_t end) {
+    parallel_for(0, matrices.panels, least, [&](int64_t begin, int64_t end) {
       const int64_t feature = begin * kPanel, width = std::min(end * kPanel, hidden) - feature;
       for (int64_t token = 0; token < tokens; ++token) std::fill_n(total + token * hidden + feature, width, 0.0f);
       for (size_t i = 0; i < visited.size(); ++i) {

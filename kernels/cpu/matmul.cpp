@@ -10,7 +10,7 @@ namespace {
 template <typename Word, typename Take, typename Finish>
 void matmul(const char* x, int64_t rows, int64_t stride, int64_t words, int64_t panels, Take take, Finish finish) {
   const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, rows * words * kPanel));
-  at::parallel_for(0, panels, least, [&](int64_t begin, int64_t end) {
+  parallel_for(0, panels, least, [&](int64_t begin, int64_t end) {
     const auto from = [&](int64_t first, int64_t) { return x + first * stride; };
     multiply_panels<Word>(rows, stride, words, begin, end, from, take, finish);
   });
@@ -158,7 +158,7 @@ void pack(const at::Tensor& weight, at::Tensor& out, int64_t per_word, Unit padd
   Unit* to = static_cast<Unit*>(out.mutable_data_ptr());
   const auto put = [&]<int kPerWord>() {
     constexpr int64_t kLine = 64 / sizeof(Unit) / kPerWord;  // words
-    at::parallel_for(0, out.size(0), grain(words * kPanel), [&](int64_t begin, int64_t end) {
+    parallel_for(0, out.size(0), grain(words * kPanel), [&](int64_t begin, int64_t end) {
       for (int64_t panel = begin; panel < end; ++panel) {
         Unit* const place = to + panel * words * kPanel * kPerWord;
         const int64_t rows = std::min<int64_t>(kPanel, outs - panel * kPanel);
@@ -206,7 +206,7 @@ std::tuple<at::Tensor, at::Tensor> quantize_weight(const at::Tensor& weight, int
   at::Tensor out = at::empty(weight.sizes(), weight.options().dtype(at::kChar));
   at::Tensor scales = at::empty({outs}, weight.options().dtype(at::kFloat));
   for_type(weight.scalar_type(), [&]<typename T>() {
-    at::parallel_for(0, outs, grain(ins), [&](int64_t begin, int64_t end) {
+    parallel_for(0, outs, grain(ins), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* x = from.const_data_ptr<T>() + row * ins;
         int8_t* to = out.mutable_data_ptr<int8_t>() + row * ins;

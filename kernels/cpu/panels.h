@@ -157,7 +157,7 @@ struct Quantized {
     bytes.resize(std::max<size_t>(bytes.size(), rows * stride));
     scales.resize(std::max<size_t>(scales.size(), rows));
     sums.resize(scales.size());
-    at::parallel_for(0, rows, grain(inputs), [&](int64_t begin, int64_t end) {
+    parallel_for(0, rows, grain(inputs), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const T* from = x + row * inputs;
         int8_t* to = bytes.data() + row * stride;

@@ -10,7 +10,7 @@ constexpr float kSteps = 127.0f;
 
 template <typename T>
 void quantize(const T* x, uint8_t* out, float* scales, int64_t rows, int64_t columns) {
-  at::parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const T* from = x + row * columns;
       uint8_t* to = out + row * columns;
@@ -32,7 +32,7 @@ void quantize(const T* x, uint8_t* out, float* scales, int64_t rows, int64_t col
 
 template <typename From, typename T>
 void scale(const From* x, const float* scales, const T* bias, T* out, int64_t rows, int64_t columns) {
-  at::parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, grain(columns), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const From* from = x + row * columns;
       T* to = out + row * columns;

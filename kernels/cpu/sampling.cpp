@@ -245,7 +245,7 @@ at::Tensor sample(const at::Tensor& logits, const at::Tensor& temperature, const
                 *position = controls(positions).const_data_ptr<int64_t>();
   at::Tensor tokens = at::empty({rows}, logits.options().dtype(at::ScalarType::Long));
   int64_t* to = tokens.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, rows, grain(width), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, grain(width), [&](int64_t begin, int64_t end) {
     static thread_local std::vector<float> memory;
     for (int64_t i = begin; i < end; ++i) {
       const float* row = logits.const_data_ptr<float>() + i * logits.stride(0);
@@ -271,7 +271,7 @@ void apply_bitmask(const at::Tensor& logits, const at::Tensor& rows, const at::T
   TORCH_CHECK(rows.is_contiguous() && masks.is_contiguous() && masks.size(0) == count);
   const int64_t* row = rows.const_data_ptr<int64_t>();
   const auto* from = reinterpret_cast<const uint32_t*>(masks.const_data_ptr<int32_t>());
-  at::parallel_for(0, count, grain(width), [&](int64_t begin, int64_t end) {
+  parallel_for(0, count, grain(width), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       TORCH_CHECK(row[i] >= 0 && row[i] < logits.size(0));
       float* x = logits.mutable_data_ptr<float>() + row[i] * logits.stride(0);
@@ -291,7 +291,7 @@ at::Tensor uniform_noise(const at::Tensor& seeds, const at::Tensor& positions, c
   const int32_t* from = id.const_data_ptr<int32_t>();
   at::Tensor out = at::empty({rows, width}, id.options().dtype(at::ScalarType::Float));
   float* to = out.mutable_data_ptr<float>();
-  at::parallel_for(0, rows, grain(width), [&](int64_t begin, int64_t end) {
+  parallel_for(0, rows, grain(width), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const uint64_t key = noise_key(seed.const_data_ptr<int64_t>()[row], position.const_data_ptr<int64_t>()[row]);
       for_vectors(width, [&](int64_t i, auto n) {

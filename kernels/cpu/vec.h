@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include "common.h"
+#include "threads.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>

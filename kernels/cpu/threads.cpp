@@ -1,0 +1,104 @@
+#include "threads.h"
+
+#include <atomic>
+#include <exception>
+#include <mutex>
+#include <thread>
+
+namespace quire {
+namespace {
+
+constexpr int kPieceBits = 20, kThreadBits = 10;
+constexpr int kPatience = 4000;  // turns of waiting before a thread sleeps: longer than from one operation to the next
+
+void rest() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// The loop that is under way, in one word: a piece is taken by counting it up. Who has taken one knows that the loop
+// does not end before it is done, so that what else belongs to the loop stays as it is.
+struct Ticket {
+  uint64_t bits;
+
+  static Ticket of(uint64_t loop, int threads, int64_t pieces) {
+    return {loop << (2 * kPieceBits + kThreadBits) | uint64_t(threads) << (2 * kPieceBits) | uint64_t(pieces) << kPieceBits};
+  }
+  int64_t next() const { return bits & ((1 << kPieceBits) - 1); }
+  int64_t pieces() const { return bits >> kPieceBits & ((1 << kPieceBits) - 1); }
+  int threads() const { return bits >> (2 * kPieceBits) & ((1 << kThreadBits) - 1); }
+};
+
+class Pool {
+ public:
+  void run(int64_t pieces, int threads, void (*work)(const void*, int64_t), const void* body) {
+    const std::unique_lock<std::mutex> alone(running_, std::try_to_lock);
+    if (!alone.owns_lock()) {
+      for (int64_t piece = 0; piece < pieces; ++piece) work(body, piece);
+      return;
+    }
+    for (; workers_ < threads - 1; ++workers_) std::thread(&Pool::serve, this, workers_ + 1).detach();
+    work_ = work, body_ = body, error_ = nullptr;
+    done_.store(0, std::memory_order_relaxed);
+    ticket_.store(Ticket::of(++loops_, threads, pieces).bits);
+    if (sleeping_.load() > 0) {
+      started_.store(static_cast<uint32_t>(loops_));
+      started_.notify_all();
+    }
+    while (take(0)) {
+    }
+    for (int turn = 0; done_.load(std::memory_order_acquire) < pieces; ++turn) turn < kPatience ? rest() : std::this_thread::yield();
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  // Does the next piece, if there is one for this thread.
+  bool take(int thread) {
+    Ticket ticket{ticket_.load()};
+    do {
+      if (ticket.next() >= ticket.pieces() || thread >= ticket.threads()) return false;
+    } while (!ticket_.compare_exchange_weak(ticket.bits, ticket.bits + 1));
+    try {
+      work_(body_, ticket.next());
+    } catch (...) {
+      const std::lock_guard<std::mutex> one(failing_);
+      error_ = std::current_exception();
+    }
+    done_.fetch_add(1, std::memory_order_acq_rel);
+    return true;
+  }
+
+  void serve(int thread) {
+    for (;;) {
+      for (int turn = 0; turn < kPatience; ++turn) {
+        if (take(thread)) turn = 0;
+        rest();
+      }
+      const uint32_t seen = started_.load();
+      sleeping_.fetch_add(1);
+      if (!take(thread)) started_.wait(seen);
+      sleeping_.fetch_sub(1);
+    }
+  }
+
+  std::mutex running_, failing_;
+  std::atomic<uint64_t> ticket_{0};
+  std::atomic<int64_t> done_{0};
+  std::atomic<uint32_t> started_{0};
+  std::atomic<int> sleeping_{0};
+  void (*work_)(const void*, int64_t) = nullptr;
+  const void* body_ = nullptr;
+  std::exception_ptr error_;
+  uint64_t loops_ = 0;
+  int workers_ = 0;
+};
+
+}  // namespace
+
+void share(int64_t pieces, int threads, void (*work)(const void*, int64_t), const void* body) {
+  static Pool* const pool = new Pool;  // never destroyed: its threads run to the end of the process
+  pool->run(pieces, threads, work, body);
+}
+
+}  // namespace quire
