@@ -64,7 +64,7 @@ def pack_linear(weight: Tensor, quantization: Quantization | None = None) -> Lin
 
 
 def pack_gated(weight: Tensor, activation: str, quantization: Quantization | None = None) -> Linear:
-    """The matmul by `weight` `[2 * size, in]`, gates before ups, and `act_mul` of that: its result is `[rows, size]`."""
+    """The matmul by `weight` `[2 * size, in]`, gates before ups, and `act_mul` of that: it returns `[rows, size]`."""
     pack = packing(weight, quantization)
     if pack is Panels or pack is Int8:
         return pack(weight, activation)
@@ -150,7 +150,7 @@ class Gated(Linear):
 
 
 class Panels(Linear):
-    """Our own, of float32 or bfloat16; sums are float32. Gates and ups are activated before they leave the registers."""
+    """Our own, of float32 or bfloat16; sums are float32. Gates and ups are activated while they are in registers."""
 
     def __init__(self, weight: Tensor, activation: str = "") -> None:
         self._features, self._activation = len(weight) // (2 if activation else 1), activation
@@ -216,7 +216,7 @@ def int8_panels(weight: Tensor) -> tuple[Tensor, Tensor]:
 class Int8(Linear):
     """Our own products of 8-bit integers: exact but for the rounding of weights and of `x` to 255 steps.
 
-    Gates and ups are activated before they leave the registers.
+    Gates and ups are activated while they are in registers.
     """
 
     def __init__(self, weight: Tensor, activation: str = "") -> None:

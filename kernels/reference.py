@@ -369,7 +369,7 @@ def _unpanelled(weight: Tensor, outs: int, ins: int) -> Tensor:
 
 
 def side_by_side(gate_up: Tensor) -> Tensor:
-    """`[2 * size, …]`, gates before ups → half a panel of gates, their ups, the next gates, …; zeros fill up the last."""
+    """`[2 * size, …]`, gates before ups → half a panel of gates, their ups, the next gates, …, filled up with zeros."""
     half = PANEL // 2
     filled = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % half)) for part in gate_up.chunk(2)]
     return torch.stack([part.view(-1, half, *part.shape[1:]) for part in filled], dim=1).flatten(0, 2)

@@ -119,7 +119,7 @@ def attention_needs(config: EngineConfig) -> kernels.AttentionNeeds:
     return kernels.AttentionNeeds(
         tuple(dict.fromkeys(_kernel_layer(spec, tp) for spec in specs)),
         config.cache.block_size,
-        getattr(torch, config.cache.dtype),
+        kernels.kv_cache_dtype(config.cache.dtype),
         config.options.attention_backend,
     )
 

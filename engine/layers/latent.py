@@ -77,7 +77,7 @@ class LatentAttention(nn.Module):
 
     def _attend(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, each request in the form that costs it less."""
-        counts, lengths = batch.rows()
+        counts, lengths, _ = batch.rows()
         is_plain = counts >= self._plain_from
         if not is_plain.any():
             return self.absorbed(query, batch, cache)
@@ -120,6 +120,7 @@ class LatentAttention(nn.Module):
             batch.sequence_lengths,
             batch.query_starts,
             spec.scale,
+            host=batch.host,
         )
         return torch.einsum("thl,hvl->thv", mixed[..., spec.rope.dim :], values)
 
@@ -168,7 +169,7 @@ class LatentAttention(nn.Module):
 
 def _requests(batch: Batch, begin: int, end: int, rows: slice) -> Batch:
     """These requests alone, whose tokens are `rows`."""
-    counts, lengths = batch.rows()
+    counts, lengths, _ = batch.rows()
     starts = batch.query_starts[begin : end + 1]
     return Batch(
         token_ids=batch.token_ids[rows],

@@ -175,7 +175,7 @@ def test_long_contexts_are_those_of_the_reference(dtype: torch.dtype, heads: int
 
 
 def close(out: Tensor, expected: Tensor, of_cache: torch.dtype) -> None:
-    """Equal but for the order of sums; where the processor multiplies pairs of bfloat16, weights and queries are such."""
+    """Equal but for the order of sums; where the processor multiplies pairs of bfloat16, queries are, too."""
     if of_cache == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() and out.shape[-1] % 32 == 0:
         assert (out.float() - expected.float()).norm() <= 4e-3 * expected.float().norm()
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)

@@ -80,11 +80,13 @@ def test_the_reference_serves_where_it_is_asked_for(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(reference, "paged_attention", counted)
     worker = Worker(config, 0, None)
     prompts = [[1, 2, 3], list(range(9))]
-    assert decode(worker.execute, config.cache.num_blocks, prompts) == generate(folder, prompts, COUNT)
+    assert decode(lambda plan: worker.launch(plan).result(), config.cache.num_blocks, prompts) == generate(
+        folder, prompts, COUNT
+    )
     assert called
     called.clear()
     plain = Worker(configure(folder, block_size=4, max_num_seqs=8, max_model_len=128), 0, None)
-    decode(plain.execute, config.cache.num_blocks, prompts)
+    decode(lambda plan: plain.launch(plan).result(), config.cache.num_blocks, prompts)
     assert not called
 
 
