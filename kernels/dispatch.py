@@ -42,16 +42,20 @@ def prepare(
 
     Where they cannot be compiled, or a GPU's do not what the reference does with numbers of `dtype` and the model's own
     `needs`, a warning says so, and the reference serves. What is returned raises `backends.Unavailable` where a
-    backend that the needs name cannot serve.
+    backend that the needs name cannot serve, and whatever else went wrong.
     """
     device, needs = torch.device(device), needs or AttentionNeeds()
+    if device.type == "cuda":
+        device = torch.empty(0, device=device).device  # with its number
     load = _load_cpu if device.type == "cpu" else functools.partial(_load_triton, dtype=dtype)
-    failures: list[backends.Unavailable] = []
+    failures: list[Exception] = []
 
     def run() -> None:
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins with the first one, whatever the process has chosen
             load(device, needs)
-        except backends.Unavailable as error:
+        except Exception as error:
             failures.append(error)
 
     thread = threading.Thread(target=run, name="prepare-kernels")

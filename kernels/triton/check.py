@@ -33,13 +33,14 @@ def passing(
     """
     calls = list(_calls(device, dtype, needs))
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # a thread begins with the first, whatever the process has chosen
-    namespace = types.SimpleNamespace()
-    for name, call in _calls(device, dtype):
-        try:
-            trouble = _difference(call(kernels), call(reference), dtype)
-        except Exception as error:  # whatever a compiler or a driver finds
-            trouble = f"{type(error).__name__}: {error}".partition("\n")[0]
+        # A thread begins with the first device, whatever the process has chosen; the choice takes a device's number.
+        number = torch.empty(0, device=device).get_device()
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "check", torch.cuda.set_device, (number,)) as pool:
+            found = list(pool.map(lambda each: _trouble(each[1], dtype), calls))
+    else:  # Triton's interpreter runs one kernel at a time
+        found = [_trouble(call, dtype) for _, call in calls]
+    troubles: dict[str, str] = {}
+    for (name, _), trouble in zip(calls, found, strict=True):
         if trouble:
             troubles.setdefault(name, trouble)
     for name, trouble in troubles.items():

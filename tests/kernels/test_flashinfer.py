@@ -11,6 +11,8 @@ import inspect
 import logging
 import subprocess
 import sys
+import threading
+import types
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -285,6 +287,31 @@ def test_prepare_chooses_for_the_cpu_and_raises_where_one_waits(monkeypatch: pyt
     ready = kernels.prepare("cpu", torch.float32, AttentionNeeds(backend="triton"))
     with pytest.raises(Unavailable, match="--attention-backend triton needs a GPU; leave it out, or take reference"):
         ready()
+
+
+def test_what_goes_wrong_is_raised_where_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no kernel at all")
+
+    monkeypatch.setattr(dispatch, "_load_cpu", fail)
+    with pytest.raises(RuntimeError, match="no kernel at all"):
+        kernels.prepare("cpu")()
+
+
+def test_kernels_are_prepared_on_the_device_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes no `cuda` without a number for a thread's device, and a thread begins with the first one."""
+    chosen: list[tuple[str, object]] = []
+
+    def current(_: int, *, device: torch.device) -> Any:
+        return types.SimpleNamespace(device=torch.device(device.type, 1))
+
+    monkeypatch.setattr(torch, "empty", current)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
+    )
+    monkeypatch.setattr(dispatch, "_load_triton", lambda device, needs, dtype: chosen.append(("load", device)))
+    kernels.prepare("cuda")()
+    assert chosen == [("prepare-kernels", torch.device("cuda", 1)), ("load", torch.device("cuda", 1))]
 
 
 def parameters(function: ast.FunctionDef) -> dict[str, tuple[str, str]]:
