@@ -129,7 +129,11 @@ def _with_flashinfer(
         for queries in (1, 17):
             if wrong := found.compare(_case(device, dtype, needs, layer, [(40, 1), (0, queries), (600, 1)])):
                 raise Wrong(f"it fails its self-check: {wrong}")
-    times = [_compare_times(device, dtype, needs, layer, own, found) for layer in fit]
+    try:
+        times = [_compare_times(device, dtype, needs, layer, own, found) for layer in fit]
+    except Exception as error:  # whatever a compiler or a driver finds at sizes that were not tried before
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        raise Wrong(f"it cannot be timed: {text}"[:400]) from error
     parts, chosen = [], []
     for number, kind in enumerate(("prompts", "decodes")):
         theirs, ours = (sum(each[number][who] for each in times) for who in (0, 1))
@@ -224,6 +228,7 @@ def _compare_times(
     for requests in (TIMED_PROMPTS, TIMED_DECODES):
         case = _case(device, dtype, needs, layer, requests)
         theirs = functools.partial(found, *case.args, **case.options, host=case.host)
+        assert theirs() is not None, "it declines the call"
         times.append((_seconds(theirs, device), _seconds(functools.partial(_run, case, own), device)))
     if device.type == "cuda":
         torch.cuda.empty_cache()

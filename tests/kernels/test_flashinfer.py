@@ -249,6 +249,25 @@ def test_a_backend_that_computes_something_else_is_not_used(
     assert caplog.records[0].levelno == logging.WARNING
 
 
+def test_a_backend_that_fails_at_the_sizes_that_are_timed_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compute = fake._Planned.compute
+
+    def fails(self: Any, q: Tensor, paged_kv_cache: Any, out: Tensor) -> Tensor:
+        if len(q) == 20:  # as the timed prompt
+            raise RuntimeError("no such kernel")
+        return compute(self, q, paged_kv_cache, out)
+
+    monkeypatch.setattr(fake._Planned, "compute", fails)
+    with pytest.raises(ours.Wrong, match="it cannot be timed: RuntimeError: no such kernel"):
+        choose(NEEDS)
+    monkeypatch.setattr(FlashInfer, "_plan", lambda *_: None)
+    monkeypatch.setattr(FlashInfer, "compare", lambda *_: "")
+    with pytest.raises(ours.Wrong, match="it cannot be timed: AssertionError: it declines the call"):
+        choose(NEEDS)
+
+
 def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
