@@ -368,3 +368,8 @@ def test_every_kernel_compiles_for_hopper() -> None:
     ):  # by the model's
         types = {line.split()[1] for line in variants if line.startswith(f"{name}_kernel")}
         assert types == {"fp32", "bf16", "fp16"}, name
+
+
+def test_triton_does_not_warn_about_its_own_defaults() -> None:
+    """Of Triton 3.9, whose warning would be an error here, and a line on every user's terminal elsewhere."""
+    assert importlib.import_module("triton").knobs.language.fp_fusion_enabled(None)
