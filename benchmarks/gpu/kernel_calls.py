@@ -74,7 +74,7 @@ def attention_case(
         torch.randperm(blocks, device=device).view(len(requests), width),
         torch.from_numpy(lengths).to(device),
         torch.from_numpy(np.concatenate(([0], counts.cumsum()))).to(device),
-        kernels.HostRows(counts, lengths),
+        kernels.HostRows(counts, lengths, {}),
         options,
     )
 

@@ -64,6 +64,22 @@ def test_every_kernel_for_gpus_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
     assert set(found) == {f"triton {name}" for name in triton.__all__}
 
 
+def test_attention_is_checked_by_flashinfer_where_that_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch, kernels = importlib.import_module("torch"), importlib.import_module("quire.kernels")
+    backends, fake = (
+        importlib.import_module("quire.kernels.backends"),
+        importlib.import_module("tests.fakes.flashinfer"),
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    monkeypatch.setattr(fake, "plans", [])
+    device = torch.device("cpu")
+    monkeypatch.setattr(backends, "CHOSEN", {"cpu": backends.FlashInfer(device)})
+    case = module("gpu.kernel_calls").attention_case([(20, 1), (0, 5)], (4, 2, 64), torch.float16, device)
+    for _ in range(2):
+        torch.testing.assert_close(case.call(kernels), case.call(kernels.reference), rtol=0.01, atol=0.01)
+    assert len(fake.plans) == 1
+
+
 def test_a_wrong_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks, cpu = module("gpu.kernel_checks"), importlib.import_module("quire.kernels.cpu")
     right = cpu.act_mul
