@@ -49,8 +49,11 @@ class Linear(nn.Module):
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Replace the weight by its packed form; the parameter is left empty."""
-        self._product = kernels.pack_linear(self.weight, quantization)
+        self._product = self._packed(quantization)
         self.weight.data = self.weight.data.new_empty(0)
+
+    def _packed(self, quantization: kernels.Quantization | None) -> kernels.Linear:
+        return kernels.pack_linear(self.weight, quantization)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`[rows, in]` → `[rows, out]`"""
@@ -78,9 +81,8 @@ class GatedLinear(ColumnParallelLinear):
         super().__init__(in_features, (gate, up), bias=bias)
         self._activation = activation
 
-    def pack(self, quantization: kernels.Quantization | None) -> None:
-        self._product = kernels.pack_gated(self.weight, self._activation, quantization)
-        self.weight.data = self.weight.data.new_empty(0)
+    def _packed(self, quantization: kernels.Quantization | None) -> kernels.Linear:
+        return kernels.pack_gated(self.weight, self._activation, quantization)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, in_features]` → `[tokens, gates of this rank]`."""

@@ -111,7 +111,7 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     tensors: dict[str, Any] = {
         name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)
     }
-    monkeypatch.setattr(kernels, "paged_attention", lambda query, *_: torch.empty_like(query))
+    monkeypatch.setattr(kernels, "paged_attention", lambda query, *_, **__: torch.empty_like(query))
     query = torch.empty(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim, device="meta")
     mixed = layer._attend(query, replace(batch, host=batch.rows(), **tensors), cache)
     assert mixed.shape == (len(query), SPEC.num_heads, SPEC.value_dim)

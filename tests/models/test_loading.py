@@ -26,7 +26,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.loading import Place, load, needed_tensors
 from quire.engine.parallel import Parallel
 from quire.engine.resolve import Sizes
-from quire.kernels import Quantization
+from quire.kernels import Quantization, linear
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.configs import NORM, TINY, TINY_ATTENTION, TINY_FEED_FORWARD, TINY_LAYER, engine_config
 from tests.fakes.ranks import on_ranks
@@ -200,8 +200,9 @@ def test_ranks_together_hold_every_element(folder: Path) -> None:
 def test_packed_weights_take_the_memory_that_the_plan_says(folder: Path, quantization: str | None, dtype: str) -> None:
     config = configure(folder, dtype=dtype, quantization=quantization)
     decoder = load(config, 0, Parallel(), CPU)
-    layers = [module for module in decoder.modules() if isinstance(module, Linear)]
-    tensors = [*decoder.parameters(), *(t for layer in layers for t in vars(layer._product).values())]
+    products = [module._product for module in decoder.modules() if isinstance(module, Linear)]
+    products = [product._product if isinstance(product, linear.Gated) else product for product in products]
+    tensors = [*decoder.parameters(), *(t for product in products for t in vars(product).values())]
     held = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
     planned = Sizes.of(config).weights[0]
     assert held == pytest.approx(planned, rel=0.1)  # panels and oneDNN's blocks are padded
