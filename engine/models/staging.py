@@ -17,6 +17,9 @@ class Staging(threading.local):
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._device = device
+        if is_cuda:
+            # A thread begins with the first GPU, and would take memory there on its way back from a stream.
+            torch.cuda.set_device(device)
         self._buffers = [torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._fetched: list[torch.cuda.Event | None] = [None, None]
