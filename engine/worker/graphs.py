@@ -10,9 +10,10 @@ from __future__ import annotations
 import gc
 import logging
 import time
+import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import numpy as np
@@ -64,8 +65,11 @@ class CudaRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 step()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # which would say no more than that the capture has failed
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         torch.cuda.synchronize()
         return graph.replay
 
@@ -73,7 +77,9 @@ class CudaRecorder:
 @contextmanager
 def _waiting_is_an_error() -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode does not see all that waits
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
@@ -121,7 +127,7 @@ class DecodeGraphs:
                 for size in sizes:
                     self._replays[size] = self._recorder.capture(self._step(size, self._inputs))
         except RuntimeError as error:
-            self._replays, self._inputs = {}, None
+            self.close()
             reason = str(error).strip().partition("\n")[0]
             logger.warning("decodes run without CUDA graphs, as a step cannot be captured: %s", reason)
             return
@@ -138,6 +144,10 @@ class DecodeGraphs:
             self._output[:size].copy_(self._model(received, batch, self._caches))
 
         return step
+
+    def close(self) -> None:
+        """Forget the captured steps, which hold on to the communicators that they use."""
+        self._replays, self._inputs = {}, None
 
     def run(self, received: Tensor | None, batch: Batch) -> Tensor | None:
         """What the model makes of the batch, `[tokens, hidden_size]`; None: it is none of the captured steps.

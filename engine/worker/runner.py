@@ -123,6 +123,11 @@ class Runner:
         if self._graphs is not None:
             self._graphs.capture(bar=self._shows_progress)
 
+    def close(self) -> None:
+        """Once all steps are done, and before the ranks part: NCCL waits for the end of graphs that use it."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step of this stage. The first rank of the last stage returns the tokens, the others None."""
         if self._guard is None:

@@ -86,6 +86,7 @@ class Worker:
         self._links.watch(report)
 
     def close(self) -> None:
+        self._runner.close()
         self._links.close()
 
 

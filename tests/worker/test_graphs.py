@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from quire.engine.config import EngineConfig, ExpertParallelConfig, GraphConfig
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.messages import SamplingParams
 from quire.engine.models.loading import load
-from quire.engine.parallel import ExpertGroup, Parallel, Peers, Placement, connect
+from quire.engine.parallel import ExpertGroup, Links, Parallel, Peers, Placement, connect
 from quire.engine.worker import graphs
 from quire.engine.worker.graphs import DecodeGraphs
 from quire.engine.worker.runner import Runner, allocate_caches
+from quire.engine.worker.worker import Worker
 from tests.e2e.harness import Ranks
 from tests.fakes.recorder import CallAgain, Recording
 from tests.fakes.threads import ThreadExecutor
@@ -288,7 +290,8 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.mode = 0
-        calls = self.calls
+        self.is_broken = False
+        calls, cuda = self.calls, self
 
         class Graph:
             def capture_begin(self, pool: object, capture_error_mode: str) -> None:
@@ -296,11 +299,15 @@ class FakeCuda:
 
             def capture_end(self) -> None:
                 calls.append("end")
+                if cuda.is_broken:
+                    raise RuntimeError("operation failed due to a previous error during capture")
 
             def replay(self) -> None:
                 calls.append("replay")
 
         def set_mode(mode: str | int) -> None:
+            if mode == "error":
+                warnings.warn("does not detect all that waits", stacklevel=1)
             self.mode = {"error": 2}.get(str(mode), 0)
 
         for name, value in {
@@ -331,6 +338,20 @@ def test_cuda_graphs_are_warmed_up_checked_once_and_captured_into_one_pool(monke
     assert cuda.calls == ["replay", "replay"]
 
 
+def test_nothing_is_held_when_the_ranks_part(
+    recorder: Recording, monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]
+) -> None:
+    """NCCL would wait for the graphs that use it."""
+    worker = Worker(config_of(folders("Llama"), 1, 2), 0, None)
+    held = worker._runner._graphs
+    assert held is not None
+    assert sorted(held._replays) == [1, 2]
+    left: list[dict[int, graphs.Replay]] = []
+    monkeypatch.setattr(Links, "close", lambda _: left.append(held._replays))
+    worker.close()
+    assert left == [{}]
+
+
 @pytest.mark.parametrize("place", [1, 2, 3])
 def test_a_capture_that_fails_leaves_cuda_as_it_was(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
@@ -338,6 +359,7 @@ def test_a_capture_that_fails_leaves_cuda_as_it_was(place: int, monkeypatch: pyt
     def step() -> None:
         cuda.step()
         if sum(call.startswith("step") for call in cuda.calls) == place:
+            cuda.is_broken = True
             raise RuntimeError("called a synchronizing CUDA operation")
 
     recorder = graphs.recorder_of(torch.device("cuda", 0))
