@@ -60,11 +60,21 @@ class Worker:
             torch.cuda.set_device(device)
         kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype), attention_needs(config))
         self._links = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
-        connected = time.perf_counter()
+        connected, waited = time.perf_counter(), 0.0
+
+        def ready() -> None:
+            nonlocal waited
+            begun = time.perf_counter()
+            try:
+                kernels_ready()
+            except kernels.Unavailable as error:
+                raise ConfigError(str(error)) from error
+            waited += time.perf_counter() - begun
+            # Measured while nothing else runs, and before CUDA graphs hold what it chooses.
+            self._links.tp.settle()
+
         if parallel.device == "cpu":
-            kernels_ready()  # weights are packed for them
-        self._links.tp.settle()  # before CUDA graphs hold what it chooses
-        compiled = time.perf_counter()
+            ready()  # weights are packed for them
         return_freed_memory()
         self._runner = Runner(config, rank, self._links, device, kernels_ready)
         if parallel.device == "cpu":
