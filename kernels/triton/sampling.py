@@ -14,6 +14,7 @@ depend on the batch. Nothing is read back from the device.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -509,8 +510,10 @@ def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     """See `quire.kernels.reference`."""
-    drawn = temperature >= GREEDY_BELOW
-    if not bool(drawn.any()):
+    # On the host by numpy: a small operation of torch's takes several times as long.
+    temperatures, ks, ps = temperature.numpy(), top_k.numpy(), top_p.numpy()
+    drawn = temperatures >= GREEDY_BELOW
+    if not drawn.any():
         return logits.argmax(dim=-1)
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
@@ -519,15 +522,16 @@ def sample(
     warps = {"num_warps": _WARPS}
     sizes = {"TILE": _TILE, "TILES": triton.next_power_of_2(tiles), **warps}
     host = torch.empty((rows, 8), dtype=torch.int32, pin_memory=device.type == "cuda")
-    host.view(torch.int64)[:, 0], host.view(torch.int64)[:, 1] = seeds, positions
-    for place, control in enumerate((temperature, top_p, min_p), start=4):
-        host.view(torch.float32)[:, place] = control
-    host[:, 7] = top_k.clamp(0, width)
+    packed = host.numpy()
+    packed.view(np.int64)[:, 0], packed.view(np.int64)[:, 1] = seeds.numpy(), positions.numpy()
+    for place, control in enumerate((temperatures, ps, min_p.numpy()), start=4):
+        packed.view(np.float32)[:, place] = control
+    packed[:, 7] = np.clip(ks, 0, width)
     controls = host.to(device, non_blocking=True)
 
-    is_top_k = drawn & (top_k > 0) & (top_k < width)
-    is_top_p = bool((top_p[drawn] < 1.0).any())
-    rest = top_p[drawn & ~is_top_k]
+    is_top_k = drawn & (ks > 0) & (ks < width)
+    is_top_p = bool((ps[drawn] < 1.0).any())
+    rest = ps[drawn & ~is_top_k]
     rounds = 0 if not len(rest) else _rounds(float(rest.min()))
 
     def floats(*shape: int) -> Tensor:
