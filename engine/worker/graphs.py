@@ -47,7 +47,7 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._is_checked = False
 
@@ -61,6 +61,7 @@ class CudaRecorder:
                     step()
                 self._is_checked = True
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # during a capture, torch gives nothing back to make room
             # Other threads, NCCL's watchdog among them, may go on with what a capture forbids.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -68,6 +69,9 @@ class CudaRecorder:
             except BaseException:
                 with suppress(RuntimeError):  # which would say no more than that the capture has failed
                     graph.capture_end()
+                # It may have left torch's allocator in the capture, which could give back no memory any more.
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
                 raise
             graph.capture_end()
         torch.cuda.synchronize()

@@ -321,6 +321,11 @@ class FakeCuda:
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
 
+        def leave(device: int, pool: object) -> None:
+            calls.append(f"leave {pool}")
+
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", leave, raising=False)
+
     def step(self) -> None:
         self.calls.append(f"step {self.mode}")
 
@@ -367,4 +372,5 @@ def test_a_capture_that_fails_leaves_cuda_as_it_was(place: int, monkeypatch: pyt
     with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
         recorder.capture(step)
     assert cuda.mode == 0
-    assert cuda.calls.count("end") == sum(call.startswith("begin") for call in cuda.calls)
+    begun = sum(call.startswith("begin") for call in cuda.calls)
+    assert cuda.calls.count("end") == cuda.calls.count("leave pool") == begun
