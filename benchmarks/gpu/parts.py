@@ -40,7 +40,7 @@ PARTS = (
     Part("device", "device:identify", 6, 30),
     Part("ceilings", "device:ceilings", 15, 45),
     Part("tokens", "tokens:check", 30, 70),
-    Part("kernels", "kernel_checks:check", 60, 110),
+    Part("kernels", "kernel_checks:check", 60, 150),
     Part("attention", "kernel_rows:attention", 10, 40),
     Part("sampler", "kernel_rows:sampler", 10, 40),
     Part("model", "model:measure", 60, 110),
