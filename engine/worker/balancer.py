@@ -143,8 +143,11 @@ class Balancer:
     def settle(self) -> None:
         """Once all ranks are loaded: those that move experts are to hold them in the same form.
 
-        It depends on the processor. Raises `ConfigError` on all ranks.
+        It depends on the processor. Raises `ConfigError` on all ranks. Tokens of steps before this do not count: they
+        were made up to measure memory.
         """
+        for layer in self._layers:
+            layer.tokens.zero_()
         if not self._config.is_balanced or not self._layers:
             return
         forms = str([layer.experts.form for layer in self._layers])

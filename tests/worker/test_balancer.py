@@ -178,6 +178,25 @@ def test_nothing_is_told_by_a_stage_that_is_not_the_last_but_it_goes_on() -> Non
     assert sent == []
 
 
+def test_tokens_of_the_step_that_measures_memory_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.worker.balancer.TOLD_STEPS", 2)
+
+    def run(group: ExpertGroup) -> ExpertLoad | None:
+        layer = packed(build(PLAIN, group))
+        assert isinstance(layer, MixtureOfExperts)
+        balancer = Balancer({0: layer}, {0: PLAIN.num_experts}, group, ALONE, CPU)
+        balancer.step()
+        layer(torch.randn(500, HIDDEN), batch(500, (500,)))
+        balancer.settle()
+        balancer.step()
+        layer(torch.randn(5, HIDDEN), batch(5, (5,)))
+        return balancer.step()
+
+    (told,) = on_replicas(1, 1, ExpertParallelConfig(), run)
+    assert told is not None
+    assert sum(array("q", told.tokens)) == 5 * PLAIN.top_k
+
+
 def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(group: ExpertGroup) -> None:
         layer = build(PLAIN, group)
