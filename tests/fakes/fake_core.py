@@ -75,10 +75,10 @@ class FakeCore:
         """Requests that run at once; None: all."""
         self.size = size
         """Numbers in a vector; 0: text is generated."""
-        context = zmq.Context()
-        self.requests = context.socket(zmq.PULL)
+        self.context = zmq.Context()
+        self.requests = self.context.socket(zmq.PULL)
         self.requests.bind(requests)
-        self.responses = [context.socket(zmq.PUSH) for _ in responses]
+        self.responses = [self.context.socket(zmq.PUSH) for _ in responses]
         for socket, address in zip(self.responses, responses, strict=True):
             socket.connect(address)
         self.decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
@@ -215,6 +215,7 @@ if __name__ == "__main__":
     match sys.argv[1]:
         case "dead":
             core.broadcast(Dead("the weights do not fit", core.replica))
+            core.context.destroy(linger=5000)
         case "stubborn" | "lingering":
             core.broadcast(Ready({}, core.replica))
             if sys.argv[1] == "lingering":
