@@ -20,7 +20,7 @@ _STEPS = ((8, 256), (32, 1024), (128, 1 << 20))
 """From one size to the next, up to a size: few requests are padded little, and many sizes take long to capture."""
 _LAYER_BYTES = 256 << 10
 """What the driver keeps of one layer of one graph, about."""
-_PARTS = 16
+_PARTS = 32
 """That a decode's keys are cut into at most, each with a result of its own (kernels/triton/attention.py)."""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from quire import kernels
-from quire.engine import devices
+from quire.engine import devices, graph_sizes
 from quire.engine.config import EngineOptions, GraphConfig
 from quire.engine.errors import ConfigError
 from quire.engine.families import from_hf_config
@@ -480,3 +482,9 @@ def test_graphs_are_counted_and_the_plan_says_why_there_are_none(
     on_a_gpu(monkeypatch, int(fits / 0.9) + (1 << 16))
     with pytest.raises(ConfigError, match=r"workspace .* \+ CUDA graphs .* per rank"):
         resolve(asked)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no wheel for this platform")
+def test_graphs_have_room_for_all_parts_of_a_decodes_keys() -> None:
+    attention = importlib.import_module("quire.kernels.triton.attention")
+    assert max(map(attention._most_parts, (1 << power for power in range(24)))) == graph_sizes._PARTS
