@@ -8,6 +8,8 @@ order: what comes out does not depend on the batch.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -435,10 +437,22 @@ def _pieces(head_dim: int) -> tuple[int, int]:
     return (2 * first, 0) if rest == first else (first, rest)
 
 
-def _tile(head_dim: int, width: int) -> tuple[int, int]:
+def _tile(head_dim: int, width: int, is_narrow: bool) -> tuple[int, int]:
     """Rows (queries × heads) and keys of a tile, of numbers of `width` bytes: what fits registers and shared memory."""
-    rows = 32 if head_dim > 256 or width > 2 else 64 if head_dim > 128 else 128
-    return rows, 64 if head_dim * width <= 512 else 32 if head_dim * width <= 1152 else 16
+    size = head_dim * width * (2 if is_narrow else 1)
+    rows = 16 if size > 4096 else 32 if head_dim > 256 or width > 2 else 64 if head_dim > 128 else 128
+    return rows, 64 if size <= 512 else 32 if size <= 1152 else 16
+
+
+@functools.cache
+def _is_narrow(device: torch.device) -> bool:
+    """Whether a block of threads may have 99 KiB of shared memory, as on most GPUs but those of data centers.
+
+    On a CPU it is as on an H100, for which kernels are compiled ahead there.
+    """
+    if device.type != "cuda":
+        return False
+    return bool(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"] < 160 << 10)
 
 
 def paged_attention(
@@ -462,7 +476,7 @@ def paged_attention(
     requests, group, is_quantized = len(sequence_lengths), heads // kv_heads, cache.dtype in LARGEST
     out = torch.empty((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
     first, rest = _pieces(head_dim)
-    most_rows, keys = _tile(head_dim, query.element_size())
+    most_rows, keys = _tile(head_dim, query.element_size(), _is_narrow(query.device))
     of_heads = min(triton.next_power_of_2(group), most_rows)
     none = query  # for what the options leave unread
     sinks_, slopes_ = none if sinks is None else sinks, none if slopes is None else slopes

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel for a GPU that need not be there: `python -m tests.kernels.compile_ahead [90]`.
+"""Compile every Triton kernel for a GPU that need not be there: `python -m tests.kernels.compile_ahead [90]`, or 89.
 
 The operations are called as ever, on tensors of the CPU, and what they would launch is compiled instead, for the
 compute capability given. Prints a line for each kernel and variant.
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,9 +23,10 @@ from triton.runtime.jit import JITFunction
 from quire.kernels import reference
 from quire.kernels import triton as platform
 from quire.kernels.cache import LARGEST, allocate_kv_cache
+from quire.kernels.triton import attention
 
-SHARED_BYTES = 227 * 1024
-"""That a block of threads may have on Hopper (CUDA programming guide, table of compute capabilities)."""
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""That a block of threads may have (CUDA programming guide, table of compute capabilities)."""
 _TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -40,30 +41,51 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 compiled: set[tuple[object, ...]] = set()
 
 
+class Variant(NamedTuple):
+    """What a launch is compiled for."""
+
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisible: dict[tuple[int, ...], list[list[object]]]
+    """Arguments that are multiples of 16, by place; loads are wide, and run ahead, only where they are."""
+
+    @classmethod
+    def of(cls, kernel: JITFunction[Any], args: tuple[Any, ...], meta: dict[str, Any]) -> Variant:
+        """As Triton tells them apart: by types, and by what of its arguments it is not told to leave out."""
+        signature, constants, divisible = {}, dict(meta), {}
+        looked_at = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}
+        for place, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
+            match value:
+                case Tensor():
+                    signature[name] = f"*{_TYPES[value.dtype]}"
+                case float():
+                    signature[name] = "fp32"
+                case 1 if name in looked_at:
+                    signature[name], constants[name] = "constexpr", 1
+                case int():
+                    signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            number = value.data_ptr() if isinstance(value, Tensor) else value
+            if name in looked_at and isinstance(number, int) and number % 16 == 0:
+                divisible[place,] = [["tt.divisibility", 16]]
+        return cls(signature | dict.fromkeys(meta, "constexpr"), constants, divisible)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (*self.signature.items(), *self.constants.items(), *self.divisible)
+
+
 def compile_launch(kernel: JITFunction[Any], capability: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """What a launch with these arguments would run."""
-    given = dict(zip(kernel.arg_names, args, strict=False))
     meta = {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
-    signature: dict[str, str] = {}
-    attrs: dict[tuple[int], list[list[object]]] = {}
-    for number, (name, value) in enumerate(given.items()):
-        match value:
-            case Tensor():
-                signature[name] = f"*{_TYPES[value.dtype]}"
-            case float():
-                signature[name] = "fp32"
-            case int():
-                signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-        if not isinstance(value, float) and (isinstance(value, Tensor) or value % 16 == 0):  # as a launch does
-            attrs[number,] = [["tt.divisibility", 16]]
-    signature |= dict.fromkeys(meta, "constexpr")
-    variant = (kernel.__name__, *signature.items(), *meta.items(), *attrs)
-    if variant in compiled:
+    variant = Variant.of(kernel, args, meta)
+    if (kernel.__name__, *variant.key) in compiled:
         return
-    compiled.add(variant)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=meta, attrs=attrs)
+    compiled.add((kernel.__name__, *variant.key))
+    signature, constants, divisible = variant
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
     out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    assert out.metadata.shared <= SHARED_BYTES, f"{kernel.__name__} needs {out.metadata.shared} bytes of shared memory"
+    most = SHARED_KIB[capability] << 10
+    assert out.metadata.shared <= most, f"{kernel.__name__} {meta} needs {out.metadata.shared} bytes of shared memory"
     kind = next(iter(signature.values())).removeprefix("*")
     print(
         f"{kernel.__name__} {kind} {meta}: {len(out.asm['cubin'])} bytes, shared memory {out.metadata.shared}, "
@@ -78,15 +100,6 @@ def resources(cubin: bytes) -> list[str]:
         file.flush()
         said = subprocess.run([_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     return re.findall(r"REG:\d+|STACK:\d+", said)
-
-
-def _divisible(kernel: JITFunction[Any], given: dict[str, Any]) -> dict[tuple[int, ...], list[list[object]]]:
-    """Which arguments a launch finds to be multiples of 16; loads are wide, and run ahead, only where they are."""
-    return {
-        (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
-        for name, value in given.items()
-        if isinstance(value, Tensor) or (type(value) is int and value % 16 == 0)
-    }
 
 
 def run_all() -> None:
@@ -153,6 +166,7 @@ def main() -> None:
         compile_launch(self, capability, args, options)
 
     JITFunction.run = run
+    attention._is_narrow = lambda _: SHARED_KIB[capability] < 160
     run_all()
     print(f"{len(compiled)} kernels compiled for sm_{capability}")
 
