@@ -1,4 +1,9 @@
-"""Triton kernels for GPUs, named and meant as those of `quire.kernels.reference`; what is not here stays there."""
+"""Triton kernels for GPUs, named and meant as those of `quire.kernels.reference`; what is not here stays there.
+
+Triton compiles a kernel anew, for a second or more, where a number has become 1 or a multiple of 16, or an address a
+multiple of 16. What changes so from step to step, numbers of requests and where their rows begin, is named in
+`do_not_specialize`: no step is to wait for a compiler.
+"""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def _with_sink(greatest, total, sinks, heads_at, is_row, SINKS: tl.constexpr):
         return 1.0 / total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables", "lengths", "starts", "requests", "table_row"])
 def _prompts_kernel(
     query,
     cache,
@@ -282,7 +282,7 @@ def _most_parts(keys: int) -> int:
     return min(_PARTS, 1 + keys // _PART_KEYS, 2 + int(keys**0.5 / _PART_GROWTH))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables", "lengths", "starts", "room", "table_row"])
 def _decodes_kernel(
     query,
     cache,
@@ -379,7 +379,7 @@ def _decodes_kernel(
                 _store(partial + at * HEAD_DIM, out_rest, is_row, FIRST, REST, HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lengths", "starts", "room"])
 def _join_kernel(
     sums,
     partial,

@@ -135,7 +135,7 @@ def _write_row(row, scale_at, values, column, width, LARGEST: tl.constexpr):
     tl.store(row + column, values.to(row.dtype.element_ty), mask=column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _rotary_write_kernel(
     query,
     key,

@@ -46,7 +46,7 @@ _PROCESSORS = 132
 """Of an H100. Others are near enough for what depends on it."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "most"])
 def _sort_kernel(
     ids,
     pairs,

@@ -381,7 +381,7 @@ def _after(states, draws, masses, facts, controls, row, tiles, TILES: tl.constex
     return bound, strict, is_known, token
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["round_"])
 def _draw_kernel(
     logits,
     row_stride,
@@ -425,7 +425,7 @@ def _draw_kernel(
         tl.store(to + 2, drawn.to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["round_"])
 def _weigh_kernel(
     logits,
     row_stride,
@@ -451,7 +451,7 @@ def _weigh_kernel(
         tl.store(masses + rows * tiles * round_ + row * tiles + tile, over)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rounds"])
 def _finish_kernel(
     logits,
     row_stride,

@@ -392,6 +392,55 @@ def test_every_kernel_compiles_ahead(capability: int) -> None:
         assert types == {"fp32", "bf16", "fp16"}, name
 
 
+_STEPS = """
+import torch
+from triton.runtime.jit import JITFunction
+from quire.kernels import triton as platform
+from tests.kernels.compile_ahead import Variant
+
+variants = {}
+
+def run(kernel, *args, grid, warmup, **options):
+    meta = {name: value for name, value in options.items() if name in kernel.arg_names}
+    variants.setdefault(kernel.__name__, set()).add(Variant.of(kernel, args, meta).key)
+
+JITFunction.run = run
+cache = torch.zeros(2, 64, 2, 16, 64)
+experts = torch.zeros(4, 64, 64), torch.zeros(4, 64, 32)
+for requests in (1, 2, 3, 16, 31):
+    for width in (1, 2, 16, 50):
+        counts = torch.arange(requests) % 3 + 2
+        tokens = int(counts.sum())
+        for offset in (0, 1):  # of rows that came in one transfer
+            slots, lengths, starts = (torch.zeros(offset + n, dtype=torch.int64)[offset:] for n in (tokens, requests, requests + 1))
+            query, table = torch.zeros(tokens, 4, 64), torch.zeros(requests, width, dtype=torch.int64)
+            platform.rotary_write_kv(query, query[:, :2], query[:, 2:], torch.zeros(tokens, 64), cache, slots)
+            platform.paged_attention(query, cache, table, lengths, starts, 0.1)
+            ids = torch.zeros(tokens, 2, dtype=torch.int64)
+            platform.fused_experts(torch.zeros(tokens, 64), torch.ones(tokens, 2), ids, *experts, "silu")
+    for top_p in (1.0, 0.9, 0.5):
+        zeros = torch.zeros(requests, dtype=torch.int64)
+        ones = torch.ones(requests)
+        platform.sample(torch.zeros(requests, 999), ones, zeros, ones * top_p, ones * 0, zeros, zeros)
+for name, keys in variants.items():
+    print(name, len(keys))
+"""
+
+
+def test_what_changes_from_step_to_step_compiles_nothing_anew() -> None:
+    """But what is shaped by the rows, of few shapes: experts' blocks and chunks, and the first draw."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", _STEPS], capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stderr
+    counts = {name: int(count) for name, count in (line.split() for line in done.stdout.splitlines())}
+    assert {"_prompts_kernel", "_decodes_kernel", "_join_kernel", "_rotary_write_kernel", "_weigh_kernel"} <= set(
+        counts
+    )
+    shaped = {"_sort_kernel": 8, "_grouped_kernel": 8, "_draw_kernel": 2, "_finish_kernel": 1}
+    assert {name: count for name, count in counts.items() if count > shaped.get(name, 1)} == {}
+
+
 def test_triton_does_not_warn_about_its_own_defaults() -> None:
     """Of Triton 3.9, whose warning would be an error here, and a line on every user's terminal elsewhere."""
     assert importlib.import_module("triton").knobs.language.fp_fusion_enabled(None)
