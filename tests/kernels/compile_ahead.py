@@ -52,7 +52,8 @@ class Variant(NamedTuple):
     @classmethod
     def of(cls, kernel: JITFunction[Any], args: tuple[Any, ...], meta: dict[str, Any]) -> Variant:
         """As Triton tells them apart: by types, and by what of its arguments it is not told to leave out."""
-        signature, constants, divisible = {}, dict(meta), {}
+        signature, constants = {}, dict(meta)
+        divisible: dict[tuple[int, ...], list[list[object]]] = {}
         looked_at = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}
         for place, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
             match value:
@@ -166,7 +167,7 @@ def main() -> None:
         compile_launch(self, capability, args, options)
 
     JITFunction.run = run
-    attention._is_narrow = lambda _: SHARED_KIB[capability] < 160
+    setattr(attention, "_is_narrow", lambda _: SHARED_KIB[capability] < 160)  # noqa: B010
     run_all()
     print(f"{len(compiled)} kernels compiled for sm_{capability}")
 

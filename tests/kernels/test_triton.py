@@ -412,7 +412,8 @@ for requests in (1, 2, 3, 16, 31):
         counts = torch.arange(requests) % 3 + 2
         tokens = int(counts.sum())
         for offset in (0, 1):  # of rows that came in one transfer
-            slots, lengths, starts = (torch.zeros(offset + n, dtype=torch.int64)[offset:] for n in (tokens, requests, requests + 1))
+            sizes = (offset + tokens, offset + requests, offset + requests + 1)
+            slots, lengths, starts = (torch.zeros(size, dtype=torch.int64)[offset:] for size in sizes)
             query, table = torch.zeros(tokens, 4, 64), torch.zeros(requests, width, dtype=torch.int64)
             platform.rotary_write_kv(query, query[:, :2], query[:, 2:], torch.zeros(tokens, 64), cache, slots)
             platform.paged_attention(query, cache, table, lengths, starts, 0.1)
