@@ -15,7 +15,8 @@ from torch import Tensor
 
 _OTHERS_SECONDS = 2.0
 """How long the others of a group may take to say that they wait, too."""
-_ASK_SECONDS, _LOOK_SECONDS = 0.05, 2.0
+_ASK_SECONDS, _LOOK_SECONDS = 0.05, 1.0
+"""Ranks that wait for the same begin to say so within the second, and all of it is told before the core gives up."""
 _HINTS = {
     "nccl": "look at that rank's log, and for a broken link start with NCCL_DEBUG=INFO",
     "gloo": "look at that rank's log, and at the network between the hosts",
@@ -89,11 +90,11 @@ def watch(timeout: float, report: Callable[[str], None], pending: Callable[[], S
             now = time.monotonic()
             if oldest is None or oldest.number != number:
                 number, since = -1 if oldest is None else oldest.number, now
-            elif now - since > timeout:
+            elif now - since >= timeout:
                 waited = f"it has waited there for {now - since:.0f} s"
                 report(described(oldest.text, oldest.group, waited, is_late=True))
                 return
-            time.sleep(min(_LOOK_SECONDS, timeout / 4))
+            time.sleep(min(_LOOK_SECONDS, timeout / 4, since + timeout - now))
 
     threading.Thread(target=run, daemon=True, name="exchange-watch").start()
 
