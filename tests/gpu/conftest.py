@@ -26,6 +26,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mine = [item for item in items if HERE in item.path.parents]
     for item in mine:
         item.add_marker("gpu")
+        # Torch says so once, of the mode in which a step that waits is an error: here that would be one itself.
+        item.add_marker(pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"))
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         global _deselected
         _deselected = len(mine) * (config.option.markexpr == "gpu")
