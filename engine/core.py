@@ -92,6 +92,7 @@ class Wire:
         self._endpoints = endpoints
         self._outbox: SimpleQueue[tuple[str, ToServer | Wake | Fault] | None] = SimpleQueue()
         """Addresses, and what is for them."""
+        self._context = zmq.Context()
         self.num_clients = len(endpoints.responses)
         threading.Thread(target=self._receive, args=(endpoints.requests[replica],), daemon=True, name="wire-in").start()
         self._sender = threading.Thread(target=self._send, name="wire-out")
@@ -110,12 +111,12 @@ class Wire:
             self.send(client, message)
 
     def close(self) -> None:
-        """Send what is queued, then stop; returns when it has left, or after a few seconds."""
+        """Send what is queued, then stop."""
         self._outbox.put(None)
         self._sender.join()
 
     def _receive(self, address: str) -> None:
-        socket = zmq.Context().socket(zmq.PULL)
+        socket = self._context.socket(zmq.PULL)
         socket.set_hwm(0)
         try:
             socket.bind(address)
@@ -129,20 +130,18 @@ class Wire:
                 self.inbox.put(error)
 
     def _send(self) -> None:
-        context = zmq.Context()
         sockets: dict[str, zmq.Socket[bytes]] = {}
         encode = msgspec.msgpack.Encoder().encode
         while (entry := self._outbox.get()) is not None:
             address, message = entry
             if (socket := sockets.get(address)) is None:
-                socket = sockets[address] = context.socket(zmq.PUSH)
+                socket = sockets[address] = self._context.socket(zmq.PUSH)
                 socket.set_hwm(0)
                 socket.setsockopt(zmq.LINGER, 2000)
                 socket.connect(address)
             socket.send(encode(message))
         for socket in sockets.values():
             socket.close()
-        context.term()  # waits for what lingers
 
 
 class Core:

@@ -307,7 +307,8 @@ class Scheduler:
         short, long = _DECODE_STEPS
         target = max(_LEAST_TARGET, short * step_time.predict(Load(0, decodes, context, 0.0)))
         queued = sum(request.num_pending for request in self.prefilling)
-        queued += sum(request.num_pending for _, request in self.waiting[:_LOOK_AHEAD])
+        waiting = (request for _, request in self.waiting[:_LOOK_AHEAD])
+        queued += sum(request.num_pending for request in waiting if request.finish_reason is None)
         return within(target * min(long / short, max(1.0, queued / within(target) / _SOON)))
 
     def _context_of(self, decodes: int) -> int:

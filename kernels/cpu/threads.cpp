@@ -4,6 +4,7 @@
 #include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace quire {
 namespace {
@@ -33,13 +34,12 @@ struct Ticket {
 class Pool {
  public:
   void run(int64_t pieces, int threads, void (*work)(const void*, int64_t), const void* body) {
-    const std::unique_lock<std::mutex> alone(running_, std::try_to_lock);
-    if (!alone.owns_lock()) {
+    if (is_running_.test_and_set(std::memory_order_acquire)) {
       for (int64_t piece = 0; piece < pieces; ++piece) work(body, piece);
       return;
     }
     for (; workers_ < threads - 1; ++workers_) std::thread(&Pool::serve, this, workers_ + 1).detach();
-    work_ = work, body_ = body, error_ = nullptr;
+    work_ = work, body_ = body;
     done_.store(0, std::memory_order_relaxed);
     ticket_.store(Ticket::of(++loops_, threads, pieces).bits);
     if (sleeping_.load() > 0) {
@@ -49,7 +49,9 @@ class Pool {
     while (take(0)) {
     }
     for (int turn = 0; done_.load(std::memory_order_acquire) < pieces; ++turn) turn < kPatience ? rest() : std::this_thread::yield();
-    if (error_) std::rethrow_exception(error_);
+    const std::exception_ptr error = std::exchange(error_, nullptr);
+    is_running_.clear(std::memory_order_release);
+    if (error) std::rethrow_exception(error);
   }
 
  private:
@@ -82,7 +84,8 @@ class Pool {
     }
   }
 
-  std::mutex running_, failing_;
+  std::atomic_flag is_running_;
+  std::mutex failing_;
   std::atomic<uint64_t> ticket_{0};
   std::atomic<int64_t> done_{0};
   std::atomic<uint32_t> started_{0};
