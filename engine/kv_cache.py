@@ -17,7 +17,7 @@ rows to run that do. These come first, wherever the block goes.
 
 A block is published when the plan that fills it is made, not when it has run: every worker runs plans in order, and in
 each layer writes all KV of a step before any row of the step attends. So a later row, of the same plan even, may
-read what an earlier row writes. If the plan fails, the scheduler unpublishes what it and those behind it have published.
+read what an earlier row writes. If the plan fails, the scheduler unpublishes what it and those behind it published.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class KVCache:
         return taken
 
     def publish(self, block: int, digest: bytes) -> bool:
-        """Let others find a full block. Of two blocks with the same content the first stays known; whether this is it."""
+        """Let others find a full block. Of two with the same content the first stays known; whether this one is."""
         is_first = self.enable_prefix_caching and self._hash_of[block] is None and digest not in self._block_of
         if is_first:
             self._hash_of[block] = digest

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from quire.kernels import reference
 from quire.kernels.backends import AttentionLayer, AttentionNeeds, HostRows, Unavailable
-from quire.kernels.cache import allocate_kv_cache
+from quire.kernels.cache import allocate_kv_cache, kv_cache_dtype
 from quire.kernels.dispatch import by_device, paged_attention, prepare
 from quire.kernels.experts import Experts, fused_experts, pack_experts
 from quire.kernels.linear import Linear, Quantization, pack_gated, pack_linear

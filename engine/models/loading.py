@@ -49,7 +49,7 @@ _DUMMY_DEVIATION = 0.02
 _DUMMY_ELEMENTS = 1 << 20
 _CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
 """How names end that compressed-tensors, ModelOpt and others give what their KV caches are scaled by."""
-_READERS = 4
+_READERS, _GPU_READERS = 4, 8
 _AHEAD_SHARE, _AHEAD_BYTES = 32, 1 << 30
 """What is filled and not yet packed is at most this part of the rank's weights, and so many bytes."""
 

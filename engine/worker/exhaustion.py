@@ -24,6 +24,10 @@ _SIGNS = (
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 """In the text of a `RuntimeError`."""
+REMEDY = (
+    "lower --max-num-batched-tokens, --max-num-seqs or the KV cache's share (--gpu-memory-utilization, "
+    "--kv-cache-memory-bytes)"
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -31,12 +35,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-
-
-def remedy(device: torch.device) -> str:
-    """The flags that leave more memory to a step."""
-    cache = "--gpu-memory-utilization" if device.type == "cuda" else "--kv-cache-memory-bytes"
-    return f"lower --max-num-batched-tokens, --max-num-seqs or {cache}"
 
 
 class Guard:
@@ -66,7 +64,7 @@ class Guard:
             if not is_out_of_memory(error):
                 raise
             size = f"{plan.num_tokens:,} tokens of {plan.num_rows:,} requests"
-            self._reason = f"out of memory on {self._device.type} in a step of {size}; {remedy(self._device)}"
+            self._reason = f"out of memory on {self._device.type} in a step of {size}; {REMEDY}"
             logger.error("step %d fails, %s: %s", plan.step, self._reason, _line(error))
             traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
         gc.collect()

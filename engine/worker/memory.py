@@ -183,7 +183,7 @@ def measure(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPl
         budget=int(meter.at_start * config.options.gpu_memory_utilization),
         weights=held,
         activations=activations + _longer(config),
-        graphs=0,
+        graphs=sizes.graphs,
         others=max(0, meter.at_start - meter.free() - held),
         block=sizes.kv_block[stage],
         fixed_blocks=config.cache.num_blocks if config.options.kv_cache_memory_bytes is not None else 0,

@@ -24,6 +24,7 @@ from quire.engine.worker import memory
 from quire.engine.worker.balancer import Balancer
 from quire.engine.worker.batch import RequestStates, Rows, halve
 from quire.engine.worker.exhaustion import Guard
+from quire.engine.worker.graphs import DecodeGraphs
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
 from quire.engine.worker.transfer import Array, Launched, Reading, send
@@ -71,6 +72,7 @@ class Runner:
         rank: int,
         links: Links,
         device: torch.device,
+        meter: memory.Meter | None = None,
         kernels_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """`kernels_ready` waits for the device's kernels, once the weights are loaded."""
@@ -97,13 +99,17 @@ class Runner:
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
         self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups, device)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
+        self._graphs: DecodeGraphs | None = None
         self.num_blocks = cache.num_blocks
         """Of the KV cache, on every rank of the replica."""
         if meter is not None and cache.num_blocks:
             self._caches = allocate_caches(config.with_blocks(1), links.pipeline.stage, device)
-            self.num_blocks = memory.fit(config, rank, meter, self._execute)
+            self.num_blocks = memory.fit(config, rank, meter, lambda plan: self._launch(plan).result())
         config = config.with_blocks(self.num_blocks)
         self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
+        self._shows_progress = rank == 0 and config.parallel.is_first_here
+        if isinstance(self._model, Decoder):
+            self._graphs = DecodeGraphs(self._model, self._caches, config, device, links.pipeline.stage)
 
     @property
     def receives(self) -> bool:
@@ -130,16 +136,26 @@ class Runner:
 
     def execute(self, plan: StepPlan) -> StepResult | None:
         """Run a step of this stage. The first rank of the last stage returns the tokens, the others None."""
-        if self._guard is None:
-            return self._execute(plan)
-
-        def failed(reason: str) -> StepResult | None:
-            return StepResult(plan.step, [], failure=reason)
-
-        return self._guard.run(plan, lambda: self._execute(plan), lambda: self._states.apply(plan), failed)
+        return self.launch(plan).result()
 
     @torch.inference_mode()
-    def _execute(self, plan: StepPlan) -> StepResult | None:
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin a step of this stage, behind those begun before it: on a GPU, this waits for none of them.
+
+        What it returns gives the step's result, which only the first rank of the last stage has.
+        """
+        if self._guard is None:
+            return self._launch(plan)
+
+        def failed(reason: str) -> Launched:
+            return Launched(StepResult(plan.step, [], failure=reason), [], self._device)
+
+        return self._guard.run(plan, lambda: self._launch(plan), lambda: self._states.apply(plan), failed)
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> Launched:
+        tells = self._pipeline.is_last and self._tp.rank == 0
+        result = StepResult(plan.step, [-1] * plan.num_rows) if tells else None
         if self._replicas is None:
             return Launched(result, self._run(plan, (), result), self._device)
         try:
@@ -172,7 +188,7 @@ class Runner:
         if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
             batch = replace(batch, halves=halve(batch, rows.counts))
         if not plan.num_rows:
-            return self._pass_on(plan, batch)
+            return self._pass_on(batch)
         hidden = self._forward(self._receive(plan.num_tokens), batch)
         if self._pooler is not None and self._pipeline.is_last:
             return self._pool(rows, hidden, batch.sampled, self._pooler, result)
@@ -189,11 +205,6 @@ class Runner:
         if self._pipeline.is_first:
             self._keep(rows, places, tokens)
         return readings
-
-    def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:
-        """The hidden states behind this stage's layers, `[tokens, hidden_size]`."""
-        hidden: Tensor = self._model(received, batch, self._caches)
-        return hidden
 
     def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:
         """The hidden states after this stage, `[tokens, hidden_size]`."""

@@ -27,7 +27,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.layers.attention import attention_needs
 from quire.engine.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
-from quire.engine.parallel import Links, connect
+from quire.engine.parallel import ExchangeError, Links, connect
 from quire.engine.ring import Ring
 from quire.engine.worker.exhaustion import REMEDY, is_out_of_memory
 from quire.engine.worker.memory import CudaMeter, Meter
@@ -76,7 +76,8 @@ class Worker:
         if parallel.device == "cpu":
             ready()  # weights are packed for them
         return_freed_memory()
-        self._runner = Runner(config, rank, self._links, device, kernels_ready)
+        self._runner = _load(config, rank, self._links, device, meter, ready)
+        self.num_blocks = self._runner.num_blocks
         if parallel.device == "cpu":
             _keep_freed_memory()
         self.launch, self.expect = self._runner.launch, self._runner.expect
@@ -87,8 +88,8 @@ class Worker:
         self._runner.settle()
         self.seconds = {
             "connect ranks": connected - started,
-            "compile kernels": compiled - connected,
-            "load weights": time.perf_counter() - compiled,
+            "compile kernels": waited,
+            "load weights": time.perf_counter() - connected - waited,
         }
 
     def watch(self, report: Callable[[str], None]) -> None:
@@ -100,10 +101,17 @@ class Worker:
         self._links.close()
 
 
-def _load(config: EngineConfig, rank: int, links: Links, device: torch.device, meter: Meter | None) -> Runner:
+def _load(
+    config: EngineConfig,
+    rank: int,
+    links: Links,
+    device: torch.device,
+    meter: Meter | None,
+    kernels_ready: Callable[[], None],
+) -> Runner:
     """Raises `ConfigError` where memory does not suffice for it."""
     try:
-        return Runner(config, rank, links, device, meter)
+        return Runner(config, rank, links, device, meter, kernels_ready)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -133,20 +141,11 @@ def main(
     _end_with_parent()
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed rank would leave behind
     log.setup(log_level, f"rank {rank}")
-    encode = msgspec.msgpack.Encoder().encode
-
-    def fail(failure: WorkerFailed) -> None:
-        results.send_bytes(encode(failure))
-        os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
-
-    def report(reason: str) -> None:
-        logger.error("rank %d hangs: %s", rank, reason)
-        fail(WorkerFailed(reason, user_error=False))
-
+    reports = Reports(results, progress, place)
     try:
         worker = Worker(config, rank, init_method)
-        worker.watch(report)
-        results.send_bytes(encode(WorkerReady({"start processes": begun, **worker.seconds})))
+        worker.watch(lambda reason: _fail(rank, ExchangeError(reason), reports))
+        reports.send(WorkerReady({"start processes": begun, **worker.seconds}, worker.num_blocks))
         decode = msgspec.msgpack.Decoder(StepPlan).decode
         take: Callable[[int, Launched], None] = reports.finish
         if worker.runs_ahead:
@@ -157,12 +156,19 @@ def main(
         reports.close()
         worker.close()
     except Exception as error:
-        logger.error("rank %d failed:\n%s", rank, traceback.format_exc())
-        advice = f"; {remedy(torch.device(config.parallel.device))}" * is_out_of_memory(error)
-        failure = WorkerFailed(f"{type(error).__name__}: {error}{advice}", user_error=False)
+        _fail(rank, error, reports)
+
+
+def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:
+    """Tell the core, and end this process, from whichever thread."""
+    if isinstance(error, ConfigError):
+        failure = WorkerFailed(str(error), user_error=True)
     else:
-        return
-    fail(failure)
+        logger.error("rank %d failed:\n%s", rank, "".join(traceback.format_exception(error)))
+        advice = f"; {REMEDY}" * is_out_of_memory(error)
+        failure = WorkerFailed(f"{type(error).__name__}: {error}{advice}", user_error=False)
+    reports.send(failure)
+    os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
 
 
 class Reports:

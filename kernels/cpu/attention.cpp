@@ -239,8 +239,8 @@ struct Found {
 
   // The values of the keys from number `begin` on; behind the last one it stands again.
   template <typename C, size_t N>
-  void values(int64_t begin, int64_t head_dim, KvRow<C> (&row)[N]) const {
-    for (size_t i = 0; i < N; ++i) row[i] = {rows[std::min<int64_t>(begin + i, count - 1)] + to_values, head_dim};
+  void values(int64_t begin, KvRow<C> (&row)[N]) const {
+    for (size_t i = 0; i < N; ++i) row[i] = rows[std::min<int64_t>(begin + i, count - 1)] + to_values;
   }
 
   // How many of the keys stand at a row's query or before it.
@@ -268,7 +268,7 @@ void gather(const Problem& p, const Found& found, float* keys, float* values) {
   for (int64_t i = 0; i < found.count; i += Form::kPerWord, values += padded) {
     found.prefetch_values(i, Form::kPerWord);
     KvRow<C> rows[Form::kPerWord];
-    found.values(i, p.head_dim, rows);
+    found.values(i, rows);
     for_vectors(p.head_dim, [&](int64_t d, auto n) { store(values + d, Form::join(rows, d, n)); });
   }
 }
@@ -417,7 +417,7 @@ void attend_directly(const Problem& p, Scratch& scratch, const Found& found) {
   for (int64_t i = 0; i < columns; ++i) {
     score<Form, C, R>(scratch.queries, p.head_dim, found, i * kLanes, scratch.scores + i * kLanes);
   }
-  found.values(0, p.head_dim, values);
+  found.values(0, values);
   float factors[R];
   for (int r = 0; r < R; ++r) {
     float* scores = scratch.scores + r * kKeys;
@@ -592,7 +592,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
   };
   Problem p{rows, cache, block_tables, lengths.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
             static_cast<float>(scale) * kLog2E, static_cast<float>(softcap), window ? window : kNoWindow,
-            of_heads(sinks), of_heads(slopes), at::empty(query.sizes(), query.options()), query.size(1) / kv_heads,
+            of_heads(sinks), of_heads(slopes), at::empty(query.sizes(), query.options()), Places(cache, head_dim),
+            query.size(1) / kv_heads,
             head_dim, vectors(head_dim) * kLanes, {}, {}, nullptr};
   const int64_t work = plan(p, lengths.size(0), kv_heads);
   const int64_t threads = std::min<int64_t>({at::get_num_threads(), 1 + work / kThreadWork,

@@ -72,8 +72,8 @@ def _difference(found: Any, expected: Any, dtype: torch.dtype) -> str:
     return ""
 
 
-def _calls(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
-    """Every operation of the platform, on small inputs of odd sizes."""
+def _calls(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds) -> Iterator[tuple[str, Call]]:
+    """Every operation of the platform, on small inputs of odd sizes, and attention as the model has it."""
     noise = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:

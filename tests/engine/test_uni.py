@@ -15,9 +15,22 @@ from quire.engine.executor.uni import UniExecutor
 from quire.engine.messages import Scheduled, StepPlan, StepResult
 from tests.fakes.configs import engine_config
 
-FAILS, REFUSES = 13, "refuses"
+FAILS, REFUSED, REFUSES = 13, 17, "refuses"
 MEASURED = 77
 """KV blocks."""
+
+
+class FakeStep:
+    """A step whose result comes late."""
+
+    def __init__(self, plan: StepPlan, may_go: threading.Event) -> None:
+        self._plan, self._may_go = plan, may_go
+
+    def result(self) -> StepResult | None:
+        assert self._may_go.wait(60)
+        if self._plan.step == FAILS:
+            raise ValueError("no such block")
+        return StepResult(self._plan.step, [7] * self._plan.num_rows)
 
 
 class FakeWorker:

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire import kernels
 from quire.kernels import dispatch, reference
 from quire.kernels.cache import LARGEST, allocate_kv_cache
-from tests.kernels import test_attention, test_sampling
+from tests.kernels import test_attention, test_experts, test_sampling
 
 if sys.platform != "linux":
     pytest.skip("Triton has no wheel for this platform", allow_module_level=True)

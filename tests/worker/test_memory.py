@@ -13,12 +13,13 @@ import pytest
 
 from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.errors import ConfigError
-from quire.engine.messages import SamplingParams, StepPlan, StepResult
+from quire.engine.messages import SamplingParams, StepPlan
 from quire.engine.parallel import connect
 from quire.engine.resolve import Sizes, limit_blocks, resolve
 from quire.engine.worker import memory
 from quire.engine.worker.exhaustion import is_out_of_memory
 from quire.engine.worker.runner import Runner
+from quire.engine.worker.transfer import Launched
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
 from tests.worker.plans import Driver, Request
@@ -151,13 +152,13 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans: list[StepPlan] = []
-        run: Callable[[Runner, StepPlan], StepResult | None] = Runner._execute
+        run: Callable[[Runner, StepPlan], Launched] = Runner._launch
 
-        def execute(runner: Runner, plan: StepPlan) -> StepResult | None:
+        def launch(runner: Runner, plan: StepPlan) -> Launched:
             self.plans.append(plan)
             return run(runner, plan)
 
-        monkeypatch.setattr(Runner, "_execute", execute)
+        monkeypatch.setattr(Runner, "_launch", launch)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
