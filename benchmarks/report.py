@@ -38,7 +38,11 @@ COLUMNS = (
 
 def merge(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Several runs as one; of two groups with the same shape and precision the later one counts."""
-    groups = {(group["shape"], group["precision"]): group for result in results for group in result["groups"]}
+    groups = {
+        (group["shape"], group["precision"]): {"measured": measured(result)} | group
+        for result in results
+        for group in result["groups"]
+    }
     command = "\n".join(dict.fromkeys(result["command"] for result in results))
     return results[-1] | {"groups": list(groups.values()), "command": command}
 
@@ -80,15 +84,20 @@ def _shape(group: dict[str, Any]) -> Shape:
 
 def tables(results: dict[str, Any]) -> str:
     """Every group: figures beside floors, ratios, start and memory, accuracy."""
-    return "\n".join(_group(group) for group in results["groups"])
+    return "\n".join(_group(group, group.get("measured") or measured(results)) for group in results["groups"])
 
 
-def _group(group: dict[str, Any]) -> str:
+def measured(results: dict[str, Any]) -> str:
+    """When and with what the groups of these results were."""
+    return f"{results['date']}, Quire {results['commit']}, rounds: {results['rounds']}"
+
+
+def _group(group: dict[str, Any], measured: str) -> str:
     shape, machine = _shape(group), Machine(**group["machine"])
     weights = shape.layer_weights + shape.head_weights
     parts = [f"## {group['shape']} ({weights / 1e6:.0f} M weights), {group['precision']}\n"]
     rate = f"{group['rate']:.2f} requests/s" if group["rate"] else "not run"
-    parts.append(f"Online: {rate}, the same arrivals for all. Median and range over rounds.\n")
+    parts.append(f"{measured}. Online: {rate}, the same arrivals for all. Median and range over rounds.\n")
     running = [server for server in group["servers"] if server["figures"]]
     least = floors(group)
     rows = [[_label(server), *(spread(values(server, c), c.digits) for c in COLUMNS)] for server in running]
@@ -149,14 +158,13 @@ def document(results: dict[str, Any]) -> str:
     cpus = ", ".join(dict.fromkeys(group["machine"]["cpu"] for group in groups))
     command = "".join(f"    {line}\n" for line in results["command"].split("\n"))
     missing = "".join(f"- {entry['peer']}: {entry['why']}\n" for entry in results["missing"])
-    rounds = results["rounds"]
     without = f"\nNot measured:\n\n{missing}" if missing else ""
     return f"""# Benchmarks
 
 Written by `benchmarks/compare.py`; change that, not this page.
 
 {command}
-{results["date"]}, Quire {results["commit"]}, Python {results["python"]}, torch {results["torch"]}; rounds: {rounds}.
+Python {results["python"]}, torch {results["torch"]}.
 Servers: {versions}. {cpus}; {results["threads"]} threads for every server.
 {without}
 {_method(groups[0]["sizes"])}

@@ -152,14 +152,20 @@ def test_a_document_has_figures_floors_and_what_is_missing() -> None:
         "servers": servers,
     }
     results = {"date": "2026-01-01", "commit": "c", "command": "compare.py", "python": "3", "torch": "2", "threads": 2}
-    text = report.document(
-        results | {"rounds": 2, "missing": [{"peer": "gone", "why": "not found"}], "groups": [group]}
-    )
+    results |= {"rounds": 2, "missing": [{"peer": "gone", "why": "not found"}], "groups": [group]}
+    text = report.document(results)
     assert "| other, float32 | 2.00 (2.00–2.00) |" in text  # the ratio
     assert "| quire, float32 | 100.0 (100.0–100.0) |" in text
     assert "| floor | " in text
     assert "- gone: not found" in text
-    assert report.merge([{"groups": [group], "command": "a"}, {"groups": [group], "command": "b"}])["groups"] == [group]
+    assert "2026-01-01, Quire c, rounds: 2." in text
+    later = results | {"commit": "d", "groups": [group | {"precision": "int8"}]}
+    merged = report.merge([results, results | {"commit": "e"}, later])
+    assert [each["measured"] for each in merged["groups"]] == [
+        "2026-01-01, Quire e, rounds: 2",
+        "2026-01-01, Quire d, rounds: 2",
+    ]
+    assert "Quire e, rounds: 2." in report.document(merged | {"groups": merged["groups"][:1]})
 
 
 def test_words_survive_text(tmp_path: Path) -> None:
