@@ -86,7 +86,8 @@ class LocalRanks:
         self._loading = set(ranks)
         self._ring = Ring(context, readers=len(ranks))
         self._progress = context.RawArray("q", [-1] * len(ranks))
-        """What each rank has come to, written by the rank: 2 × step on receiving a plan, one more when it has run."""
+        """What each rank has come to, written by the rank: 2 × step of the oldest plan under way; when none is, one
+        more than that of the last."""
         self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | StepResult] = msgspec.msgpack.Decoder(
             WorkerReady | WorkerFailed | StepResult
         )
@@ -124,7 +125,7 @@ class LocalRanks:
 
     @property
     def progress(self) -> list[int]:
-        """Of each rank, in their order: 2 × step of the last plan received, one more when it has run."""
+        """Of each rank, in their order: 2 × step of the oldest plan under way; when none is, one more than the last."""
         return list(self._progress)
 
     def listen(self, fd: int, callback: Callable[[], None]) -> None:

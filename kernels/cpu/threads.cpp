@@ -24,7 +24,8 @@ struct Ticket {
   uint64_t bits;
 
   static Ticket of(uint64_t loop, int threads, int64_t pieces) {
-    return {loop << (2 * kPieceBits + kThreadBits) | uint64_t(threads) << (2 * kPieceBits) | uint64_t(pieces) << kPieceBits};
+    const uint64_t shared = uint64_t(threads) << kPieceBits | uint64_t(pieces);
+    return {loop << (2 * kPieceBits + kThreadBits) | shared << kPieceBits};
   }
   int64_t next() const { return bits & ((1 << kPieceBits) - 1); }
   int64_t pieces() const { return bits >> kPieceBits & ((1 << kPieceBits) - 1); }
@@ -48,7 +49,9 @@ class Pool {
     }
     while (take(0)) {
     }
-    for (int turn = 0; done_.load(std::memory_order_acquire) < pieces; ++turn) turn < kPatience ? rest() : std::this_thread::yield();
+    for (int turn = 0; done_.load(std::memory_order_acquire) < pieces; ++turn) {
+      turn < kPatience ? rest() : std::this_thread::yield();
+    }
     const std::exception_ptr error = std::exchange(error_, nullptr);
     is_running_.clear(std::memory_order_release);
     if (error) std::rethrow_exception(error);
