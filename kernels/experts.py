@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import linear, reference
+from quire.kernels import linear, packed, reference
 from quire.kernels.dispatch import by_device
 
 fused_experts = by_device(reference.fused_experts)
 _act_mul = by_device(reference.act_mul)
-_packed_experts = by_device(reference.packed_experts)
+_packed_experts = by_device(packed.packed_experts)
 
 
 class Experts(ABC):
@@ -101,14 +101,12 @@ class PanelExperts(Experts):
         is_int8: bool = False,
     ) -> None:
         stacked = _int8_stack if is_int8 else _stack
-        padding = -down.shape[2] % (reference.PANEL // 2)
-        first = stacked(gate_up.detach(), reference.side_by_side)
+        padding = -down.shape[2] % (packed.PANEL // 2)
+        first = stacked(gate_up.detach(), packed.side_by_side)
         second = stacked(down.detach(), lambda weight: F.pad(weight, (0, padding)))
         biases = [
-            gate_up_bias
-            if gate_up_bias is None
-            else torch.stack([reference.side_by_side(bias) for bias in gate_up_bias]),
-            down_bias if down_bias is None else F.pad(down_bias, (0, -down_bias.shape[1] % reference.PANEL)),
+            gate_up_bias if gate_up_bias is None else torch.stack([packed.side_by_side(bias) for bias in gate_up_bias]),
+            down_bias if down_bias is None else F.pad(down_bias, (0, -down_bias.shape[1] % packed.PANEL)),
         ]
         first_bias, second_bias = (bias if bias is None else bias.detach().float() for bias in biases)
         self._weights = *first, first_bias, *second, second_bias, activation
@@ -139,8 +137,8 @@ def _int8_stack(weights: Tensor, arrange: Callable[[Tensor], Tensor]) -> tuple[T
     first, first_scales = linear.int8_panels(arrange(weights[0]))
     stack, scales = (x.new_empty((len(weights), *x.shape)) for x in (first, first_scales))
     for panels, scale, weight in zip(stack, scales, weights, strict=True):
-        for to, packed in zip((panels, scale), linear.int8_panels(arrange(weight)), strict=True):
-            to.copy_(packed)
+        for to, of_expert in zip((panels, scale), linear.int8_panels(arrange(weight)), strict=True):
+            to.copy_(of_expert)
     return stack, scales
 
 

@@ -16,20 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import dispatch, reference
+from quire.kernels import dispatch, packed, reference
 from quire.kernels.dispatch import by_device
 
 Quantization = Literal["int8", "int4"]
 
 _act_mul = by_device(reference.act_mul)
-_quantize_rows = by_device(reference.quantize_rows)
-_scale_rows = by_device(reference.scale_rows)
-_panels = by_device(reference.panels)
-_quantize_weight = by_device(reference.quantize_weight)
-_panel_linear = by_device(reference.panel_linear)
-_int8_linear = by_device(reference.int8_linear)
-_widened_linear = by_device(reference.widened_linear)
-_int4_linear = by_device(reference.int4_linear)
+_quantize_rows = by_device(packed.quantize_rows)
+_scale_rows = by_device(packed.scale_rows)
+_panels = by_device(packed.panels)
+_quantize_weight = by_device(packed.quantize_weight)
+_panel_linear = by_device(packed.panel_linear)
+_int8_linear = by_device(packed.int8_linear)
+_widened_linear = by_device(packed.widened_linear)
+_int4_linear = by_device(packed.int4_linear)
 
 _ROWS_HINT = 256
 """The number of rows that oneDNN packs for. What it packs for a few rows is slow for many, and not the other way."""
@@ -197,7 +197,7 @@ class Widened(Linear):
 
 
 def _arranged(gate_up: Tensor, activation: str) -> Tensor:
-    return reference.side_by_side(gate_up.detach()) if activation else gate_up
+    return packed.side_by_side(gate_up.detach()) if activation else gate_up
 
 
 def word_panels(weight: Tensor) -> Tensor:
@@ -208,9 +208,9 @@ def word_panels(weight: Tensor) -> Tensor:
 def int8_panels(weight: Tensor) -> tuple[Tensor, Tensor]:
     """`weight` `[out, in]` rounded to 8 bits, as `panels` of unsigned bytes, and the scales `[panels * PANEL]`."""
     quantized, scales = _quantize_weight(weight.detach())
-    unsigned = quantized.view(torch.uint8).add_(reference.INT8_OFFSET)  # which wraps around
-    padded = F.pad(scales, (0, -len(scales) % reference.PANEL))
-    return _panels(unsigned, 4, padding=reference.INT8_OFFSET), padded
+    unsigned = quantized.view(torch.uint8).add_(packed.INT8_OFFSET)  # which wraps around
+    padded = F.pad(scales, (0, -len(scales) % packed.PANEL))
+    return _panels(unsigned, 4, padding=packed.INT8_OFFSET), padded
 
 
 class Int8(Linear):
@@ -244,7 +244,7 @@ class Int8OneDNN(Linear):
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         quantized, scales = _quantize_rows(x)
         out = torch.ops.onednn.qlinear_pointwise(
-            *(_padded(quantized), 1.0, reference.INT8_ZERO, self._weight, self._scales, self._zeros),
+            *(_padded(quantized), 1.0, packed.INT8_ZERO, self._weight, self._scales, self._zeros),
             *(None, 1.0, 0, torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32, "none", [], ""),
         )
         return _scale_rows(out[: len(x)], scales, bias, x.dtype)
@@ -264,7 +264,7 @@ class Int4(Linear):
     def __init__(self, weight: Tensor) -> None:
         self._features = len(weight)
         group = next(size for size in INT4_GROUPS if weight.shape[1] % size == 0)
-        quantized, scales, zeros = reference.quantize_groups(weight.detach(), group)
+        quantized, scales, zeros = packed.quantize_groups(weight.detach(), group)
         self._scales, self._zeros = _panels(scales), _panels(zeros)
         low, high = _panels(quantized).chunk(2, dim=2)
         self._weight = low | high << 4

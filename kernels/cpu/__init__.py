@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs, with the names and the meaning of `quire.kernels.reference`; what is not here stays there."""
+"""C++ kernels for CPUs, named and meant as in `quire.kernels.reference` and `packed`; what is not here stays there."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config import INT4_GROUPS
-from quire.kernels import linear, reference
+from quire.kernels import linear, packed, reference
 
 SHAPES = [(1, 1, 32), (3, 5, 32), (7, 33, 64), (13, 96, 96), (33, 64, 256), (50, 40, 288), (2, 200, 640)]
 """Rows, output and input features."""
@@ -48,9 +48,9 @@ def test_full_precision_is_the_plain_product(
 @pytest.mark.parametrize(("rows", "outs", "ins"), SHAPES[1:])
 def test_int8_is_exact_on_the_rounded_numbers(rows: int, outs: int, ins: int, dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(rows, ins).to(dtype), torch.randn(outs, ins), torch.randn(outs).to(dtype)
-    x_bytes, x_scales = reference.quantize_rows(x)
-    bytes_, scales = reference.quantize_weight(weight, 127 if torch.cpu._is_vnni_supported() else 63)
-    sums = (x_bytes.double() - reference.INT8_ZERO) @ bytes_.double().T
+    x_bytes, x_scales = packed.quantize_rows(x)
+    bytes_, scales = packed.quantize_weight(weight, 127 if torch.cpu._is_vnni_supported() else 63)
+    sums = (x_bytes.double() - packed.INT8_ZERO) @ bytes_.double().T
     expected = (sums * x_scales[:, None] * scales + bias).to(dtype)
     packs: list[Callable[[Tensor], kernels.Linear]] = [linear.Int8OneDNN]
     if torch.cpu._is_vnni_supported():
@@ -66,7 +66,7 @@ def test_int8_is_exact_on_the_rounded_numbers(rows: int, outs: int, ins: int, dt
 def test_int4_is_the_product_by_the_rounded_groups(rows: int, outs: int, ins: int, dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(rows, ins).to(dtype), torch.randn(outs, ins), torch.randn(outs).to(dtype)
     group = next(size for size in INT4_GROUPS if ins % size == 0)
-    halves, scales, zeros = reference.quantize_groups(weight, group)
+    halves, scales, zeros = packed.quantize_groups(weight, group)
     rounded = (halves.view(outs, -1, group) * scales[..., None] + zeros[..., None]).flatten(1)
     assert (rounded - weight).abs().max() <= scales.max() / 2 + 1e-6
     expected = F.linear(x.float(), rounded, bias.float()).to(dtype)
@@ -86,10 +86,10 @@ def test_gated_products_are_the_product_and_its_activation(
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
     for each in (None, bias):
         close(gated(x, each), reference.act_mul(plain(x, each), activation), tolerance)
-    for mine, packed in zip(
+    for mine, other in zip(
         gated.state(), kernels.pack_gated(weight * 2, activation, quantization).state(), strict=True
     ):
-        assert mine.shape == packed.shape
+        assert mine.shape == other.shape
     gated.restore(kernels.pack_gated(weight * 2, activation, quantization).state())
     close(
         gated(x, bias), reference.act_mul(kernels.pack_linear(weight * 2, quantization)(x, bias), activation), tolerance
@@ -126,7 +126,7 @@ def test_rows_and_weights_of_zeros_stay_zero() -> None:
 def test_compiled_rounding_is_the_references(rows: int, columns: int, scale: float, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, columns) * scale).to(dtype)
     compiled: Callable[[Tensor], tuple[Tensor, Tensor]] = linear._quantize_rows
-    for one, other in zip(compiled(x), reference.quantize_rows(x), strict=True):
+    for one, other in zip(compiled(x), packed.quantize_rows(x), strict=True):
         assert torch.equal(one, other)
 
 
@@ -137,7 +137,7 @@ def test_compiled_packing_is_the_references(outs: int, ins: int, per_word: int, 
         st.sampled_from([(torch.float32, 0), (torch.bfloat16, 0), (torch.uint8, 0), (torch.uint8, 128)])
     )
     weight = torch.randint(0, 256, (outs, ins)).to(dtype)
-    assert torch.equal(linear._panels(weight, per_word, padding), reference.panels(weight, per_word, padding))
+    assert torch.equal(linear._panels(weight, per_word, padding), packed.panels(weight, per_word, padding))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -145,9 +145,7 @@ def test_compiled_packing_is_the_references(outs: int, ins: int, per_word: int, 
 def test_compiled_quantization_is_the_references(dtype: torch.dtype, steps: int) -> None:
     weight = torch.randn(67, 45).to(dtype)
     weight[5] = 0
-    for one, other in zip(
-        linear._quantize_weight(weight, steps), reference.quantize_weight(weight, steps), strict=True
-    ):
+    for one, other in zip(linear._quantize_weight(weight, steps), packed.quantize_weight(weight, steps), strict=True):
         assert torch.equal(one, other)
 
 
