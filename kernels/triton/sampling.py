@@ -14,6 +14,8 @@ depend on the batch. Nothing is read back from the device.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
@@ -233,6 +235,7 @@ def _gather_kernel(
     logits,
     row_stride,
     controls,
+    greedy_below,
     width,
     facts,
     states,
@@ -518,61 +521,64 @@ def sample(
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     (rows, width), device = logits.shape, logits.device
-    tiles = triton.cdiv(width, _TILE)
-    warps = {"num_warps": _WARPS}
-    sizes = {"TILE": _TILE, "TILES": triton.next_power_of_2(tiles), **warps}
-    host = torch.empty((rows, 8), dtype=torch.int32, pin_memory=device.type == "cuda")
-    packed = host.numpy()
-    packed.view(np.int64)[:, 0], packed.view(np.int64)[:, 1] = seeds.numpy(), positions.numpy()
-    for place, control in enumerate((temperatures, ps, min_p.numpy()), start=4):
-        packed.view(np.float32)[:, place] = control
-    packed[:, 7] = np.clip(ks, 0, width)
-    controls = host.to(device, non_blocking=True)
-
+    controls = _controls(temperature, top_k, top_p, min_p, seeds, positions, width, device)
     is_top_k = drawn & (ks > 0) & (ks < width)
     is_top_p = bool((ps[drawn] < 1.0).any())
     rest = ps[drawn & ~is_top_k]
     rounds = 0 if not len(rest) else _rounds(float(rest.min()))
+    tiles = triton.cdiv(width, _TILE)
+    by_row, by_tile, padded = (rows,), (rows, tiles), {"TILES": triton.next_power_of_2(tiles)}
 
     def floats(*shape: int) -> Tensor:
         return torch.empty(shape, device=device)
+
+    def launch(kernel: Any, grid: tuple[int, ...], *own: Any, **sizes: Any) -> None:
+        """With what every kernel here takes, before its own."""
+        common = (logits, logits.stride(0), controls, GREEDY_BELOW, width)
+        kernel[grid](*common, *own, **sizes, TILE=_TILE, num_warps=_WARPS)
 
     sums, facts, states = floats(rows, tiles, 3), floats(rows, 3), floats(rounds + 1, rows, 4)
     draws, masses = floats(max(1, rounds), rows, tiles, 3), floats(max(1, rounds), rows, tiles)
     is_grouped = bool(is_top_k.any())
     groups = floats(rows, tiles, _GROUPS) if is_grouped else sums
-    source = (logits, logits.stride(0), controls)
-    _tiles_kernel[(rows, tiles)](
-        *(*source, GREEDY_BELOW, width, sums, groups), GROUPED=is_grouped, TILE=_TILE, GROUPS=_GROUPS, **warps
-    )
-    _begin_kernel[(rows,)](
-        *(*source, GREEDY_BELOW, width, tiles, sums, groups, facts, states),
-        **sizes,
-        GROUPS=_GROUPS,
-    )
+    launch(_tiles_kernel, by_tile, sums, groups, GROUPED=is_grouped, GROUPS=_GROUPS)
+    launch(_begin_kernel, by_row, tiles, sums, groups, facts, states, **padded, GROUPS=_GROUPS)
     if is_grouped:
         gathered, places = floats(rows, tiles, _GATHERED), torch.empty_like(groups, dtype=torch.int32)
-        counts = torch.empty((rows, tiles), dtype=torch.int32, device=device)
-        _gather_kernel[(rows, tiles)](
-            *(*source, width, facts, states, gathered, places, counts), TILE=_TILE, GATHERED=_GATHERED, **warps
-        )
-        _choose_kernel[(rows,)](
-            *(*source, GREEDY_BELOW, width, tiles, facts, states, gathered, places, counts),
-            **sizes,
-            GATHERED=_GATHERED,
-        )
+        found = gathered, places, torch.empty((rows, tiles), dtype=torch.int32, device=device)
+        launch(_gather_kernel, by_tile, facts, states, *found, GATHERED=_GATHERED)
+        launch(_choose_kernel, by_row, tiles, facts, states, *found, **padded, GATHERED=_GATHERED)
+    of_rounds = facts, states, draws, masses
     for number in range(rounds):
-        common = (*source, GREEDY_BELOW, width, facts, states, draws, masses, number)
-        _draw_kernel[(rows, tiles)](*common, FIRST=number == 0, **sizes)
+        launch(_draw_kernel, by_tile, *of_rounds, number, FIRST=number == 0, **padded)
         if is_top_p:
-            _weigh_kernel[(rows, tiles)](*common, **sizes)
+            launch(_weigh_kernel, by_tile, *of_rounds, number, **padded)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
-    _finish_kernel[(rows,)](
-        *(*source, GREEDY_BELOW, width, tiles, facts, states, draws, masses, tokens, rounds),
-        DRAWN=rounds > 0,
-        **sizes,
-    )
+    launch(_finish_kernel, by_row, tiles, *of_rounds, tokens, rounds, DRAWN=rounds > 0, **padded)
     return tokens
+
+
+def _controls(
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    width: int,
+    device: torch.device,
+) -> Tensor:
+    """What `sample` takes of each row, on the device in one copy: int32 `[rows, 8]`.
+
+    Seed and position are two numbers each, low half first; temperature, top-p and min-p are the bits of float32.
+    """
+    host = torch.empty((len(seeds), 8), dtype=torch.int32, pin_memory=device.type == "cuda")
+    packed = host.numpy()
+    packed.view(np.int64)[:, 0], packed.view(np.int64)[:, 1] = seeds.numpy(), positions.numpy()
+    for place, control in enumerate((temperature, top_p, min_p), start=4):
+        packed.view(np.float32)[:, place] = control.numpy()
+    packed[:, 7] = np.clip(top_k.numpy(), 0, width)
+    return host.to(device, non_blocking=True)
 
 
 def _rounds(top_p: float) -> int:
