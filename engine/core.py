@@ -194,7 +194,7 @@ class Core:
         now = time.perf_counter()
         # A pipeline that fills or drains shows no stage's time.
         shows = (is_full or self.scheduler.stages == 1) and not result.failure
-        self.scheduler.learn(plan, now - max(begun, self.result_taken) if shows else None)
+        self.scheduler.step_size.learn(plan, now - max(begun, self.result_taken) if shows else None)
         self.result_taken = now
         if self.wave is not None:
             self.wave.take(is_active=result.is_wave_active)

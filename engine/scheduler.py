@@ -10,23 +10,18 @@ is still under way. Nothing is planned beyond a length limit, which is known bef
 row of a request that has met one is computed in vain. Its blocks may go to others at once, because workers run plans
 in order.
 
-A structured output is held back until its token came back: only then does its grammar say which may come next, and
-which must. Those that must come (the name of a property, say) are known without being sampled, so that its next row
-computes them all.
-
-With pipeline stages, one plan for each is in flight, and a decode waits for its token. Each plan gets its share of the
-rows and of the pending tokens, so that no stage stands idle while another is overfull.
+A structured output is held back until its token came back (see `quire.engine.structured`). With pipeline stages, one
+plan for each is in flight, and a decode waits for its token. How many tokens a plan takes is decided in
+`quire.engine.step_size`.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
-from bisect import bisect_left, insort
 from itertools import repeat
 
 from quire.engine.config import EngineConfig
-from quire.engine.grammar import Grammar, GrammarError, Grammars
+from quire.engine.grammar import Grammar, Grammars
 from quire.engine.kv_cache import KVCache, extend_hashes
 from quire.engine.messages import (
     EngineStats,
@@ -41,30 +36,10 @@ from quire.engine.messages import (
     Submit,
     TokenLogprobs,
 )
+from quire.engine.queues import Waiting, discard, insert, order
 from quire.engine.request import Request
-from quire.engine.step_time import Load, StepTime
-
-_LEAST_SHARE = 256
-"""Tokens that a stage may always take: a step of fewer costs about as much, as it reads the same weights."""
-
-
-_FIRST_CHUNK = 256
-"""Prompt tokens of a tuned step before anything is known of its time. From there, at most twice what was measured."""
-_LEAST_CHUNK = 32
-"""Prompt tokens that a tuned step may always take, whatever its target, so that prompts get on."""
-_DECODE_STEPS = (5.0, 15.0)
-"""A step with prompt tokens takes by default as long as so many of decodes alone: few, so that nobody waits long for a
-token, but more where prompts queue up, which are then computed at nearly the best rate."""
-_SOON = 8.0
-"""Prompts that so many short steps compute do not queue up. With three times as many, steps are as long as they get."""
-_LOOK_AHEAD = 32
-"""Waiting requests that are looked at for it."""
-_ALONE_EVERY = 64
-"""Of plans with decodes and prompt tokens, one in so many leaves the prompts out, to measure the decodes alone."""
-_LEAST_TARGET = 0.02
-"""Seconds: steps of small models need not be shorter, as nobody sees it."""
-_OVERHEAD = 0.05
-"""The part of a step of prompts alone that may go into its fixed cost."""
+from quire.engine.step_size import StepSize
+from quire.engine.structured import Guided
 
 
 class Scheduler:
@@ -90,18 +65,10 @@ class Scheduler:
         self.decoding: list[Request] = []
         """Those that go on by one token, in the same order. Whose last token is under way is in neither list."""
         self.grammars = Grammars(config.model)
-        self.guided: list[Request] = []
-        """Those with a grammar whose token came back, in the same order: they go on by it and what it forces."""
-        self.guided_under_way: set[Request] = set()
-        """Those with a grammar whose token is being sampled."""
-        self.waiting: list[tuple[tuple[int, int], Request]] = []
-        """A heap; requests that ended while waiting stay in it until they are met."""
-        self.num_waiting = 0
-        self.step_time = StepTime() if self.config.is_tuned else None
-        self._loads: dict[int, Load] = {}
-        """What each plan in flight computes, where its time is learned from."""
-        self._mixed_plans = _ALONE_EVERY
-        """Tuned plans since the last that left the prompts out."""
+        self.guided = Guided(self.grammars, workers_keep=self.workers_keep)
+        """Those that go on by a grammar."""
+        self.waiting = Waiting()
+        self.step_size = StepSize(self.config, self.stages)
         self._decode_context = 0
         """Tokens computed of all that are decoding."""
         self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
@@ -163,11 +130,11 @@ class Scheduler:
         )
         if len(request.token_ids) >= request.max_tokens:
             return RequestOutput(submit.request_id, [], finish_reason="length")
-        if grammar is not None and (end := self._begin(request, grammar)) is not None:
+        if grammar is not None and (end := self.guided.begin(request)) is not None:
             return end
         self._arrivals += 1
         self.requests[submit.request_id] = request
-        self._enqueue(request)
+        self.waiting.push(request)
         return None
 
     def abort(self, request_id: str) -> tuple[Request, RequestOutput] | None:
@@ -175,21 +142,18 @@ class Scheduler:
         request = self.requests.get(request_id)
         if request is None:
             return None
-        self._finish(request, "abort")
-        return request, RequestOutput(request_id, [], finish_reason="abort", num_cached_tokens=request.num_cached or 0)
+        return request, self._end(request, "abort")
 
-    def _enqueue(self, request: Request) -> None:
-        heapq.heappush(self.waiting, (request.order, request))
-        self.num_waiting += 1
+    def _end(self, request: Request, reason: FinishReason) -> RequestOutput:
+        """End a request without another token; returns its terminal output."""
+        self._finish(request, reason)
+        return RequestOutput(request.request_id, [], finish_reason=reason, num_cached_tokens=request.num_cached or 0)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         del self.requests[request.request_id]
         if request.slot is None:
-            self.num_waiting -= 1
-            if len(self.waiting) > 2 * self.num_waiting + 64:
-                self.waiting = [entry for entry in self.waiting if entry[1].finish_reason is None]
-                heapq.heapify(self.waiting)
+            self.waiting.end_one()
         else:
             self._leave(request)
 
@@ -197,10 +161,9 @@ class Scheduler:
         """Take a running request off the workers: nothing of it stays but its tokens."""
         assert request.slot is not None
         self._publish(request)
-        _discard(self.running, request)
-        _discard(self.prefilling, request)
-        _discard(self.guided, request)
-        self.guided_under_way.discard(request)
+        discard(self.running, request)
+        discard(self.prefilling, request)
+        self.guided.leave(request)
         self._end_decode(request)
         self.kv.release(self.kv.held(request.block_ids))
         self._released.append(request.slot)
@@ -214,7 +177,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next plan, or None when nothing can run before a plan in flight comes back."""
         plan = StepPlan(step=self._step, released=[], new=[], scheduled=[])
-        max_rows, tokens_left = self._share()
+        max_rows, tokens_left = self.step_size.share(self.running, self.waiting, self._tokens_in_flight)
         preemptions = self.stats.preemptions
         self._held = None
         while self._outgrown:
@@ -222,10 +185,13 @@ class Scheduler:
 
         rows = self._plan_decodes(plan, min(max_rows, tokens_left))
         num_plain, context = len(rows), self._context_of(len(rows))
-        tokens_left = self._plan_chunks(plan, rows, self.guided, max_rows, tokens_left - num_plain)
+        tokens_left = self._plan_chunks(plan, rows, self.guided.ready, max_rows, tokens_left - num_plain)
         num_decodes = len(rows)
         context += sum(request.num_computed for request in rows[num_plain:])
-        tokens_left = min(tokens_left, self._prompt_tokens(num_decodes, context))
+        most = self.step_size.prompt_tokens(
+            num_decodes, context, self.prefilling, self.waiting, is_awaited=bool(self.decoding or self.guided)
+        )
+        tokens_left = min(tokens_left, most)
         tokens_left = self._plan_chunks(plan, rows, self.prefilling, max_rows, tokens_left)
 
         # Whoever was thrown out in this turn, or is about to be, would only come back to be thrown out again.
@@ -240,8 +206,7 @@ class Scheduler:
             tokens_left -= count
 
         if rows:
-            if self.step_time is not None:
-                self._loads[plan.step] = self._load(plan, rows, num_decodes, context)
+            self.step_size.depart(plan, rows, num_decodes, context)
             return self._depart(plan, rows)
         if self._rows and len(self.requests) >= self.stages:
             self.stats.idle_stage_steps += max(0, self.stages - len(self._rows))
@@ -260,74 +225,9 @@ class Scheduler:
         self.stats.steps += 1
         return plan
 
-    def _share(self) -> tuple[int, int]:
-        """Rows and tokens that this plan may take of the work at hand: one part in `depth`, rounded up.
-
-        What is in flight counts as work at hand, so that a long prompt is cut into equal chunks.
-        """
-        limits = self.config
-        if self.stages == 1:
-            return limits.max_num_seqs, limits.max_num_batched_tokens
-        room = limits.max_num_seqs - len(self.running)
-        rows = -(-(len(self.running) + min(room, self.num_waiting)) // self.stages)
-        if not limits.enable_chunked_prefill:
-            return rows, limits.max_num_batched_tokens
-        tokens = self._tokens_in_flight + sum(request.num_pending for request in self.running)
-        tokens += sum(request.num_pending for _, request in self.waiting[:room] if request.finish_reason is None)
-        share = max(-(-tokens // self.stages), _LEAST_SHARE)
-        return rows, min(limits.max_num_batched_tokens, share)
-
-    def _prompt_tokens(self, decodes: int, context: int) -> int:
-        """Prompt tokens that a tuned plan takes beside its decodes: so many that the step stays within the target.
-
-        When nobody decodes, nobody waits for the next token: then the step is as long as it pays.
-        """
-        limits, step_time = self.config, self.step_time
-        most = limits.max_num_batched_tokens
-        if step_time is None or not (self.prefilling or self.num_waiting):
-            return most
-        if limits.itl_target is None and decodes:
-            self._mixed_plans += 1
-            if self._mixed_plans > _ALONE_EVERY:
-                self._mixed_plans = 0
-                return 0
-        most = min(most, max(_FIRST_CHUNK, 2 * step_time.most_prompt_tokens))
-        if not step_time.is_ready:
-            return min(most, _FIRST_CHUNK)
-        if not (self.decoding or self.guided or self.guided_under_way):
-            return int(min(most, max(_FIRST_CHUNK, step_time.paying_prompt_tokens(_OVERHEAD))))
-        position = self.prefilling[0].num_computed if self.prefilling else 0
-
-        def within(seconds: float) -> int:
-            tokens = step_time.prompt_tokens_within(seconds, decodes, context, position)
-            return max(_LEAST_CHUNK, int(min(most, tokens)))
-
-        if limits.itl_target is not None:
-            return within(limits.itl_target / self.stages)  # a token passes every stage
-        short, long = _DECODE_STEPS
-        target = max(_LEAST_TARGET, short * step_time.predict(Load(0, decodes, context, 0.0)))
-        queued = sum(request.num_pending for request in self.prefilling)
-        waiting = (request for _, request in self.waiting[:_LOOK_AHEAD])
-        queued += sum(request.num_pending for request in waiting if request.finish_reason is None)
-        return within(target * min(long / short, max(1.0, queued / within(target) / _SOON)))
-
     def _context_of(self, decodes: int) -> int:
         """KV tokens that so many of the decodes read."""
         return self._decode_context * decodes // max(1, len(self.decoding))
-
-    def _load(self, plan: StepPlan, rows: list[Request], decodes: int, decode_context: int) -> Load:
-        """What a plan computes, of which the first rows are decodes (more than a token each where some are forced)."""
-        context = 0.0
-        chunks = plan.scheduled[decodes - len(plan.decodes) :]
-        for request, row in zip(rows[decodes:], chunks, strict=True):
-            context += row.num_tokens * (request.num_computed - row.num_tokens / 2)
-        return Load(plan.num_tokens - decodes, decodes, decode_context, context)
-
-    def learn(self, plan: StepPlan, seconds: float | None) -> None:
-        """The step of this plan took so long; None: nobody can say. To be called for every plan."""
-        load = self._loads.pop(plan.step, None)
-        if load is not None and seconds is not None and self.step_time is not None:
-            self.step_time.learn(load, seconds)
 
     def _plan_decodes(self, plan: StepPlan, limit: int) -> list[Request]:
         """One more token for each decode: a bare slot unless it needs a block. Returns the rows."""
@@ -393,18 +293,16 @@ class Scheduler:
             request.untold = []
         if request.num_pending:
             return
-        if not _discard(self.prefilling, request):
-            _discard(self.guided, request)
+        discard(self.prefilling, request)
         if request.grammar is not None:
-            plan.masks[request.slot] = request.mask
-            self.guided_under_way.add(request)
+            plan.masks[request.slot] = self.guided.depart(request)
         else:
-            insort(self.decoding, request, key=_order)
+            insert(self.decoding, request)
             self._decode_context += request.num_computed
             request.decode_until = self._decode_until(request)
 
     def _end_decode(self, request: Request) -> None:
-        if _discard(self.decoding, request):
+        if discard(self.decoding, request):
             self._decode_context -= request.num_computed
 
     def _decode_until(self, request: Request) -> int:
@@ -466,17 +364,12 @@ class Scheduler:
                     self._unproven.setdefault(request.last_step, []).append(block)
             request.num_published = full
 
-    def _first_waiting(self) -> Request | None:
-        while self.waiting and self.waiting[0][1].finish_reason is not None:
-            heapq.heappop(self.waiting)
-        return self.waiting[0][1] if self.waiting else None
-
     def _admit(self, tokens_left: int) -> tuple[Request, int] | None:
         """Give the first waiting request a slot and its cached prefix; returns it and the size of its first chunk.
 
         It is let in only if all its known tokens fit beside those that run, so that it is not thrown out at once.
         """
-        request = self._first_waiting()
+        request = self.waiting.first()
         if request is None or not self._free_slots:
             return None
         kv = self.kv
@@ -493,14 +386,13 @@ class Scheduler:
         if not count:
             request.num_computed = 0
             return None
-        heapq.heappop(self.waiting)
-        self.num_waiting -= 1
+        self.waiting.pop()
         kv.hold(held)
         request.block_ids = cached
         request.num_published = len(cached)
         request.slot = self._free_slots.pop()
-        insort(self.running, request, key=_order)
-        insort(self.prefilling, request, key=_order)
+        insert(self.running, request)
+        insert(self.prefilling, request)
         if request.num_cached is None:
             request.num_cached = min(request.num_computed, request.num_prompt)
             self.stats.prefix_queried_tokens += request.num_prompt
@@ -532,7 +424,7 @@ class Scheduler:
                 break
             if victim.last_step <= self._done:
                 self._leave(victim)
-                self._enqueue(victim)
+                self.waiting.push(victim)
                 self.stats.preemptions += 1
                 return True
         if self.running[-1] is not request:
@@ -591,16 +483,13 @@ class Scheduler:
         self._skipped_until, self._resumes = self._step - 1, True
         for request in rows:
             if request.finish_reason is None:
-                self._finish(request, "error")
-                cached = request.num_cached or 0
-                output = RequestOutput(
-                    request.request_id, [], finish_reason="error", error=reason, num_cached_tokens=cached
-                )
+                output = self._end(request, "error")
+                output.error = reason
                 news.setdefault(request.client, Outputs()).outputs.append(output)
         for request in {id(request): request for later in self._rows.values() for request in later}.values():
             if request.slot is not None:
                 self._leave(request)
-                self._enqueue(request)
+                self.waiting.push(request)
                 self.stats.preemptions += 1
         for blocks in self._unproven.values():
             for block in blocks:
@@ -621,11 +510,8 @@ class Scheduler:
         for row, vector in vectors.items():
             request = rows[row]
             if request.finish_reason is None:
-                self._finish(request, "stop")
-                cached = request.num_cached or 0
-                output = RequestOutput(
-                    request.request_id, [], finish_reason="stop", num_cached_tokens=cached, vector=vector
-                )
+                output = self._end(request, "stop")
+                output.vector = vector
                 news.setdefault(request.client, Outputs()).outputs.append(output)
 
     def _tell(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
@@ -636,7 +522,7 @@ class Scheduler:
         if token_id in request.stops:
             reason = "stop"
         elif request.grammar is not None:
-            reason, error = self._follow(request, request.grammar, token_id, told)
+            reason, error = self.guided.follow(request, token_id, told)
         elif len(request.token_ids) >= request.max_tokens:
             reason = "length"
         if reason is not None:
@@ -653,111 +539,37 @@ class Scheduler:
             num_cached_tokens=request.num_cached or 0,
         )
 
-    # --- structured output ------------------------------------------------------------------------------------
-
-    def _begin(self, request: Request, grammar: Grammar) -> RequestOutput | None:
-        """Force what can be before anything is sampled; the terminal output where that is all, or there is an error."""
-        try:
-            if output := request.submit.output_token_ids:  # else a grammar of nothing would be at its end
-                grammar.advance(output)
-            request.unreported = self._force(request)
-            (error,) = self._constrain([request])
-        except GrammarError as trouble:
-            error = str(trouble)
-        if error is not None:
-            return RequestOutput(request.request_id, [], finish_reason="error", error=error)
-        if grammar.is_complete:
-            return RequestOutput(request.request_id, request.unreported, finish_reason="stop")
-        return None
-
-    def _follow(
-        self, request: Request, grammar: Grammar, token_id: int, told: list[int]
-    ) -> tuple[FinishReason | None, str | None]:
-        """Take a sampled token into the grammar, and tell what that forces, too; whether it ends, and the error."""
-        request.untold = [] if self.workers_keep else [token_id]
-        try:
-            grammar.advance([token_id])
-            if not grammar.is_complete and len(request.token_ids) < request.max_tokens:
-                forced = self._force(request)
-                request.untold += forced
-                told += forced
-        except GrammarError as error:
-            return "error", str(error)
-        if grammar.is_complete:
-            return "stop", None
-        return ("length" if len(request.token_ids) >= request.max_tokens else None), None
-
-    def _force(self, request: Request) -> list[int]:
-        """Append the tokens that the grammar leaves no choice about, and return them.
-
-        Not the one that may end the request, which is sampled; and none where log-probabilities are asked for, as
-        those of a token are known where it is sampled and those of a prompt once it has run, or where others than the
-        grammar may forbid it.
-        """
-        params, grammar = request.submit.params, request.grammar
-        room = request.max_tokens - 1 - len(request.token_ids)
-        if grammar is None or room <= 0 or params.logprobs is not None or params.prompt_logprobs is not None:
-            return []
-        if params.allowed_token_ids is not None or params.bad_word_ids:
-            return []
-        forced = grammar.forced()[:room]
-        ends = (at for at, token in enumerate(forced) if token in request.stops)
-        forced = forced[: next(ends, None)]
-        if forced:
-            grammar.advance(forced)
-            request.token_ids += forced
-        return forced
-
-    def _constrain(self, requests: list[Request]) -> list[str | None]:
-        """Find out which tokens each may go on with, or why it cannot."""
-        grammars = [request.grammar for request in requests if request.grammar is not None]
-        errors: list[str | None] = []
-        for request, grammar, mask in zip(requests, grammars, self.grammars.masks(grammars), strict=True):
-            output = request.token_ids[request.num_prompt :]
-            try:
-                request.mask = grammar.restricted(mask, request.submit.params, output)
-                errors.append(None)
-            except GrammarError as error:
-                errors.append(str(error))
-        return errors
-
     def _go_on(self, guided: list[tuple[Request, RequestOutput]]) -> None:
-        """Let these be planned again, now that their tokens are known."""
-        errors = self._constrain([request for request, _ in guided])
+        """Let structured outputs go on, or end those that cannot."""
+        errors = self.guided.go_on([request for request, _ in guided])
         for (request, output), error in zip(guided, errors, strict=True):
-            self.guided_under_way.remove(request)
-            if error is None:
-                insort(self.guided, request, key=_order)
-            else:
+            if error is not None:
                 output.finish_reason, output.error = "error", error
                 self._finish(request, "error")
+
+    # --- from outside -----------------------------------------------------------------------------------------
 
     def snapshot(self) -> EngineStats:
         """The gauges brought up to date, with the counters."""
         self.stats.running = len(self.running)
-        self.stats.waiting = self.num_waiting
+        self.stats.waiting = len(self.waiting)
         self.stats.kv_blocks_used = self.kv.num_blocks - self.kv.num_free
         return self.stats
 
     def check_integrity(self) -> None:
         """Assert that requests, slots, blocks and queues agree. Called by tests after every step."""
         self.kv.check_integrity(self.kv.held(request.block_ids) for request in self.running)
-        waiting = [request for _, request in self.waiting if request.finish_reason is None]
-        assert self.num_waiting == len(waiting)
+        self.guided.check_integrity(self._done)
+        waiting = self.waiting.check_integrity()
         assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
         slots = [request.slot for request in self.running] + self._free_slots
         assert sorted(slots, key=lambda s: -1 if s is None else s) == list(range(self.config.max_num_seqs))
-        for queue in (self.running, self.prefilling, self.decoding, self.guided):
-            assert [r.order for r in queue] == sorted(r.order for r in queue)
-        queued = self.prefilling + self.decoding + self.guided
+        for queue in (self.running, self.prefilling, self.decoding, self.guided.ready):
+            assert queue == sorted(queue, key=order)
+        queued = self.prefilling + self.decoding + self.guided.ready
         last_under_way = [r for r in self.running if r not in queued and r.grammar is None]
-        assert len(queued) + len(last_under_way) + len(self.guided_under_way) == len(self.running)
-        assert all(r.num_pending for r in (*self.prefilling, *self.guided))
-        for guided in (*self.guided, *self.guided_under_way):
-            assert guided.grammar is not None
-            assert guided.mask
-            assert not guided.is_plain
-        assert all(r.last_step > self._done and r.num_computed == len(r.token_ids) for r in self.guided_under_way)
+        assert len(self.prefilling + self.decoding + last_under_way) + len(self.guided) == len(self.running)
+        assert all(r.num_pending for r in self.prefilling)
         assert self._decode_context == sum(r.num_computed for r in self.decoding)
         assert all(r.num_computed == r.max_tokens - 1 for r in last_under_way)
         for request in self.running:
@@ -766,16 +578,3 @@ class Scheduler:
             assert max(request.num_computed + 1, len(request.token_ids)) <= request.max_tokens
         assert all(r.num_scored < r.num_prompt for r in self.requests.values())
         assert all(r.slot is None and not r.block_ids and not r.num_computed for r in waiting)
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order
-
-
-def _discard(queue: list[Request], request: Request) -> bool:
-    """Take a request out of a list in the order of `Request.order`; False if it is not there."""
-    index = bisect_left(queue, request.order, key=_order)
-    found = index < len(queue) and queue[index] is request
-    if found:
-        del queue[index]
-    return found

@@ -48,7 +48,12 @@ BELOW: dict[str, tuple[str, ...]] = {
     "engine.request": FLOOR,
     "engine.step_time": (),
     "engine.wave": (),
-    "engine.scheduler": ("engine.kv_cache", "engine.request", "engine.step_time", *FLOOR),
+    "engine.queues": ("engine.request", *FLOOR),
+    "engine.step_size": ("engine.queues", "engine.request", "engine.step_time", *FLOOR),
+    "engine.structured": ("engine.queues", "engine.request", *FLOOR),
+    "engine.scheduler": (
+        *("engine.kv_cache", "engine.queues", "engine.request", "engine.step_size", "engine.structured", *FLOOR),
+    ),
     "engine.core": ("engine.scheduler", "engine.request", "engine.wave", "engine.executor", *FLOOR),
     "engine": (),
     "server.parsers": FLOOR,

@@ -123,9 +123,9 @@ def test_each_api_process_gets_its_own_outputs_once_a_step(stages: int, depth: i
 def test_nothing_is_kept_of_plans_whose_time_does_not_show(stages: int, depth: int) -> None:
     """One request alone never fills a pipeline."""
     core = core_with({40: [Shutdown()]}, [submit(0, "a", [1], 100)], stages, depth=depth)
-    core.scheduler.step_time = StepTime()
+    core.scheduler.step_size.step_time = StepTime()
     core.run()
-    assert len(core.scheduler._loads) <= depth
+    assert len(core.scheduler.step_size._loads) <= depth
 
 
 def test_an_abort_is_answered_and_frees_the_blocks() -> None:

@@ -216,7 +216,7 @@ def test_what_has_been_scored_may_come_from_the_cache_again() -> None:
         engine.turn()
     (request,) = engine.scheduler.running
     engine.scheduler._leave(request)
-    engine.scheduler._enqueue(request)
+    engine.scheduler.waiting.push(request)
     engine.add("plain", list(range(60)), max_tokens=2)
     engine.run()
     assert engine.scored("a") == list(enumerate(map(float, range(60))))[1:]
@@ -382,7 +382,7 @@ def test_requests_that_were_aborted_while_waiting_are_forgotten() -> None:
     for index in range(1000):
         engine.add(str(index), [1], max_tokens=5)
         engine.abort(str(index))
-    assert len(engine.scheduler.waiting) < 100
+    assert len(engine.scheduler.waiting._heap) < 100
     engine.run()
 
 
@@ -566,7 +566,7 @@ class TimedEngine(Engine):
             chunks = sum(row.num_tokens for row in plan.scheduled if row.num_tokens > 1)
             decodes = plan.num_tokens - chunks
             took = 0.01 + 0.001 * chunks + 0.0005 * decodes
-            self.scheduler.learn(plan, took)
+            self.scheduler.step_size.learn(plan, took)
             if chunks and decodes:
                 self.seconds.append(took)
         return went_on
@@ -618,7 +618,7 @@ def test_a_fixed_size_learns_nothing() -> None:
     engine.add("a", [1] * 100, max_tokens=3)
     engine.run()
     assert [plan.num_tokens for plan in engine.model.plans] == [64, 36, 1, 1]
-    assert engine.scheduler.step_time is None
+    assert engine.scheduler.step_size.step_time is None
 
 
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
