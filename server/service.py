@@ -32,13 +32,14 @@ from quire.engine.launch import (
     start_core,
 )
 from quire.engine.messages import RequestOutput, SamplingParams
-from quire.server.client import SHUTTING_DOWN, EngineClient, EngineUnavailable, Stream
-from quire.server.client import RequestFailed as RequestFailed
+from quire.server.client import SHUTTING_DOWN, EngineClient
 from quire.server.hosts import Hosts, served
 from quire.server.metrics import Metrics
 from quire.server.output import Delta, SequenceText
 from quire.server.parsers.output import Reading
 from quire.server.render import ChatFormats, Renderer
+from quire.server.stream import EngineUnavailable, Stream
+from quire.server.stream import RequestFailed as RequestFailed
 
 logger = logging.getLogger(__name__)
 

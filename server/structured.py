@@ -29,8 +29,8 @@ from quire.engine.config import ModelConfig
 from quire.engine.errors import InvalidParameter
 from quire.engine.grammar import JSON_OPTIONS, Grammars
 from quire.engine.messages import StructuredOutputs
-from quire.server.client import EngineUnavailable
 from quire.server.stoppable import Stoppable, Stopped
+from quire.server.stream import EngineUnavailable
 
 MAX_SCHEMA_BYTES = 256 * 1024
 """Of a JSON schema, and of a grammar."""

@@ -18,9 +18,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from quire.server.api.errors import describe, json_response
-from quire.server.client import EngineUnavailable
 from quire.server.output import Delta
 from quire.server.service import Generation, RequestFailed
+from quire.server.stream import EngineUnavailable
 
 T = TypeVar("T")
 

@@ -13,8 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from quire.engine.errors import InvalidParameter
-from quire.server.client import EngineUnavailable, QueueFull, RequestFailed, RequestTimedOut
+from quire.server.client import QueueFull
 from quire.server.render import ContextLengthExceeded
+from quire.server.stream import EngineUnavailable, RequestFailed, RequestTimedOut
 
 RETRY_AFTER_SECONDS = 2
 """What a client is told that comes when the queue is full."""

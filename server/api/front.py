@@ -13,8 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.api.errors import Refusal, respond
 from quire.server.api.local import SCOPE_DEADLINE
-from quire.server.client import DEADLINE, Deadline
 from quire.server.keys import Keys
+from quire.server.stream import DEADLINE, Deadline
 
 MIB = 2**20
 

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from quire.server.api.errors import json_response
 from quire.server.api.state import AppState, State
-from quire.server.client import EngineUnavailable
+from quire.server.stream import EngineUnavailable
 
 router = APIRouter()
 

@@ -26,10 +26,11 @@ import uvloop
 from quire.engine import log, process
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.server.client import SHUTTING_DOWN, EngineUnavailable
+from quire.server.client import SHUTTING_DOWN
 from quire.server.config import ServerOptions
 from quire.server.render import ChatFormats
 from quire.server.service import Place, Service
+from quire.server.stream import EngineUnavailable
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients and load balancers keep an idle connection, so that none of them meets one just closed."""

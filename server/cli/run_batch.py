@@ -228,10 +228,10 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from quire.server.api.app import create_app
     from quire.server.api.state import State
-    from quire.server.client import EngineUnavailable
     from quire.server.hosts import meet
     from quire.server.render import ChatFormats
     from quire.server.service import Service
+    from quire.server.stream import EngineUnavailable
 
     names = options.served_model_name or (DEMO_NAME if engine.model == EngineOptions.model else engine.model,)
     service = await Service.start(

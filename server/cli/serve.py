@@ -86,7 +86,7 @@ def run(parsed: argparse.Namespace) -> int:
 
         # transformers, where it is needed for a tokenizer, imports torch when it can. In this process it cannot.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-        from quire.server.client import EngineUnavailable
+        from quire.server.stream import EngineUnavailable
 
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

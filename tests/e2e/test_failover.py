@@ -19,8 +19,9 @@ from quire.engine.config import DEMO_MODEL, EngineOptions
 from quire.engine.launch import Endpoints, start_core
 from quire.engine.messages import FinishReason, RequestOutput, SamplingParams, StructuredOutputs
 from quire.engine.resolve import resolve
-from quire.server.client import EngineClient, Stream
+from quire.server.client import EngineClient
 from quire.server.metrics import Metrics
+from quire.server.stream import Stream
 
 pytestmark = pytest.mark.slow
 

@@ -12,13 +12,13 @@ import pytest
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidParameter
 from quire.engine.messages import ExpertLoad, Outputs, RequestOutput, SamplingParams, TokenLogprobs
-from quire.server.client import EngineUnavailable, Stream
 from quire.server.service import RequestFailed, Service
+from quire.server.stream import EngineUnavailable, Stream
 from tests.server.conftest import Server
 
 
 async def test_outputs_that_nobody_reads_merge(server: Server) -> None:
-    stream = Stream(server.service.client, ["a", "b"])
+    stream = Stream(server.service.client.abort, ["a", "b"])
     for count in range(1000):
         stream.put(RequestOutput("a", [count], [TokenLogprobs(-1.0, 1, [], [])]))
         stream.put(RequestOutput("b", [count]))
@@ -31,7 +31,7 @@ async def test_outputs_that_nobody_reads_merge(server: Server) -> None:
 
 
 async def test_tokens_alone_merge_with_full_outputs(server: Server) -> None:
-    stream = Stream(server.service.client, ["a"])
+    stream = Stream(server.service.client.abort, ["a"])
     stream.put(RequestOutput("a", [1], num_cached_tokens=7))
     stream.put_token("a", 2)
     (output,) = await stream.get()

@@ -33,8 +33,9 @@ from quire.engine.messages import (
     ToCore,
     ToServer,
 )
-from quire.server.client import EngineClient, EngineUnavailable, QueueFull, Stream
+from quire.server.client import EngineClient, QueueFull
 from quire.server.metrics import Metrics
+from quire.server.stream import EngineUnavailable, Stream
 from tests.fakes import fake_core
 from tests.fakes.outputs import prompt_logprobs
 

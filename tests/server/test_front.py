@@ -20,9 +20,10 @@ from quire.engine.errors import ConfigError
 from quire.engine.messages import EngineStats
 from quire.server.api import errors, front, protocol
 from quire.server.api.front import MIB
-from quire.server.client import Deadline, QueueFull, Stream
+from quire.server.client import QueueFull
 from quire.server.config import ServerOptions
 from quire.server.keys import Keys
+from quire.server.stream import Deadline, Stream
 from tests.server.conftest import Server, run_server
 
 HELLO = {"prompt": "hello", "max_tokens": 60}

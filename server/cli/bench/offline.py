@@ -11,9 +11,9 @@ from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.errors import ConfigError, InvalidParameter
 from quire.engine.resolve import plan_text, resolve
 from quire.server.cli import flags
-from quire.server.client import EngineUnavailable
 from quire.server.llm import LLM
 from quire.server.service import RequestFailed
+from quire.server.stream import EngineUnavailable
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
