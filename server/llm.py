@@ -19,12 +19,13 @@ from tqdm import tqdm
 from quire.engine.config import EngineConfig, EngineOptions
 from quire.engine.messages import RequestOutput, SamplingParams
 from quire.engine.resolve import fetch_weights, resolve
+from quire.server.conversation import ChatOptions, Message
 from quire.server.embedding import VectorOptions
 from quire.server.hosts import meet
 from quire.server.output import Delta, SequenceText
 from quire.server.parsers.events import ToolCall
 from quire.server.parsers.output import Reading
-from quire.server.render import ChatFormats, ChatOptions, EmbeddingOptions, Message, Prompt
+from quire.server.render import ChatFormats, EmbeddingOptions, Prompt
 from quire.server.results import (
     Completion,
     EmbeddingResult,

@@ -16,10 +16,10 @@ from quire.server.api.answer import Answer, Usage
 from quire.server.api.logprobs import LEAST_LOGPROB, TokenNames, prompt_logprobs_object
 from quire.server.api.protocol import MAX_MESSAGES, GenerationRequest
 from quire.server.api.state import AppState, State
+from quire.server.conversation import ChatOptions
 from quire.server.output import Delta
 from quire.server.parsers.events import ToolCall
 from quire.server.parsers.output import Reading
-from quire.server.render import ChatOptions
 from quire.server.tokenizer import Tokenizer
 from quire.server.tools import ToolUse, read_choice, read_tools
 
