@@ -17,7 +17,7 @@ rows to run that do. These come first, wherever the block goes.
 
 A block is published when the plan that fills it is made, not when it has run: every worker runs plans in order, and in
 each layer writes all KV of a step before any row of the step attends. So a later row, of the same plan even, may
-read what an earlier row writes. If the plan fails, the scheduler unpublishes what it and those behind it published.
+read what an earlier row writes. If the plan fails, what it and those behind it published is published no more.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class KVCache:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._unwritten: dict[int, list[int]] = {}
+        """Blocks that are published although their content is not written before this step has run."""
 
     @property
     def num_free(self) -> int:
@@ -183,16 +185,29 @@ class KVCache:
             taken.append(block)
         return taken
 
-    def publish(self, block: int, digest: bytes) -> bool:
-        """Let others find a full block. Of two with the same content the first stays known; whether this one is."""
-        is_first = self.enable_prefix_caching and self._hash_of[block] is None and digest not in self._block_of
-        if is_first:
+    def publish(self, block: int, digest: bytes, step: int | None = None) -> None:
+        """Let others find a full block, which is written when this step has run, if one is given.
+
+        Of two with the same content the first stays known.
+        """
+        if self.enable_prefix_caching and self._hash_of[block] is None and digest not in self._block_of:
             self._hash_of[block] = digest
             self._block_of[digest] = block
-        return is_first
+            if step is not None:
+                self._unwritten.setdefault(step, []).append(block)
 
-    def unpublish(self, block: int) -> None:
-        """Let nobody find a block any more: it never got the content that it was published for."""
+    def written(self, step: int) -> None:
+        """This step is over: what was to be written in it is, or is published no more."""
+        self._unwritten.pop(step, None)
+
+    def unpublish_unwritten(self) -> None:
+        """Let nobody find the blocks any more that never got the content that they were published for."""
+        for blocks in self._unwritten.values():
+            for block in blocks:
+                self._unpublish(block)
+        self._unwritten.clear()
+
+    def _unpublish(self, block: int) -> None:
         digest = self._hash_of[block]
         if digest is not None:
             self._hash_of[block] = None

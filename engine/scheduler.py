@@ -78,8 +78,6 @@ class Scheduler:
         """The last step that came back: a request with a later `last_step` is in flight."""
         self._rows: dict[int, list[Request]] = {}
         """Requests of each plan in flight, row for row."""
-        self._unproven: dict[int, list[int]] = {}
-        """Blocks that are published although their content is not written before this plan in flight has run."""
         self._skipped_until = -1
         """A plan that failed has made the workers skip those behind it up to this one."""
         self._resumes = False
@@ -352,16 +350,16 @@ class Scheduler:
 
     def _publish(self, request: Request) -> None:
         """Let others find the blocks that are full of known tokens, once a plan computes them."""
-        if not self.kv.enable_prefix_caching:
-            return
         kv = self.kv
+        if not kv.enable_prefix_caching:
+            return
         full = min(request.num_computed, len(request.token_ids)) // kv.block_size * kv.num_groups
         if full > request.num_published:
             extend_hashes(request.hashes, request.token_ids, kv.block_size, request.submit.cache_salt, kv.num_groups)
+            step = request.last_step if request.last_step > self._done else None
             for index in range(request.num_published, full):
-                block = request.block_ids[index]
-                if block >= 0 and kv.publish(block, request.hashes[index]) and request.last_step > self._done:
-                    self._unproven.setdefault(request.last_step, []).append(block)
+                if (block := request.block_ids[index]) >= 0:
+                    kv.publish(block, request.hashes[index], step)
             request.num_published = full
 
     def _admit(self, tokens_left: int) -> tuple[Request, int] | None:
@@ -440,9 +438,9 @@ class Scheduler:
         rows = self._rows.pop(plan.step)
         news: dict[int, Outputs] = {}
         if result.failure and plan.step > self._skipped_until:
-            self._fail(plan.step, rows, result.failure, news)
+            self._fail(rows, result.failure, news)
         self._done = plan.step
-        self._unproven.pop(plan.step, None)
+        self.kv.written(plan.step)
         self._tokens_in_flight -= plan.num_tokens
         if result.prompt_logprobs:
             self._tell_prompts(rows, result.prompt_logprobs, news)
@@ -474,7 +472,7 @@ class Scheduler:
         )
         return news
 
-    def _fail(self, step: int, rows: list[Request], reason: str, news: dict[int, Outputs]) -> None:
+    def _fail(self, rows: list[Request], reason: str, news: dict[int, Outputs]) -> None:
         """End the requests of a plan that was not carried out. The plans behind it are not carried out either.
 
         Whoever has rows in those alone is sent back to the queue, and computes its tokens again. Nobody else can have
@@ -491,10 +489,7 @@ class Scheduler:
                 self._leave(request)
                 self.waiting.push(request)
                 self.stats.preemptions += 1
-        for blocks in self._unproven.values():
-            for block in blocks:
-                self.kv.unpublish(block)
-        self._unproven.clear()
+        self.kv.unpublish_unwritten()
 
     def _tell_prompts(self, rows: list[Request], scores: dict[int, PromptLogprobs], news: dict[int, Outputs]) -> None:
         """Pass on what a plan has scored of prompts; what has been told is not computed again."""

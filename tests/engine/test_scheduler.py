@@ -733,7 +733,7 @@ def test_steps_that_fail_end_their_own_requests_and_no_others(
         assert end != "length" or len(tokens) == 10
         last = engine.outputs[request_id][-1]
         assert last.error == (FAILURE if end == "error" else None)
-    assert not engine.scheduler._unproven
+    assert not engine.scheduler.kv._unwritten
 
 
 def failing_once(engine: Engine, step: int) -> None:
