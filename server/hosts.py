@@ -152,7 +152,7 @@ class _Leading:
         if not options.data_parallel_rpc_port:
             raise ConfigError("--data-parallel-rpc-port 0: other hosts must know it; choose one")
         shared = 0 if _is_balanced_outside(config) else count
-        self._ports = _reserve(options, own, shared + len(parallel.local_replicas) + 1)
+        self._ports = _reserve(own, shared + len(parallel.local_replicas) + 1)
         responses, requests, master = (
             self._ports[:shared],
             self._ports[shared:-1],
@@ -272,7 +272,7 @@ class Membership:
         self.leader = f"the host with the {what} ({options.data_parallel_address})"
         own = cluster.address_towards(options.data_parallel_address, seconds)
         address = _address(options.data_parallel_address)
-        self._ports = _reserve(options, own, len(parallel.local_replicas) + 1)
+        self._ports = _reserve(own, len(parallel.local_replicas) + 1)
         self._followers: dict[int, Follower] = {}
         self._is_closed = False
         self._has_leader_ended = False
@@ -397,7 +397,7 @@ def _compare(mine: Hello, theirs: Hello, others: list[Hello]) -> None:
                 )
 
 
-def _reserve(options: EngineOptions, address: str, count: int) -> list[socket.socket]:
+def _reserve(address: str, count: int) -> list[socket.socket]:
     try:
         return reserve_ports(address, count)
     except OSError as error:

@@ -32,14 +32,14 @@ class ToolUse:
         return self.required or self.is_subset or any(tool.strict for tool in self.tools)
 
 
-def read_tools(tools: Sequence[Any], param: str = "tools") -> list[Tool]:
+def read_tools(tools: Sequence[Any]) -> list[Tool]:
     """The functions of a request's `tools`; raises `InvalidParameter` that names what is wrong with one."""
     if len(tools) > MAX_TOOLS:
-        raise InvalidParameter(f"{param}: at most {MAX_TOOLS} may be given, not {len(tools)}", param)
-    read = [_tool(tool, f"{param}[{at}]") for at, tool in enumerate(tools)]
+        raise InvalidParameter(f"tools: at most {MAX_TOOLS} may be given, not {len(tools)}", "tools")
+    read = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
     names = [tool.name for tool in read]
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
-        raise InvalidParameter(f"{param}: there are two functions named {twice}", param)
+        raise InvalidParameter(f"tools: there are two functions named {twice}", "tools")
     return read
 
 

@@ -423,13 +423,10 @@ def offer(config: EngineConfig) -> Offer:
     return Offer(terms={name: str(value) for name, value in terms.items()}, num_blocks=config.cache.num_blocks)
 
 
-def introduce(options: EngineOptions, offered: Offer, config: EngineConfig | None, seconds: float = 0.0) -> Hello:
-    """This node, as the others know it; without a `config` it cannot begin. Raises `ConfigError` as `address_towards`.
-
-    A name of node 0 that is not known yet is asked for again for so many seconds.
-    """
+def introduce(options: EngineOptions, offered: Offer, config: EngineConfig | None) -> Hello:
+    """This node, as the others know it; without a `config` it cannot begin. Raises as `address_towards`."""
     return Hello(
-        name=f"node {options.node_rank} ({cluster.address_towards(options.master_addr, seconds)})",
+        name=f"node {options.node_rank} ({cluster.address_towards(options.master_addr)})",
         number=options.node_rank,
         versions=cluster.versions(),
         model={} if config is None else cluster.fingerprint(config.model.path),

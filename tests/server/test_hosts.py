@@ -187,7 +187,7 @@ def test_a_host_that_cannot_reach_the_address_is_refused(site: Site, monkeypatch
             future.result(30)
 
 
-def fake_ports(options: EngineOptions, address: str, count: int) -> list[socket.socket]:
+def fake_ports(address: str, count: int) -> list[socket.socket]:
     """Of any address."""
     return reserve_ports("127.0.0.1", count)
 

@@ -66,7 +66,7 @@ def _describe(request: Request) -> BuiltArchitecture:
     config = build.read_config(request.path, request.trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # tensors are dequantized while they are read
-    name = _check_kind(config, request)
+    name = _check_kind(config)
     torch.set_num_threads(1)
     described = _measure(name, config, request)
     if request.is_checked:
@@ -74,7 +74,7 @@ def _describe(request: Request) -> BuiltArchitecture:
     return described
 
 
-def _check_kind(config: Any, request: Request) -> str:
+def _check_kind(config: Any) -> str:
     """The architecture's name, of a model that generates text from text alone."""
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
