@@ -10,13 +10,12 @@ from quire.engine.errors import ConfigError
 from quire.engine.messages import StepPlan, StepResult
 
 STEP_TIMEOUT = 600.0
-"""Seconds after which a step that does not come back counts as hung."""
+"""Seconds that a step may compute; a rank alone that takes longer counts as hung."""
 SIGN_OF_LIFE_TIMEOUT = 15.0
 """The same for a plan without rows, which costs nothing."""
-
-
 _LATER = 5.0
-"""Seconds by which ranks give up an exchange before their own core gives them up."""
+"""Seconds that ranks which give up an exchange have to say so (see `quire.engine.parallel.trouble`), and in which a
+GPU has computed what comes before it."""
 
 
 class WorkerError(RuntimeError):
@@ -24,16 +23,19 @@ class WorkerError(RuntimeError):
 
 
 def patience(plan: StepPlan, config: EngineConfig) -> float:
-    """Seconds after which a step that does not come back counts as hung."""
-    exchange = config.parallel.timeout + _LATER
-    if plan.has_work is not None:  # rows or none, it takes as long as the longest of all replicas
-        return min(STEP_TIMEOUT, exchange)
-    if not plan.num_rows:
-        return SIGN_OF_LIFE_TIMEOUT
-    if config.parallel.world_size == 1:
-        return STEP_TIMEOUT
+    """Seconds after which a step that does not come back counts as hung.
+
+    Ranks that wait for others give up before, whatever they have computed until then: their errors name the exchange
+    and who was missing, where the core could only guess.
+    """
+    parallel = config.parallel
+    if plan.has_work is None:  # else, rows or none, it takes as long as the longest of all replicas
+        if not plan.num_rows:
+            return SIGN_OF_LIFE_TIMEOUT
+        if parallel.world_size == 1:
+            return STEP_TIMEOUT
     # On a GPU a step takes well below a second, and nothing else bounds what waits inside CUDA graphs.
-    return exchange if config.parallel.device == "cuda" else max(STEP_TIMEOUT, exchange)
+    return parallel.timeout + _LATER + (0.0 if parallel.device == "cuda" else STEP_TIMEOUT)
 
 
 class Pending(Protocol):

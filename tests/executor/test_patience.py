@@ -1,0 +1,56 @@
+"""How long the core waits for a step: longer than the ranks wait for each other, as they can say for whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from quire.engine.config import ExpertParallelConfig, ParallelConfig
+from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, patience
+from quire.engine.messages import StepPlan
+from quire.engine.parallel import trouble
+from tests.fakes.configs import engine_config
+
+COMPUTES = {"cpu": STEP_TIMEOUT, "cuda": 1.0}
+"""Seconds that come before the exchange that another rank does not come to, at most."""
+TELLS = trouble._OTHERS_SECONDS + trouble._LOOK_SECONDS
+
+
+def wait(plan: StepPlan, **grid: Any) -> float:
+    stages = tuple(range(stage, stage + 1) for stage in range(grid.get("pipeline_parallel_size", 1)))
+    sizes: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "executor": "mp", "device": "cpu"}
+    parallel = ParallelConfig(**(sizes | {"stages": stages} | grid))
+    return patience(plan, replace(engine_config(), parallel=parallel))
+
+
+def plan(rows: int, has_work: bool | None = None) -> StepPlan:
+    return StepPlan(0, [], [], [], decodes=list(range(rows)), has_work=has_work)
+
+
+@pytest.mark.parametrize("timeout", [0.1, 4.0, STEP_TIMEOUT, 10 * STEP_TIMEOUT])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("rows", "grid"),
+    [
+        (1, {"tensor_parallel_size": 2}),
+        (1, {"pipeline_parallel_size": 2}),
+        (1, {"replicas": 2}),
+        (0, {"replicas": 2}),
+        (1, {"replicas": 2, "tensor_parallel_size": 2}),
+    ],
+)
+def test_a_rank_that_waits_for_another_speaks_first(
+    timeout: float, device: Literal["cpu", "cuda"], rows: int, grid: dict[str, Any]
+) -> None:
+    if "replicas" in grid:
+        grid = grid | {"experts": ExpertParallelConfig()}
+    step = plan(rows, has_work=True if "replicas" in grid else None)
+    assert wait(step, timeout=timeout, device=device, **grid) > COMPUTES[device] + timeout + TELLS
+
+
+def test_who_waits_for_nobody_is_given_up_sooner() -> None:
+    assert wait(plan(1), timeout=4.0) == STEP_TIMEOUT
+    assert wait(plan(0), timeout=4.0, tensor_parallel_size=2) == SIGN_OF_LIFE_TIMEOUT
+    assert wait(plan(1), timeout=4.0, tensor_parallel_size=2, device="cuda") < 20.0, "nothing else ends it there"
