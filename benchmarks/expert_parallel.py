@@ -130,7 +130,7 @@ def work(config: EngineConfig, network: Network, tokens: int, rounds: int, pipe:
             request = NewRequest(0, prompt, tokens, 0, blocks, SamplingParams(temperature=0.0))
             plan = StepPlan(number, [0] if number else [], [request], [Scheduled(0, tokens, [], [])], has_work=True)
             began = time.perf_counter()
-            runner.execute(plan)
+            runner.launch(plan).result()
             if turn:  # the first warms up
                 measured.append(Step(network.under_way, network.waited, time.perf_counter() - began))
             number += 1

@@ -68,7 +68,7 @@ def serve(config: EngineConfig, rank: int, init_method: str, threads: int, pipe:
             links.tp.memory = memory if message else None
             continue
         begun = time.perf_counter()
-        runner.execute(message)
+        runner.launch(message).result()
         pipe.send(time.perf_counter() - begun)
     links.close()
 

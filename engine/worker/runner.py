@@ -134,15 +134,11 @@ class Runner:
         if self._graphs is not None:
             self._graphs.close()
 
-    def execute(self, plan: StepPlan) -> StepResult | None:
-        """Run a step of this stage. The first rank of the last stage returns the tokens, the others None."""
-        return self.launch(plan).result()
-
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Begin a step of this stage, behind those begun before it: on a GPU, this waits for none of them.
 
-        What it returns gives the step's result, which only the first rank of the last stage has.
+        What it returns gives the step's result: the tokens on the first rank of the last stage, None on the others.
         """
         if self._guard is None:
             return self._launch(plan)

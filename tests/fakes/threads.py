@@ -64,7 +64,7 @@ class ThreadExecutor:
         while (entry := plans.get()) is not None:
             plan, future = entry
             try:
-                future.set_result(runner.execute(plan))
+                future.set_result(runner.launch(plan).result())
             except BaseException as error:
                 future.set_exception(error)
 

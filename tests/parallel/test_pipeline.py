@@ -57,9 +57,9 @@ def test_a_stage_computes_the_next_plans_while_one_is_sent(tmp_path: Path, monke
         StepPlan(2, [], [], [Scheduled(0, 1, [4], [])]),
     ]
     for plan in plans[:2]:  # as many as are in flight
-        assert runner.execute(plan) is None
+        assert runner.launch(plan).result() is None
     assert link.waited == []
-    runner.execute(plans[2])
+    runner.launch(plans[2]).result()
     assert link.waited == [0], "the buffers of no more plans than are in flight are kept"
     hidden = config.model.architecture.hidden_size
     assert [tuple(message.shape) for message in link.messages] == [(plan.num_tokens, hidden) for plan in plans]

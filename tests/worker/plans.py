@@ -7,8 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult, TokenLogprobs
+from quire.engine.worker.runner import Runner
 
 Execute = Callable[[StepPlan], StepResult | None]
+
+
+def executing(runner: Runner) -> Execute:
+    """Have it run steps, each to its end."""
+    return lambda plan: runner.launch(plan).result()
 
 
 @dataclass

@@ -26,7 +26,7 @@ def serve(config: EngineConfig, rank: int, init_method: str, pipe: Connection) -
     runner = Runner(config, rank, links, cpu)
     runner.settle()
     for plan in read_plans(pipe.recv_bytes, pickle.loads, runner.expect if runner.receives else None):
-        pipe.send(runner.execute(plan))
+        pipe.send(runner.launch(plan).result())
     links.close()
 
 

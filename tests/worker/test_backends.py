@@ -59,7 +59,7 @@ def test_a_step_is_planned_once_for_all_its_layers(settings: dict[str, Any], tmp
     def execute(plan: Any) -> Any:
         nonlocal steps
         steps += 1
-        return runner.execute(plan)
+        return runner.launch(plan).result()
 
     assert decode(execute, config.cache.num_blocks, prompts) == generate(folder, prompts, COUNT)
     assert len(fake.plans) == steps

@@ -29,7 +29,7 @@ from tests.fakes.threads import ThreadExecutor
 from tests.layers.experts import EVERYTHING, HIDDEN, batch, build, packed
 from tests.models.common import CPU, configure
 from tests.models.families import CASES, SIZES, write_model
-from tests.worker.plans import Driver, Request
+from tests.worker.plans import Driver, Request, executing
 
 COUNT = 20
 GREEDY = SamplingParams(temperature=0.0)
@@ -66,7 +66,7 @@ def driver(config: EngineConfig) -> Driver:
     runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner.settle()
     cache = config.cache
-    return Driver(runner.execute, 8, cache.num_blocks, cache.block_size, groups=len(cache.groups))
+    return Driver(executing(runner), 8, cache.num_blocks, cache.block_size, groups=len(cache.groups))
 
 
 def requests(count: int) -> list[Request]:

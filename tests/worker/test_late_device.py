@@ -83,7 +83,7 @@ def test_nothing_waits_for_the_device_until_results_are_asked_for(
 ) -> None:
     here = make(folder)
     groups = here._states._groups
-    expected = [here.execute(plan) for plan in plans(groups)]
+    expected = [here.launch(plan).result() for plan in plans(groups)]
     runner = make(folder)
     with late_device(monkeypatch) as device, torch.inference_mode():
         to_gpu(runner)

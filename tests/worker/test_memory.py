@@ -22,7 +22,7 @@ from quire.engine.worker.runner import Runner
 from quire.engine.worker.transfer import Launched
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
-from tests.worker.plans import Driver, Request
+from tests.worker.plans import Driver, Request, executing
 
 U = 1 << 27
 """Bytes, an eighth of a GiB."""
@@ -181,7 +181,7 @@ def test_the_largest_step_runs_and_leaves_nothing_behind(
     assert runner.num_blocks == runner._caches[0].memory.shape[1] == limit_blocks(config, 1 << 40, 1)
     prompt = [5, 6, 7, 8, 9, 10, 11]
     request = Request(prompt, SamplingParams(temperature=0.0))
-    Driver(runner.execute, rows, 40, 4).decode([request], 8, budget) if family == "llama" else None
+    Driver(executing(runner), rows, 40, 4).decode([request], 8, budget) if family == "llama" else None
     assert family == "mistral" or request.output == generate(folder, [prompt], 8)[0]
 
 

@@ -105,7 +105,7 @@ def test_preemption(qwen3: Path, prompts: list[list[int]], states: list[Tensor],
         StepPlan(2, [3], [again], [Scheduled(3, 30, [], [])]),
         StepPlan(3, [], [], [Scheduled(3, 34, [], [])]),
     )
-    results = [runner.execute(plan) for plan in plans]
+    results = [runner.launch(plan).result() for plan in plans]
     found = [vector for result in results if result is not None for vector in result.vectors.values()]
     assert len(found) == 1
     check([torch.from_numpy(np.frombuffer(found[0], np.float32).copy())], [pooled("mean", states[4])])

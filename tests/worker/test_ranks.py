@@ -13,7 +13,7 @@ from quire.engine.parallel import connect
 from quire.engine.worker.runner import Runner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
-from tests.worker.plans import Driver, Request
+from tests.worker.plans import Driver, Request, executing
 from tests.worker.ranks import Ranks
 
 LAYOUTS = ((2, None), (1, "2,4"), (2, "3,3"))
@@ -50,7 +50,7 @@ def test_tokens_are_those_of_one_rank(tp: int, partition: str | None, folder: Pa
     alone = Request(prompts[1], sampled.params)
     single = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
     one = Runner(single, 0, connect(single.parallel, 0, None, CPU), CPU)
-    Driver(one.execute, 8, single.cache.num_blocks, 4).decode([alone], 10, 100)
+    Driver(executing(one), 8, single.cache.num_blocks, 4).decode([alone], 10, 100)
     assert sampled.output == alone.output
     for here, there in itertools.zip_longest(sampled.logprobs, alone.logprobs):
         assert here is not None

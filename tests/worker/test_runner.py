@@ -13,7 +13,7 @@ from quire.engine.parallel import connect
 from quire.engine.worker.runner import Runner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
-from tests.worker.plans import Driver, Request
+from tests.worker.plans import Driver, Request, executing
 
 COUNT = 16
 LENGTHS = (1, 5, 16, 33, 64)
@@ -38,7 +38,7 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 def driver(folder: Path, block_size: int = 4) -> Driver:
     config = configure(folder, block_size=block_size, max_num_seqs=8, max_model_len=128)
     runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
-    return Driver(runner.execute, 8, config.cache.num_blocks, block_size)
+    return Driver(executing(runner), 8, config.cache.num_blocks, block_size)
 
 
 def greedy(prompts: list[list[int]]) -> list[Request]:
@@ -65,7 +65,7 @@ def test_decodes_run_ahead_of_what_is_known(folder: Path, prompts: list[list[int
         start.new.append(NewRequest(slot, prompt, len(prompt), 0, blocks, params))
         start.scheduled.append(Scheduled(slot, len(prompt), [], []))
     plans = [start, *(StepPlan(step, [], [], [], decodes=[2, 0, 1]) for step in range(1, COUNT))]
-    results = [runner.execute(plan) for plan in plans]
+    results = [runner.launch(plan).result() for plan in plans]
     columns = [result.token_ids for result in results if result is not None]
     assert [[columns[0][slot], *(row[(slot + 1) % 3] for row in columns[1:])] for slot in range(3)] == expected[:3]
 
@@ -100,7 +100,7 @@ def test_step_without_samples_or_rows(folder: Path, prompts: list[list[int]]) ->
 def test_empty_plan_is_answered(folder: Path) -> None:
     config = configure(folder)
     runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
-    assert runner.execute(StepPlan(41, [], [], [])) == StepResult(41, [])
+    assert runner.launch(StepPlan(41, [], [], [])).result() == StepResult(41, [])
 
 
 def test_logprobs_are_of_the_rows_that_asked(folder: Path, prompts: list[list[int]]) -> None:

@@ -14,7 +14,7 @@ from quire.engine.parallel import connect
 from quire.engine.worker.runner import Runner
 from tests.fakes.checkpoints import score, write_checkpoint
 from tests.models.common import CPU, configure
-from tests.worker.plans import Driver, Execute, Request
+from tests.worker.plans import Driver, Execute, Request, executing
 from tests.worker.ranks import Ranks
 
 rng = random.Random(3)
@@ -71,7 +71,7 @@ def test_scores_are_those_of_transformers(folder: Path, expected: list[Tensor], 
     config = configured(folder)
     runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner._scored_at_once = at_once
-    recorder = Recorder(runner.execute)
+    recorder = Recorder(executing(runner))
     driven = Driver(recorder, 8, config.cache.num_blocks, 4)
     scored = [Request(p, SamplingParams(prompt_logprobs=k)) for k, p in zip((2, 0, 5, 3), PROMPTS, strict=True)]
     plain = [Request(prompt, SamplingParams()) for prompt in PROMPTS]
@@ -85,7 +85,7 @@ def test_scores_are_those_of_transformers(folder: Path, expected: list[Tensor], 
 
 def test_more_than_the_vocabulary_is_the_vocabulary(folder: Path, expected: list[Tensor]) -> None:
     config = configured(folder)
-    recorder = Recorder(Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU).execute)
+    recorder = Recorder(executing(Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)))
     request = Request(PROMPTS[2], SamplingParams(prompt_logprobs=1000))
     Driver(recorder, 8, config.cache.num_blocks, 4).decode([request], 1, 100)
     (scores,) = recorder.scores.values()
@@ -100,8 +100,8 @@ def test_what_was_scored_before_is_not_scored_again(folder: Path, expected: list
     runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     params = SamplingParams(prompt_logprobs=1)
     new = NewRequest(0, PROMPTS[3], 70, 0, list(range(20)), params, num_scored_tokens=31)
-    first = runner.execute(StepPlan(0, [], [new], [Scheduled(0, 30, [], [])]))
-    then = runner.execute(StepPlan(1, [], [], [Scheduled(0, 40, [], [])]))
+    first = runner.launch(StepPlan(0, [], [new], [Scheduled(0, 30, [], [])])).result()
+    then = runner.launch(StepPlan(1, [], [], [Scheduled(0, 40, [], [])])).result()
     assert first is not None
     assert then is not None
     assert first.prompt_logprobs == {}
