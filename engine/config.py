@@ -7,6 +7,7 @@ built from its fields. `quire.engine.resolve.resolve` turns it into an `EngineCo
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -287,6 +288,11 @@ class ParallelConfig:
     def ranks_here(self) -> int:
         """Ranks of all replicas on a host, which share its processors and its memory."""
         return self.ranks_per_node * len(self.local_replicas)
+
+    @property
+    def ranks_per_device(self) -> int:
+        """Ranks, of all replicas, on the device of this host that has most of them."""
+        return max(Counter(self.devices).values(), default=1)
 
     def ranks_of(self, node: int) -> range:
         shares = self.shares or (self.world_size // self.nodes,) * self.nodes

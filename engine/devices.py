@@ -12,6 +12,9 @@ from typing import Any, Literal
 from quire.engine import topology
 from quire.engine.errors import ConfigError
 
+SHARE = "QUIRE_SHARE_GPU"
+"""Of the environment: 1 lets several ranks have one GPU, to try a layout out."""
+
 
 @dataclass(frozen=True)
 class Devices:
@@ -21,7 +24,10 @@ class Devices:
     count: int
     memory: int
     order: tuple[int, ...] = ()
-    """Of CUDA devices: those of this host's ranks, in the order of ranks; empty when there are too few."""
+    """Of CUDA devices: those of this host's ranks, in the order of ranks; empty when there are too few.
+
+    Where ranks may share them, they go round.
+    """
     links: topology.Links = ()
     """Between all `count`; empty on CPU."""
 
@@ -31,14 +37,25 @@ def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices
 
     Raises `ConfigError` when CUDA is asked for and there is none.
     """
+    ranks, may_share = sum(groups), may_share_gpus()
     gpus = free_gpu_memory() if kind != "cpu" else []
     if gpus:
         links = _gpu_links(len(gpus))
-        order = topology.arrange(links, groups) if sum(groups) <= len(gpus) else ()
+        order = topology.arrange(links, groups) if ranks <= len(gpus) else ()
+        if ranks > len(gpus) and may_share:
+            order = tuple(rank % len(gpus) for rank in range(ranks))
         return Devices("cuda", len(gpus), min(gpus[device] for device in order or range(len(gpus))), order, links)
     if kind == "cuda":
         raise ConfigError("--device cuda: no NVIDIA GPU is visible; check the driver and CUDA_VISIBLE_DEVICES")
     return Devices("cpu", os.cpu_count() or 1, _free_host_memory())
+
+
+def may_share_gpus() -> bool:
+    """Whether ranks that are more than the GPUs share them; raises `ConfigError` for a value that means nothing."""
+    value = os.environ.get(SHARE, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{SHARE}={value}: 1 lets ranks share a GPU, and 0 does not")
+    return value == "1"
 
 
 def count_gpus() -> int:

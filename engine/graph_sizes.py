@@ -45,6 +45,8 @@ def _reason(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig
         return "transformers' implementation of a model may wait for the device"
     if parallel.is_coupled:
         return "replicas that share experts exchange tokens in numbers that differ from step to step"
+    if parallel.ranks_per_device > 1:
+        return "ranks that share a GPU exchange through the host, which waits for it"
     return ""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from quire.engine import topology
 from quire.engine.architecture import Architecture, BuiltArchitecture, Experts
 from quire.engine.config import EngineOptions, ExpertParallelConfig, ParallelConfig
-from quire.engine.devices import Devices
+from quire.engine.devices import SHARE, Devices
 from quire.engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,12 +60,9 @@ def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: 
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     executor = "ray" if placed is not None else choose_executor(options)
     here = ranks_here(options) if placed is None else 0
-    if found.kind == "cuda" and here > found.count:
-        raise ConfigError(
-            f"--tensor-parallel-size {options.tensor_parallel_size} × --pipeline-parallel-size "
-            f"{options.pipeline_parallel_size} needs {here} GPUs on this host; it shows {found.count}"
-        )
     replicas = _local_replicas(options)
+    if found.kind == "cuda" and here > found.count:
+        _check_sharing(options, here, replicas, found)
     parallel = ParallelConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
@@ -88,9 +85,26 @@ def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: 
     return replace(parallel, links=_links(parallel, found))
 
 
+def _check_sharing(options: EngineOptions, ranks: int, replicas: range, found: Devices) -> None:
+    """Raise `ConfigError` unless so many ranks, more than there are GPUs, may share them, and know of each other."""
+    needs = (
+        f"--tensor-parallel-size {options.tensor_parallel_size} × --pipeline-parallel-size "
+        f"{options.pipeline_parallel_size} needs {ranks} GPUs on this host; it shows {found.count}"
+    )
+    if not found.order:
+        raise ConfigError(f"{needs} (to try the layout out, and not to serve, {SHARE}=1 has ranks share a GPU)")
+    if options.nnodes > 1 or len(replicas) < options.data_parallel_size:
+        raise ConfigError(f"{needs}; {SHARE} is for the ranks of a single host: leave the other hosts out")
+    if options.data_parallel_size > 1 and not options.enable_expert_parallel:
+        raise ConfigError(
+            f"{needs}; {SHARE} is not for --data-parallel-size {options.data_parallel_size} without "
+            "--enable-expert-parallel: such replicas could not agree on how much of a GPU's memory each has"
+        )
+
+
 def _links(parallel: ParallelConfig, found: Devices) -> topology.Crossed:
     network = topology.fast_network() if parallel.nodes > 1 else None
-    if not found.order:
+    if not found.order or parallel.ranks_per_device > 1:
         return topology.Crossed(network=network)
     groups = groups_of(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
     everywhere = groups * len(parallel.local_replicas)
@@ -99,7 +113,13 @@ def _links(parallel: ParallelConfig, found: Devices) -> topology.Crossed:
 
 def lines(parallel: ParallelConfig, arch: Architecture) -> list[str]:
     """The grid as `serve` prints it: hosts, what each group crosses, replicas and experts; nothing of a single rank."""
-    return [*_hosts(parallel), *_crossings(parallel), *_replicas(parallel), *_spread(parallel, arch)]
+    return [
+        *_hosts(parallel),
+        *_sharing(parallel),
+        *_crossings(parallel),
+        *_replicas(parallel),
+        *_spread(parallel, arch),
+    ]
 
 
 def _hosts(parallel: ParallelConfig) -> list[str]:
@@ -119,15 +139,24 @@ def _which(parallel: ParallelConfig, node: int) -> str:
     return " (this one)" * (node == parallel.node)
 
 
+def _sharing(parallel: ParallelConfig) -> list[str]:
+    if parallel.ranks_per_device == 1:
+        return []
+    ranks, gpus = len(parallel.devices), len(set(parallel.devices))
+    which = "one GPU" if gpus == 1 else f"{gpus} GPUs"
+    return [f"  {ranks} ranks share {which} ({SHARE}), by gloo: to try a layout out, and slow"]
+
+
 def _crossings(parallel: ParallelConfig) -> list[str]:
     """Which links tensor and pipeline parallelism cross, and a warning where that is too slow."""
     tp, links, is_cpu = parallel.tensor_parallel_size, parallel.links, parallel.device == "cpu"
+    shared = " through its memory" * (parallel.ranks_per_device > 1)
     network = f"over {links.network}" if links.network else "over the network"
     hosts = [ranks for node in range(parallel.nodes) if (ranks := parallel.ranks_of(node))]
     is_cut = any(ranks.start % tp or ranks.stop % tp for ranks in hosts)
     parts, warnings = [], []
     if tp > 1:
-        inside = " over shared memory" if is_cpu else _over(links.tensor)
+        inside = " over shared memory" if is_cpu else shared or _over(links.tensor)
         parts.append(f"tensor parallel {f'across hosts {network}' if is_cut else f'inside a host{inside}'}")
         if is_cut and not links.network:
             fitting = max(size for size in range(1, tp) if not any(n % size for n in (tp, *map(len, hosts))))
@@ -142,7 +171,7 @@ def _crossings(parallel: ParallelConfig) -> list[str]:
                 "--tensor-parallel-size with more --pipeline-parallel-size may be faster"
             )
     if parallel.pipeline_parallel_size > 1:
-        inside = " over loopback" if is_cpu else _over(links.pipeline)
+        inside = " over loopback" if is_cpu else shared or _over(links.pipeline)
         parts.append(f"pipeline {f'across hosts {network}' if len(hosts) > 1 else f'inside a host{inside}'}")
     return [f"  {'; '.join(parts)}"] * bool(parts) + warnings
 

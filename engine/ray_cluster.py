@@ -227,7 +227,7 @@ def _is_wanted(options: EngineOptions) -> bool:
     if options.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or _CURRENT.exists()):
         return False
     ranks = options.tensor_parallel_size * options.pipeline_parallel_size
-    return devices.count_gpus() < ranks
+    return devices.count_gpus() < ranks and not devices.may_share_gpus()
 
 
 def _current_group() -> str | None:

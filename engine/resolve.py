@@ -516,7 +516,7 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) 
         return 0
     sizes, row = Sizes.of(config), scheduler.max_num_batched_tokens
     blocks_per_request = cache.most_blocks(model.max_model_len, row)
-    sharing = max(1, parallel.ranks_here) if found.kind == "cpu" else 1
+    sharing = max(1, parallel.ranks_here) if found.kind == "cpu" else parallel.ranks_per_device
     whole = found.memory // sharing
     share = int(whole * options.gpu_memory_utilization)
     fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]

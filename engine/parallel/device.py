@@ -50,8 +50,6 @@ class DeviceParallel(GroupParallel):
         return way.run(flat).view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        if dist.get_backend(self._group) != "nccl":
-            return super().all_gather(x)
         parts = x.new_empty(self.size, *x.shape)
         try:
             dist.all_gather_into_tensor(parts.view(-1), x.reshape(-1), group=self._group)
@@ -84,8 +82,6 @@ class DeviceParallel(GroupParallel):
     def _ways(self) -> tuple[list[Way], str]:
         """Those that the ranks have, or why there are none."""
         ways: list[Way] = []
-        if dist.get_backend(self._group) != "nccl":
-            return ways, "the ranks do not talk by NCCL"
         reason = symmetric.obstacle(self._exchange(symmetric.here(self._device)))
         if reason:
             return ways, reason

@@ -80,20 +80,24 @@ class Sum:
 
 
 class GroupPeers(Peers):
-    """The ranks of a torch process group; `host` is one of the same ranks that exchanges tensors on CPUs."""
+    """The ranks of a torch process group; `host` is one of the same ranks that exchanges tensors on CPUs.
+
+    Where `group` does no more than that either, rows go through the host.
+    """
 
     def __init__(self, group: dist.ProcessGroup, host: dist.ProcessGroup) -> None:
         self.rank, self.size, self._group, self._host = group.rank(), group.size(), group, host
 
     def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
-        # As bytes, since gloo does not know every type.
-        x = x.contiguous()
+        device = x.device
+        x = (x.cpu() if dist.get_backend(self._group) == "gloo" else x).contiguous()
         rows = torch.empty((sum(received), x.shape[1]), dtype=x.dtype, device=x.device)
+        # As bytes, since gloo does not know every type.
         work = dist.all_to_all_single(
             rows.view(torch.uint8), x.view(torch.uint8), list(received), list(sent), group=self._group, async_op=True
         )
         assert work is not None
-        return UnderWay(work, rows, x, self._group)
+        return UnderWay(work, rows, x, self._group, device)
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
         everyone = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size)]
@@ -114,13 +118,15 @@ class UnderWay:
     sent: Tensor
     """Kept until it has gone."""
     group: dist.ProcessGroup
+    device: torch.device
+    """Where the rows are wanted."""
 
     def wait(self) -> Tensor:
         try:
             self.work.wait()
         except RuntimeError as error:
             raise trouble.failed("exchange of experts' rows", self.sent, self.group, error) from error
-        return self.rows
+        return self.rows.to(self.device)
 
 
 @dataclass(frozen=True)

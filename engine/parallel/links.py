@@ -17,7 +17,7 @@ from quire.engine.parallel.device import DeviceParallel
 from quire.engine.parallel.experts import ExpertGroup, GroupPeers, Peers
 from quire.engine.parallel.host import HostParallel
 from quire.engine.parallel.pipeline import Pipeline
-from quire.engine.parallel.tensor import Parallel
+from quire.engine.parallel.tensor import Parallel, ThroughHost
 
 _LAST_RESORT = timedelta(seconds=30)
 """By how much torch's own watchdog over NCCL, which ends the process, comes later than ours, which says more."""
@@ -63,12 +63,13 @@ def connect(
     replicas = config.replicas if config.is_coupled else 1
     replica = config.replica if config.is_coupled else 0
     world_rank, world_size = replica * config.world_size + rank, replicas * config.world_size
-    pipeline = Pipeline(stage, stages, world_rank, width, device)
+    backend = _backend(config, device)
+    through = device if backend == "nccl" else torch.device("cpu")
+    pipeline = Pipeline(stage, stages, world_rank, width, device, through)
     if world_size == 1:
         alone = Parallel()
         experts = None if config.experts is None else ExpertGroup(config.experts, alone, Peers(), Peers())
         return Links(alone, pipeline, experts)
-    backend = _backend(config, device)
     if backend == "nccl":
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, which `trouble.watch` reads
     timeouts = {"gloo": timeout, "nccl": timeout + _LAST_RESORT}
@@ -102,8 +103,10 @@ def connect(
     tp = Parallel()
     if width > 1:
         group = group_of(of_stage[replica])
-        on_gpus = device.type == "cuda"
-        tp = DeviceParallel(group, device, config.custom_all_reduce) if on_gpus else HostParallel(group, timeout)
+        if backend == "nccl":
+            tp = DeviceParallel(group, device, config.custom_all_reduce)
+        else:
+            tp = HostParallel(group, timeout) if device.type == "cpu" else ThroughHost(group)
     if config.experts is None:
         return Links(tp, pipeline, timeout=timeout)
     dp, everyone = peers(tuple(ranks[position] for ranks in of_stage)), peers(sum(of_stage, ()))
@@ -111,6 +114,5 @@ def connect(
 
 
 def _backend(config: ParallelConfig, device: torch.device) -> str:
-    """Of torch's, for what is exchanged; NCCL does not take several ranks on one GPU, as tests have them."""
-    is_shared = len(set(config.devices)) < len(config.devices)
-    return "nccl" if device.type == "cuda" and not is_shared else "gloo"
+    """Of torch's, for what is exchanged; NCCL does not take several ranks on one GPU."""
+    return "nccl" if device.type == "cuda" and config.ranks_per_device == 1 else "gloo"

@@ -18,10 +18,16 @@ class Pipeline:
     before the receiver has a place for it: what is `expect`ed comes in while this stage goes on, too.
     """
 
-    def __init__(self, stage: int, size: int, rank: int, width: int, device: torch.device) -> None:
-        """`rank` is this rank's in the whole grid, `width` the ranks of a stage."""
+    def __init__(
+        self, stage: int, size: int, rank: int, width: int, device: torch.device, through: torch.device | None = None
+    ) -> None:
+        """`rank` is this rank's in the whole grid, `width` the ranks of a stage.
+
+        What is received comes to lie on `device`, and `through` is where it is sent from and to (default: there).
+        """
         self.stage, self.size = stage, size
-        self._before, self._after, self._device = rank - width, rank + width, device
+        self._before, self._after = rank - width, rank + width
+        self._device, self._through = device, through or device
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._coming: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -37,7 +43,7 @@ class Pipeline:
         """Hand `message` to the next stage; it must not be changed any more."""
         while len(self._sending) >= self.size:
             self._sent()
-        message = message.contiguous()
+        message = message.to(self._through).contiguous()
         work = dist.isend(message, self._after)
         assert work is not None
         self._sending.append((work, message))
@@ -56,7 +62,7 @@ class Pipeline:
 
         Its shape and type are known on both sides from the plan.
         """
-        message = torch.empty(shape, dtype=dtype, device=self._device)
+        message = torch.empty(shape, dtype=dtype, device=self._through)
         work = dist.irecv(message, self._before)
         assert work is not None
         self._coming.append((work, message))
@@ -68,7 +74,7 @@ class Pipeline:
         work, message = self._coming.popleft()
         assert (message.shape, message.dtype) == (shape, dtype), "stages run the same plans in the same order"
         _wait(work, f"hidden states from rank {self._before}", message)
-        return message
+        return message.to(self._device)
 
 
 def _wait(work: dist.Work, what: str, message: Tensor) -> None:

@@ -58,3 +58,16 @@ class GroupParallel(Parallel):
         except RuntimeError as error:
             raise trouble.failed("broadcast", x, self._group, error) from error
         return x
+
+
+class ThroughHost(GroupParallel):
+    """The ranks of a gloo group whose tensors lie on a GPU that several of them share: gloo sees copies on the host."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return super().all_reduce(x.cpu().contiguous()).to(x.device)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return super().all_gather(x.cpu()).to(x.device)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return super().broadcast(x.cpu().contiguous()).to(x.device)

@@ -12,6 +12,10 @@ With segments of fixed size, steps of every size leave segments that fit no othe
 device has no room for that; expandable ones are a single range of addresses, of which pages are mapped as needed. In
 torch 2.13 the pools of CUDA graphs have them, too; collectives of NCCL take such memory as any other as long as
 buffers are not registered; and symmetric memory, as all pools with an allocator of their own, is made without them.
+
+Ranks that share a device have equal shares of it. What its free memory tells is of all of them, and the driver does
+not always say which process has how much (not in containers). So they read it together, while all are at rest, and
+divide what none of their allocators knows of.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +37,8 @@ from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPla
 from quire.engine.resolve import Sizes, human, limit_blocks
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NOT_TORCHS = 256 << 20
 """Bytes of the device that torch's allocator never takes."""
@@ -100,6 +106,7 @@ class Reading:
     replica: int
     rank: int
     at_start: int
+    """Free before, or the rank's share of that."""
     budget: int
     weights: int
     """And what a step leaves behind for the next."""
@@ -111,6 +118,8 @@ class Reading:
     """Of the KV cache."""
     fixed_blocks: int
     """Of --kv-cache-memory-bytes; 0: as many as there is room for."""
+    for_others: int = 0
+    """Of what is free with all this taken, what belongs to other ranks on the device."""
 
     @property
     def taken(self) -> int:
@@ -141,7 +150,8 @@ def fit(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPlan],
     mine = measure(config, rank, meter, run)
     readings = [reading for reading in _tell_all(mine) if reading.replica == mine.replica]
     least = min(readings, key=lambda reading: reading.num_blocks)
-    beside = f" on rank {least.rank}, beside {least.parts()} of the {human(least.at_start)} that were free"
+    share = " for it" * (config.parallel.ranks_per_device > 1)
+    beside = f" on rank {least.rank}, beside {least.parts()} of the {human(least.at_start)} that were free{share}"
     if least.fixed_blocks and not least.num_blocks:
         raise ConfigError(
             f"--kv-cache-memory-bytes {config.options.kv_cache_memory_bytes} does not fit{beside}; ask for less, "
@@ -151,8 +161,9 @@ def fit(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPlan],
     if rank == 0:
         cache = num_blocks * mine.block
         logger.info(
-            "of %s free at the start %s may be used: %s, KV cache %s in %s blocks%s; %s are left",
+            "of %s free%s at the start %s may be used: %s, KV cache %s in %s blocks%s; %s are left",
             human(mine.at_start),
+            share,
             human(mine.budget),
             mine.parts(),
             human(cache),
@@ -160,7 +171,9 @@ def fit(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPlan],
             f" (rank {least.rank} has no room for more)" * (least is not mine and least.num_blocks < mine.num_blocks),
             human(max(0, mine.at_start - mine.taken - cache)),
         )
-    meter.leave(_NOT_TORCHS)
+    meter.leave(_NOT_TORCHS + mine.for_others)
+    if config.parallel.ranks_per_device > 1:
+        dist.barrier()  # nobody takes memory before all have seen what is free
     return num_blocks
 
 
@@ -174,20 +187,36 @@ def measure(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPl
     peak = meter.peak()
     gc.collect()
     held = meter.held()
+    at_start, others, for_others = _shares(config, rank, meter, held)
     # What other ranks send to the experts of this one depends on the tokens: these may have been kind.
     activations = max(peak - held, sizes.workspace if config.parallel.experts is not None else 0)
     return Reading(
         replica=config.parallel.replica,
         rank=rank,
-        at_start=meter.at_start,
-        budget=int(meter.at_start * config.options.gpu_memory_utilization),
+        at_start=at_start,
+        budget=int(at_start * config.options.gpu_memory_utilization),
         weights=held,
         activations=activations + _longer(config),
         graphs=sizes.graphs,
-        others=max(0, meter.at_start - meter.free() - held),
+        others=others,
         block=sizes.kv_block[stage],
         fixed_blocks=config.cache.num_blocks if config.options.kv_cache_memory_bytes is not None else 0,
+        for_others=for_others,
     )
+
+
+def _shares(config: EngineConfig, rank: int, meter: Meter, held: int) -> tuple[int, int, int]:
+    """Of what was free at the start, of what no allocator of torch's has, and of what is free now that of others."""
+    if config.parallel.ranks_per_device == 1:
+        return meter.at_start, max(0, meter.at_start - meter.free() - held), 0
+    dist.barrier()  # all have given back what they only kept
+    device, free = config.parallel.device_of(rank), meter.free()
+    told = [each for each in _tell_all((device, meter.at_start, free, held)) if each[0] == device]
+    _, starts, frees, helds = zip(*told, strict=True)
+    at_start, least = max(starts), min(frees)  # the first to look saw none of the others
+    others = max(0, at_start - least - sum(helds)) // len(told)
+    share = at_start // len(told)
+    return share, others, max(0, free - (share - others - held))
 
 
 def largest_step(config: EngineConfig) -> list[StepPlan]:
@@ -249,7 +278,7 @@ def _longer(config: EngineConfig) -> int:
     return max(0, *more) * DTYPE_BYTES[model.dtype]
 
 
-def _tell_all(mine: Reading) -> list[Reading]:
+def _tell_all(mine: T) -> list[T]:
     """Of all ranks of the grid; a rank alone tells nobody."""
     if not dist.is_initialized():
         return [mine]

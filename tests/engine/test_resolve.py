@@ -6,6 +6,7 @@ import importlib
 import json
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from quire import kernels
-from quire.engine import devices, graph_sizes
+from quire.engine import devices, graph_sizes, topology
 from quire.engine.config import EngineOptions, GraphConfig
 from quire.engine.errors import ConfigError
 from quire.engine.families import from_hf_config
@@ -482,6 +483,22 @@ def test_graphs_are_counted_and_the_plan_says_why_there_are_none(
     on_a_gpu(monkeypatch, int(fits / 0.9) + (1 << 16))
     with pytest.raises(ConfigError, match=r"workspace .* \+ CUDA graphs .* per rank"):
         resolve(asked)
+
+
+def test_ranks_that_share_a_gpu_have_a_part_of_it_and_no_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = devices.Devices("cuda", 1, 1 << 30, (0, 0), ((topology.Link.NVLINK,),))
+    monkeypatch.setattr(devices, "find", lambda kind, groups: found)
+    asked = {"device": "cuda", "tensor_parallel_size": 2, "max_num_seqs": 4096, "max_num_batched_tokens": 4096}
+    config = resolve(options(folder(tmp_path), **asked))
+    sizes = Sizes.of(config)
+    left = int((1 << 29) * config.options.gpu_memory_utilization) - sizes.weights[0] - sizes.workspace
+    assert config.cache.num_blocks == left // sizes.kv_block[0]
+    assert "no CUDA graphs: ranks that share a GPU exchange through the host, which waits for it" in plan_text(config)
+    found = replace(found, memory=1 << 24)
+    with pytest.raises(ConfigError, match=r"0.9 of 16 MiB free over 2 ranks"):
+        resolve(options(folder(tmp_path), **asked))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no wheel for this platform")

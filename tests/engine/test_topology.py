@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.engine import devices, grid, topology
-from quire.engine.config import EngineOptions, ExpertParallelConfig
+from quire.engine.config import EngineOptions, ExpertParallelConfig, ParallelConfig
 from quire.engine.devices import Devices
 from quire.engine.errors import ConfigError
 from quire.engine.families import from_hf_config
@@ -272,3 +272,54 @@ def test_the_fastest_active_port_is_the_network(tmp_path: Path) -> None:
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text(f"{rate}\n")
     assert topology.fast_network(tmp_path) == "mlx5_1 (400 Gb/sec)"
+
+
+def shared(count: int, **changes: Any) -> ParallelConfig:
+    """The grid on a host whose `count` GPUs ranks may share."""
+    asked = EngineOptions(**changes)
+    return grid.resolve(asked, ARCH, devices.find("cuda", grid.groups_here(asked)))
+
+
+@pytest.mark.parametrize(
+    ("count", "tp", "pp", "order"),
+    [(1, 2, 1, (0, 0)), (1, 1, 2, (0, 0)), (2, 2, 2, (0, 1, 0, 1)), (2, 1, 3, (0, 1, 0)), (2, 2, 1, (0, 1))],
+)
+def test_ranks_go_round_the_gpus_where_they_may_share_them(
+    count: int, tp: int, pp: int, order: tuple[int, ...], install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(islands([list(range(count))], Link.NVLINK, Link.NVLINK))
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    if tp * pp > count:
+        for value in ("", "0"):
+            monkeypatch.setenv(devices.SHARE, value)
+            with pytest.raises(
+                ConfigError, match=f"needs {tp * pp} GPUs on this host; it shows {count} .*QUIRE_SHARE_GPU=1"
+            ):
+                shared(count, **sizes)
+    monkeypatch.setenv(devices.SHARE, "1")
+    parallel = shared(count, **sizes)
+    assert parallel.devices == order
+    assert [parallel.device_of(rank) for rank in range(tp * pp)] == list(order)
+    assert parallel.ranks_per_device == -(-tp * pp // count)
+    text = "\n".join(grid.lines(parallel, ARCH))
+    if tp * pp > count:
+        which = "one GPU" if count == 1 else f"{count} GPUs"
+        assert f"  {tp * pp} ranks share {which} (QUIRE_SHARE_GPU), by gloo: to try a layout out, and slow" in text
+        assert "NVLink" not in text
+        assert "inside a host through its memory" in text
+    else:
+        assert "share" not in text
+
+
+def test_what_cannot_share_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(islands([[0]], Link.NVLINK, Link.NVLINK))
+    monkeypatch.setenv(devices.SHARE, "1")
+    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU is for the ranks of a single host"):
+        shared(1, tensor_parallel_size=4, nnodes=2)
+    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU is for the ranks of a single host"):
+        shared(1, data_parallel_size=3, data_parallel_size_local=2, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match="not for --data-parallel-size 2 without --enable-expert-parallel"):
+        shared(1, data_parallel_size=2)
+    monkeypatch.setenv(devices.SHARE, "yes")
+    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU=yes: 1 lets ranks share a GPU, and 0 does not"):
+        shared(1)

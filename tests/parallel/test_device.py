@@ -19,7 +19,6 @@ from torch import Tensor
 from quire.engine.parallel import device, symmetric
 from quire.engine.parallel.device import SIZES, DeviceParallel, told
 from quire.engine.parallel.symmetric import MOST_BYTES, Place, Way, obstacle
-from quire.engine.parallel.tensor import GroupParallel
 from tests.parallel.test_connect import CPU
 
 KIB = 1 << 10
@@ -217,7 +216,3 @@ def test_it_can_be_turned_off(tmp_path: Path) -> None:
         tp.settle()
         assert tp.table == {}
         assert tp.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]
-        shared = DeviceParallel(group, CPU)  # two ranks on one GPU talk by gloo
-        shared.settle()
-        assert shared.table == {}
-        assert torch.equal(shared.all_gather(torch.ones(2, 3)), GroupParallel.all_gather(shared, torch.ones(2, 3)))

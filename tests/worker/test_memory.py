@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -145,6 +145,80 @@ def test_ranks_agree_on_the_least(folder: Path, tmp_path: Path, weights: int) ->
     else:
         assert told[0] == told[1]
         assert "on rank 1, beside weights 9.12 GiB" in told[0]
+
+
+SHARED = 80 * U
+"""Free on a device before two ranks take any of it."""
+
+
+@dataclass
+class SharingMeter(FakeMeter):
+    """Of one of two ranks on a device: what both have taken lies in memory that they share."""
+
+    rank: int = 0
+    taken: Any = None
+    has_given_back: Any = None
+    """An event of each rank."""
+
+    def run(self, plan: StepPlan) -> None:
+        super().run(plan)
+        self.taken[self.rank] = self.weights + self.peak_bytes + self.others  # torch keeps the largest step's
+
+    def held(self) -> int:
+        if self.has_run:
+            if self.rank:
+                assert self.has_given_back[0].wait(60)  # this one is the slower
+            self.taken[self.rank] = super().held() + self.others
+            self.has_given_back[self.rank].set()
+        return super().held()
+
+    def free(self) -> int:
+        return SHARED - sum(map(int, self.taken))
+
+    def leave(self, size: int) -> None:
+        self.left = self.free() - size
+        """What torch may take besides."""
+
+
+def share(rank: int, config: EngineConfig, init_method: str, meter: SharingMeter, pipe: Connection) -> None:
+    links = connect(config.parallel, rank, init_method, CPU)
+    blocks = memory.fit(config, rank, meter, meter.run)
+    cache = blocks * Sizes.of(config).kv_block[rank]
+    meter.taken[rank] += cache
+    pipe.send((blocks, meter.left, cache))
+    pipe.recv()
+    links.close()
+
+
+def test_ranks_that_share_a_device_count_their_own(folder: Path, tmp_path: Path) -> None:
+    """Each has half, and half of what no allocator has; the second to start found less free."""
+    config = many(folder, pipeline_parallel_size=2)
+    config = replace(config, parallel=replace(config.parallel, devices=(0, 0)))
+    spawn = multiprocessing.get_context("spawn")
+    taken, events = spawn.Array("q", 2), [spawn.Event() for _ in range(2)]
+    pipes = [spawn.Pipe() for _ in range(2)]
+    ranks = []
+    for rank, (weights, others) in enumerate(((16, 1), (20, 3))):
+        taken[rank] = (weights + others) * U
+        at_start = SHARED - rank * U
+        meter = SharingMeter(at_start, others * U, weights * U, rank=rank, taken=taken, has_given_back=events)
+        arguments = (rank, config, (tmp_path / "meet").as_uri(), meter, pipes[rank][1])
+        ranks.append(spawn.Process(target=share, args=arguments))
+    for process in ranks:
+        process.start()
+    told = [ours.recv() for ours, _ in pipes]
+    for ours, _ in pipes:
+        ours.send(None)
+    for process in ranks:
+        process.join(30)
+        assert process.exitcode == 0
+    (blocks, first, cache), (same, second, _) = told
+    assert blocks == same == (36 - 20 - 3 - 2) * U // Sizes.of(config).kv_block[1]
+    not_torchs = (40 - 16 - 1 - 2) * U - first
+    assert second == (40 - 20 - 1 - 2) * U - not_torchs
+    assert 0 < not_torchs < 4 * U
+    assert cache + 2 * U <= first, "with the largest step's activations"
+    assert first + second <= SHARED - (16 + 20 + 2 + 4) * U, "both together"
 
 
 class Recorder:
