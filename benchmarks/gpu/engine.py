@@ -1,4 +1,4 @@
-"""The engine inside of this process: scheduler and rank without server or wire, driven as the core drives them."""
+"""The engine without server or wire, driven as the core drives it: scheduler, and a single rank, in this process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine import executor
 from quire.engine.config import EngineOptions
 from quire.engine.executor import Pending
-from quire.engine.executor.uni import UniExecutor
 from quire.engine.messages import SamplingParams, StepPlan, Submit
 from quire.engine.resolve import resolve
 from quire.engine.scheduler import Scheduler
@@ -38,7 +38,7 @@ class Engine:
     """A loaded model and its requests."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.executor = UniExecutor(resolve(EngineOptions(**options)))
+        self.executor = executor.start(resolve(EngineOptions(**options)), "warning", on_end=lambda: None)
         self.config = self.executor.config
         self.scheduler = Scheduler(self.config)
         self.outputs: dict[str, list[int]] = {}

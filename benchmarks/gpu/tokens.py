@@ -1,37 +1,84 @@
-"""The engine's tokens on the device against transformers' in float32, on tiny models of several families."""
+"""The engine's tokens on tiny models: one rank's against transformers' in float32, two ranks' against one's."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from gpu.engine import Engine
 from gpu.lab import Lab, free_memory
 from gpu.records import Check, Record
+from quire.engine.config import ParallelConfig
+from quire.engine.devices import SHARE
 from tests.fakes import checkpoints
 
 _OUTPUT = 24
+_LAYOUTS = {"tensor parallel": "tensor_parallel_size", "pipeline parallel": "pipeline_parallel_size"}
 
 
 def check(lab: Lab) -> Iterator[Record]:
     """A check for each family: greedy continuations of prompts of several lengths, all at once, token by token."""
-    families = checkpoints.FAMILIES[:1] if lab.tiny else checkpoints.FAMILIES
-    lengths = (1, 5) if lab.tiny else (1, 5, 16, 17, 60, 130, 200)
-    count = 4 if lab.tiny else _OUTPUT
-    prompts = [[(7 * number + 3 * place + 1) % 128 for place in range(length)] for number, length in enumerate(lengths)]
-    for family in families:
+    task = _Task.of(lab)
+    for family in checkpoints.FAMILIES[:1] if lab.tiny else checkpoints.FAMILIES:
         folder = checkpoints.write_checkpoint(family, lab.scratch / f"tokens-{family}")
-        expected = checkpoints.generate(folder, prompts, count)
-        found = _generate(lab, folder, prompts, count)
+        expected = checkpoints.generate(folder, task.prompts, task.count)
+        found, _ = _generate(lab, folder, task)
+        yield task.compare(f"tokens of {family} in float32", found, expected)
+
+
+def ranks(lab: Lab) -> Iterator[Record]:
+    """A check for each family and layout of two ranks, which share the GPU where there is but one."""
+    task, before = _Task.of(lab), os.environ.get(SHARE)
+    os.environ[SHARE] = "1"
+    try:
+        for family in checkpoints.FAMILIES[: 1 if lab.tiny else None : 2]:
+            folder = checkpoints.write_checkpoint(family, lab.scratch / f"ranks-{family}")
+            expected, _ = _generate(lab, folder, task)
+            for name, size in _LAYOUTS.items():
+                found, parallel = _generate(lab, folder, task, **{size: 2})
+                yield task.compare(f"tokens of {family}, {name} 2, {_where(parallel)}", found, expected)
+    finally:
+        os.environ.pop(SHARE)
+        if before is not None:
+            os.environ[SHARE] = before
+
+
+def _where(parallel: ParallelConfig) -> str:
+    if parallel.device == "cpu":
+        return "on CPU"
+    return "on one GPU by gloo" if parallel.ranks_per_device > 1 else "on two GPUs by NCCL"
+
+
+@dataclass(frozen=True)
+class _Task:
+    """Prompts of several lengths, and how many tokens come after each."""
+
+    prompts: list[list[int]]
+    count: int
+
+    @staticmethod
+    def of(lab: Lab) -> _Task:
+        lengths = (1, 5) if lab.tiny else (1, 5, 16, 17, 60, 130, 200)
+        prompts = [
+            [(7 * number + 3 * place + 1) % 128 for place in range(length)] for number, length in enumerate(lengths)
+        ]
+        return _Task(prompts, 4 if lab.tiny else _OUTPUT)
+
+    def compare(self, what: str, found: list[list[int]], expected: list[list[int]]) -> Check:
         wrong = [number for number, (one, other) in enumerate(zip(found, expected, strict=True)) if one != other]
-        detail = f"{len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, {count} more each"
+        shortest, longest, count = len(self.prompts[0]), len(self.prompts[-1]), self.count
+        detail = f"{len(self.prompts)} prompts of {shortest} to {longest} tokens, {count} more each"
         if wrong:
-            place = next(at for at in range(count) if found[wrong[0]][at : at + 1] != expected[wrong[0]][at : at + 1])
-            detail += f"; {len(wrong)} differ, that of {lengths[wrong[0]]} tokens from its token {place} on"
-        yield Check(f"tokens of {family} in float32", not wrong, detail)
+            first = wrong[0]
+            place = next(at for at in range(count) if found[first][at : at + 1] != expected[first][at : at + 1])
+            detail += f"; {len(wrong)} differ, that of {len(self.prompts[first])} tokens from its token {place} on"
+        return Check(what, not wrong, detail)
 
 
-def _generate(lab: Lab, folder: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
+def _generate(lab: Lab, folder: Path, task: _Task, **sizes: int) -> tuple[list[list[int]], ParallelConfig]:
+    """The tokens, and the grid that they come from, which has `sizes`."""
     options = {
         "model": str(folder),
         "device": lab.device,
@@ -40,13 +87,14 @@ def _generate(lab: Lab, folder: Path, prompts: list[list[int]], count: int) -> l
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,  # prompts are cut
         "kv_cache_memory_bytes": 1 << 26,
+        **sizes,
     }
     engine = Engine(options)
     try:
-        for number, prompt in enumerate(prompts):
-            engine.add(str(number), prompt, count)
+        for number, prompt in enumerate(task.prompts):
+            engine.add(str(number), prompt, task.count)
         engine.run()
-        return [engine.outputs[str(number)] for number in range(len(prompts))]
+        return [engine.outputs[str(number)] for number in range(len(task.prompts))], engine.config.parallel
     finally:
         engine.close()
         del engine

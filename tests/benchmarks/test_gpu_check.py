@@ -107,6 +107,25 @@ def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     assert found(module("gpu.tokens").check, tmp_path)[1] == []
 
 
+def test_tokens_of_two_ranks_are_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = module("gpu.tokens")
+    start, seen = tokens.Engine, list[str]()
+
+    def engine(options: dict[str, Any]) -> Any:
+        seen.append(os.environ[tokens.SHARE])
+        return start(options)
+
+    monkeypatch.setattr(tokens, "Engine", engine)
+    monkeypatch.setenv(tokens.SHARE, "0")
+    records = list(tokens.ranks(make_lab(tmp_path)))
+    assert [record.what for record in records] == [
+        f"tokens of llama, {layout} parallel 2, on CPU" for layout in ("tensor", "pipeline")
+    ]
+    assert all(record.ok for record in records)
+    assert seen == ["1"] * 3
+    assert os.environ[tokens.SHARE] == "0"
+
+
 def test_other_tokens_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = module("gpu.tokens")
     generate = tokens.checkpoints.generate

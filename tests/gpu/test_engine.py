@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineOptions
+import quire
+from quire.engine.config import DEMO_MODEL, EngineOptions
+from quire.engine.devices import SHARE
 from quire.engine.messages import SamplingParams
 from quire.engine.resolve import resolve
 from tests.e2e.harness import Ranks
@@ -81,6 +84,19 @@ def test_smaller_caches_change_few_tokens(cache: str, folders: Callable[[str], P
     )
     alike = [a == b for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=True)]
     assert sum(alike) >= 0.8 * len(alike)
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks_on_one_gpu_give_the_tokens_of_one(
+    size: str, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARE, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+    options: dict[str, Any] = {"device": DEVICE.type, "dtype": "float32", "max_model_len": 128, "max_num_seqs": 8}
+    params = quire.SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    with quire.LLM(str(folders("Llama")), tokenizer=str(DEMO_MODEL), **options | {size: 2}) as llm:
+        results = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [result.outputs[0].token_ids for result in results] == serve(folders("Llama"))
 
 
 def test_half_precision_serves(folders: Callable[[str], Path]) -> None:
