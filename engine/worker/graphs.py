@@ -25,15 +25,22 @@ from tqdm import tqdm
 from quire.engine.config import EngineConfig
 from quire.engine.layers.attention import Batch, HostRows, LayerCache
 from quire.engine.models.decoder import Decoder
+from quire.engine.parallel.accord import tell_all
 from quire.engine.resolve import human
 
 logger = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
 
+_WAITS = "called a synchronizing CUDA operation"
+"""What torch's warning says (c10/cuda/CUDAFunctions.cpp)."""
+
 
 class Recorder(Protocol):
-    """How a device keeps a step."""
+    """How a device keeps a step. Ranks that exchange within the step do so in `warm_up`, and not in `capture`."""
+
+    def warm_up(self, step: Callable[[], None]) -> str:
+        """Run `step` to its end, with all that is set up at the first time; why it cannot be kept, "" if it may be."""
 
     def capture(self, step: Callable[[], None]) -> Replay:
         """What `step` does, on the same memory. Raises `RuntimeError` where it cannot be kept, and says why."""
@@ -42,8 +49,8 @@ class Recorder(Protocol):
 class CudaRecorder:
     """CUDA graphs, which share one pool of memory: no two run at once.
 
-    A step runs before it is captured, so that its kernels are compiled and what libraries set up is there; the first
-    one once more, with an error where it waits for the device.
+    Before it is captured, a step runs, so that its kernels are compiled and what libraries set up is there; the first
+    one twice, the second time to see whether it waits for the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,16 +58,21 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._is_checked = False
 
-    def capture(self, step: Callable[[], None]) -> Replay:
+    def warm_up(self, step: Callable[[], None]) -> str:
+        waits: list[str] = []
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             step()
             if not self._is_checked:
-                with _waiting_is_an_error():
+                with _waiting_is_told(waits):
                     step()
                 self._is_checked = True
             torch.cuda.synchronize()
+        return next(iter(waits), "")
+
+    def capture(self, step: Callable[[], None]) -> Replay:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
             torch.cuda.empty_cache()  # during a capture, torch gives nothing back to make room
             # Other threads, NCCL's watchdog among them, may go on with what a capture forbids.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -79,15 +91,19 @@ class CudaRecorder:
 
 
 @contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
+def _waiting_is_told(places: list[str]) -> Iterator[None]:
+    """Add where the device is waited for, which goes on: an error there would leave other ranks waiting for this one."""
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode does not see all that waits
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+            places += [
+                f"{each.message} at {each.filename}:{each.lineno}" for each in told if _WAITS in str(each.message)
+            ]
 
 
 def recorder_of(device: torch.device) -> Recorder | None:
@@ -101,7 +117,7 @@ class DecodeGraphs:
     def __init__(
         self, model: Decoder, caches: Sequence[LayerCache], config: EngineConfig, device: torch.device, stage: int
     ) -> None:
-        self._model, self._caches, self._device = model, caches, device
+        self._model, self._caches, self._device, self._parallel = model, caches, device, config.parallel
         self._sizes, self._why_none = config.graphs.sizes, config.graphs.why_none
         self._replays: dict[int, Replay] = {}
         self._is_last = stage == len(config.parallel.stages) - 1
@@ -118,7 +134,12 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, *, bar: bool) -> None:
-        """Capture all sizes, on all ranks of the grid at once. Where that cannot be, a warning says why."""
+        """Capture all sizes, on all ranks of the grid at once, or none on any of them; then a warning says why.
+
+        After each size the ranks agree whether to go on, so that nobody waits in a step for one that has given up. What
+        fails in the exchanges of a step themselves is raised: the others wait there, and only the end of this rank
+        tells them.
+        """
         if self._inputs is None:
             if self._why_none:
                 logger.info("decodes run without CUDA graphs: %s", self._why_none)
@@ -126,20 +147,40 @@ class DecodeGraphs:
         begun, free = time.perf_counter(), _free_bytes(self._device)
         # The largest comes first: the memory that it computes in serves the others.
         sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar)
-        try:
-            with _without_garbage_collection(), sizes:
-                for size in sizes:
-                    self._replays[size] = self._recorder.capture(self._step(size, self._inputs))
-        except RuntimeError as error:
+        with _without_garbage_collection(), sizes:
+            for size in sizes:
+                told = tell_all(f"CUDA graph {size}", self._try(size, self._inputs))
+                failed = [rank for rank, reason in enumerate(told) if reason]
+                if failed:
+                    break
+        if failed:
             self.close()
-            reason = str(error).strip().partition("\n")[0]
-            logger.warning("decodes run without CUDA graphs, as a step cannot be captured: %s", reason)
+            if len(told) == 1 or dist.get_rank() == 0:
+                where = f" on rank {failed[0]}" * (len(told) > 1)
+                reason = told[failed[0]]
+                logger.warning("decodes run without CUDA graphs, as a step cannot be captured%s: %s", where, reason)
             return
         logger.info(
             "captured %d CUDA graphs, of decodes of up to %d requests, in %.1f s and %s",
             *(len(self._sizes), self._sizes[-1], time.perf_counter() - begun),
             human(max(0, free - _free_bytes(self._device))),
         )
+
+    def _try(self, size: int, inputs: _Inputs) -> str:
+        """Capture the steps of so many requests; why that cannot be, "" if it is done."""
+        step = self._step(size, inputs)
+        try:
+            reason = self._recorder.warm_up(step)
+        except RuntimeError as error:
+            if self._parallel.tensor_parallel_size > 1:
+                raise
+            return _first_line(error)
+        if not reason:
+            try:
+                self._replays[size] = self._recorder.capture(step)
+            except RuntimeError as error:
+                return _first_line(error)
+        return reason
 
     def _step(self, size: int, inputs: _Inputs) -> Callable[[], None]:
         batch, received = inputs.batch(size), inputs.received(size)
@@ -233,6 +274,10 @@ class _Inputs:
         if self._hidden is not None:
             assert received is not None
             self._hidden[:rows].copy_(received)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -21,6 +21,10 @@ class CallAgain:
     def __init__(self) -> None:
         self.captured = self.replayed = 0
 
+    def warm_up(self, step: Callable[[], None]) -> str:
+        step()
+        return ""
+
     def capture(self, step: Callable[[], None]) -> Replay:
         self.captured += 1
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import random
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 
 from quire.engine.config import EngineConfig, ExpertParallelConfig, GraphConfig
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.messages import SamplingParams
+from quire.engine.messages import SamplingParams, StepResult
 from quire.engine.models.loading import load
 from quire.engine.parallel import ExpertGroup, Links, Parallel, Peers, Placement, connect
 from quire.engine.worker import graphs
@@ -276,6 +279,103 @@ def test_what_cannot_be_captured_is_said_and_runs(
     assert "decodes run without CUDA graphs: --enforce-eager" in caplog.text
 
 
+class Failing(CallAgain):
+    """Cannot capture its second step, or not even run it."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self._place, self._warmed_up = place, 0
+
+    def warm_up(self, step: Callable[[], None]) -> str:
+        self._warmed_up += 1
+        if self._warmed_up == 2 and self._place == "warm-up":
+            raise RuntimeError("no kernel for it")
+        step()
+        return "it waits" if self._warmed_up == 2 and self._place == "check" else ""
+
+    def capture(self, step: Callable[[], None]) -> graphs.Replay:
+        if self.captured == 1 and self._place == "capture":
+            raise RuntimeError("out of memory\nand more")
+        return super().capture(step)
+
+
+def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pipe: Connection) -> None:
+    """A rank of which the second fails at its second size; tells what it holds, what it says, and what it decodes."""
+    graphs.recorder_of = lambda device: Failing(place if rank == 1 else "")  # type: ignore[assignment]
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    graphs.logger.addHandler(handler)
+    torch.set_num_threads(1)
+    links = connect(config.parallel, rank, init_method, CPU)
+    runner = Runner(config, rank, links, CPU)
+    try:
+        runner.settle()
+    except RuntimeError as error:
+        pipe.send(f"raised: {error}")
+        return
+    assert runner._graphs is not None
+    request, cache = Request([3, 4, 5], GREEDY), config.cache
+    if config.parallel.pipeline_parallel_size == 1:
+        driven = Driver(
+            lambda plan: runner.execute(plan) or StepResult(plan.step, [7] * plan.num_rows), 8, cache.num_blocks, 4
+        )
+        driven.decode([request], 3, 1000)
+    pipe.send((sorted(runner._graphs._replays), said, len(request.output)))
+    pipe.recv()
+    links.close()
+
+
+def on_two_ranks(config: EngineConfig, place: str, folder: Path) -> list[Any]:
+    spawn = multiprocessing.get_context("spawn")
+    pipes = [spawn.Pipe() for _ in range(2)]
+    init_method = (folder / f"meet-{place}").as_uri()
+    ranks = [
+        spawn.Process(target=capture_on, args=(rank, place, config, init_method, theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        if place == "warm-up":  # the other waits in it
+            assert pipes[1][0].poll(120)
+            return [pipes[1][0].recv()]
+        assert all(ours.poll(120) for ours, _ in pipes), "a rank waits for one that has given up"
+        told = [ours.recv() for ours, _ in pipes]
+        for ours, _ in pipes:
+            ours.send(None)
+        for process in ranks:
+            process.join(30)
+        return told
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("place", "layout", "reason"),
+    [
+        ("capture", {"tensor_parallel_size": 2}, "out of memory"),
+        ("check", {"tensor_parallel_size": 2}, "it waits"),
+        ("warm-up", {"tensor_parallel_size": 2}, "no kernel for it"),
+        ("capture", {"pipeline_parallel_size": 2}, "out of memory"),
+    ],
+)
+def test_all_ranks_have_a_size_or_none_has(
+    place: str, layout: dict[str, int], reason: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Whichever rank fails, and nobody waits for it; in an exchange of the step itself, it ends by name instead."""
+    config = config_of(folders("Llama"), 1, 2, 4, **layout)
+    told = on_two_ranks(config, place, tmp_path)
+    if place == "warm-up":
+        assert told == [f"raised: {reason}"]
+        return
+    assert [sizes for sizes, *_ in told] == [[], []]
+    text = f"decodes run without CUDA graphs, as a step cannot be captured on rank 1: {reason}"
+    assert [said for _, said, _ in told] == [[text], []]
+    assert "pipeline_parallel_size" in layout or all(count >= 3 for *_, count in told)
+
+
 def test_cpus_capture_nothing(folders: Callable[[str], Path]) -> None:
     config = config_of(folders("Llama"), 1, 2)
     runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
@@ -306,15 +406,16 @@ class FakeCuda:
                 calls.append("replay")
 
         def set_mode(mode: str | int) -> None:
-            if mode == "error":
+            if mode == "warn":
                 warnings.warn("does not detect all that waits", stacklevel=1)
-            self.mode = {"error": 2}.get(str(mode), 0)
+            self.mode = {"warn": 1}.get(str(mode), 0)
 
         for name, value in {
             "CUDAGraph": Graph,
             "Stream": lambda device: "side",
             "stream": lambda stream: contextlib.nullcontext(),
             "synchronize": lambda: None,
+            "empty_cache": lambda: None,
             "graph_pool_handle": lambda: "pool",
             "get_sync_debug_mode": lambda: 0,
             "set_sync_debug_mode": set_mode,
@@ -334,13 +435,32 @@ def test_cuda_graphs_are_warmed_up_checked_once_and_captured_into_one_pool(monke
     cuda = FakeCuda(monkeypatch)
     recorder = graphs.recorder_of(torch.device("cuda", 0))
     assert recorder is not None
-    first, second = recorder.capture(cuda.step), recorder.capture(cuda.step)
+    replays = []
+    for _ in range(2):
+        assert recorder.warm_up(cuda.step) == ""
+        replays.append(recorder.capture(cuda.step))
     capture = ["begin in pool, thread_local", "step 0", "end"]
-    assert cuda.calls == ["step 0", "step 2", *capture, "step 0", *capture]
+    assert cuda.calls == ["step 0", "step 1", *capture, "step 0", *capture]
     cuda.calls.clear()
-    second()
-    first()
+    replays[1]()
+    replays[0]()
     assert cuda.calls == ["replay", "replay"]
+
+
+def test_a_step_that_waits_runs_to_its_end_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks may be in an exchange behind the place where it waits."""
+    cuda = FakeCuda(monkeypatch)
+
+    def step() -> None:
+        if cuda.mode == 1:
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        cuda.step()
+
+    recorder = graphs.recorder_of(torch.device("cuda", 0))
+    assert recorder is not None
+    assert re.match(r"called a synchronizing CUDA operation .* at \S+test_graphs\.py:\d+$", recorder.warm_up(step))
+    assert cuda.calls == ["step 0", "step 1"]
+    assert cuda.mode == 0
 
 
 def test_nothing_is_held_when_the_ranks_part(
@@ -365,11 +485,12 @@ def test_a_capture_that_fails_leaves_cuda_as_it_was(place: int, monkeypatch: pyt
         cuda.step()
         if sum(call.startswith("step") for call in cuda.calls) == place:
             cuda.is_broken = True
-            raise RuntimeError("called a synchronizing CUDA operation")
+            raise RuntimeError("no kernel for it")
 
     recorder = graphs.recorder_of(torch.device("cuda", 0))
     assert recorder is not None
-    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+    with pytest.raises(RuntimeError, match="no kernel for it"):
+        recorder.warm_up(step)
         recorder.capture(step)
     assert cuda.mode == 0
     begun = sum(call.startswith("begin") for call in cuda.calls)
