@@ -48,6 +48,7 @@ class Balancer:
         self._told_before = (3 + sum(counts.values()) - sum(self._sizes),)
         """The shape of what the stage before tells."""
         self._every = min(TOLD_STEPS, self._config.step_interval) if self._config.is_balanced else TOLD_STEPS
+        self._is_settled = False
         self._steps = self._expected = self._moved = 0
         self._told = self._balanced = [[0] * size for size in self._sizes]
         """What experts had computed at the last report, and when they were last moved."""
@@ -73,7 +74,12 @@ class Balancer:
         self._expected += 1
 
     def step(self) -> ExpertLoad | None:
-        """Before each step of the model; sometimes there is something to tell, on the last stage."""
+        """Before each step of the model; sometimes there is something to tell, on the last stage.
+
+        Steps before `settle` are made up: they are not counted, and move nothing.
+        """
+        if not self._is_settled:
+            return None
         told = self._tell() if self._tells(self._steps) else None
         if self._config.is_balanced and self._steps and self._steps % self._config.step_interval == 0:
             self._begin()
@@ -143,9 +149,9 @@ class Balancer:
     def settle(self) -> None:
         """Once all ranks are loaded: those that move experts are to hold them in the same form.
 
-        It depends on the processor. Raises `ConfigError` on all ranks. Tokens of steps before this do not count: they
-        were made up to measure memory.
+        It depends on the processor. Raises `ConfigError` on all ranks.
         """
+        self._is_settled = True
         for layer in self._layers:
             layer.tokens.zero_()
         if not self._config.is_balanced or not self._layers:

@@ -65,6 +65,7 @@ def serve(
     def run(group: ExpertGroup) -> tuple[list[Tensor], list[ExpertLoad], list[Placement]]:
         modules = {2 * number + 1: skewed(group, quantization) for number in range(layers)}
         balancer = Balancer(modules, dict.fromkeys(modules, SPEC.num_experts), group, ALONE, CPU)
+        balancer.settle()
         x = inputs[group.dp.rank]
         outs, told = [], []
         for _ in range(steps):
@@ -160,6 +161,7 @@ def test_nothing_is_told_by_a_stage_that_is_not_the_last_but_it_goes_on() -> Non
             here = {} if number == 1 else {number: build(PLAIN, group)}
             counts = counts | dict.fromkeys(here, PLAIN.num_experts)
             stages.append((here, Balancer(here, counts, group, Stage(number, 3, number, 1, CPU), CPU)))
+            stages[-1][1].settle()
         for step in range(4):
             for here, balancer in stages:
                 told = balancer.step()
@@ -178,23 +180,30 @@ def test_nothing_is_told_by_a_stage_that_is_not_the_last_but_it_goes_on() -> Non
     assert sent == []
 
 
-def test_tokens_of_the_step_that_measures_memory_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.worker.balancer.TOLD_STEPS", 2)
+@pytest.mark.parametrize("interval", [1, 2])
+def test_steps_before_the_ranks_have_settled_are_not_counted_and_move_nothing(interval: int) -> None:
+    """They are made up: the largest step and its end, and decodes."""
 
-    def run(group: ExpertGroup) -> ExpertLoad | None:
-        layer = packed(build(PLAIN, group))
-        assert isinstance(layer, MixtureOfExperts)
-        balancer = Balancer({0: layer}, {0: PLAIN.num_experts}, group, ALONE, CPU)
-        balancer.step()
-        layer(torch.randn(500, HIDDEN), batch(500, (500,)))
-        balancer.settle()
-        balancer.step()
-        layer(torch.randn(5, HIDDEN), batch(5, (5,)))
-        return balancer.step()
+    def run(group: ExpertGroup) -> tuple[list[ExpertLoad | None], list[Placement | None]]:
+        layer = skewed(group)
+        balancer = Balancer({0: layer}, {0: SPEC.num_experts}, group, ALONE, CPU)
+        told, placements = [], [layer.placement]
+        for number, tokens in enumerate([500, 0, 5, 5, 5, 40, 40, 40]):
+            if number == 5:
+                balancer.settle()
+            told.append(balancer.step())
+            placements.append(layer.placement)
+            layer(torch.randn(tokens, HIDDEN), batch(tokens, (tokens,)))
+        return told, placements
 
-    (told,) = on_replicas(1, 1, ExpertParallelConfig(), run)
-    assert told is not None
-    assert sum(array("q", told.tokens)) == 5 * PLAIN.top_k
+    for told, placements in on_replicas(1, 2, balanced(step_interval=interval), run):
+        first = 5 + interval
+        assert told[:first] == [None] * first
+        load = told[first]
+        assert load is not None
+        assert sum(array("q", load.tokens)) == interval * 40 * SPEC.top_k
+        assert placements[: first + 1] == placements[:1] * (first + 1)
+        assert placements[first + 1] != placements[0]
 
 
 def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypatch: pytest.MonkeyPatch) -> None:
