@@ -92,7 +92,7 @@ class CudaRecorder:
 
 @contextmanager
 def _waiting_is_told(places: list[str]) -> Iterator[None]:
-    """Add where the device is waited for, which goes on: an error there would leave other ranks waiting for this one."""
+    """Add where the device is waited for. The step goes on: an error there would leave other ranks waiting for it."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -133,8 +133,8 @@ class DecodeGraphs:
             self._output = torch.zeros(self._sizes[-1], arch.hidden_size, dtype=dtype, device=device)
 
     @torch.inference_mode()
-    def capture(self, *, bar: bool) -> None:
-        """Capture all sizes, on all ranks of the grid at once, or none on any of them; then a warning says why.
+    def capture(self, *, bar: bool) -> bool:
+        """Capture all sizes, on all ranks of the grid at once, or none on any of them; then the log says why.
 
         After each size the ranks agree whether to go on, so that nobody waits in a step for one that has given up. What
         fails in the exchanges of a step themselves is raised: the others wait there, and only the end of this rank
@@ -143,7 +143,7 @@ class DecodeGraphs:
         if self._inputs is None:
             if self._why_none:
                 logger.info("decodes run without CUDA graphs: %s", self._why_none)
-            return
+            return False
         begun, free = time.perf_counter(), _free_bytes(self._device)
         # The largest comes first: the memory that it computes in serves the others.
         sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar)
@@ -159,12 +159,13 @@ class DecodeGraphs:
                 where = f" on rank {failed[0]}" * (len(told) > 1)
                 reason = told[failed[0]]
                 logger.warning("decodes run without CUDA graphs, as a step cannot be captured%s: %s", where, reason)
-            return
+            return False
         logger.info(
             "captured %d CUDA graphs, of decodes of up to %d requests, in %.1f s and %s",
             *(len(self._sizes), self._sizes[-1], time.perf_counter() - begun),
             human(max(0, free - _free_bytes(self._device))),
         )
+        return True
 
     def _try(self, size: int, inputs: _Inputs) -> str:
         """Capture the steps of so many requests; why that cannot be, "" if it is done."""

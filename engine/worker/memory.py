@@ -33,8 +33,9 @@ import torch.distributed as dist
 from quire.engine import devices, grid
 from quire.engine.config import DTYPE_BYTES, EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.messages import StepPlan
 from quire.engine.resolve import Sizes, human, limit_blocks
+from quire.engine.worker import trials
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,6 @@ T = TypeVar("T")
 
 _NOT_TORCHS = 256 << 20
 """Bytes of the device that torch's allocator never takes."""
-_LONG, _SHORT = 16384, 1024
-"""Tokens that the largest step's long row and its other rows have behind them at most: attending to more takes time,
-and hardly memory (see `_longer`)."""
 
 
 class Meter(Protocol):
@@ -182,7 +180,7 @@ def measure(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPl
     stage, sizes = config.parallel.stage_of(rank), Sizes.of(config)
     meter.held()
     meter.watch()
-    for plan in largest_step(config):
+    for plan in trials.largest_step(config):
         run(plan)
     peak = meter.peak()
     gc.collect()
@@ -219,58 +217,11 @@ def _shares(config: EngineConfig, rank: int, meter: Meter, held: int) -> tuple[i
     return share, others, max(0, free - (share - others - held))
 
 
-def largest_step(config: EngineConfig) -> list[StepPlan]:
-    """A plan with as many tokens and rows as a step may have, which all sample with all that costs memory; and its end.
-
-    All KV is that of block 0.
-    """
-    rows = _largest_rows(config)
-    tokens = [0] * max(map(sum, rows))
-    tops = min(20, config.model.architecture.vocab_size) if config.model.max_logprobs < 0 else config.model.max_logprobs
-    params = SamplingParams(
-        temperature=0.8,
-        top_k=50,
-        top_p=0.9,
-        min_p=0.01,
-        seed=0,
-        presence_penalty=0.1,
-        frequency_penalty=0.1,
-        repetition_penalty=1.1,
-        logit_bias={0: 1.0},
-        logprobs=tops,
-    )
-    first = SamplingParams(temperature=0.8, logprobs=tops, prompt_logprobs=tops)
-    step = StepPlan(-2, [], [], [])
-    for slot, (computed, count) in enumerate(rows):
-        known = computed + count
-        blocks = [0] * (-(-known // config.cache.block_size) * len(config.cache.groups))
-        chosen = params if slot or config.model.pooling is not None else first
-        step.new.append(NewRequest(slot, tokens[:known], known, computed, blocks, chosen))
-        step.scheduled.append(Scheduled(slot, count, [], []))
-    end = StepPlan(-1, list(range(len(rows))), [], [])
-    step.has_work = end.has_work = True if config.parallel.is_coupled else None
-    return [step, end]
-
-
-def _largest_rows(config: EngineConfig) -> list[tuple[int, int]]:
-    """Of each row, the tokens behind it and its own. Prompts that are embedded are whole; others leave room for one."""
-    pools, left = config.model.pooling is not None, config.scheduler.max_num_batched_tokens
-    longest = config.model.max_model_len - (not pools)
-    rows: list[tuple[int, int]] = []
-    while left and len(rows) < config.scheduler.max_num_seqs:
-        others = config.scheduler.max_num_seqs - len(rows) - 1
-        count = min(longest, left if pools else max(1, left - others))
-        behind = 0 if pools else max(0, min(longest, _SHORT if rows else _LONG) - count)
-        rows.append((behind, count))
-        left -= count
-    return rows
-
-
 def _longer(config: EngineConfig) -> int:
-    """Bytes that attention holds more of a sequence of full length than of the longest in `largest_step`."""
+    """Bytes that attention holds more of a sequence of full length than of the longest in `trials.largest_step`."""
     model, tp = config.model, config.parallel.tensor_parallel_size
     arch = grid.on_a_rank(model.architecture, config.parallel)
-    tried = max(map(sum, _largest_rows(config)))
+    tried = max(map(sum, trials.largest_rows(config)))
     more = (
         layer.attention.workspace(model.max_model_len, tp) - layer.attention.workspace(tried, tp)
         for layer in arch.layers

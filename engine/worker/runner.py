@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loading import load_dense, load_model
 from quire.engine.parallel import Links, Peers
-from quire.engine.worker import memory
+from quire.engine.worker import memory, trials
 from quire.engine.worker.balancer import Balancer
 from quire.engine.worker.batch import RequestStates, Rows, halve
 from quire.engine.worker.exhaustion import Guard
@@ -107,6 +108,8 @@ class Runner:
             self.num_blocks = memory.fit(config, rank, meter, lambda plan: self._launch(plan).result())
         config = config.with_blocks(self.num_blocks)
         self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
+        # A GPU's kernels are compiled, or loaded, when they are first launched.
+        self._trials = trials.decode_steps(config) if meter is not None and model.pooling is None else iter(())
         self._shows_progress = rank == 0 and config.parallel.is_first_here
         if isinstance(self._model, Decoder):
             self._graphs = DecodeGraphs(self._model, self._caches, config, device, links.pipeline.stage)
@@ -122,12 +125,21 @@ class Runner:
             self._balancer.expect()
         self._pipeline.expect((plan.num_tokens or 1, self._hidden_size), self._dtype)
 
-    def settle(self) -> None:
-        """Agree with the other ranks, once all are loaded; raises `ConfigError` where that cannot be."""
+    def settle(self) -> dict[str, float]:
+        """Get ready to serve, once all ranks are loaded; returns where the seconds went.
+
+        Raises `ConfigError` where the ranks do not fit together.
+        """
+        seconds, begun = {}, time.perf_counter()
+        if self._graphs is not None and self._graphs.capture(bar=self._shows_progress):
+            seconds["capture graphs"] = time.perf_counter() - begun
+        begun = time.perf_counter()
+        for plan in self._trials:
+            self._launch(plan).result()
+            seconds["try decodes"] = time.perf_counter() - begun
         if self._balancer is not None:
             self._balancer.settle()
-        if self._graphs is not None:
-            self._graphs.capture(bar=self._shows_progress)
+        return seconds
 
     def close(self) -> None:
         """Once all steps are done, and before the ranks part: NCCL waits for the end of graphs that use it."""

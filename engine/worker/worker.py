@@ -85,11 +85,13 @@ class Worker:
         """Whether a step is still under way when it is launched."""
         # NCCL would hold a part of the device while it waits.
         self.expects = self._runner.receives and parallel.device == "cpu"
-        self._runner.settle()
+        loaded = time.perf_counter()
+        spent = self._runner.settle()
         self.seconds = {
             "connect ranks": connected - started,
             "compile kernels": waited,
-            "load weights": time.perf_counter() - connected - waited,
+            "load weights": loaded - connected - waited,
+            **spent,
         }
 
     def watch(self, report: Callable[[str], None]) -> None:

@@ -301,7 +301,7 @@ class Failing(CallAgain):
 
 def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pipe: Connection) -> None:
     """A rank of which the second fails at its second size; tells what it holds, what it says, and what it decodes."""
-    graphs.recorder_of = lambda device: Failing(place if rank == 1 else "")  # type: ignore[assignment]
+    graphs.recorder_of = lambda device: Failing(place if rank == 1 else "")
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -318,7 +318,10 @@ def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pi
     request, cache = Request([3, 4, 5], GREEDY), config.cache
     if config.parallel.pipeline_parallel_size == 1:
         driven = Driver(
-            lambda plan: runner.execute(plan) or StepResult(plan.step, [7] * plan.num_rows), 8, cache.num_blocks, 4
+            lambda plan: runner.launch(plan).result() or StepResult(plan.step, [7] * plan.num_rows),
+            8,
+            cache.num_blocks,
+            4,
         )
         driven.decode([request], 3, 1000)
     pipe.send((sorted(runner._graphs._replays), said, len(request.output)))
@@ -489,9 +492,13 @@ def test_a_capture_that_fails_leaves_cuda_as_it_was(place: int, monkeypatch: pyt
 
     recorder = graphs.recorder_of(torch.device("cuda", 0))
     assert recorder is not None
-    with pytest.raises(RuntimeError, match="no kernel for it"):
+
+    def run() -> None:
         recorder.warm_up(step)
         recorder.capture(step)
+
+    with pytest.raises(RuntimeError, match="no kernel for it"):
+        run()
     assert cuda.mode == 0
     begun = sum(call.startswith("begin") for call in cuda.calls)
     assert cuda.calls.count("end") == cuda.calls.count("leave pool") == begun
