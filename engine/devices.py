@@ -71,6 +71,18 @@ def free_gpu_memory() -> list[int]:
         return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
 
 
+def gpu_capabilities() -> list[tuple[int, int]]:
+    """The compute capability of each visible GPU, as (9, 0); empty without a driver, or where it does not say."""
+    import pynvml
+
+    with _visible_gpus() as handles:
+        try:
+            found = [pynvml.nvmlDeviceGetCudaComputeCapability(handle) for handle in handles]
+        except pynvml.NVMLError:
+            return []
+    return [(int(major), int(minor)) for major, minor in found]
+
+
 def _gpu_links(count: int) -> topology.Links:
     """Between the visible GPUs, which are so many."""
     with _visible_gpus() as handles:

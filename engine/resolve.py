@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 """The most that a tuned step computes, and what its workspace is made for: larger steps are hardly cheaper by token."""
+_FP8_CAPABILITY = (8, 9)
+"""Compute capability from which on NVIDIA GPUs have instructions to read 8-bit floats."""
 _CPU_KV_CACHE_BYTES = 4 << 30
 """On CPU the KV cache of all ranks together stops here unless --kv-cache-memory-bytes asks for more."""
 
@@ -67,6 +69,8 @@ def resolve(options: EngineOptions, placed: Placed | None = None) -> EngineConfi
         # Beside quantized weights, its rounding is not to be seen, and decodes read half as much.
         kv_dtype = "bfloat16" if model.quantization and model.dtype == "float32" else model.dtype
     kv_dtype = kv_dtype.removesuffix("_e4m3")
+    if found.kind == "cuda" and (placed is None or placed.devices is None):
+        _check_cache(options, kv_dtype, found)
     specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len)
     longest, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
     cache = CacheConfig(
@@ -422,6 +426,19 @@ def _check_attention(options: EngineOptions, model: ModelConfig, found: Devices)
         raise ConfigError(f"{asked}: it is not installed; pip install 'quire[flashinfer]', or leave it out")
 
 
+def _check_cache(options: EngineOptions, dtype: str, found: Devices) -> None:
+    """That this host's GPUs read the KV cache's type; those of other hosts are for their ranks to check."""
+    if dtype != "fp8" or options.attention_backend == "reference":
+        return
+    for number, (major, minor) in enumerate(devices.gpu_capabilities()):
+        if (major, minor) < _FP8_CAPABILITY and (not found.order or number in found.order):
+            least = "{}.{}".format(*_FP8_CAPABILITY)
+            raise ConfigError(
+                f"--kv-cache-dtype {options.kv_cache_dtype} needs GPUs of compute capability {least} or more, and GPU "
+                f"{number} has {major}.{minor}; use --kv-cache-dtype int8, or auto"
+            )
+
+
 def _check_quantization(model: ModelConfig, arch: Architecture, tp: int, found: Devices) -> None:
     """`arch` is that of a rank."""
     if model.quantization is None:
@@ -451,7 +468,10 @@ def _choose_length(options: EngineOptions, arch: Architecture, pools: Pooling | 
     if asked is not None and asked > arch.max_position:
         raise ConfigError(f"--max-model-len {asked} is more than the model's {arch.max_position} positions")
     made_for = pools.max_length if pools is not None else None
-    return asked or min(arch.max_position, made_for or arch.max_position)
+    length = asked or min(arch.max_position, made_for or arch.max_position)
+    if pools is None and length < 2:
+        raise ConfigError(f"--max-model-len {length} has no room for a prompt and a token behind it; use 2 or more")
+    return length
 
 
 def _eos_token_ids(path: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:

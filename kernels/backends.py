@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.cache import allocate_kv_cache
+from quire.kernels.cache import FP8_CAPABILITY, allocate_kv_cache
 from quire.kernels.flashinfer import FlashInfer, Missing, Wrong
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,13 @@ def choose(
         if backend != "auto":
             raise Unavailable(f"--attention-backend {backend} needs a GPU; leave it out, or take reference")
         return None
+    if device.type == "cuda" and needs.cache_dtype == torch.float8_e4m3fn:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < FP8_CAPABILITY:
+            raise Unavailable(
+                f"--kv-cache-dtype fp8 needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or "
+                f"more, and {device} has {capability[0]}.{capability[1]}; use --kv-cache-dtype int8, or auto"
+            )
     if backend == "triton" and trouble:
         raise Unavailable(
             f"--attention-backend triton: its kernel does not work on {device}: {trouble}; take auto, or reference"

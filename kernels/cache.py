@@ -17,6 +17,8 @@ from torch import Tensor
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """Types of quantized caches → what the largest number of a row becomes."""
 SCALE_BYTES = 4
+FP8_CAPABILITY = (8, 9)
+"""Of an NVIDIA GPU, the least that has instructions to read 8-bit floats."""
 
 
 def kv_cache_dtype(name: str) -> torch.dtype:

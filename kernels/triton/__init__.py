@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import reference
-from quire.kernels.cache import LARGEST, SCALE_BYTES
+from quire.kernels.cache import FP8_CAPABILITY, LARGEST, SCALE_BYTES
 from quire.kernels.triton import attention as _attention
 from quire.kernels.triton import elementwise as _elementwise
 from quire.kernels.triton.elementwise import act_mul, add_rms_norm, rms_norm
@@ -59,4 +59,4 @@ def _of(cache: Tensor, module: ModuleType, reads: bool = True) -> Any:
     if cache.dtype in LARGEST and cache.shape[-1] % SCALE_BYTES:
         return reference
     is_fp8 = reads and cache.is_cuda and cache.dtype == torch.float8_e4m3fn
-    return reference if is_fp8 and torch.cuda.get_device_capability(cache.device) < (8, 9) else module
+    return reference if is_fp8 and torch.cuda.get_device_capability(cache.device) < FP8_CAPABILITY else module

@@ -19,6 +19,8 @@ from quire.engine.config import EngineOptions, GraphConfig
 from quire.engine.errors import ConfigError
 from quire.engine.families import from_hf_config
 from quire.engine.resolve import Sizes, fetch_weights, plan_text, resolve
+from quire.engine.topology import Link
+from quire.kernels.cache import FP8_CAPABILITY
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -129,6 +131,7 @@ def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
         ),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"runs one rank, not 2"),
         ({"device": "cuda"}, r"no NVIDIA GPU is visible"),
+        ({"max_model_len": 1}, r"--max-model-len 1 has no room for a prompt and a token behind it; use 2 or more"),
         ({"attention_backend": "triton"}, r"--attention-backend triton needs a GPU; leave it out for the CPU's own"),
         ({"attention_backend": "flashinfer"}, r"--attention-backend flashinfer needs a GPU"),
     ],
@@ -439,6 +442,33 @@ def test_replicas_that_there_are_not(tmp_path: Path, changes: dict[str, int], me
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, memory: int = 24 << 30) -> None:
     monkeypatch.setattr(devices, "find", lambda kind, groups: devices.Devices("cuda", sum(groups), memory))
+
+
+def test_a_cache_that_the_gpus_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are used; what NVML does not say is left to the ranks."""
+    model = folder(tmp_path)
+    found = devices.Devices("cuda", 3, 24 << 30, (2, 1), ((Link.UNKNOWN,) * 3,) * 3)
+    monkeypatch.setattr(devices, "find", lambda kind, groups: found)
+
+    def asked(dtype: str, *capabilities: tuple[int, int], **more: Any) -> str:
+        monkeypatch.setattr(devices, "gpu_capabilities", lambda: list(capabilities))
+        changes = {"tensor_parallel_size": 2, "kv_cache_dtype": dtype, **more}
+        return resolve(options(model, **{"device": "cuda", **changes})).cache.dtype
+
+    for dtype in ("fp8", "fp8_e4m3"):
+        assert asked(dtype, (8, 6), (8, 9), (9, 0)) == asked(dtype) == "fp8"
+        with pytest.raises(
+            ConfigError,
+            match=rf"--kv-cache-dtype {dtype} needs GPUs of compute capability 8.9 or more, and GPU 1 has 8.6; use "
+            "--kv-cache-dtype int8, or auto",
+        ):
+            asked(dtype, (9, 0), (8, 6), (9, 0))
+    old = [(7, 5)] * 3
+    assert asked("int8", *old) == "int8"
+    assert asked("fp8", *old, attention_backend="reference") == "fp8"
+    found = devices.Devices("cpu", 3, 24 << 30)
+    assert asked("fp8", *old, device="cpu") == "fp8"
+    assert importlib.import_module("quire.engine.resolve")._FP8_CAPABILITY == FP8_CAPABILITY
 
 
 def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ class FakeNvml(types.ModuleType):
 
     def __init__(self, links: Links, free: list[int] | None = None, silent: bool = False) -> None:
         super().__init__("pynvml")
+        self.capabilities = [(9, 0)] * len(links)
         self.links, self.free, self.silent, self.sessions = links, free or [80 << 30] * len(links), silent, 0
 
     def nvmlInit(self) -> None:
@@ -70,6 +71,11 @@ class FakeNvml(types.ModuleType):
 
     def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:
         return types.SimpleNamespace(free=self.free[handle])
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: int) -> tuple[int, int]:
+        if self.silent:
+            raise self.NVMLError("Not Supported")
+        return self.capabilities[handle]
 
     def nvmlDeviceGetP2PStatus(self, one: int, other: int, capability: int) -> int:
         assert capability == self.NVML_P2P_CAPS_INDEX_NVLINK
@@ -323,3 +329,12 @@ def test_what_cannot_share_is_refused(install: Install, monkeypatch: pytest.Monk
     monkeypatch.setenv(devices.SHARE, "yes")
     with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU=yes: 1 lets ranks share a GPU, and 0 does not"):
         shared(1)
+
+
+def test_capabilities_are_those_of_the_visible_gpus(install: Install) -> None:
+    fake = install(TWO_ISLANDS, "2,1")
+    fake.capabilities[1] = (8, 6)
+    assert devices.gpu_capabilities() == [(9, 0), (8, 6)]
+    fake.silent = True
+    assert devices.gpu_capabilities() == []
+    assert fake.sessions == 0

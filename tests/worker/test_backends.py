@@ -98,3 +98,21 @@ def test_a_backend_that_fails_ends_the_start(tmp_path: Path, monkeypatch: pytest
     config = configure(write_checkpoint("qwen3", tmp_path), max_model_len=128)
     with pytest.raises(ConfigError, match="--attention-backend triton: its kernel does not work"):
         Worker(config, 0, None)
+
+
+def test_a_gpu_that_cannot_read_the_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rank, whose GPU the host that resolved the options may not have seen; the reference reads it as asked."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    gpu, dtype = torch.device("cuda", 3), torch.bfloat16
+
+    def choose(cache: torch.dtype, backend: backends.AttentionBackend) -> object:
+        needs = backends.AttentionNeeds(cache_dtype=cache, backend=backend)
+        return backends.choose(gpu, dtype, needs, reference.paged_attention)
+
+    refusal = r"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more, and cuda:3 has 8.6; use"
+    with pytest.raises(backends.Unavailable, match=refusal):
+        choose(torch.float8_e4m3fn, "auto")
+    assert choose(torch.float8_e4m3fn, "reference") is not None
+    assert choose(torch.int8, "auto") is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert choose(torch.float8_e4m3fn, "auto") is None

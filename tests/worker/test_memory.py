@@ -259,6 +259,20 @@ def test_the_largest_step_runs_and_leaves_nothing_behind(
     assert family == "mistral" or request.output == generate(folder, [prompt], 8)[0]
 
 
+def test_the_shortest_model_length_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of a prompt and one behind it; of prompts that are embedded, one."""
+    for changes, least in (({}, 2), ({"runner": "pooling"}, 1)):
+        config = configure(
+            write_checkpoint("llama", tmp_path), max_model_len=least, block_size=4, max_num_seqs=3, **changes
+        )
+        seen, meter = Recorder(monkeypatch), FakeMeter()
+        meter.watch = lambda: None  # type: ignore[method-assign]
+        runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
+        runner.settle()
+        assert seen.plans[0].num_tokens == 3
+        assert runner.num_blocks == config.cache.num_blocks
+
+
 def test_without_a_meter_nothing_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(folder, block_size=4, max_num_seqs=2)
     seen = Recorder(monkeypatch)
