@@ -34,6 +34,8 @@ class Part:
     """That it takes on an H100, start of the process included."""
     limit: float
     """After which it is ended."""
+    by_default: bool = True
+    """Whether it is one of those that share the time of all; else it is run where it is named, in time of its own."""
 
 
 PARTS = (
@@ -48,6 +50,7 @@ PARTS = (
     Part("server", "serving:measure", 100, 150),
     Part("transformers", "offline:transformers", 50, 90),
     Part("ranks", "tokens:ranks", 40, 90),
+    Part("memory", "memory:check", 150, 900, by_default=False),
 )
 """About 466 s of 470. A machine that is slower, or has no kernels compiled yet, does without the last of them."""
 

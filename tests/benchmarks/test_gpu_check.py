@@ -278,6 +278,18 @@ def test_a_part_without_time_left_is_not_begun(broken: Any, tmp_path: Path) -> N
     assert outcome.error == "not begun: it takes 1 s, 0 s were left (--budget)"
 
 
+def test_a_part_that_is_asked_for_by_name_has_time_of_its_own(
+    broken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = make_lab(tmp_path)
+    lab.tiny = False
+    apart = module("gpu.parts").Part("work", "broken:work", 150, 900, by_default=False)
+    monkeypatch.setattr(broken, "PARTS", (apart,))
+    (outcome,) = broken.Run(lab, ["work"], 0)()
+    assert outcome.error is None
+    assert "memory" not in [part.name for part in module("gpu.parts").PARTS if part.by_default]
+
+
 def test_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check, records, parts = module("gpu.check"), module("gpu.records"), module("gpu.parts")
     lab = make_lab(tmp_path)
@@ -352,6 +364,6 @@ def test_every_part_at_toy_sizes(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--write", str(page)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = report.from_results(json.loads(file.read_text()))
-    assert [each.name for each in outcomes] == [part.name for part in module("gpu.parts").PARTS]
+    assert [each.name for each in outcomes] == [part.name for part in module("gpu.parts").PARTS if part.by_default]
     assert {row.key for row in report.rows_of(outcomes)} == set(records.AIMS)
     assert "no figure" not in page.read_text()
