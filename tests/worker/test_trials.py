@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,3 +116,8 @@ def test_replicas_that_share_experts_step_together(tmp_path: Path) -> None:
         assert [plan.step for plan in plans] == list(range(-len(plans), 0))
         assert {plan.has_work for plan in plans} == {has_work}
         assert not plans[-1].num_rows
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has no wheel for this platform")
+def test_the_longest_that_is_tried_is_the_most_that_is_counted_at_once() -> None:
+    assert importlib.import_module("quire.kernels.triton.logits")._CHUNK == trials._COUNTED[1] == chunk(1 << 20)

@@ -1,0 +1,41 @@
+"""What ranks tell each other by way of their hosts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+
+from quire.engine.parallel import ExchangeError, trouble
+from quire.engine.parallel.accord import tell_all
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    """This process is rank 0 of two, which meet in a store of its own."""
+    store = HashStore()
+    store.set_timeout(timedelta(milliseconds=50))
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(
+        trouble, "described", lambda what, group, reason, *, is_late: f"{what}: rank 1 did not come ({is_late})"
+    )
+    return store
+
+
+def test_a_rank_that_is_alone_hears_itself() -> None:
+    assert tell_all("a size", "out of memory") == ["out of memory"]
+
+
+def test_all_are_heard_in_their_order(store: Store) -> None:
+    store.set("quire-a size-1", "out of memory")
+    assert tell_all("a size", "") == ["", "out of memory"]
+
+
+def test_who_says_nothing_in_time_is_named(store: Store) -> None:
+    store.set("quire-another size-1", "")
+    with pytest.raises(ExchangeError, match=r"what ranks say of a size: rank 1 did not come \(True\)"):
+        tell_all("a size", "")
