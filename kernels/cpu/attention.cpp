@@ -33,6 +33,7 @@ constexpr int64_t kTileRows = 192;
 constexpr int kBlockRows = 6;
 constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;  // with kBlockRows: the sums fill three quarters of the registers
 constexpr int kDirectRows = 8;
+constexpr int64_t kDirectKeys = 256;
 constexpr int64_t kFewRows = 32;
 constexpr int64_t kSplitFewRows = 512, kSplitManyRows = 2048;  // keys of an item at least, where there are as many
 constexpr int64_t kPlenty = 256;          // items of a request that keep all threads busy
@@ -66,8 +67,15 @@ struct Pairs {
 
   // Of the features of two keys' rows.
   static Floats join(const Row* rows, int64_t d, auto) {
-    const auto wide = [&](int i) { return __builtin_convertvector(read<Halves>(rows[i].at + d), Words); };
-    return std::bit_cast<Floats>(wide(0) | wide(1) << 16);
+    const __m512i first = _mm512_castsi256_si512(read<__m256i>(rows[0].at + d));
+    const __m512i both = _mm512_inserti64x4(first, read<__m256i>(rows[1].at + d), 1);
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(in_turns(), both));
+  }
+
+  // The halves of a vector, number by number.
+  static __m512i in_turns() {
+    const __m512i numbers = std::bit_cast<__m512i>(lane_numbers());
+    return _mm512_or_si512(numbers, _mm512_slli_epi32(_mm512_add_epi32(numbers, _mm512_set1_epi32(kLanes)), 16));
   }
 
   static Floats add(Floats sum, Floats words, float word) {
@@ -76,7 +84,10 @@ struct Pairs {
 
   // `count` numbers become half as many words, which may take their place.
   static void pack(const float* x, int64_t count, float* words) {
-    for (int64_t i = 0; i < count; i += kLanes) store(reinterpret_cast<at::BFloat16*>(words) + i, quire::load(x + i));
+    for (int64_t i = 0; i < count; i += kLanes) {
+      const __m256bh halves = _mm512_cvtneps_pbh(quire::load(x + i));
+      std::memcpy(reinterpret_cast<char*>(words) + i * 2, &halves, sizeof(halves));
+    }
   }
 };
 #endif
@@ -173,27 +184,48 @@ void multiply(int64_t rows, int64_t columns, const float* a, int64_t a_stride, c
   }
 }
 
-template <int S, int... I>
-inline void exchange(Floats& a, Floats& b, std::integer_sequence<int, I...>) {
-  const Floats low = __builtin_shufflevector(a, b, ((I & S) ? kLanes + I - S : I)...);
-  b = __builtin_shufflevector(a, b, ((I & S) ? kLanes + I : I + S)...);
-  a = low;
+constexpr int kPart = 4;  // numbers of 128 bits, which the cheapest shuffles keep together
+
+// Of each part of `a` and `b`, the first (or, with 2 for H, the last) numbers in turns; `Size` numbers stay together.
+template <int Size, int H, int... I>
+inline Floats zip(Floats a, Floats b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, (I / kPart * kPart + H + I % Size + I % kPart / (2 * Size) * Size +
+                                        (I / Size % 2 ? kLanes : 0))...);
 }
 
-template <int S>
-inline void exchange_all(Floats (&block)[kLanes]) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) {
-    if (!(i & S)) exchange<S>(block[i], block[i + S], std::make_integer_sequence<int, kLanes>());
+// Every other part of `a`, then of `b`, from part number H on.
+template <int H, int... I>
+inline Floats deal(Floats a, Floats b, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, (2 * (I / kPart) * kPart + H * kPart + I % kPart)...);
+}
+
+// The square whose rows `row` gives, transposed in registers: squares of a part's width first, then the parts.
+template <typename GetRow>
+inline void transpose(GetRow row, Floats (&block)[kLanes]) {
+  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
+#pragma GCC unroll 4
+  for (int i = 0; i < kLanes; i += kPart) {
+    const Floats first = row(i), second = row(i + 1), third = row(i + 2), fourth = row(i + 3);
+    const Floats a = zip<1, 0>(first, second, lanes), b = zip<1, 2>(first, second, lanes);
+    const Floats c = zip<1, 0>(third, fourth, lanes), d = zip<1, 2>(third, fourth, lanes);
+    block[i] = zip<2, 0>(a, c, lanes), block[i + 1] = zip<2, 2>(a, c, lanes);
+    block[i + 2] = zip<2, 0>(b, d, lanes), block[i + 3] = zip<2, 2>(b, d, lanes);
   }
-}
-
-// A square of numbers, transposed in registers (Eklundh 1972).
-inline void transpose(Floats (&block)[kLanes]) {
-  if constexpr (kLanes >= 16) exchange_all<8>(block);
-  if constexpr (kLanes >= 8) exchange_all<4>(block);
-  exchange_all<2>(block);
-  exchange_all<1>(block);
+  constexpr int kParts = kLanes / kPart;
+#pragma GCC unroll 4
+  for (int i = 0; i < kPart; ++i) {
+    if constexpr (kParts == 2) {
+      const Floats a = block[i], b = block[i + kPart];
+      block[i] = deal<0>(a, b, lanes), block[i + kPart] = deal<1>(a, b, lanes);
+    }
+    if constexpr (kParts == 4) {
+      const Floats a = block[i], b = block[i + kPart], c = block[i + 2 * kPart], d = block[i + 3 * kPart];
+      const Floats ab = deal<0>(a, b, lanes), cd = deal<0>(c, d, lanes);
+      block[i] = deal<0>(ab, cd, lanes), block[i + 2 * kPart] = deal<1>(ab, cd, lanes);
+      const Floats odd_ab = deal<1>(a, b, lanes), odd_cd = deal<1>(c, d, lanes);
+      block[i + kPart] = deal<0>(odd_ab, odd_cd, lanes), block[i + 3 * kPart] = deal<1>(odd_ab, odd_cd, lanes);
+    }
+  }
 }
 
 // The rows of `count` keys from `begin` on, in the cache.
@@ -209,7 +241,7 @@ void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count,
 
 // The rows of the keys that a thread is at, and of those that it comes to next, of this item or of its following one.
 struct Found {
-  Place rows[kKeys], next[kKeys];
+  Place places[2][kDirectKeys], *rows = places[0], *next = places[1];
   int64_t first, count, coming;  // `first`: the position of the first key
   int64_t bytes, to_values;
   bool has_scales;
@@ -258,9 +290,7 @@ void gather(const Problem& p, const Found& found, float* keys, float* values) {
     found.prefetch_keys(first, kLanes);
     for_vectors(p.head_dim / Form::kPerWord, [&](int64_t d, auto n) {
       Floats block[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) block[i] = Form::load(row[i], d, n);
-      transpose(block);
+      transpose([&](int i) { return Form::load(row[i], d, n); }, block);
 #pragma GCC unroll 16
       for (int i = 0; i < n; ++i) store(keys + (d + i) * kKeys + first, block[i]);
     });
@@ -324,7 +354,7 @@ struct Scratch {
   float *queries, *sums, *keys, *values, *scores;
 
   void fit(int64_t count, int64_t head_dim, int64_t padded) {
-    const int64_t needed = count * (head_dim + padded) + kKeys * (head_dim + padded + kDirectRows);
+    const int64_t needed = count * (head_dim + padded) + kKeys * (head_dim + padded) + kDirectKeys * kDirectRows;
     rows.resize(std::max<size_t>(rows.size(), count));
     memory.resize(std::max<size_t>(memory.size(), needed + 8 * kLanes));
     auto* at = reinterpret_cast<Floats*>((reinterpret_cast<uintptr_t>(memory.data()) + sizeof(Floats) - 1) /
@@ -334,7 +364,7 @@ struct Scratch {
     sums = take(count * padded);
     keys = take(kKeys * head_dim);
     values = take(kKeys * padded);
-    scores = take(kKeys * kDirectRows);
+    scores = take(kDirectKeys * kDirectRows);
   }
 };
 
@@ -365,9 +395,7 @@ void score(const float* queries, int64_t head_dim, const Found& found, int64_t f
   for (int64_t d = 0, next = first; d < words; d += kLanes, next += ahead) {
     found.prefetch_keys(next, ahead);
     Floats block[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i) block[i] = Form::load(keys[i], d, AllLanes());
-    transpose(block);
+    transpose([&](int i) { return Form::load(keys[i], d, AllLanes()); }, block);
 #pragma GCC unroll 16
     for (int i = 0; i < kLanes; ++i) {
 #pragma GCC unroll 8
@@ -377,7 +405,7 @@ void score(const float* queries, int64_t head_dim, const Found& found, int64_t f
       }
     }
   }
-  for (int r = 0; r < R; ++r) store(scores + r * kKeys, kChains == 1 ? sums[0][r] : sums[0][r] + sums[kChains - 1][r]);
+  for (int r = 0; r < R; ++r) store(scores + r * kDirectKeys, kChains == 1 ? sums[0][r] : sums[0][r] + sums[kChains - 1][r]);
 }
 
 // `sums = sums · factors + scores values`: R rows, N vectors of columns from `d` on.
@@ -398,7 +426,7 @@ void mix(const float* scores, const KvRow<C>* values, const Found& found, int64_
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) mixed[r][n] = Form::add(mixed[r][n], row[n], scores[r * kKeys + word]);
+      for (int n = 0; n < N; ++n) mixed[r][n] = Form::add(mixed[r][n], row[n], scores[r * kDirectKeys + word]);
     }
   }
 #pragma GCC unroll 8
@@ -413,14 +441,14 @@ template <typename Form, typename C, int R>
 void attend_directly(const Problem& p, Scratch& scratch, const Found& found) {
   constexpr int N = kLanes == 16 ? (R <= 6 ? 4 : 2) : (R <= 6 ? 2 : 1);  // the sums leave registers for a row
   const int64_t columns = vectors(found.count);
-  KvRow<C> values[kKeys];
+  KvRow<C> values[kDirectKeys];
   for (int64_t i = 0; i < columns; ++i) {
     score<Form, C, R>(scratch.queries, p.head_dim, found, i * kLanes, scratch.scores + i * kLanes);
   }
   found.values(0, values);
   float factors[R];
   for (int r = 0; r < R; ++r) {
-    float* scores = scratch.scores + r * kKeys;
+    float* scores = scratch.scores + r * kDirectKeys;
     factors[r] = soften(p, found, scratch.rows[r], scores);
     Form::pack(scores, columns * kLanes, scores);
   }
@@ -491,13 +519,15 @@ void attend(Problem& p, const Item& item, const Item* following, Scratch& scratc
                          p.slopes ? p.slopes[head] : 0.0f, p.position(tile) + query};
   });
   Found found(p);
-  for (int64_t key = item.begin; key < item.end; key += kKeys) {
+  const int64_t keys = item.end - item.begin, most = is_direct ? kDirectKeys : kKeys, turns = (keys + most - 1) / most;
+  const int64_t step = is_direct ? vectors((keys + turns - 1) / turns) * kLanes : kKeys;
+  find_rows(p, tile, item.begin, std::min(step, keys), found.rows);
+  for (int64_t key = item.begin; key < item.end; key += step, std::swap(found.rows, found.next)) {
     found.first = key;
-    found.count = std::min(kKeys, item.end - key);
-    find_rows(p, tile, key, found.count, found.rows);
-    const Item* next = key + kKeys < item.end ? &item : following;
-    const int64_t begin = next == &item ? key + kKeys : next ? next->begin : 0;
-    found.coming = next ? std::min(kKeys, next->end - begin) : 0;
+    found.count = std::min(step, item.end - key);
+    const Item* next = key + step < item.end ? &item : following;
+    const int64_t begin = next == &item ? key + step : next ? next->begin : 0;
+    found.coming = next ? std::min(step, next->end - begin) : 0;
     if (next) find_rows(p, p.tiles[next->tile], begin, found.coming, found.next);
     for_form(p, [&]<typename Form, typename C>() {
       if (is_direct) {
