@@ -12,7 +12,6 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kReadingRows = 16;  // a panel is read from memory in the time that takes to multiply so many rows
 
 // The numbers of the `count` highest of `size` scores, falling; of two that are equal the lower number comes first.
 void find_highest(const float* scores, int64_t size, int64_t count, int64_t* best) {

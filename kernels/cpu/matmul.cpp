@@ -9,7 +9,7 @@ namespace {
 // `rows` rows of `words` words, `stride` bytes apart, by `panels` panels; `take` and `finish` as for `multiply_panels`.
 template <typename Word, typename Take, typename Finish>
 void matmul(const char* x, int64_t rows, int64_t stride, int64_t words, int64_t panels, Take take, Finish finish) {
-  const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, rows * words * kPanel));
+  const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, (rows + kReadingRows) * words * kPanel));
   parallel_for(0, panels, least, [&](int64_t begin, int64_t end) {
     const auto from = [&](int64_t first, int64_t) { return x + first * stride; };
     multiply_panels<Word>(rows, stride, words, begin, end, from, take, finish);

@@ -23,7 +23,8 @@ constexpr int64_t kBlockBytes = 256 << 10;             // of x: what stays in th
 constexpr int64_t kLeastBlock = 96;                    // rows that a piece is read for at least
 constexpr int kVectors = kPanel / kLanes;
 constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 2 : 1;  // the sums leave some registers for a piece
-constexpr int64_t kThreadWork = 1 << 20;               // multiplications that make a thread worth waking
+constexpr int64_t kThreadWork = 1 << 19;               // multiplications that make a thread worth waking
+constexpr int64_t kReadingRows = 16;  // a panel is read from memory in the time that takes to multiply so many rows
 
 // Weights and x of float32.
 struct Float {
