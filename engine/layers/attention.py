@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -36,7 +37,7 @@ class Batch:
     query_starts: Tensor
     """`[requests + 1]`, where each request's tokens begin in `token_ids`."""
     sampled: Tensor
-    """`[sampling requests]`, the last token of each request that samples, as an index into `token_ids`."""
+    """`[sampling requests]`, where the last stage's output has the last token of each request that samples."""
     others: tuple[Batch, ...] = ()
     """The same step for the other groups of layers, whose slots and block tables differ (`engine.cache_groups`)."""
     replica_tokens: tuple[int, ...] = ()
@@ -45,10 +46,18 @@ class Batch:
     """None: what is needed of it is read from the tensors."""
     halves: tuple[Batch, ...] = ()
     """The step cut in two, where one half's exchange is to run beside the other's computation; else empty."""
+    only_ends: bool = False
+    """Of the last stage's output, only each request's last token is read: it is `[requests, hidden_size]`."""
 
     def of(self, group: int) -> Batch:
         """As the layers of this group see it."""
         return self.others[group - 1] if group else self
+
+    def at_ends(self) -> Batch:
+        """The same with one query for each request: its last token."""
+        starts = torch.arange(len(self.query_starts), device=self.query_starts.device)
+        host = None if self.host is None else HostRows(np.ones_like(self.host.counts), self.host.lengths, {})
+        return replace(self, query_starts=starts, host=host)
 
     def rows(self) -> HostRows:
         """`host`, or else read from the tensors."""
@@ -87,14 +96,19 @@ class Attention(nn.Module):
         if spec.alibi:
             self._slopes = spec.alibi * alibi_slopes(spec.num_heads)[heads.start : heads.start + heads.length]
 
-    def forward(self, x: Tensor, batch: Batch, turns: Tensor, cache: Tensor) -> Tensor:
-        """`[tokens, hidden_size]` → the same; writes the tokens' keys and values into this layer's `cache`."""
+    def forward(self, x: Tensor, batch: Batch, turns: Tensor, cache: Tensor, ends: Tensor | None = None) -> Tensor:
+        """`[tokens, hidden_size]` → the same, or of the tokens `ends` alone, the last ones of the requests.
+
+        Writes the keys and values of all tokens into this layer's `cache`.
+        """
         spec = self._spec
         heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
         query, key, value = heads.split(self._heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         query = kernels.rotary_write_kv(query, key, value, turns, cache, batch.slots)
+        if ends is not None:
+            query, batch = query[ends], batch.at_ends()
         mixed = kernels.paged_attention(
             query,
             cache,

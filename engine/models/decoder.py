@@ -37,10 +37,20 @@ class DecoderLayer(nn.Module):
         self.feed_forward_post_norm = _norm(spec.feed_forward_post_norm, hidden_size)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, turns: Tensor, cache: Tensor
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        turns: Tensor,
+        cache: Tensor,
+        ends: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`x` is still to be added to `residual`, in the arguments and in what is returned."""
-        normed, mixed, residual = self._attended(x, residual, batch, turns, cache)
+        """`x` is still to be added to `residual`, in the arguments and in what is returned.
+
+        With `ends`, the requests' last tokens, only these are returned: of the others, all that is needed of a model's
+        last layer is their keys and values.
+        """
+        normed, mixed, residual = self._attended(x, residual, batch, turns, cache, ends)
         is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
         x = self.feed_forward(normed, batch) if is_mixture else self.feed_forward(normed)
         return self._added(x, mixed), residual
@@ -61,11 +71,22 @@ class DecoderLayer(nn.Module):
         return self._added(x, mixed), residual
 
     def _attended(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, turns: Tensor, cache: Tensor
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: Batch,
+        turns: Tensor,
+        cache: Tensor,
+        ends: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the feed-forward reads, what attention has made, and the residual stream."""
         normed, residual = _add(self.attention_norm, x, residual)
-        mixed = self._scaled(_apply(self.attention_post_norm, self.attention(normed, batch, turns, cache)))
+        if ends is None:
+            mixed = self.attention(normed, batch, turns, cache)
+        else:
+            mixed = self.attention(normed, batch, turns, cache, ends)
+            normed, residual = normed[ends], residual[ends]
+        mixed = self._scaled(_apply(self.attention_post_norm, mixed))
         if self.spec.is_parallel:
             normed = normed if self.feed_forward_norm is None else self.feed_forward_norm(residual)
         else:
@@ -166,6 +187,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
         )
+        self.can_stop_at_ends = last and isinstance(arch.layers[layers.stop - 1].attention, architecture.Attention)
+        """Whether batches may have `only_ends`."""
         if last:
             tied = self.embedding.weight if self.embedding is not None and arch.tie_embeddings else None
             self.norm = _norm(arch.norm, width)
@@ -174,7 +197,8 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
         """The residual stream `[tokens, hidden_size]` after this stage, from that of the stage before.
 
-        The first stage takes None and starts from the batch's token ids. `caches` are those of the layers.
+        The first stage takes None and starts from the batch's token ids. `caches` are those of the layers. Where the
+        batch has `only_ends`, only these tokens come out.
         """
         if x is None:
             x = self._embed(batch)
@@ -184,9 +208,14 @@ class Decoder(nn.Module):
             return torch.cat(_by_turns(runs))
         residual = None
         turns = self._turns(batch)
-        for layer, cache in zip(self.layers.values(), caches, strict=True):
+        last = len(self.layers) - 1
+        for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
-            x, residual = layer(x, residual, batch.of(cache.group), turns[layer.spec.attention.rope], cache.memory)
+            place = batch.of(cache.group), turns[layer.spec.attention.rope], cache.memory
+            if batch.only_ends and number == last:
+                x, residual = layer(x, residual, *place, batch.query_starts[1:] - 1)
+            else:
+                x, residual = layer(x, residual, *place)
         assert x is not None
         return x if residual is None else residual + x
 

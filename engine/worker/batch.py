@@ -207,7 +207,9 @@ class RequestStates:
                 self._changes.append(np.arange(place + begin, place + end))
         self.num_blocks[slot] = end
 
-    def batch(self, rows: Rows, replica_tokens: tuple[int, ...] = ()) -> tuple[Batch, Tensor]:
+    def batch(
+        self, rows: Rows, replica_tokens: tuple[int, ...] = (), *, only_ends: bool = False
+    ) -> tuple[Batch, Tensor]:
         """The rows' next tokens, in one transfer to the device, and where in `memory` those go that they sample.
 
         To be called once after each `apply` with rows, before `advance`. See `Batch.replica_tokens`.
@@ -231,7 +233,7 @@ class RequestStates:
             positions,
             lengths,
             starts,
-            last,
+            rows.sampling if only_ends else last,
             tokens[last] + 1,
             *[table[owners, blocks] * self._block_size + offsets for table in self._tables],
         )
@@ -240,6 +242,7 @@ class RequestStates:
             *(token_ids, places, slots[0], tables[0], ends, query_starts, sampled),
             replica_tokens=replica_tokens,
             host=HostRows(rows.counts, lengths, {}),
+            only_ends=only_ends,
         )
         if self._groups == 1:
             return batch, kept

@@ -95,6 +95,8 @@ class Runner:
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
+        reads_all = self._pooler is not None and self._pooler.needs_all_tokens
+        self._can_stop_at_ends = isinstance(self._model, Decoder) and self._model.can_stop_at_ends and not reads_all
         is_alone = links.tp.size == links.pipeline.size == 1 and self._replicas is None
         self._guard = Guard(device) if is_alone else None
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
@@ -192,7 +194,8 @@ class Runner:
         rows = self._states.apply(plan)
         if not plan.num_rows and not any(replica_tokens):
             return self._pass_on()
-        batch, places = self._states.batch(rows, replica_tokens)
+        only_ends = self._can_stop_at_ends and plan.num_tokens > plan.num_rows and not rows.scoring and not replica_tokens
+        batch, places = self._states.batch(rows, replica_tokens, only_ends=only_ends)
         if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
             batch = replace(batch, halves=halve(batch, rows.counts))
         if not plan.num_rows:
@@ -215,7 +218,7 @@ class Runner:
         return readings
 
     def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:
-        """The hidden states after this stage, `[tokens, hidden_size]`."""
+        """The hidden states after this stage, `[tokens, hidden_size]`, or as `Batch.only_ends` says."""
         replayed = None if self._graphs is None else self._graphs.run(received, batch)
         return self._model(received, batch, self._caches) if replayed is None else replayed
 
