@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult
+from quire.engine.models.decoder import Decoder, DecoderLayer
 from quire.engine.parallel import connect
 from quire.engine.worker.runner import Runner
 from tests.fakes.checkpoints import generate, write_checkpoint
@@ -68,6 +69,32 @@ def test_decodes_run_ahead_of_what_is_known(folder: Path, prompts: list[list[int
     results = [runner.launch(plan).result() for plan in plans]
     columns = [result.token_ids for result in results if result is not None]
     assert [[columns[0][slot], *(row[(slot + 1) % 3] for row in columns[1:])] for slot in range(3)] == expected[:3]
+
+
+@pytest.mark.parametrize("scores", [False, True])
+def test_the_last_layer_computes_what_is_read(folder: Path, prompts: list[list[int]], scores: bool) -> None:
+    """Of a prompt its last token alone, of a part of one as well, but all of it where it is scored."""
+    config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
+    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    assert isinstance(runner._model, Decoder)
+    rows: list[int] = []
+    for layer in runner._model.layers.values():
+        assert isinstance(layer, DecoderLayer)
+        layer.feed_forward.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    params = SamplingParams(temperature=0.0, logprobs=0 if scores else None, prompt_logprobs=0 if scores else None)
+    requests = [Request(prompts[3], params), Request(prompts[4], SamplingParams(temperature=0.0))]
+    driven = Driver(executing(runner), 8, config.cache.num_blocks, 4)
+    driven.step((requests[0], 33), (requests[1], 20))
+    assert (set(rows[:-1]), rows[-1]) == ({53}, 53 if scores else 2)
+    rows.clear()
+    driven.step((requests[0], 1), (requests[1], 44))
+    assert (set(rows[:-1]), rows[-1]) == ({45}, 2)
+    driven.step((requests[0], 1), (requests[1], 1))
+    assert [len(request.output) for request in requests] == [3, 2]
+    for request in requests:
+        alone = Request(request.prompt, SamplingParams(temperature=0.0))
+        driver(folder).decode([alone], len(request.output), 1000)
+        assert alone.output == request.output
 
 
 def test_one_by_one(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
