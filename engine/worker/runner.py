@@ -194,7 +194,8 @@ class Runner:
         rows = self._states.apply(plan)
         if not plan.num_rows and not any(replica_tokens):
             return self._pass_on()
-        only_ends = self._can_stop_at_ends and plan.num_tokens > plan.num_rows and not rows.scoring and not replica_tokens
+        has_prompts = plan.num_tokens > plan.num_rows
+        only_ends = self._can_stop_at_ends and has_prompts and not rows.scoring and not replica_tokens
         batch, places = self._states.batch(rows, replica_tokens, only_ends=only_ends)
         if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
             batch = replace(batch, halves=halve(batch, rows.counts))
