@@ -117,6 +117,7 @@ void multiply_panels(int64_t rows, int64_t stride, int64_t words, int64_t begin,
   constexpr int64_t kPieceLines = 2;  // cache lines of a word
   const int64_t most = std::max(kLeastBlock, kBlockBytes / std::max<int64_t>(1, stride));
   const int64_t blocks = std::max<int64_t>(1, (rows + most - 1) / most), block = (rows + blocks - 1) / blocks;
+  const int64_t pieces = (words + kDepth - 1) / kDepth, most_words = (words + pieces - 1) / pieces;  // all alike
   alignas(64) char buffer[kPieceBytes];
   static thread_local std::vector<Floats> memory;
   memory.resize(std::max<size_t>(memory.size(), block * kVectors));
@@ -125,8 +126,8 @@ void multiply_panels(int64_t rows, int64_t stride, int64_t words, int64_t begin,
     const int64_t count = std::min(block, rows - first), parts = (count + kRows - 1) / kRows;
     const char* const x = from(first, count);
     for (int64_t panel = begin; panel < end; ++panel) {
-      for (int64_t k = 0; k < words; k += kDepth) {
-        const int64_t depth = std::min(kDepth, words - k);
+      for (int64_t k = 0; k < words; k += most_words) {
+        const int64_t depth = std::min(most_words, words - k);
         const Piece piece = take(panel, k, depth, buffer);
         for (int64_t part = 0; part < parts; ++part) {
           const int64_t row = part * count / parts, few = (part + 1) * count / parts - row;
