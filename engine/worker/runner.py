@@ -97,6 +97,8 @@ class Runner:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
         reads_all = self._pooler is not None and self._pooler.needs_all_tokens
         self._can_stop_at_ends = isinstance(self._model, Decoder) and self._model.can_stop_at_ends and not reads_all
+        if links.experts is not None:  # which token goes to which copy, and what counts, is read from the whole batch
+            self._can_stop_at_ends = False
         is_alone = links.tp.size == links.pipeline.size == 1 and self._replicas is None
         self._guard = Guard(device) if is_alone else None
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
@@ -195,7 +197,7 @@ class Runner:
         if not plan.num_rows and not any(replica_tokens):
             return self._pass_on()
         has_prompts = plan.num_tokens > plan.num_rows
-        only_ends = self._can_stop_at_ends and has_prompts and not rows.scoring and not replica_tokens
+        only_ends = self._can_stop_at_ends and has_prompts and not rows.scoring
         batch, places = self._states.batch(rows, replica_tokens, only_ends=only_ends)
         if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
             batch = replace(batch, halves=halve(batch, rows.counts))
