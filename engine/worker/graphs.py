@@ -122,11 +122,7 @@ class DecodeGraphs:
         self._replays: dict[int, Replay] = {}
         self._is_last = stage == len(config.parallel.stages) - 1
         self._inputs: _Inputs | None = None
-        if (recorder := recorder_of(device)) is None:
-            self._sizes = ()
-        elif device.type == "cuda" and dist.is_initialized() and "nccl" not in dist.get_backend():
-            self._sizes, self._why_none = (), f"ranks exchange tensors by {dist.get_backend()}, which waits for the GPU"
-        if recorder is not None and self._sizes:
+        if self._sizes and (recorder := recorder_of(device)) is not None:
             self._recorder = recorder
             self._inputs = _Inputs(config, device, receives=stage > 0)
             arch, dtype = config.model.architecture, getattr(torch, config.model.dtype)
