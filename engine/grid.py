@@ -87,9 +87,10 @@ def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: 
 
 def _check_sharing(options: EngineOptions, ranks: int, replicas: range, found: Devices) -> None:
     """Raise `ConfigError` unless so many ranks, more than there are GPUs, may share them, and know of each other."""
+    of_replicas = f" × {len(replicas)} replicas (--data-parallel-size)" * (len(replicas) > 1)
     needs = (
         f"--tensor-parallel-size {options.tensor_parallel_size} × --pipeline-parallel-size "
-        f"{options.pipeline_parallel_size} needs {ranks} GPUs on this host; it shows {found.count}"
+        f"{options.pipeline_parallel_size}{of_replicas} needs {ranks} GPUs on this host; it shows {found.count}"
     )
     if not found.order:
         raise ConfigError(f"{needs} (to try the layout out, and not to serve, {SHARE}=1 has ranks share a GPU)")
