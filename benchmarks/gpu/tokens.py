@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpu.engine import Engine
 from gpu.lab import Lab, free_memory
-from gpu.records import Check, Record
+from gpu.records import Check, Note, Record
 from quire.engine.config import ParallelConfig
 from quire.engine.devices import SHARE
 from tests.fakes import checkpoints
@@ -29,16 +30,24 @@ def check(lab: Lab) -> Iterator[Record]:
 
 
 def ranks(lab: Lab) -> Iterator[Record]:
-    """A check for each family and layout of two ranks, which share the GPU where there is but one."""
-    task, before = _Task.of(lab), os.environ.get(SHARE)
+    """A check for each family and layout of two ranks, which share the GPU where there is but one.
+
+    What there is no time for behind the first family is said.
+    """
+    task, before, took = _Task.of(lab), os.environ.get(SHARE), 0.0
     os.environ[SHARE] = "1"
     try:
         for family in checkpoints.FAMILIES[: 1 if lab.tiny else None : 2]:
+            if took > max(0.0, lab.seconds_left):
+                yield Note(f"no time for two ranks of {family}, as one family before took {took:.0f} s")
+                continue
+            begun = time.monotonic()
             folder = checkpoints.write_checkpoint(family, lab.scratch / f"ranks-{family}")
             expected, _ = _generate(lab, folder, task)
             for name, size in _LAYOUTS.items():
                 found, parallel = _generate(lab, folder, task, **{size: 2})
                 yield task.compare(f"tokens of {family}, {name} 2, {_where(parallel)}", found, expected)
+            took = time.monotonic() - begun
     finally:
         os.environ.pop(SHARE)
         if before is not None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,17 @@ def test_tokens_of_two_ranks_are_those_of_one(tmp_path: Path, monkeypatch: pytes
     assert all(record.ok for record in records)
     assert seen == ["1"] * 3
     assert os.environ[tokens.SHARE] == "0"
+
+
+def test_two_ranks_of_a_second_family_run_where_there_is_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = module("gpu.tokens")
+    grid = SimpleNamespace(device="cpu")
+    monkeypatch.setattr(tokens, "_generate", lambda lab, folder, task, **sizes: ([[1]] * len(task.prompts), grid))
+    lab = make_lab(tmp_path)
+    lab.tiny = False
+    for left, kinds in ((1000.0, ["check"] * 4), (0.0, ["check"] * 2 + ["note"])):
+        lab.deadline = time.monotonic() + left
+        assert [record.kind for record in tokens.ranks(lab)] == kinds
 
 
 def test_other_tokens_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

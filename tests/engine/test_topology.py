@@ -324,7 +324,7 @@ def test_what_cannot_share_is_refused(install: Install, monkeypatch: pytest.Monk
         shared(1, tensor_parallel_size=4, nnodes=2)
     with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU is for the ranks of a single host"):
         shared(1, data_parallel_size=3, data_parallel_size_local=2, enable_expert_parallel=True)
-    with pytest.raises(ConfigError, match="× 2 replicas .* not for --data-parallel-size 2 without --enable-expert-"):
+    with pytest.raises(ConfigError, match=r"× 2 replicas .* not for --data-parallel-size 2 without --enable-expert-"):
         shared(1, data_parallel_size=2)
     monkeypatch.setenv(devices.SHARE, "yes")
     with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU=yes: 1 lets ranks share a GPU, and 0 does not"):
