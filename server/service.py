@@ -38,8 +38,7 @@ from quire.server.metrics import Metrics
 from quire.server.output import Delta, SequenceText
 from quire.server.parsers.output import Reading
 from quire.server.render import ChatFormats, Renderer
-from quire.server.stream import EngineUnavailable, Stream
-from quire.server.stream import RequestFailed as RequestFailed
+from quire.server.stream import EngineUnavailable, RequestFailed, Stream
 
 logger = logging.getLogger(__name__)
 

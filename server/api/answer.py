@@ -19,8 +19,8 @@ from starlette.types import Receive, Scope, Send
 
 from quire.server.api.errors import describe, json_response
 from quire.server.output import Delta
-from quire.server.service import Generation, RequestFailed
-from quire.server.stream import EngineUnavailable
+from quire.server.service import Generation
+from quire.server.stream import EngineUnavailable, RequestFailed
 
 T = TypeVar("T")
 

@@ -27,8 +27,8 @@ from quire.server.api.errors import ResponseNotFound, json_response
 from quire.server.api.protocol import Int64, refuse_extra, renamed, variant
 from quire.server.api.state import AppState, State
 from quire.server.api.store import Kept
-from quire.server.service import Generation, RequestFailed
-from quire.server.stream import EngineUnavailable
+from quire.server.service import Generation
+from quire.server.stream import EngineUnavailable, RequestFailed
 
 router = APIRouter()
 

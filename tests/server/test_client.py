@@ -12,8 +12,8 @@ import pytest
 from quire.engine.config import EngineConfig
 from quire.engine.errors import InvalidParameter
 from quire.engine.messages import ExpertLoad, Outputs, RequestOutput, SamplingParams, TokenLogprobs
-from quire.server.service import RequestFailed, Service
-from quire.server.stream import EngineUnavailable, Stream
+from quire.server.service import Service
+from quire.server.stream import EngineUnavailable, RequestFailed, Stream
 from tests.server.conftest import Server
 
 

@@ -22,7 +22,7 @@ from quire.engine.errors import InvalidParameter
 from quire.engine.messages import Abort, Submit
 from quire.engine.pooling import Pooling
 from quire.server.embedding import VectorOptions, to_json
-from quire.server.service import RequestFailed
+from quire.server.stream import RequestFailed
 from tests.fakes import fake_core
 from tests.fakes.sentence import write_modules
 from tests.server.conftest import Server, run_server

@@ -20,8 +20,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.engine.errors import ConfigError, InvalidParameter
-from quire.server.service import RequestFailed
-from quire.server.stream import EngineUnavailable
+from quire.server.stream import EngineUnavailable, RequestFailed
 from tests.fakes import fake_core
 from tests.server.test_chat_tools import CALL, TEMPLATE
 

@@ -12,8 +12,7 @@ from quire.engine.errors import ConfigError, InvalidParameter
 from quire.engine.resolve import plan_text, resolve
 from quire.server.cli import flags
 from quire.server.llm import LLM
-from quire.server.service import RequestFailed
-from quire.server.stream import EngineUnavailable
+from quire.server.stream import EngineUnavailable, RequestFailed
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
