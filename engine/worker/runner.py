@@ -96,9 +96,9 @@ class Runner:
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
         reads_all = self._pooler is not None and self._pooler.needs_all_tokens
-        self._can_stop_at_ends = isinstance(self._model, Decoder) and self._model.can_stop_at_ends and not reads_all
-        if links.experts is not None:  # which token goes to which copy, and what counts, is read from the whole batch
-            self._can_stop_at_ends = False
+        # Which copy of an expert a token goes to, and what counts, is read from the whole batch.
+        can_stop = isinstance(self._model, Decoder) and self._model.can_stop_at_ends and links.experts is None
+        self._can_stop_at_ends = can_stop and not reads_all
         is_alone = links.tp.size == links.pipeline.size == 1 and self._replicas is None
         self._guard = Guard(device) if is_alone else None
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)

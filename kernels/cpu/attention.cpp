@@ -269,10 +269,10 @@ struct Found {
     for (int i = 0; i < kLanes; ++i) row[i] = rows[std::min(begin + i, count - 1)];
   }
 
-  // The values of the keys from number `begin` on; behind the last one it stands again.
-  template <typename C, size_t N>
-  void values(int64_t begin, KvRow<C> (&row)[N]) const {
-    for (size_t i = 0; i < N; ++i) row[i] = rows[std::min<int64_t>(begin + i, count - 1)] + to_values;
+  // The values of `some` keys from number `begin` on; behind the last one it stands again.
+  template <typename C>
+  void values(int64_t begin, int64_t some, KvRow<C>* row) const {
+    for (int64_t i = 0; i < some; ++i) row[i] = rows[std::min(begin + i, count - 1)] + to_values;
   }
 
   // How many of the keys stand at a row's query or before it.
@@ -298,7 +298,7 @@ void gather(const Problem& p, const Found& found, float* keys, float* values) {
   for (int64_t i = 0; i < found.count; i += Form::kPerWord, values += padded) {
     found.prefetch_values(i, Form::kPerWord);
     KvRow<C> rows[Form::kPerWord];
-    found.values(i, rows);
+    found.values(i, Form::kPerWord, rows);
     for_vectors(p.head_dim, [&](int64_t d, auto n) { store(values + d, Form::join(rows, d, n)); });
   }
 }
@@ -445,7 +445,7 @@ void attend_directly(const Problem& p, Scratch& scratch, const Found& found) {
   for (int64_t i = 0; i < columns; ++i) {
     score<Form, C, R>(scratch.queries, p.head_dim, found, i * kLanes, scratch.scores + i * kLanes);
   }
-  found.values(0, values);
+  found.values(0, columns * kLanes, values);
   float factors[R];
   for (int r = 0; r < R; ++r) {
     float* scores = scratch.scores + r * kDirectKeys;

@@ -12,7 +12,6 @@
 namespace quire {
 namespace {
 
-
 // The numbers of the `count` highest of `size` scores, falling; of two that are equal the lower number comes first.
 void find_highest(const float* scores, int64_t size, int64_t count, int64_t* best) {
   for (int64_t i = 0, found = 0; i < size; ++i) {
