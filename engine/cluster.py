@@ -110,15 +110,19 @@ class _Socket:
         self.zmq.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
         self.zmq.setsockopt(zmq.IPV6, int(self.ipv6))
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._open = threading.Lock()  # held while the bell is rung or taken away
+        self._is_open = True
         self._monitor = self.zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
         for each in (self.zmq, self._bell, self._monitor):
             self._poller.register(each, zmq.POLLIN)
 
     def put(self, message: Any) -> None:
-        """From any thread: for the one that owns the socket."""
+        """From any thread: for the one that owns the socket. Once it has closed, nobody hears of it."""
         self.outbox.put(message)
-        os.eventfd_write(self._bell, 1)
+        with self._open:
+            if self._is_open:
+                os.eventfd_write(self._bell, 1)
 
     def poll(self, seconds: float) -> None:
         """Wait until there is something to do, and take in what has closed."""
@@ -144,7 +148,9 @@ class _Socket:
         self._monitor.close(0)
         self.zmq.close()
         self.context.term()
-        os.close(self._bell)
+        with self._open:
+            self._is_open = False
+            os.close(self._bell)
 
 
 class Leader:

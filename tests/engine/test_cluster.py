@@ -279,6 +279,14 @@ def test_a_leader_that_fails_by_itself_has_lost_everybody(two: Host, monkeypatch
     assert two.leader_lost.get(timeout=5) == "node 0 was lost: its connection has closed"
 
 
+def test_what_is_said_after_the_end_goes_nowhere(two: Host) -> None:
+    """By a thread that found the leader's alive a moment ago."""
+    two.join(1)
+    two.leader.wait(10)
+    two.leader.close()
+    two.leader.send(1, b"too late")
+
+
 def test_garbage_at_the_port_costs_nothing(two: Host) -> None:
     follower = two.join(1)
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(1000), b"\xff" * 64):

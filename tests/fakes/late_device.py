@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from quire.kernels import dispatch, reference
+from quire.kernels import dispatch, packed, reference
 
 GPU = torch.device("meta")
 """Any type but the CPU that every build of torch knows."""
@@ -165,8 +165,8 @@ def late_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
 
         return run
 
-    names = (name for name in vars(reference) if callable(getattr(reference, name)))
-    kernels = types.SimpleNamespace(**{name: kernel(getattr(reference, name)) for name in names})
+    operations = {**vars(reference), **vars(packed)}
+    kernels = types.SimpleNamespace(**{name: kernel(each) for name, each in operations.items() if callable(each)})
     monkeypatch.setattr(torch.cuda, "Event", lambda **_: LateEvent(device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(Tensor, "pin_memory", lambda host: device.pin(host))
