@@ -208,14 +208,11 @@ class Decoder(nn.Module):
             return torch.cat(_by_turns(runs))
         residual = None
         turns = self._turns(batch)
-        last = len(self.layers) - 1
+        ends, last = batch.query_starts[1:] - 1 if batch.only_ends else None, len(self.layers) - 1
         for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
             place = batch.of(cache.group), turns[layer.spec.attention.rope], cache.memory
-            if batch.only_ends and number == last:
-                x, residual = layer(x, residual, *place, batch.query_starts[1:] - 1)
-            else:
-                x, residual = layer(x, residual, *place)
+            x, residual = layer(x, residual, *place, ends if number == last else None)
         assert x is not None
         return x if residual is None else residual + x
 

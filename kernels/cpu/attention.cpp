@@ -4,9 +4,10 @@
 // a range of keys, and what a thread takes next. It walks the keys kKeys at a time: gathers them into float32, keys
 // transposed, where they stay in the first-level cache while all rows of the tile pass by, a block of kBlockRows rows
 // at a time, whose scores and sums live in registers (`multiply`). A tile of at most kDirectRows rows, as decodes have,
-// would gather for little use: it computes from the cache itself (`attend_directly`). Items are cut by lengths that
-// depend on the request alone, so neither threads nor the other requests change a result; where a tile has several
-// items, they leave unnormalized sums, their largest score and their weight, which `merge` puts together.
+// would gather for little use: it computes from the cache itself, kDirectKeys at a time (`attend_directly`). Items are
+// cut by lengths that depend on the request alone, so neither threads nor the other requests change a result; where a
+// tile has several items, they leave unnormalized sums, their largest score and their weight, which `merge` puts
+// together.
 //
 // Keys and values of bfloat16 are multiplied two at a time where the processor can (`Pairs`): two features of a key, two
 // keys of a feature. Queries and weights are then rounded to bfloat16 too; all sums are float32.
@@ -246,6 +247,7 @@ struct Found {
   int64_t bytes, to_values;
   bool has_scales;
 
+  Found(const Found&) = delete;  // `rows` and `next` point into it
   Found(const Problem& p)
       : bytes(p.head_dim * p.cache.element_size()), to_values(p.cache.stride(0) * p.cache.element_size()),
         has_scales(p.places.to_scales) {}
