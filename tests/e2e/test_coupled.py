@@ -222,7 +222,7 @@ def test_tokens_are_those_of_one_rank(
 def test_tokens_stay_while_experts_move(
     model: str, all2all: Any, cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each replica tells of them, and all the same."""
+    """Each replica tells of them, and all the same; of what it last heard, if nothing was to be sent meanwhile."""
     loads: dict[int, list[ExpertLoad]] = {0: [], 1: []}
 
     def noted(message: bytes) -> ToServer:
@@ -237,7 +237,7 @@ def test_tokens_stay_while_experts_move(
     experts = ExpertParallelConfig(all2all=all2all, is_balanced=True, redundant=4, step_interval=3)
     with replicas(config_of(case, 2, 1), tmp_path, 2, experts) as them:
         begun = time.monotonic()
-        while not all(loads.values()) and time.monotonic() - begun < 30.0:
+        while not any(load in loads[1] for load in loads[0]) and time.monotonic() - begun < 60.0:
             for replica_of in ([0] * 5, [1] * 5, [0, 1, 0, 0, 1]):
                 assert them.tokens(replica_of, case.prompts) == case.expected
         for replica in range(2):
