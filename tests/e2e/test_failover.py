@@ -35,6 +35,10 @@ GUIDE = StructuredOutputs(
 )
 
 
+_LENGTH = 200
+"""Tokens of a stream: a busy machine is not to be done with them before it hears of the first ones."""
+
+
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """For each core: they share the processors."""
@@ -91,15 +95,17 @@ def params(number: int) -> SamplingParams:
     """All kinds; each runs long enough to be cut."""
     match number % 5:
         case 0:
-            return SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+            return SamplingParams(temperature=0.0, max_tokens=_LENGTH, ignore_eos=True)
         case 1:
-            return SamplingParams(temperature=1.0, seed=number, max_tokens=60, ignore_eos=True, frequency_penalty=1.0)
+            return SamplingParams(
+                temperature=1.0, seed=number, max_tokens=_LENGTH, ignore_eos=True, frequency_penalty=1.0
+            )
         case 2:
-            return SamplingParams(temperature=1.0, seed=number, max_tokens=60, ignore_eos=True, logprobs=2)
+            return SamplingParams(temperature=1.0, seed=number, max_tokens=_LENGTH, ignore_eos=True, logprobs=2)
         case 3:
-            return SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, prompt_logprobs=0)
+            return SamplingParams(temperature=0.0, max_tokens=_LENGTH, ignore_eos=True, prompt_logprobs=0)
         case _:
-            return SamplingParams(temperature=1.0, seed=number, max_tokens=60, structured_outputs=GUIDE)
+            return SamplingParams(temperature=1.0, seed=number, max_tokens=_LENGTH, structured_outputs=GUIDE)
 
 
 async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, int, FinishReason | None]], int]:
