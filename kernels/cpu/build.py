@@ -1,8 +1,4 @@
-"""Compiling the C++ kernels for this host, once: the library stays in a cache, named by all that it depends on.
-
-The cache is `quire/kernels` in `XDG_CACHE_HOME` (`~/.cache`); `QUIRE_KERNEL_CACHE` names another folder, which may be
-filled beforehand (in an image, by the same compiler on the same kind of processor) and be read-only then.
-"""
+"""Compiling the C++ kernels for this host, once: the library stays on disk, named by all that it depends on."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import hashlib
 import logging
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -19,10 +14,12 @@ from pathlib import Path
 
 import torch
 
+from quire.kernels import disk
+
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++20")
+_FLAGS = ("-O3", "-DNDEBUG", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++20")
 _LIBRARY = "quire_cpu"
 
 
@@ -39,33 +36,18 @@ def load() -> None:
     if compiler is None:
         raise CannotBuild("no C++ compiler was found (c++, or what $CXX names); g++ 12 or newer is one")
     try:
-        built = _cache() / _key(compiler) / f"{_LIBRARY}.so"
+        built = disk.folder() / _key(compiler) / f"{_LIBRARY}.so"
         if not built.exists():
             built.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_owner(built.parent)
+            disk.check_owner(built.parent)
             with open(built.parent / "lock", "a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # let go of when this process ends, however it ends
                 if not built.exists():
                     return _compile(built)
-        _check_owner(built.parent, built)
+        disk.check_owner(built.parent, built)
         torch.ops.load_library(built)  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError, ImportError) as error:
         raise CannotBuild(f"{error}; QUIRE_KERNEL_CACHE names another folder for the library") from error
-
-
-def _check_owner(*paths: Path) -> None:
-    """What is loaded runs as this user, so nobody else may have written it."""
-    for path in paths:
-        status = path.stat()
-        if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise CannotBuild(f"{path} can be written by others")
-
-
-def _cache() -> Path:
-    named = os.environ.get("QUIRE_KERNEL_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire" / "kernels"
 
 
 def _key(compiler: str) -> str:
@@ -74,17 +56,8 @@ def _key(compiler: str) -> str:
     for source in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest.update(repr((_FLAGS, version, _processor(), torch.__version__)).encode())
+    digest.update(repr((_FLAGS, version, disk.processor(), torch.__version__)).encode())
     return digest.hexdigest()[:16]
-
-
-def _processor() -> str:
-    """The instruction sets of this host, as Linux names them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _compile(built: Path) -> None:
