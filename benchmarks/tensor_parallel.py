@@ -164,6 +164,7 @@ def main() -> None:
         "max_num_seqs": max(options.rows),
         "max_num_batched_tokens": 4096,
         "kv_cache_memory_bytes": 1 << 28,
+        "enforce_eager": True,  # a tape would stay with the exchange that it was made with
     }
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)

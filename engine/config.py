@@ -154,7 +154,9 @@ class EngineOptions:
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of prompts that start alike")
 
-    enforce_eager: bool = flag(False, "on CUDA, give the device every step kernel by kernel, without CUDA graphs")
+    enforce_eager: bool = flag(
+        False, "give the device every step operation by operation, without CUDA graphs or, on CPU, tapes"
+    )
     cuda_graph_sizes: str | None = flag(
         None,
         "requests of the decode steps that are captured as CUDA graphs, e.g. 1,2,4,8; others are padded to the next "
@@ -367,7 +369,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """Decode steps that are captured once and replayed, each with its number of requests (CUDA graphs)."""
+    """Decode steps that are captured once and replayed, each with its number of requests (CUDA graphs; tapes)."""
 
     sizes: tuple[int, ...] = ()
     """Rising. A step is padded to the next; one with more requests, or with a prompt's tokens, runs without."""

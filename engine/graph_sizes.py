@@ -1,4 +1,4 @@
-"""Which decode steps are captured as CUDA graphs, and what these take. No torch here."""
+"""Which decode steps are captured, as CUDA graphs or on tapes, and what these take. No torch here."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ _STEPS = ((8, 256), (32, 1024), (128, 1 << 20))
 """From one size to the next, up to a size: few requests are padded little, and many sizes take long to capture."""
 _LAYER_BYTES = 256 << 10
 """What the driver keeps of one layer of one graph, about."""
+_TAPE_LAYER_BYTES = 4 << 10
+"""What a tape keeps of one layer, about."""
+_MOST_TAPED = 256
+"""Requests of the decode steps that a CPU tapes: with more, what Python takes of a step is little."""
 _PARTS = 32
 """That a decode's keys are cut into at most, each with a result of its own (kernels/triton/attention.py)."""
 
@@ -29,10 +33,11 @@ def resolve(
 ) -> GraphConfig:
     """The sizes to capture, or why none are. Raises `ConfigError` for sizes that are none."""
     sizes = _asked(options.cuda_graph_sizes, scheduler.max_num_seqs) or _usual(scheduler.max_num_seqs)
-    if parallel.device != "cuda":
-        return GraphConfig()
-    reason = _reason(options, model, parallel)
-    return GraphConfig(why_none=reason) if reason else GraphConfig(sizes=sizes)
+    if reason := _reason(options, model, parallel):
+        return GraphConfig(why_none=reason)
+    if parallel.device == "cpu":  # where a size costs next to nothing, and a row of padding its whole time
+        sizes = tuple(range(1, min(scheduler.max_num_seqs, _MOST_TAPED) + 1))
+    return GraphConfig(sizes=sizes)
 
 
 def _reason(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str:
@@ -78,23 +83,27 @@ def _usual(most: int) -> tuple[int, ...]:
 def estimate(config: EngineConfig, arch: Architecture) -> int:
     """Bytes of a rank's graphs, about: their inputs, what the largest one computes in, and what the driver keeps.
 
-    `arch` is that of a rank.
+    `arch` is that of a rank. A tape computes where any step does.
     """
     if not config.graphs.sizes:
         return 0
     model, cache, tp, most = config.model, config.cache, config.parallel.tensor_parallel_size, config.graphs.sizes[-1]
+    tables = len(cache.groups) * -(-model.max_model_len // cache.block_size) * 8
+    layers = len(config.graphs.sizes) * max(map(len, config.parallel.stages))
+    if config.parallel.device == "cpu":
+        return most * tables + layers * _TAPE_LAYER_BYTES
     heads = max(layer.attention.num_heads for layer in arch.layers) // tp
     row = max(spec.shape.numbers for spec in cache_specs(arch, tp, model.max_model_len))
     inner = max(layer.feed_forward.width(tp) for layer in arch.layers)
-    tables = len(cache.groups) * -(-model.max_model_len // cache.block_size) * 8
     activations = (8 * arch.hidden_size + 3 * inner) * DTYPE_BYTES[model.dtype]
-    layers = max(map(len, config.parallel.stages))
-    return most * (tables + activations + heads * _PARTS * row * 4) + len(config.graphs.sizes) * layers * _LAYER_BYTES
+    return most * (tables + activations + heads * _PARTS * row * 4) + layers * _LAYER_BYTES
 
 
 def text(config: EngineConfig, size: str) -> str:
     """A line of the plan; empty on CPU. `size` is what they take."""
     graphs = config.graphs
+    if config.parallel.device == "cpu":
+        return ""
     if graphs.why_none:
         return f"no CUDA graphs: {graphs.why_none}"
     if not graphs.sizes:

@@ -109,7 +109,7 @@ class Sizes:
     workspace: int
     """Activations and logits of the largest step, estimated."""
     graphs: int
-    """CUDA graphs, estimated."""
+    """CUDA graphs, or a CPU's tapes, estimated."""
 
     @staticmethod
     def of(config: EngineConfig) -> Sizes:
@@ -543,9 +543,10 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) 
     if max(fixed) > share:
         quantize = " or --quantization" * (found.kind == "cpu" and model.quantization is None)
         stored = f" ({model.dtype}, dequantized from {_as_stored(model, parallel)})" if model.quantized else ""
+        kept = "tapes" if found.kind == "cpu" else "CUDA graphs"
         raise ConfigError(
             f"the model does not fit: weights {human(max(sizes.weights))}{stored} + workspace {human(sizes.workspace)} "
-            f"{f'+ CUDA graphs {human(sizes.graphs)} ' * (sizes.graphs > 0)}per rank, and {human(share)} there "
+            f"{f'+ {kept} {human(sizes.graphs)} ' * (sizes.graphs > 0)}per rank, and {human(share)} there "
             f"({options.gpu_memory_utilization:g} of {human(found.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
             f"--dtype{quantize}, or a lower --max-num-batched-tokens"

@@ -31,6 +31,10 @@ class HostParallel(GroupParallel):
         self.memory: Tensor | None = None
         """The segment that the ranks share, `[bytes]`; without it gloo serves."""
 
+    @property
+    def is_taped(self) -> bool:
+        return self.memory is not None
+
     def settle(self) -> None:
         """Go over to shared memory if every rank has the compiled kernels and is on this host."""
         # A memfd has no name that could outlive the ranks, however they end.

@@ -15,6 +15,11 @@ class Parallel:
     rank: int = 0
     size: int = 1
 
+    @property
+    def is_taped(self) -> bool:
+        """Whether a CPU's collectives are operations on tensors and nothing else, which a tape keeps."""
+        return self.size == 1
+
     def settle(self) -> None:
         """Choose how to talk, once it is known whether there are compiled kernels. Every rank calls it, then serves."""
 

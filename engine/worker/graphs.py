@@ -1,4 +1,4 @@
-"""Decode steps captured once and replayed: the device is given a step as a whole, instead of kernel by kernel.
+"""Decode steps captured once and replayed: the device is given a step as a whole, instead of operation by operation.
 
 A captured step reads its inputs where they were, and computes as many rows as it had: a batch is copied there, and
 padded. Rows of padding have slot -1, for which nothing is stored, and see one key. What the model allocates once and
@@ -10,11 +10,9 @@ from __future__ import annotations
 import gc
 import logging
 import time
-import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Protocol
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -25,105 +23,34 @@ from tqdm import tqdm
 from quire.engine.config import EngineConfig
 from quire.engine.layers.attention import Batch, HostRows, LayerCache
 from quire.engine.models.decoder import Decoder
+from quire.engine.parallel import Parallel
 from quire.engine.parallel.accord import tell_all
 from quire.engine.resolve import human
+from quire.engine.worker import recorders
+from quire.engine.worker.recorders import NotKept, Recorder, Replay
 
 logger = logging.getLogger(__name__)
-
-Replay = Callable[[], None]
-
-_WAITS = "called a synchronizing CUDA operation"
-"""What torch's warning says (c10/cuda/CUDAFunctions.cpp)."""
-
-
-class Recorder(Protocol):
-    """How a device keeps a step. Ranks that exchange within the step do so in `warm_up`, and not in `capture`."""
-
-    def warm_up(self, step: Callable[[], None]) -> str:
-        """Run `step` to its end, with all that is set up at the first time; why it cannot be kept, "" if it may be."""
-
-    def capture(self, step: Callable[[], None]) -> Replay:
-        """What `step` does, on the same memory. Raises `RuntimeError` where it cannot be kept, and says why."""
-
-
-class CudaRecorder:
-    """CUDA graphs, which share one pool of memory: no two run at once.
-
-    Before it is captured, a step runs, so that its kernels are compiled and what libraries set up is there; the first
-    one twice, the second time to see whether it waits for the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._is_checked = False
-
-    def warm_up(self, step: Callable[[], None]) -> str:
-        waits: list[str] = []
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            step()
-            if not self._is_checked:
-                with _waiting_is_told(waits):
-                    step()
-                self._is_checked = True
-            torch.cuda.synchronize()
-        return next(iter(waits), "")
-
-    def capture(self, step: Callable[[], None]) -> Replay:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            torch.cuda.empty_cache()  # during a capture, torch gives nothing back to make room
-            # Other threads, NCCL's watchdog among them, may go on with what a capture forbids.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                step()
-            except BaseException:
-                with suppress(RuntimeError):  # which would say no more than that the capture has failed
-                    graph.capture_end()
-                # It may have left torch's allocator in the capture, which could give back no memory any more.
-                with suppress(RuntimeError):
-                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
-                raise
-            graph.capture_end()
-        torch.cuda.synchronize()
-        return graph.replay
-
-
-@contextmanager
-def _waiting_is_told(places: list[str]) -> Iterator[None]:
-    """Add where the device is waited for. The step goes on: an error there would leave other ranks waiting for it."""
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-            places += [
-                f"{each.message} at {each.filename}:{each.lineno}" for each in told if _WAITS in str(each.message)
-            ]
-
-
-def recorder_of(device: torch.device) -> Recorder | None:
-    """None: this device keeps no steps."""
-    return CudaRecorder(device) if device.type == "cuda" else None
 
 
 class DecodeGraphs:
     """The steps in which each request has one token, for the numbers of requests in `EngineConfig.graphs`."""
 
     def __init__(
-        self, model: Decoder, caches: Sequence[LayerCache], config: EngineConfig, device: torch.device, stage: int
+        self,
+        model: Decoder,
+        caches: Sequence[LayerCache],
+        config: EngineConfig,
+        device: torch.device,
+        stage: int,
+        parallel: Parallel,
     ) -> None:
         self._model, self._caches, self._device, self._parallel = model, caches, device, config.parallel
         self._sizes, self._why_none = config.graphs.sizes, config.graphs.why_none
         self._replays: dict[int, Replay] = {}
         self._is_last = stage == len(config.parallel.stages) - 1
+        self._recorder = recorders.recorder_of(device, parallel)
         self._inputs: _Inputs | None = None
-        if self._sizes and (recorder := recorder_of(device)) is not None:
-            self._recorder = recorder
+        if self._sizes and self._recorder is not None:
             self._inputs = _Inputs(config, device, receives=stage > 0)
             arch, dtype = config.model.architecture, getattr(torch, config.model.dtype)
             self._output = torch.zeros(self._sizes[-1], arch.hidden_size, dtype=dtype, device=device)
@@ -132,20 +59,23 @@ class DecodeGraphs:
     def capture(self, *, bar: bool) -> bool:
         """Capture all sizes, on all ranks of the grid at once, or none on any of them; then the log says why.
 
+        Nothing is captured yet where it costs no more than running a step.
+
         After each size the ranks agree whether to go on, so that nobody waits in a step for one that has given up. What
         fails in the exchanges of a step themselves is raised: the others wait there, and only the end of this rank
         tells them.
         """
-        if self._inputs is None:
-            if self._why_none:
-                logger.info("decodes run without CUDA graphs: %s", self._why_none)
+        recorder = self._recorder
+        if recorder is not None and self._why_none:
+            logger.info("decodes run without %s: %s", recorder.name, self._why_none)
+        if recorder is None or self._inputs is None or recorder.runs:
             return False
         begun, free = time.perf_counter(), _free_bytes(self._device)
         # The largest comes first: the memory that it computes in serves the others.
         sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar)
         with _without_garbage_collection(), sizes:
             for size in sizes:
-                told = tell_all(f"CUDA graph {size}", self._try(size, self._inputs))
+                told = tell_all(f"CUDA graph {size}", self._try(size, recorder, self._inputs))
                 failed = [rank for rank, reason in enumerate(told) if reason]
                 if failed:
                     break
@@ -163,18 +93,18 @@ class DecodeGraphs:
         )
         return True
 
-    def _try(self, size: int, inputs: _Inputs) -> str:
+    def _try(self, size: int, recorder: Recorder, inputs: _Inputs) -> str:
         """Capture the steps of so many requests; why that cannot be, "" if it is done."""
         step = self._step(size, inputs)
         try:
-            reason = self._recorder.warm_up(step)
+            reason = recorder.warm_up(step)
         except RuntimeError as error:
             if self._parallel.tensor_parallel_size > 1:
                 raise
             return _first_line(error)
         if not reason:
             try:
-                self._replays[size] = self._recorder.capture(step)
+                self._replays[size] = recorder.capture(step)
             except RuntimeError as error:
                 return _first_line(error)
         return reason
@@ -197,15 +127,30 @@ class DecodeGraphs:
         On the last stage the next run overwrites it.
         """
         rows = len(batch.token_ids)
-        if self._inputs is None or not 0 < rows == len(batch.sequence_lengths) <= self._sizes[-1]:
+        if (
+            self._recorder is None
+            or self._inputs is None
+            or not 0 < rows == len(batch.sequence_lengths) <= self._sizes[-1]
+        ):
             return None
         if batch.replica_tokens or batch.halves:
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
         self._inputs.fill(received, batch, size)
-        self._replays[size]()
+        if (replay := self._replays.get(size)) is not None:
+            replay()
+        else:
+            self._run_first(size, self._recorder, self._inputs)
         hidden = self._output[:rows]
         return hidden if self._is_last else hidden.clone()  # it may be sent while the next step runs
+
+    def _run_first(self, size: int, recorder: Recorder, inputs: _Inputs) -> None:
+        """The first step of so many requests, kept where it can be; else no other is tried."""
+        try:
+            self._replays[size] = recorder.capture(self._step(size, inputs))
+        except NotKept as error:
+            self.close()
+            logger.info("decodes run without %s, as a step cannot be replayed: %s", recorder.name, error)
 
 
 class _Inputs:

@@ -115,8 +115,8 @@ class Runner:
         # A GPU's kernels are compiled, or loaded, when they are first launched.
         self._trials = trials.decode_steps(config) if meter is not None and model.pooling is None else iter(())
         self._shows_progress = rank == 0 and config.parallel.is_first_here
-        if isinstance(self._model, Decoder):
-            self._graphs = DecodeGraphs(self._model, self._caches, config, device, links.pipeline.stage)
+        if isinstance(self._model, Decoder) and self._pooler is None:
+            self._graphs = DecodeGraphs(self._model, self._caches, config, device, links.pipeline.stage, links.tp)
 
     @property
     def receives(self) -> bool:

@@ -12,11 +12,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from quire.engine.worker.graphs import Replay
+from quire.engine.worker.recorders import Replay
 
 
 class CallAgain:
     """Replays a step by calling it. For ranks that meet in Python, which no graph would keep."""
+
+    name, runs = "CUDA graphs", False
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0

@@ -52,7 +52,7 @@ def test_a_step_is_planned_once_for_all_its_layers(settings: dict[str, Any], tmp
     folder = write_checkpoint("qwen3", tmp_path, **settings)
     rng = random.Random(1)
     prompts = [[rng.randrange(130) for _ in range(length)] for length in (1, 5, 16, 33)]
-    config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
+    config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128, enforce_eager=True)
     runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     backends.CHOSEN["cpu"] = ours.FlashInfer(CPU)
     expected: list[str] = []

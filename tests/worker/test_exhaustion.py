@@ -69,7 +69,9 @@ class Scarcity:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = write_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
-    return configure(folder, block_size=4, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48)
+    return configure(
+        folder, block_size=4, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48, enforce_eager=True
+    )
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["depth 1", "depth 2"])

@@ -16,17 +16,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quire.engine.config import EngineConfig, ExpertParallelConfig, GraphConfig
+from quire.engine.layers.feed_forward import FeedForward
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.messages import SamplingParams, StepResult
 from quire.engine.models.loading import load
 from quire.engine.parallel import ExpertGroup, Links, Parallel, Peers, Placement, connect
-from quire.engine.worker import graphs
+from quire.engine.worker import graphs, recorders
 from quire.engine.worker.graphs import DecodeGraphs
+from quire.engine.worker.recorders import TapeRecorder
 from quire.engine.worker.runner import Runner, allocate_caches
 from quire.engine.worker.worker import Worker
+from quire.kernels import linear
 from tests.e2e.harness import Ranks
+from tests.fakes.ranks import on_ranks
 from tests.fakes.recorder import CallAgain, Recording
 from tests.fakes.threads import ThreadExecutor
 from tests.layers.experts import EVERYTHING, HIDDEN, batch, build, packed
@@ -56,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recording:
     recorder = Recording()
-    monkeypatch.setattr(graphs, "recorder_of", lambda device: recorder)
+    monkeypatch.setattr(recorders, "recorder_of", lambda *place: recorder)
     return recorder
 
 
@@ -165,11 +170,11 @@ def test_ranks_and_stages_replay(
     asked = [(request.prompt, params) for request in requests(7)]
     made: list[CallAgain] = []
 
-    def recorder_of(device: torch.device) -> CallAgain:
+    def recorder_of(*place: object) -> CallAgain:
         made.append(CallAgain())
         return made[-1]
 
-    monkeypatch.setattr(graphs, "recorder_of", recorder_of)
+    monkeypatch.setattr(recorders, "recorder_of", recorder_of)
     outputs = []
     for sizes in ((), (1, 3, 8)):
         config = config_of(folders("Gemma 2"), *sizes, tensor_parallel_size=tp, pipeline_parallel_size=pp)
@@ -187,7 +192,7 @@ def test_what_is_sent_to_the_next_stage_stays(recorder: Recording, folders: Call
     for stage, stays in ((0, True), (1, False)):
         model = load(config, stage, Parallel(), CPU)
         caches = allocate_caches(config, stage, CPU)
-        captured = DecodeGraphs(model, caches, config, CPU, stage)
+        captured = DecodeGraphs(model, caches, config, CPU, stage, Parallel())
         captured.capture(bar=False)
         step = graphs._Inputs(config, CPU, receives=False).batch(2)
         width = config.model.architecture.hidden_size
@@ -207,7 +212,7 @@ def test_experts_move_where_replays_look_for_them_and_padding_is_no_load(
     moving = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_step_interval": 2, "tensor_parallel_size": 2}
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     asked = [(request.prompt, params) for request in requests(5)]
-    monkeypatch.setattr(graphs, "recorder_of", lambda device: CallAgain())
+    monkeypatch.setattr(recorders, "recorder_of", lambda *place: CallAgain())
     outputs, counts = [], []
     for sizes in ((), (8,)):
         config = config_of(folders("Mixtral"), *sizes, num_redundant_experts=redundant, **moving)
@@ -265,10 +270,10 @@ def test_what_cannot_be_captured_is_said_and_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folders: Callable[[str], Path]
 ) -> None:
     class Refusing(CallAgain):
-        def capture(self, step: Callable[[], None]) -> graphs.Replay:
+        def capture(self, step: Callable[[], None]) -> recorders.Replay:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(graphs, "recorder_of", lambda device: Refusing())
+    monkeypatch.setattr(recorders, "recorder_of", lambda *place: Refusing())
     config = config_of(folders("Llama"), 1, 2, 4, 8)
     with caplog.at_level(logging.INFO):
         tokens = crowds(driver(config))
@@ -293,7 +298,7 @@ class Failing(CallAgain):
         step()
         return "it waits" if self._warmed_up == 2 and self._place == "check" else ""
 
-    def capture(self, step: Callable[[], None]) -> graphs.Replay:
+    def capture(self, step: Callable[[], None]) -> recorders.Replay:
         if self.captured == 1 and self._place == "capture":
             raise RuntimeError("out of memory\nand more")
         return super().capture(step)
@@ -301,7 +306,7 @@ class Failing(CallAgain):
 
 def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pipe: Connection) -> None:
     """A rank of which the second fails at its second size; tells what it holds, what it says, and what it decodes."""
-    graphs.recorder_of = lambda device: Failing(place if rank == 1 else "")
+    recorders.recorder_of = lambda *given: Failing(place if rank == 1 else "")
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -379,12 +384,108 @@ def test_all_ranks_have_a_size_or_none_has(
     assert "pipeline_parallel_size" in layout or all(count >= 3 for *_, count in told)
 
 
-def test_cpus_capture_nothing(folders: Callable[[str], Path]) -> None:
-    config = config_of(folders("Llama"), 1, 2)
+OPTIONS = [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}]
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [*((family, {}) for family in CASES), *(("Llama", options) for options in OPTIONS)],
+    ids=[*CASES, *(", ".join(options) for options in OPTIONS)],
+)
+def test_cpus_tape_steps_as_they_come(
+    family: str, options: dict[str, Any], folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of every family, each number of requests when it comes first, and the tokens stay the same."""
+    eager, taped = (driver(config_of(folders(family), *sizes, **options)) for sizes in ((), range(1, 9)))
+    with caplog.at_level(logging.INFO):
+        assert crowds(taped) == crowds(eager)
+    assert "decodes run without" not in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
+def test_cpus_tape_the_products_of_onednn(
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    folders: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As processors without AVX-512, and those with AMX, do most of their work by."""
+    monkeypatch.setattr(linear, "_is_ours", lambda extension: False)
+    eager, taped = (driver(config_of(folders("Llama"), *sizes, **options)) for sizes in ((), range(1, 9)))
+    with caplog.at_level(logging.INFO):
+        assert crowds(taped) == crowds(eager)
+    assert "decodes run without" not in caplog.text
+
+
+def test_each_size_is_taped_once(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
+    config = config_of(folders("Llama"), *range(1, 9))
     runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner.settle()
-    assert isinstance(runner._graphs, DecodeGraphs)
+    assert runner._graphs is not None
     assert not runner._graphs._replays
+    driven = Driver(executing(runner), 8, config.cache.num_blocks, config.cache.block_size)
+    everyone = requests(8)
+    driven.decode(everyone, 1, 1000)
+    for count in (8, 3, 1, 3):
+        driven.step(*((request, 1) for request in everyone[:count]))
+    assert sorted(runner._graphs._replays) == [1, 3, 8]
+    kept = dict(runner._graphs._replays)
+    monkeypatch.setattr(runner._graphs, "_model", None)
+    driven.step(*((request, 1) for request in everyone[:3]))
+    assert runner._graphs._replays == kept
+
+
+def test_a_first_step_that_fails_leaves_no_tape_and_the_next_is_taped(
+    monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]
+) -> None:
+    config = config_of(folders("Llama"), *range(1, 9))
+    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    taped, step = runner._graphs, graphs._Inputs(config, CPU, receives=False).batch(2)
+    assert taped is not None
+
+    def fails(self: FeedForward, x: Tensor) -> Tensor:
+        raise RuntimeError("no memory")
+
+    with torch.inference_mode():
+        with monkeypatch.context() as patch:
+            patch.setattr(FeedForward, "forward", fails)
+            with pytest.raises(RuntimeError, match="no memory"):
+                taped.run(None, step)
+        assert not taped._replays
+        first = taped.run(None, step)
+        assert first is not None
+        assert sorted(taped._replays) == [2]
+        expected = first.clone()
+        first.zero_()
+        again = taped.run(None, step)
+        assert again is not None
+        assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("way", [Tensor.tolist, Tensor.sum, lambda x: x.data, lambda x: torch.tensor(len(x))])
+def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
+    way: Callable[[Tensor], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    folders: Callable[[str], Path],
+) -> None:
+    forward = FeedForward.forward
+
+    def looks(self: FeedForward, x: Tensor) -> Tensor:
+        way(x)
+        return forward(self, x)
+
+    expected = crowds(driver(config_of(folders("Llama"))))
+    monkeypatch.setattr(FeedForward, "forward", looks)
+    with caplog.at_level(logging.INFO):
+        assert crowds(driver(config_of(folders("Llama"), *range(1, 9)))) == expected
+    told = caplog.text.count("decodes run without tapes, as a step cannot be replayed: ")
+    assert told == (way is not Tensor.sum)
+
+
+def test_ranks_that_meet_outside_of_operations_are_not_taped() -> None:
+    assert isinstance(recorders.recorder_of(CPU, Parallel()), TapeRecorder)
+    assert on_ranks(2, lambda parallel: recorders.recorder_of(CPU, parallel)) == [None, None]
 
 
 class FakeCuda:
@@ -415,7 +516,7 @@ class FakeCuda:
 
         for name, value in {
             "CUDAGraph": Graph,
-            "Stream": lambda device: "side",
+            "Stream": lambda *place: "side",
             "stream": lambda stream: contextlib.nullcontext(),
             "synchronize": lambda: None,
             "empty_cache": lambda: None,
@@ -436,7 +537,7 @@ class FakeCuda:
 
 def test_cuda_graphs_are_warmed_up_checked_once_and_captured_into_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    recorder = graphs.recorder_of(torch.device("cuda", 0))
+    recorder = recorders.recorder_of(torch.device("cuda", 0), Parallel())
     assert recorder is not None
     replays = []
     for _ in range(2):
@@ -459,7 +560,7 @@ def test_a_step_that_waits_runs_to_its_end_and_is_told(monkeypatch: pytest.Monke
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         cuda.step()
 
-    recorder = graphs.recorder_of(torch.device("cuda", 0))
+    recorder = recorders.recorder_of(torch.device("cuda", 0), Parallel())
     assert recorder is not None
     assert re.match(r"called a synchronizing CUDA operation .* at \S+test_graphs\.py:\d+$", recorder.warm_up(step))
     assert cuda.calls == ["step 0", "step 1"]
@@ -474,7 +575,7 @@ def test_nothing_is_held_when_the_ranks_part(
     held = worker._runner._graphs
     assert held is not None
     assert sorted(held._replays) == [1, 2]
-    left: list[dict[int, graphs.Replay]] = []
+    left: list[dict[int, recorders.Replay]] = []
     monkeypatch.setattr(Links, "close", lambda _: left.append(held._replays))
     worker.close()
     assert left == [{}]
@@ -490,7 +591,7 @@ def test_a_capture_that_fails_leaves_cuda_as_it_was(place: int, monkeypatch: pyt
             cuda.is_broken = True
             raise RuntimeError("no kernel for it")
 
-    recorder = graphs.recorder_of(torch.device("cuda", 0))
+    recorder = recorders.recorder_of(torch.device("cuda", 0), Parallel())
     assert recorder is not None
 
     def run() -> None:

@@ -39,7 +39,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def make(folder: Path) -> Runner:
-    config = configure(folder, block_size=BLOCK, max_num_seqs=8, max_model_len=64)
+    config = configure(folder, block_size=BLOCK, max_num_seqs=8, max_model_len=64, enforce_eager=True)
     return Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
 
 

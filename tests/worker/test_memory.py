@@ -68,7 +68,14 @@ def many(folder: Path, **options: Any) -> EngineConfig:
     """So many requests at once that the memory is what limits the cache."""
     most = 1 << 13
     return resolve(
-        EngineOptions(model=str(folder), device="cpu", max_num_seqs=most, max_num_batched_tokens=most, **options)
+        EngineOptions(
+            model=str(folder),
+            device="cpu",
+            max_num_seqs=most,
+            max_num_batched_tokens=most,
+            enforce_eager=True,
+            **options,
+        )
     )
 
 
