@@ -28,6 +28,7 @@ FLOOR = (
     "engine.log",
     "engine.messages",
     "engine.model_files",
+    "engine.optimization",
     "engine.placement",
     "engine.pooling",
     "engine.process",

@@ -107,10 +107,16 @@ class Paged:
         self._batch, self._caches, self._next = batch, caches, 0
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None) -> Tensor:
-        assert self._batch is not None
-        cache, group = self._caches[self._next]
-        batch = self._batch.of(group)
         self._next += 1
+        return self.answer(self._next - 1, query, key, value, asked, sinks)
+
+    def answer(
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None
+    ) -> Tensor:
+        """The call of this number in the step."""
+        assert self._batch is not None
+        cache, group = self._caches[number]
+        batch = self._batch.of(group)
         value_dim, size = value.shape[-1], max(query.shape[-1], value.shape[-1])
         if query.shape[-1] != value_dim:  # the cache has rows of one size
             query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
