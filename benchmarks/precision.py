@@ -68,7 +68,6 @@ def answers(prompts: Sequence[list[int]], options: dict[str, Any]) -> list[list[
     return [result.outputs[0].token_ids for result in found]
 
 
-@torch.inference_mode()
 def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], options: dict[str, Any]) -> float:
     """Of all reply tokens, each given what stands before it."""
     config = resolve(EngineOptions(device="cpu", max_model_len=1024, **options))
@@ -79,21 +78,22 @@ def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], optio
     memory = kernels.allocate_kv_cache(arch.num_layers, 64, kv_heads, _BLOCK, head_dim, dtype, _CPU, sides)
     caches = [LayerCache(of_layer) for of_layer in memory]
     loss, count = 0.0, 0
-    for prompt, reply in zip(prompts, replies, strict=True):
-        tokens = torch.tensor(prompt + reply)
-        positions = torch.arange(len(tokens) - 1)
-        batch = Batch(
-            token_ids=tokens[:-1],
-            positions=positions,
-            slots=positions,
-            block_tables=torch.arange(64)[None],
-            sequence_lengths=torch.tensor([len(positions)]),
-            query_starts=torch.tensor([0, len(positions)]),
-            sampled=positions[len(prompt) - 1 :],
-        )
-        logits = decoder.logits(decoder(None, batch, caches)[batch.sampled])
-        loss += torch.nn.functional.cross_entropy(logits, tokens[len(prompt) :], reduction="sum").item()
-        count += len(reply)
+    with torch.inference_mode():  # and not while loading, which takes threads
+        for prompt, reply in zip(prompts, replies, strict=True):
+            tokens = torch.tensor(prompt + reply)
+            positions = torch.arange(len(tokens) - 1)
+            batch = Batch(
+                token_ids=tokens[:-1],
+                positions=positions,
+                slots=positions,
+                block_tables=torch.arange(64)[None],
+                sequence_lengths=torch.tensor([len(positions)]),
+                query_starts=torch.tensor([0, len(positions)]),
+                sampled=positions[len(prompt) - 1 :],
+            )
+            logits = decoder.logits(decoder(None, batch, caches)[batch.sampled])
+            loss += torch.nn.functional.cross_entropy(logits, tokens[len(prompt) :], reduction="sum").item()
+            count += len(reply)
     return math.exp(loss / count)
 
 
