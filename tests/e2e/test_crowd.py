@@ -19,7 +19,7 @@ from tests.e2e.test_openai import metric
 
 pytestmark = pytest.mark.slow
 STREAMS = 200
-ROUNDS = 5
+ROUNDS = 6
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,8 @@ async def test_all_streams_end_and_nothing_is_left_behind(server: Server) -> Non
             assert await asyncio.to_thread(metric, server, "quire:num_requests_running") == 0
             assert await asyncio.to_thread(metric, server, "quire:kv_cache_usage_perc") == 0
             memory.append(sum(process.memory_info().rss for process in server.family()))
-    assert memory[-1] < memory[1] * 1.02, f"resident bytes after each round: {memory}"
+    settled = memory[2]  # decodes of most sizes are on tapes
+    assert memory[-1] < settled * 1.02, f"resident bytes after each round: {memory}"
 
 
 def test_the_books_balance_after_every_step() -> None:
