@@ -10,6 +10,7 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -206,7 +207,7 @@ def _own_the_terminal() -> None:
 
 def test_in_a_terminal() -> None:
     """Ctrl-C stops the answer, which stays in the conversation; Ctrl-D ends it. Thoughts are dimmed."""
-    gone: list[bool] = []
+    gone = threading.Event()
 
     async def script(connection: Connection) -> None:
         match connection.body["messages"][-1]["content"]:
@@ -216,7 +217,7 @@ def test_in_a_terminal() -> None:
                 for _ in range(10_000):
                     await asyncio.sleep(0.01)
                     if connection.writer.transport.is_closing():
-                        gone.append(True)
+                        gone.set()
                         return
                     send(connection, b": still there\n\n")
             case "think":
@@ -239,6 +240,7 @@ def test_in_a_terminal() -> None:
         thought = terminal.until("> ")
         assert "\x1b[2mhm" in thought
         assert "\x1b[0m[31mred\r\n" in thought  # the escape that would colour the rest is taken out
+        assert gone.wait(60)
         terminal.type("\x04")
         assert terminal.process.wait(60) == 0
         assert server.asked[1].body["messages"] == [
@@ -246,7 +248,6 @@ def test_in_a_terminal() -> None:
             {"role": "assistant", "content": "one two"},
             {"role": "user", "content": "more"},
         ]
-    assert gone == [True]
 
 
 def test_they_start_without_what_a_server_needs() -> None:
