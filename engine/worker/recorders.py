@@ -122,7 +122,7 @@ class TapeRecorder:
 
 _OF_PYTHON = {
     *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"),
-    *("tensor", "as_tensor", "apply_", "map_", "map2_", "data_ptr", "__dlpack__"),
+    *("tensor", "as_tensor", "apply_", "map_", "map2_", "data", "data_ptr", "__dlpack__"),
 }
 
 
@@ -135,7 +135,7 @@ class _Numbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = "data" if getattr(func, "__self__", None) is torch.Tensor.data else getattr(func, "__name__", "")
-        if name in _OF_PYTHON or name == "data":
+        if name in _OF_PYTHON:
             self._places.append(f"Python reads or makes a tensor by {name}")
         return func(*args, **(kwargs or {}))
 
