@@ -1,8 +1,8 @@
 // Attention over the paged KV cache, after FlashAttention-2 (Dao 2023) and its split over keys for decodes.
 //
 // A *tile* is up to kTileRows rows (queries × the heads that share a KV head) of one request; an *item* is a tile and
-// a range of keys, and what a thread takes next. It walks the keys kKeys at a time: gathers them into float32, keys
-// transposed, where they stay in the first-level cache while all rows of the tile pass by, a block of kBlockRows rows
+// a range of keys, and what a thread takes next. It walks the keys some at a time: gathers them into float32, keys
+// transposed, where they stay close to the processor while all rows of the tile pass by, a block of kBlockRows rows
 // at a time, whose scores and sums live in registers (`multiply`). A tile of at most kDirectRows rows, as decodes have,
 // would gather for little use: it computes from the cache itself, kDirectKeys at a time (`attend_directly`). Items are
 // cut by lengths that depend on the request alone, so neither threads nor the other requests change a result; where a
@@ -17,6 +17,7 @@
 //
 // Scores become powers of 2, by `scale · log2 e`.
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <limits>
@@ -29,12 +30,14 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kKeys = 64;
 constexpr int64_t kTileRows = 192;
+constexpr int64_t kGatheredWords = 1 << 14;          // of keys and values at once,
+constexpr int64_t kLeastKeys = 64, kMostKeys = 256;  // within these bounds
 constexpr int kBlockRows = 6;
 constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;  // with kBlockRows: the sums fill three quarters of the registers
 constexpr int kDirectRows = 8;
 constexpr int64_t kDirectKeys = 256;
+static_assert(kBlockRows * kMostKeys <= kDirectRows * kDirectKeys, "the scores of a block of rows fit as well");
 constexpr int64_t kFewRows = 32;
 constexpr int64_t kSplitFewRows = 512, kSplitManyRows = 2048;  // keys of an item at least, where there are as many
 constexpr int64_t kPlenty = 256;          // items of a request that keep all threads busy
@@ -114,6 +117,7 @@ struct Problem {
   at::Tensor output;
   Places places;
   int64_t group, head_dim, padded;  // `padded`: head_dim up to whole vectors
+  int64_t keys;                     // gathered at once
   std::vector<Tile> tiles;
   std::vector<Item> items;
   std::unique_ptr<float[]> partials;
@@ -281,11 +285,11 @@ struct Found {
   int64_t end(const Row& row) const { return std::min(count, row.position + 1 - first); }
 };
 
-// Words of keys into `keys` `[head_dim / words, kKeys]`, whole vectors with the last key again behind it; words of values
-// into `[kKeys / words, padded]`.
+// Words of keys into `keys` `[head_dim / words, p.keys]`, whole vectors with the last key again behind it; words of values
+// into `[p.keys / words, padded]`.
 template <typename Form, typename C>
 void gather(const Problem& p, const Found& found, float* keys, float* values) {
-  const int64_t padded = p.padded;
+  const int64_t padded = p.padded, stride = p.keys;
   for (int64_t first = 0; first < found.count; first += kLanes) {
     KvRow<C> row[kLanes];
     found.keys(first, row);
@@ -294,7 +298,7 @@ void gather(const Problem& p, const Found& found, float* keys, float* values) {
       Floats block[kLanes];
       transpose([&](int i) { return Form::load(row[i], d, n); }, block);
 #pragma GCC unroll 16
-      for (int i = 0; i < n; ++i) store(keys + (d + i) * kKeys + first, block[i]);
+      for (int i = 0; i < n; ++i) store(keys + (d + i) * stride + first, block[i]);
     });
   }
   for (int64_t i = 0; i < found.count; i += Form::kPerWord, values += padded) {
@@ -327,8 +331,7 @@ void hide(int64_t begin, int64_t end, int64_t columns, float* scores) {
 }
 
 // One row's scores become weights. Returns what the sums before are to be multiplied by.
-float soften(const Problem& p, const Found& found, Row& row, float* scores) {
-  const int64_t columns = vectors(found.count);
+float soften(const Problem& p, const Found& found, int64_t columns, Row& row, float* scores) {
   const bool is_bent = p.cap > 0.0f || p.slopes;
   if (is_bent) bend(p, row, found.first, columns, scores);
   const float unit = is_bent ? 1.0f : p.unit;
@@ -355,8 +358,8 @@ struct Scratch {
   std::vector<float> memory;
   float *queries, *sums, *keys, *values, *scores;
 
-  void fit(int64_t count, int64_t head_dim, int64_t padded) {
-    const int64_t needed = count * (head_dim + padded) + kKeys * (head_dim + padded) + kDirectKeys * kDirectRows;
+  void fit(int64_t count, int64_t gathered, int64_t head_dim, int64_t padded) {
+    const int64_t needed = (count + gathered) * (head_dim + padded) + kDirectKeys * kDirectRows;
     rows.resize(std::max<size_t>(rows.size(), count));
     memory.resize(std::max<size_t>(memory.size(), needed + 8 * kLanes));
     auto* at = reinterpret_cast<Floats*>((reinterpret_cast<uintptr_t>(memory.data()) + sizeof(Floats) - 1) /
@@ -364,8 +367,8 @@ struct Scratch {
     const auto take = [&](int64_t size) { return reinterpret_cast<float*>(std::exchange(at, at + vectors(size))); };
     queries = take(count * head_dim);
     sums = take(count * padded);
-    keys = take(kKeys * head_dim);
-    values = take(kKeys * padded);
+    keys = take(gathered * head_dim);
+    values = take(gathered * padded);
     scores = take(kDirectKeys * kDirectRows);
   }
 };
@@ -451,7 +454,7 @@ void attend_directly(const Problem& p, Scratch& scratch, const Found& found) {
   float factors[R];
   for (int r = 0; r < R; ++r) {
     float* scores = scratch.scores + r * kDirectKeys;
-    factors[r] = soften(p, found, scratch.rows[r], scores);
+    factors[r] = soften(p, found, columns, scratch.rows[r], scores);
     Form::pack(scores, columns * kLanes, scores);
   }
   int64_t d = 0;
@@ -471,23 +474,22 @@ constexpr auto direct(std::integer_sequence<int, R...>) {
 // A block of rows at a time, past gathered keys and values.
 template <typename Form>
 void attend_gathered(const Problem& p, Scratch& scratch, const Found& found, int64_t rows) {
-  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, columns = vectors(found.count);
-  const int64_t words = p.head_dim / Form::kPerWord;
+  const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, words = p.head_dim / Form::kPerWord;
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t first = block * rows / blocks, few = (block + 1) * rows / blocks - first;
     const int64_t begin = std::max<int64_t>(0, p.begin(scratch.rows[first].position) - found.first);
-    const int64_t end = found.end(scratch.rows[first + few - 1]);
+    const int64_t end = found.end(scratch.rows[first + few - 1]), columns = vectors(end);
     if (end <= begin) continue;
-    multiply<Form>(few, columns, scratch.queries + first * words, words, scratch.keys, kKeys, scratch.scores, kKeys,
+    multiply<Form>(few, columns, scratch.queries + first * words, words, scratch.keys, p.keys, scratch.scores, p.keys,
                    words, nullptr);
     float factors[kBlockRows];
     for (int64_t i = 0; i < few; ++i) {
-      float* scores = scratch.scores + i * kKeys;
-      factors[i] = soften(p, found, scratch.rows[first + i], scores);
+      float* scores = scratch.scores + i * p.keys;
+      factors[i] = soften(p, found, columns, scratch.rows[first + i], scores);
       Form::pack(scores, columns * kLanes, scores);
     }
     const int64_t from = begin / Form::kPerWord, to = (end + Form::kPerWord - 1) / Form::kPerWord;
-    multiply<Form>(few, p.padded / kLanes, scratch.scores + from, kKeys, scratch.values + from * p.padded, p.padded,
+    multiply<Form>(few, p.padded / kLanes, scratch.scores + from, p.keys, scratch.values + from * p.padded, p.padded,
                    scratch.sums + first * p.padded, p.padded, to - from, factors);
   }
 }
@@ -510,7 +512,7 @@ void attend(Problem& p, const Item& item, const Item* following, Scratch& scratc
   const Tile& tile = p.tiles[item.tile];
   const int64_t rows = p.rows(tile);
   const bool is_direct = rows <= kDirectRows && p.head_dim % kLanes == 0;
-  scratch.fit(std::max(rows, kTileRows), p.head_dim, p.padded);
+  scratch.fit(std::max(rows, kTileRows), p.keys, p.head_dim, p.padded);
   for_type(p.query.scalar_type(), [&]<typename T>() { load_queries<T>(p, tile, scratch.queries); });
   for_form(p, [&]<typename Form, typename>() { Form::pack(scratch.queries, rows * p.head_dim, scratch.queries); });
   std::fill_n(scratch.sums, rows * p.padded, 0.0f);
@@ -521,8 +523,8 @@ void attend(Problem& p, const Item& item, const Item* following, Scratch& scratc
                          p.slopes ? p.slopes[head] : 0.0f, p.position(tile) + query};
   });
   Found found(p);
-  const int64_t keys = item.end - item.begin, most = is_direct ? kDirectKeys : kKeys, turns = (keys + most - 1) / most;
-  const int64_t step = is_direct ? vectors((keys + turns - 1) / turns) * kLanes : kKeys;
+  const int64_t keys = item.end - item.begin, most = is_direct ? kDirectKeys : p.keys, turns = (keys + most - 1) / most;
+  const int64_t step = is_direct ? vectors((keys + turns - 1) / turns) * kLanes : p.keys;
   find_rows(p, tile, item.begin, std::min(step, keys), found.rows);
   for (int64_t key = item.begin; key < item.end; key += step, std::swap(found.rows, found.next)) {
     found.first = key;
@@ -626,7 +628,10 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
             static_cast<float>(scale) * kLog2E, static_cast<float>(softcap), window ? window : kNoWindow,
             of_heads(sinks), of_heads(slopes), at::empty(query.sizes(), query.options()), Places(cache, head_dim),
             query.size(1) / kv_heads,
-            head_dim, vectors(head_dim) * kLanes, {}, {}, nullptr};
+            head_dim, vectors(head_dim) * kLanes, kLeastKeys, {}, {}, nullptr};
+  for_form(p, [&]<typename Form, typename>() {
+    p.keys = std::clamp(kGatheredWords / (2 * p.padded / Form::kPerWord) / kLanes * kLanes, kLeastKeys, kMostKeys);
+  });
   const int64_t work = plan(p, lengths.size(0), kv_heads);
   const int64_t threads = std::min<int64_t>({at::get_num_threads(), 1 + work / kThreadWork,
                                              static_cast<int64_t>(p.items.size())});
