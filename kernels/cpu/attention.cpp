@@ -1,16 +1,12 @@
 // Attention over the paged KV cache, after FlashAttention-2 (Dao 2023) and its split over keys for decodes.
 //
 // A *tile* is up to kTileRows rows (queries × the heads that share a KV head) of one request; an *item* is a tile and
-// a range of keys, and what a thread takes next. It walks the keys some at a time: gathers them into float32, keys
-// transposed, where they stay close to the processor while all rows of the tile pass by, a block of kBlockRows rows
-// at a time, whose scores and sums live in registers (`multiply`). A tile of at most kDirectRows rows, as decodes have,
-// would gather for little use: it computes from the cache itself, kDirectKeys at a time (`attend_directly`). Items are
-// cut by lengths that depend on the request alone, so neither threads nor the other requests change a result; where a
-// tile has several items, they leave unnormalized sums, their largest score and their weight, which `merge` puts
-// together.
-//
-// Keys and values of bfloat16 are multiplied two at a time where the processor can (`Pairs`): two features of a key, two
-// keys of a feature. Queries and weights are then rounded to bfloat16 too; all sums are float32.
+// a range of keys, and what a thread takes next. It walks the keys, some at a time: gathers them into words (words.h),
+// keys transposed, where they stay close to the processor while all rows of the tile pass by, kBlockRows of them at once
+// (`attend_gathered`). A tile of at most kDirectRows rows, as decodes have, would gather for little use: it computes from
+// the cache itself, kDirectKeys at a time (`attend_directly`). Items are cut by lengths that depend on the request alone,
+// so neither threads nor the other requests change a result; where a tile has several items, they leave unnormalized
+// sums, their largest score and their weight, which `merge` puts together.
 //
 // What models add: with a window, items begin where a tile's first query begins to see; a cap and ALiBi change scores
 // before they are softened (`bend`); a sink is a key without a value that a tile's first item has seen beforehand.
@@ -24,8 +20,7 @@
 #include <memory>
 #include <utility>
 
-#include "kv_row.h"
-#include "vec.h"
+#include "words.h"
 
 namespace quire {
 namespace {
@@ -33,8 +28,6 @@ namespace {
 constexpr int64_t kTileRows = 192;
 constexpr int64_t kGatheredWords = 1 << 14;          // of keys and values at once,
 constexpr int64_t kLeastKeys = 64, kMostKeys = 256;  // within these bounds
-constexpr int kBlockRows = 6;
-constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;  // with kBlockRows: the sums fill three quarters of the registers
 constexpr int kDirectRows = 8;
 constexpr int64_t kDirectKeys = 256;
 static_assert(kBlockRows * kMostKeys <= kDirectRows * kDirectKeys, "the scores of a block of rows fit as well");
@@ -45,56 +38,6 @@ constexpr int64_t kThreadWork = 1 << 16;  // multiplications that make a thread 
 constexpr float kLowest = -1e30f;         // a largest score of nothing: finite, so that differences are no NaN
 constexpr int64_t kNoWindow = int64_t{1} << 60;
 constexpr float kLog2E = 1.44269504088896341f;
-
-// What scores and sums are computed from: words of 32 bits, which are numbers,
-struct Numbers {
-  static constexpr int kPerWord = 1;
-
-  // Words from `i` on of a row of the cache.
-  static Floats load(const auto& row, int64_t i, auto n) { return row.load(i, n); }
-
-  // Words of features from `d` on, of one key's row.
-  static Floats join(const auto* row, int64_t d, auto n) { return row->load(d, n); }
-
-  static Floats add(Floats sum, Floats words, float word) { return sum + words * word; }
-
-  static void pack(const float*, int64_t, float*) {}
-};
-
-// or pairs of bfloat16, for heads of whole vectors of them.
-#ifdef __AVX512BF16__
-struct Pairs {
-  static constexpr int kPerWord = 2;
-  using Row = KvRow<at::BFloat16>;
-
-  static Floats load(const Row& row, int64_t i, auto) { return read<Floats>(row.at + 2 * i); }
-
-  // Of the features of two keys' rows.
-  static Floats join(const Row* rows, int64_t d, auto) {
-    const __m512i first = _mm512_castsi256_si512(read<__m256i>(rows[0].at + d));
-    const __m512i both = _mm512_inserti64x4(first, read<__m256i>(rows[1].at + d), 1);
-    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(in_turns(), both));
-  }
-
-  // The halves of a vector, number by number.
-  static __m512i in_turns() {
-    const __m512i numbers = std::bit_cast<__m512i>(lane_numbers());
-    return _mm512_or_si512(numbers, _mm512_slli_epi32(_mm512_add_epi32(numbers, _mm512_set1_epi32(kLanes)), 16));
-  }
-
-  static Floats add(Floats sum, Floats words, float word) {
-    return _mm512_dpbf16_ps(sum, std::bit_cast<__m512bh>(words), std::bit_cast<__m512bh>(_mm512_set1_ps(word)));
-  }
-
-  // `count` numbers become half as many words, which may take their place.
-  static void pack(const float* x, int64_t count, float* words) {
-    for (int64_t i = 0; i < count; i += kLanes) {
-      const __m256bh halves = _mm512_cvtneps_pbh(quire::load(x + i));
-      std::memcpy(reinterpret_cast<char*>(words) + i * 2, &halves, sizeof(halves));
-    }
-  }
-};
-#endif
 
 struct Tile {
   int64_t request, head, first, queries;  // `first` counts from the request's first query
@@ -143,95 +86,6 @@ struct Row {
   float largest, slope;
   int64_t position;  // of its query
 };
-
-// `c = a b`, or `c · factors + a b` where there are factors: M rows, N vectors of columns, `depth` words deep.
-template <typename Form, int M, int N>
-void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
-              int64_t depth, const float* factors) {
-  Floats sums[M][N];
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) {
-      sums[m][n] = factors ? load(c + m * c_stride + n * kLanes) * factors[m] : Floats{};
-    }
-  }
-  for (int64_t k = 0; k < depth; ++k) {
-    Floats row[N];
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) row[n] = load(b + k * b_stride + n * kLanes);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) sums[m][n] = Form::add(sums[m][n], row[n], a[m * a_stride + k]);
-    }
-  }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-    for (int n = 0; n < N; ++n) store(c + m * c_stride + n * kLanes, sums[m][n]);
-  }
-}
-
-template <typename Form, int... N>
-constexpr auto multiplies(std::integer_sequence<int, N...>) {
-  return std::array{multiply<Form, N / kBlockVectors + 1, N % kBlockVectors + 1>...};
-}
-
-template <typename Form>
-void multiply(int64_t rows, int64_t columns, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
-              float* c, int64_t c_stride, int64_t depth, const float* factors) {
-  static constexpr auto kMultiply = multiplies<Form>(std::make_integer_sequence<int, kBlockRows * kBlockVectors>());
-  for (int64_t n = 0; n < columns; n += kBlockVectors) {
-    const int64_t few = std::min<int64_t>(kBlockVectors, columns - n);
-    kMultiply[(rows - 1) * kBlockVectors + few - 1](a, a_stride, b + n * kLanes, b_stride, c + n * kLanes, c_stride,
-                                                    depth, factors);
-  }
-}
-
-constexpr int kPart = 4;  // numbers of 128 bits, which the cheapest shuffles keep together
-
-// Of each part of `a` and `b`, the first (or, with 2 for H, the last) numbers in turns; `Size` numbers stay together.
-template <int Size, int H, int... I>
-inline Floats zip(Floats a, Floats b, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(a, b, (I / kPart * kPart + H + I % Size + I % kPart / (2 * Size) * Size +
-                                        (I / Size % 2 ? kLanes : 0))...);
-}
-
-// Every other part of `a`, then of `b`, from part number H on.
-template <int H, int... I>
-inline Floats deal(Floats a, Floats b, std::integer_sequence<int, I...>) {
-  return __builtin_shufflevector(a, b, (2 * (I / kPart) * kPart + H * kPart + I % kPart)...);
-}
-
-// The square whose rows `row` gives, transposed in registers: squares of a part's width first, then the parts.
-template <typename GetRow>
-inline void transpose(GetRow row, Floats (&block)[kLanes]) {
-  constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
-#pragma GCC unroll 4
-  for (int i = 0; i < kLanes; i += kPart) {
-    const Floats first = row(i), second = row(i + 1), third = row(i + 2), fourth = row(i + 3);
-    const Floats a = zip<1, 0>(first, second, lanes), b = zip<1, 2>(first, second, lanes);
-    const Floats c = zip<1, 0>(third, fourth, lanes), d = zip<1, 2>(third, fourth, lanes);
-    block[i] = zip<2, 0>(a, c, lanes), block[i + 1] = zip<2, 2>(a, c, lanes);
-    block[i + 2] = zip<2, 0>(b, d, lanes), block[i + 3] = zip<2, 2>(b, d, lanes);
-  }
-  constexpr int kParts = kLanes / kPart;
-#pragma GCC unroll 4
-  for (int i = 0; i < kPart; ++i) {
-    if constexpr (kParts == 2) {
-      const Floats a = block[i], b = block[i + kPart];
-      block[i] = deal<0>(a, b, lanes), block[i + kPart] = deal<1>(a, b, lanes);
-    }
-    if constexpr (kParts == 4) {
-      const Floats a = block[i], b = block[i + kPart], c = block[i + 2 * kPart], d = block[i + 3 * kPart];
-      const Floats ab = deal<0>(a, b, lanes), cd = deal<0>(c, d, lanes);
-      block[i] = deal<0>(ab, cd, lanes), block[i + 2 * kPart] = deal<1>(ab, cd, lanes);
-      const Floats odd_ab = deal<1>(a, b, lanes), odd_cd = deal<1>(c, d, lanes);
-      block[i + kPart] = deal<0>(odd_ab, odd_cd, lanes), block[i + 3 * kPart] = deal<1>(odd_ab, odd_cd, lanes);
-    }
-  }
-}
 
 // The rows of `count` keys from `begin` on, in the cache.
 void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count, Place* rows) {
@@ -285,8 +139,8 @@ struct Found {
   int64_t end(const Row& row) const { return std::min(count, row.position + 1 - first); }
 };
 
-// Words of keys into `keys` `[head_dim / words, p.keys]`, whole vectors with the last key again behind it; words of values
-// into `[p.keys / words, padded]`.
+// Words of keys into `keys` `[head_dim / words, p.keys]`, whole vectors with the last key again behind it; words of
+// values into `[p.keys / words, padded]`.
 template <typename Form, typename C>
 void gather(const Problem& p, const Found& found, float* keys, float* values) {
   const int64_t padded = p.padded, stride = p.keys;
@@ -410,7 +264,9 @@ void score(const float* queries, int64_t head_dim, const Found& found, int64_t f
       }
     }
   }
-  for (int r = 0; r < R; ++r) store(scores + r * kDirectKeys, kChains == 1 ? sums[0][r] : sums[0][r] + sums[kChains - 1][r]);
+  for (int r = 0; r < R; ++r) {
+    store(scores + r * kDirectKeys, kChains == 1 ? sums[0][r] : sums[0][r] + sums[kChains - 1][r]);
+  }
 }
 
 // `sums = sums · factors + scores values`: R rows, N vectors of columns from `d` on.
