@@ -26,11 +26,11 @@ namespace quire {
 namespace {
 
 constexpr int64_t kTileRows = 192;
-constexpr int64_t kGatheredWords = 1 << 14;          // of keys and values at once,
-constexpr int64_t kLeastKeys = 64, kMostKeys = 256;  // within these bounds
+constexpr int64_t kGatheredWords = 1 << 14;  // of keys and values at once, 64 KiB of the second-level cache,
+constexpr int64_t kLeastKeys = 64, kMostKeys = 256;  // where that is so many keys
 constexpr int kDirectRows = 8;
 constexpr int64_t kDirectKeys = 256;
-static_assert(kBlockRows * kMostKeys <= kDirectRows * kDirectKeys, "the scores of a block of rows fit as well");
+static_assert(kMostKeys <= kDirectKeys && kBlockRows <= kDirectRows, "gathered keys find the same room");
 constexpr int64_t kFewRows = 32;
 constexpr int64_t kSplitFewRows = 512, kSplitManyRows = 2048;  // keys of an item at least, where there are as many
 constexpr int64_t kPlenty = 256;          // items of a request that keep all threads busy
@@ -134,9 +134,6 @@ struct Found {
   void values(int64_t begin, int64_t some, KvRow<C>* row) const {
     for (int64_t i = 0; i < some; ++i) row[i] = rows[std::min(begin + i, count - 1)] + to_values;
   }
-
-  // How many of the keys stand at a row's query or before it.
-  int64_t end(const Row& row) const { return std::min(count, row.position + 1 - first); }
 };
 
 // Words of keys into `keys` `[head_dim / words, p.keys]`, whole vectors with the last key again behind it; words of
@@ -163,7 +160,7 @@ void gather(const Problem& p, const Found& found, float* keys, float* values) {
   }
 }
 
-// A row's scores as powers of 2, capped, and lowered with their keys' distance.
+// A row's scores as powers of 2, capped, and lowered with their keys' distance. `first`: the position of the first key.
 void bend(const Problem& p, const Row& row, int64_t first, int64_t columns, float* scores) {
   const float cap = p.cap * kLog2E;
   for (int64_t i = 0; i < columns; ++i) {
@@ -184,12 +181,13 @@ void hide(int64_t begin, int64_t end, int64_t columns, float* scores) {
   }
 }
 
-// One row's scores become weights. Returns what the sums before are to be multiplied by.
-float soften(const Problem& p, const Found& found, int64_t columns, Row& row, float* scores) {
+// One row's scores of the keys from position `first` on, of which `count` are there, become weights. Returns what the
+// sums before are to be multiplied by.
+float soften(const Problem& p, int64_t first, int64_t count, int64_t columns, Row& row, float* scores) {
   const bool is_bent = p.cap > 0.0f || p.slopes;
-  if (is_bent) bend(p, row, found.first, columns, scores);
+  if (is_bent) bend(p, row, first, columns, scores);
   const float unit = is_bent ? 1.0f : p.unit;
-  const int64_t begin = p.begin(row.position) - found.first, end = found.end(row);
+  const int64_t begin = p.begin(row.position) - first, end = std::min(count, row.position + 1 - first);
   if (begin > 0 || end < columns * kLanes) hide(begin, end, columns, scores);
   Floats top = broadcast(kLowest);
   for (int64_t i = 0; i < columns; ++i) top = max(load(scores + i * kLanes), top);
@@ -310,7 +308,7 @@ void attend_directly(const Problem& p, Scratch& scratch, const Found& found) {
   float factors[R];
   for (int r = 0; r < R; ++r) {
     float* scores = scratch.scores + r * kDirectKeys;
-    factors[r] = soften(p, found, columns, scratch.rows[r], scores);
+    factors[r] = soften(p, found.first, found.count, columns, scratch.rows[r], scores);
     Form::pack(scores, columns * kLanes, scores);
   }
   int64_t d = 0;
@@ -327,26 +325,26 @@ constexpr auto direct(std::integer_sequence<int, R...>) {
   return std::array{attend_directly<Form, C, R + 1>...};
 }
 
-// A block of rows at a time, past gathered keys and values.
+// A block of rows at a time, past those of the gathered keys and values that one of its rows sees.
 template <typename Form>
 void attend_gathered(const Problem& p, Scratch& scratch, const Found& found, int64_t rows) {
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, words = p.head_dim / Form::kPerWord;
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t first = block * rows / blocks, few = (block + 1) * rows / blocks - first;
-    const int64_t begin = std::max<int64_t>(0, p.begin(scratch.rows[first].position) - found.first);
-    const int64_t end = found.end(scratch.rows[first + few - 1]), columns = vectors(end);
+    const int64_t begin = std::max<int64_t>(0, p.begin(scratch.rows[first].position) - found.first) / kLanes * kLanes;
+    const int64_t end = std::min(found.count, scratch.rows[first + few - 1].position + 1 - found.first);
     if (end <= begin) continue;
-    multiply<Form>(few, columns, scratch.queries + first * words, words, scratch.keys, p.keys, scratch.scores, p.keys,
-                   words, nullptr);
+    const int64_t columns = vectors(end - begin), depth = (end - begin + Form::kPerWord - 1) / Form::kPerWord;
+    multiply<Form>(few, columns, scratch.queries + first * words, words, scratch.keys + begin, p.keys, scratch.scores,
+                   p.keys, words, nullptr);
     float factors[kBlockRows];
     for (int64_t i = 0; i < few; ++i) {
       float* scores = scratch.scores + i * p.keys;
-      factors[i] = soften(p, found, columns, scratch.rows[first + i], scores);
+      factors[i] = soften(p, found.first + begin, found.count - begin, columns, scratch.rows[first + i], scores);
       Form::pack(scores, columns * kLanes, scores);
     }
-    const int64_t from = begin / Form::kPerWord, to = (end + Form::kPerWord - 1) / Form::kPerWord;
-    multiply<Form>(few, p.padded / kLanes, scratch.scores + from, p.keys, scratch.values + from * p.padded, p.padded,
-                   scratch.sums + first * p.padded, p.padded, to - from, factors);
+    multiply<Form>(few, p.padded / kLanes, scratch.scores, p.keys, scratch.values + begin / Form::kPerWord * p.padded,
+                   p.padded, scratch.sums + first * p.padded, p.padded, depth, factors);
   }
 }
 
@@ -484,7 +482,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
             static_cast<float>(scale) * kLog2E, static_cast<float>(softcap), window ? window : kNoWindow,
             of_heads(sinks), of_heads(slopes), at::empty(query.sizes(), query.options()), Places(cache, head_dim),
             query.size(1) / kv_heads,
-            head_dim, vectors(head_dim) * kLanes, kLeastKeys, {}, {}, nullptr};
+            head_dim, vectors(head_dim) * kLanes, 0, {}, {}, nullptr};
   for_form(p, [&]<typename Form, typename>() {
     p.keys = std::clamp(kGatheredWords / (2 * p.padded / Form::kPerWord) / kLanes * kLanes, kLeastKeys, kMostKeys);
   });

@@ -15,6 +15,7 @@ namespace quire {
 constexpr int kBlockRows = 6;
 constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;  // with kBlockRows: the sums fill three quarters of the registers
 
+// Words that are numbers.
 struct Numbers {
   static constexpr int kPerWord = 1;
 
@@ -29,8 +30,8 @@ struct Numbers {
   static void pack(const float*, int64_t, float*) {}
 };
 
-// For heads of whole vectors of pairs.
 #ifdef __AVX512BF16__
+// Words that are pairs of bfloat16: for heads of whole vectors of them.
 struct Pairs {
   static constexpr int kPerWord = 2;
   using Row = KvRow<at::BFloat16>;
@@ -93,15 +94,15 @@ void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride
   }
 }
 
-template <typename Form, int... N>
-constexpr auto multiplies(std::integer_sequence<int, N...>) {
-  return std::array{multiply<Form, N / kBlockVectors + 1, N % kBlockVectors + 1>...};
+template <typename Form, int... I>
+constexpr auto blocks(std::integer_sequence<int, I...>) {
+  return std::array{multiply<Form, I / kBlockVectors + 1, I % kBlockVectors + 1>...};
 }
 
 template <typename Form>
 void multiply(int64_t rows, int64_t columns, const float* a, int64_t a_stride, const float* b, int64_t b_stride,
               float* c, int64_t c_stride, int64_t depth, const float* factors) {
-  static constexpr auto kMultiply = multiplies<Form>(std::make_integer_sequence<int, kBlockRows * kBlockVectors>());
+  static constexpr auto kMultiply = blocks<Form>(std::make_integer_sequence<int, kBlockRows * kBlockVectors>());
   for (int64_t n = 0; n < columns; n += kBlockVectors) {
     const int64_t few = std::min<int64_t>(kBlockVectors, columns - n);
     kMultiply[(rows - 1) * kBlockVectors + few - 1](a, a_stride, b + n * kLanes, b_stride, c + n * kLanes, c_stride,

@@ -195,9 +195,11 @@ def test_options_are_those_of_dense_attention(
     window: int, names: tuple[str, ...], heads: int, kv_heads: int, head_dim: int
 ) -> None:
     """Over contexts that are split, tiles of few rows and of many, and first tokens, which see themselves alone."""
-    requests = [(700, 1), (2300, 40), (0, 130), (1500, 2), (511, 1), (0, 1)]
+    requests = [(700, 1), (2300, 40), (0, 130), (1500, 2), (511, 1), (0, 1), (230, 60), (0, 600)]
     case = build(requests, heads, kv_heads, head_dim, 16, **of_heads(heads, *names, window=window))
     torch.testing.assert_close(case.run(), case.expected, rtol=1e-5, atol=1e-5)
+    case = case._replace(cache=converted(case.cache, torch.bfloat16))
+    close(case.run(), case.run(reference.paged_attention), torch.bfloat16)
 
 
 @settings(max_examples=60, deadline=None)
@@ -314,12 +316,16 @@ def test_any_batch_is_that_of_the_reference(
     close(case.run(), case.run(reference.paged_attention), dtypes[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("names", [(), ALL])
-def test_neither_threads_nor_the_batch_change_a_bit(implementation: str, names: tuple[str, ...]) -> None:
+def test_neither_threads_nor_the_batch_change_a_bit(
+    implementation: str, names: tuple[str, ...], dtype: torch.dtype
+) -> None:
     if implementation == "reference":
         pytest.skip("matrix products of torch depend on their size")
     options = of_heads(6, *names, window=1000)
     case = build([(1300, 1), (3, 1), (2100, 60), (0, 70), (600, 1)], 6, 2, 64, 16, **options)
+    case = case._replace(cache=converted(case.cache, dtype))
     together, threads = case.run(), torch.get_num_threads()
     try:
         for count in (1, 2, 3):
