@@ -1,4 +1,4 @@
-"""Two hundred streams at once on two stages of two ranks, five times over."""
+"""Two hundred streams at once on two stages of two ranks, time after time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -19,7 +20,7 @@ from tests.e2e.test_openai import metric
 
 pytestmark = pytest.mark.slow
 STREAMS = 200
-ROUNDS = 6
+ROUNDS = 8
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +62,9 @@ async def test_all_streams_end_and_nothing_is_left_behind(server: Server) -> Non
             assert await asyncio.to_thread(metric, server, "quire:num_requests_running") == 0
             assert await asyncio.to_thread(metric, server, "quire:kv_cache_usage_perc") == 0
             memory.append(sum(process.memory_info().rss for process in server.family()))
-    settled = memory[2]  # decodes of most sizes are on tapes
-    assert memory[-1] < settled * 1.02, f"resident bytes after each round: {memory}"
+    # What streams leave behind comes with every round; a decode's first tape and a larger step's memory, with some.
+    least = min(after - before for before, after in pairwise(memory))
+    assert least < STREAMS * 4096, f"resident bytes after each round: {memory}"
 
 
 def test_the_books_balance_after_every_step() -> None:
