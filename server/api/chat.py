@@ -8,13 +8,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from quire.engine.errors import InvalidParameter
 from quire.engine.messages import SamplingParams
 from quire.server.api.answer import Answer, Usage
 from quire.server.api.logprobs import LEAST_LOGPROB, TokenNames, prompt_logprobs_object
-from quire.server.api.protocol import MAX_MESSAGES, GenerationRequest
+from quire.server.api.protocol import MAX_MESSAGES, GenerationRequest, OpenShape
 from quire.server.api.state import AppState, State
 from quire.server.conversation import ChatOptions
 from quire.server.output import Delta
@@ -26,29 +26,23 @@ from quire.server.tools import ToolUse, read_choice, read_tools
 router = APIRouter()
 
 
-class PastFunction(BaseModel):
+class PastFunction(OpenShape):
     """What was called; `arguments` are JSON."""
-
-    model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class PastCall(BaseModel):
+class PastCall(OpenShape):
     """A call of an earlier answer."""
-
-    model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
     type: Literal["function"] = "function"
     id: str | None = None
     function: PastFunction
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(OpenShape):
     """A message of a conversation."""
-
-    model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from quire.engine.errors import InvalidParameter
 from quire.engine.messages import RequestOutput
 from quire.engine.pooling import Pooling
 from quire.server.api.answer import while_connected
 from quire.server.api.errors import json_response
-from quire.server.api.protocol import MAX_PROMPTS, Int64, ManyTokenIds, Texts, TokenIds, tell_others
+from quire.server.api.protocol import MAX_PROMPTS, Int64, ManyTokenIds, OpenShape, Texts, TokenIds, tell_others
 from quire.server.api.state import AppState
 from quire.server.embedding import VectorOptions, to_json
 from quire.server.render import EmbeddingOptions, Prompt
@@ -33,12 +33,10 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(OpenShape):
     """What is to be embedded, and how."""
 
-    model_config = ConfigDict(
-        extra="allow", strict=True, use_attribute_docstrings=True, json_schema_extra=tell_others((), _NOT_SERVED)
-    )
+    model_config = ConfigDict(json_schema_extra=tell_others((), _NOT_SERVED))
 
     input: Annotated[
         str | Texts | TokenIds | ManyTokenIds,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pydantic_core
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.types import Message as AsgiMessage
 from starlette.types import Scope, Send
 
@@ -25,7 +25,7 @@ from quire.server.api.answer import EventStream, part, while_connected
 from quire.server.api.blocks import Block, BlockEvent, Blocks, Closed, Grown, Opened
 from quire.server.api.chat import ChatRequest, Prepared, prepare
 from quire.server.api.errors import describe, json_response
-from quire.server.api.protocol import Int64, refuse_extra, renamed, variant
+from quire.server.api.protocol import ClosedShape, Int64, OpenShape, refuse_extra, renamed, variant
 from quire.server.api.state import AppState, State
 from quire.server.service import Generation
 from quire.server.stream import EngineUnavailable, RequestFailed
@@ -72,45 +72,41 @@ _ERRORS = {
 _encode = msgspec.json.Encoder().encode
 
 
-class _Shape(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="allow", strict=True)
-
-
-class _Text(_Shape):
+class _Text(OpenShape):
     text: str
 
 
-class _Thinking(_Shape):
+class _Thinking(OpenShape):
     thinking: str
     signature: str | None = None
     """Not read: thoughts are not hidden here."""
 
 
-class _ToolUse(_Shape):
+class _ToolUse(OpenShape):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class _ToolResult(_Shape):
+class _ToolResult(OpenShape):
     tool_use_id: str
     content: str | list[dict[str, Any]] | None = None
     is_error: bool | None = None
 
 
-_TEXT: dict[str, type[_Shape]] = {"text": _Text}
-_OF_USER: dict[str, type[_Shape]] = {"text": _Text, "tool_result": _ToolResult}
-_OF_ASSISTANT: dict[str, type[_Shape]] = {"text": _Text, "thinking": _Thinking, "tool_use": _ToolUse}
+_TEXT: dict[str, type[OpenShape]] = {"text": _Text}
+_OF_USER: dict[str, type[OpenShape]] = {"text": _Text, "tool_result": _ToolResult}
+_OF_ASSISTANT: dict[str, type[OpenShape]] = {"text": _Text, "thinking": _Thinking, "tool_use": _ToolUse}
 
 
-class MessageTurn(_Shape):
+class MessageTurn(OpenShape):
     """A turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
-class MessageTool(_Shape):
+class MessageTool(OpenShape):
     """A function that the model may call."""
 
     name: str
@@ -120,45 +116,37 @@ class MessageTool(_Shape):
     strict: bool | None = None
 
 
-class MessageToolChoice(_Shape):
+class MessageToolChoice(ClosedShape):
     """What the model may or must call."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", strict=True)
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class MessageThinking(_Shape):
+class MessageThinking(ClosedShape):
     """Whether the model is to think; adaptive leaves it to the model."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", strict=True)
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
     display: Literal["summarized"] | None = None
 
 
-class MessageFormat(_Shape):
+class MessageFormat(ClosedShape):
     """A format that the answer is held to."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", strict=True)
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class MessageOutputConfig(_Shape):
+class MessageOutputConfig(ClosedShape):
     """What the answer is to be like."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", strict=True)
 
     effort: Literal["low", "medium", "high", "xhigh"] | None = None
     format: MessageFormat | None = None
 
 
-class CountTokensRequest(_Shape):
+class CountTokensRequest(OpenShape):
     """The body of a request to count a conversation's tokens."""
 
     model: str
@@ -401,7 +389,7 @@ def _text(content: str | list[dict[str, Any]], param: str) -> str:
     return "\n".join(block.text for block in blocks if isinstance(block, _Text))
 
 
-def _read(kinds: Mapping[str, type[_Shape]], block: dict[str, Any], param: str) -> _Shape:
+def _read(kinds: Mapping[str, type[OpenShape]], block: dict[str, Any], param: str) -> OpenShape:
     read = variant(kinds, block, param)
     refuse_extra(read, {"type": ..., **_HARMLESS_IN_BLOCKS}, f"{param}.")
     return read

@@ -81,20 +81,28 @@ Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
-class StreamOptions(BaseModel):
-    """`stream_options`."""
+class OpenShape(BaseModel):
+    """A body or a part of one. What else stands in it is kept in `model_extra`, for `refuse_extra` to tell."""
+
+    model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
+
+
+class ClosedShape(BaseModel):
+    """A body or a part of one, with nothing else in it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class StreamOptions(ClosedShape):
+    """`stream_options`."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """vLLM's: with `include_usage`, every chunk says what has been used so far."""
 
 
-class JsonSchemaFormat(BaseModel):
+class JsonSchemaFormat(ClosedShape):
     """`response_format.json_schema`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     name: str
     """Without effect."""
@@ -105,10 +113,8 @@ class JsonSchemaFormat(BaseModel):
     """Without effect: a schema is always enforced."""
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(ClosedShape):
     """OpenAI's way to ask for structured output."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -124,10 +130,8 @@ class ResponseFormat(BaseModel):
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
-class StructuredOutputsFormat(BaseModel):
+class StructuredOutputsFormat(ClosedShape):
     """vLLM's; one of these."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     """A JSON schema, as an object or as its text."""
@@ -143,15 +147,10 @@ class StructuredOutputsFormat(BaseModel):
         return StructuredOutputs(**self.model_dump(by_alias=True))
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(OpenShape):
     """The parameters of chat and completions alike. None: the model's default, or else the API's."""
 
-    model_config = ConfigDict(
-        extra="allow",
-        strict=True,
-        use_attribute_docstrings=True,
-        json_schema_extra=tell_others(_HARMLESS, _NOT_SERVED),
-    )
+    model_config = ConfigDict(json_schema_extra=tell_others(_HARMLESS, _NOT_SERVED))
 
     model: str | None = None
     """May be left out: one model is served. Any of its names is accepted, and told in the answer."""
@@ -268,7 +267,7 @@ class GenerationRequest(BaseModel):
             raise InvalidParameter(f"logit_bias: the keys must be token ids: {error}", "logit_bias") from None
 
 
-M = TypeVar("M", bound=BaseModel)
+M = TypeVar("M", bound=OpenShape)
 
 
 def variant(kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, default: str | None = None) -> M:
@@ -284,7 +283,7 @@ def variant(kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, 
         raise InvalidParameter(f"{where}: {problem['msg']}", where) from None
 
 
-def refuse_extra(model: BaseModel, harmless: Mapping[str, Any], param: str = "") -> None:
+def refuse_extra(model: OpenShape, harmless: Mapping[str, Any], param: str = "") -> None:
     """Raise `InvalidParameter` for the first field without a meaning here.
 
     Null is always accepted; so is what `harmless` names: with `...` any value, with a tuple one of these.

@@ -7,7 +7,6 @@ plain text (`content`), so that there is nothing to be encrypted or summarized.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from starlette.types import Send
 
 from quire.engine.errors import InvalidParameter
@@ -24,7 +23,8 @@ from quire.server.api.answer import EventStream, part, while_connected
 from quire.server.api.blocks import Block, BlockEvent, Blocks, Closed, Grown, Opened
 from quire.server.api.chat import ChatRequest, Prepared, prepare
 from quire.server.api.errors import ResponseNotFound, json_response
-from quire.server.api.protocol import Int64, refuse_extra, renamed, variant
+from quire.server.api.items import Turns, is_json_object
+from quire.server.api.protocol import ClosedShape, Int64, OpenShape, refuse_extra, renamed, variant
 from quire.server.api.state import AppState, State
 from quire.server.api.store import Kept
 from quire.server.service import Generation
@@ -44,16 +44,6 @@ _HARMLESS: Mapping[str, Any] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-_HARMLESS_IN_ITEMS: Mapping[str, Any] = {
-    "type": ...,
-    "id": ...,
-    "status": ...,
-    "phase": ...,
-    "encrypted_content": ...,
-    "summary": ...,
-    "caller": ({"type": "direct"},),
-}
-_HARMLESS_IN_PARTS: Mapping[str, Any] = {"type": ..., "annotations": ..., "logprobs": ...}
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -70,59 +60,14 @@ _Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled
 _encode = msgspec.json.Encoder().encode
 
 
-class _Shape(BaseModel):
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="allow", strict=True)
-
-
-class _Closed(_Shape):
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", strict=True)
-
-
-class _Part(_Shape):
-    text: str
-
-
-class _Refusal(_Shape):
-    refusal: str
-
-
-class _Message(_Shape):
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[dict[str, Any]]
-
-
-class _Reasoning(_Shape):
-    content: list[dict[str, Any]] | None = None
-
-
-class _Call(_Shape):
-    call_id: str
-    name: str
-    arguments: str
-
-
-class _CallOutput(_Shape):
-    call_id: str
-    output: str | list[dict[str, Any]]
-
-
-class _Tool(_Shape):
+class _Tool(OpenShape):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-_ITEMS: dict[str, type[_Shape]] = {
-    "message": _Message,
-    "reasoning": _Reasoning,
-    "function_call": _Call,
-    "function_call_output": _CallOutput,
-}
-_PARTS: dict[str, type[_Shape]] = {"input_text": _Part, "output_text": _Part, "refusal": _Refusal}
-
-
-class ResponseTextFormat(_Closed):
+class ResponseTextFormat(ClosedShape):
     """What the text is held to."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -142,14 +87,14 @@ class ResponseTextFormat(_Closed):
         return {"type": self.type, **({"json_schema": given} if given else {})}
 
 
-class ResponseText(_Closed):
+class ResponseText(ClosedShape):
     """What the text is to be like."""
 
     format: ResponseTextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ResponseReasoning(_Closed):
+class ResponseReasoning(ClosedShape):
     """How the model is to think. Summaries are not made: the thoughts themselves are told."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -157,7 +102,7 @@ class ResponseReasoning(_Closed):
     generate_summary: None = None
 
 
-class ResponsesRequest(_Shape):
+class ResponsesRequest(OpenShape):
     """The body of a request for a response."""
 
     model: str | None = None
@@ -179,23 +124,20 @@ class ResponsesRequest(_Shape):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's, as in chat."""
 
-    def conversation(self, state: State) -> _Turns:
+    def conversation(self, state: State) -> Turns:
         """The messages of chat up to the answer, without instructions; raises `InvalidParameter`."""
         refuse_extra(self, _HARMLESS)
         if other := next((name for name in self.include or () if name not in _INCLUDABLE), None):
             raise InvalidParameter(f"include: {other} is not served", "include")
-        turns = _Turns([] if self.previous_response_id is None else _earlier(self.previous_response_id, state))
+        turns = Turns([] if self.previous_response_id is None else _earlier(self.previous_response_id, state))
         if isinstance(self.input, str):
-            turns.add(_Message(role="user", content=self.input), "input")
+            turns.add({"role": "user", "content": self.input}, "input")
         else:
             for at, item in enumerate(self.input):
-                where = f"input[{at}]"
-                read = variant(_ITEMS, item, where, default="message")
-                refuse_extra(read, _HARMLESS_IN_ITEMS, f"{where}.")
-                turns.add(read, where)
+                turns.add(item, f"input[{at}]")
         return turns
 
-    def places(self, turns: _Turns) -> list[str]:
+    def places(self, turns: Turns) -> list[str]:
         """Where the messages of chat come from."""
         return [*([] if self.instructions is None else ["instructions"]), *turns.places]
 
@@ -394,14 +336,14 @@ class _Response:
 
     def _messages(self) -> list[dict[str, Any]]:
         """What was said, as the messages of chat; without a call that was cut off."""
-        turns = _Turns([])
+        turns = Turns([])
         for block in self._said.blocks:
             match block.kind:
                 case "reasoning":
                     turns.think(block.text)
                 case "text":
                     turns.say(block.text)
-                case "call" if _is_json_object(block.text):
+                case "call" if is_json_object(block.text):
                     turns.call(block.call_id, block.name, block.text)
         return turns.messages
 
@@ -474,81 +416,6 @@ def _part(block: Block) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
-
-
-class _Turns:
-    """Items, one after the other, become messages of chat: thoughts, text and calls in a row are one of the model's."""
-
-    def __init__(self, messages: list[dict[str, Any]]) -> None:
-        self.messages = messages
-        self.places = ["previous_response_id"] * len(messages)
-        """For each message, the first item that it is made of."""
-
-    def add(self, item: _Shape, param: str) -> None:
-        """An item of the input; raises `InvalidParameter` about its content."""
-        self._add(item, param)
-        self.places += [param] * (len(self.messages) - len(self.places))
-
-    def _add(self, item: _Shape, param: str) -> None:
-        match item:
-            case _Message(role="assistant"):
-                self.say(_text(item.content, f"{param}.content"))
-            case _Message():
-                self.messages.append({"role": item.role, "content": _text(item.content, f"{param}.content")})
-            case _Reasoning():
-                self.think(_thoughts(item.content or (), f"{param}.content"))
-            case _Call():
-                if not _is_json_object(item.arguments):
-                    raise InvalidParameter(f"{param}.arguments must be a JSON object", f"{param}.arguments")
-                self.call(item.call_id, item.name, item.arguments)
-            case _CallOutput():
-                text = _text(item.output, f"{param}.output")
-                self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
-
-    def think(self, text: str) -> None:
-        """Thoughts come before what they lead to."""
-        if text:
-            self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
-
-    def say(self, text: str) -> None:
-        """Text comes before calls."""
-        self._turn("content", "tool_calls")["content"] = text
-
-    def call(self, call_id: str, name: str, arguments: str) -> None:
-        """Calls come last."""
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        self._turn().setdefault("tool_calls", []).append(call)
-
-    def _turn(self, *without: str) -> dict[str, Any]:
-        """The model's last message, or another one if that has some of these."""
-        last = self.messages[-1] if self.messages else {}
-        if last.get("role") != "assistant" or any(name in last for name in without):
-            self.messages.append({"role": "assistant"})
-        return self.messages[-1]
-
-
-def _text(content: str | list[dict[str, Any]], param: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for at, given in enumerate(content):
-        where = f"{param}[{at}]"
-        read = variant(_PARTS, given, where)
-        refuse_extra(read, _HARMLESS_IN_PARTS, f"{where}.")
-        texts.append(read.refusal if isinstance(read, _Refusal) else read.text if isinstance(read, _Part) else "")
-    return "\n".join(texts)
-
-
-def _thoughts(content: list[dict[str, Any]] | tuple[()], param: str) -> str:
-    parts = [variant({"reasoning_text": _Part}, given, f"{param}[{at}]") for at, given in enumerate(content)]
-    return "\n".join(read.text for read in parts)
-
-
-def _is_json_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text or "{}"), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _chat_tool(tool: dict[str, Any], param: str) -> dict[str, Any]:

@@ -6,20 +6,19 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from quire.engine.errors import InvalidParameter
 from quire.server.api.chat import ChatRequest
 from quire.server.api.errors import json_response
+from quire.server.api.protocol import ClosedShape, OpenShape
 from quire.server.api.state import AppState
 
 router = APIRouter()
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(OpenShape):
     """A `prompt`, or the `messages` (and `tools`) of a chat, of which any other field may stand here, too."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="allow", strict=True)
 
     model: str | None = None
     prompt: str | None = None
@@ -37,10 +36,8 @@ class TokenizeRequest(BaseModel):
             raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(ClosedShape):
     """Token ids."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True, extra="forbid", strict=True)
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
