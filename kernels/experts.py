@@ -8,7 +8,7 @@ the experts that have rows are called one after the other.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -101,9 +101,8 @@ class PanelExperts(Experts):
         is_int8: bool = False,
     ) -> None:
         stacked = _int8_stack if is_int8 else _stack
-        padding = -down.shape[2] % (packed.PANEL // 2)
-        first = stacked(gate_up.detach(), packed.side_by_side)
-        second = stacked(down.detach(), lambda weight: F.pad(weight, (0, padding)))
+        first = stacked(gate_up.detach(), gated=True)
+        second = stacked(down.detach(), padding=-down.shape[2] % (packed.PANEL // 2))
         biases = [
             gate_up_bias if gate_up_bias is None else torch.stack([packed.side_by_side(bias) for bias in gate_up_bias]),
             down_bias if down_bias is None else F.pad(down_bias, (0, -down_bias.shape[1] % packed.PANEL)),
@@ -122,22 +121,22 @@ def _of_place(weights: Sequence[Tensor | str | None], place: int) -> list[Tensor
     return [weight[place] for weight in weights if isinstance(weight, Tensor)]
 
 
-def _stack(weights: Tensor, arrange: Callable[[Tensor], Tensor]) -> tuple[Tensor, None]:
-    """The panels of every expert's arranged weight, in the memory of `weights` if they fit there."""
-    first = linear.word_panels(arrange(weights[0]))
+def _stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, None]:
+    """The panels of every expert's weight, with so many more columns, in the memory of `weights` if they fit there."""
+    first = linear.word_panels(F.pad(weights[0], (0, padding)), gated)
     shape = (len(weights), *first.shape)
     fits = first.numel() == weights[0].numel() and weights.is_contiguous()
     stack = weights.view(shape) if fits else weights.new_empty(shape)
     for panels, weight in zip(stack, weights, strict=True):
-        panels.copy_(linear.word_panels(arrange(weight)))
+        panels.copy_(linear.word_panels(F.pad(weight, (0, padding)), gated))
     return stack, None
 
 
-def _int8_stack(weights: Tensor, arrange: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    first, first_scales = linear.int8_panels(arrange(weights[0]))
+def _int8_stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, Tensor]:
+    first, first_scales = linear.int8_panels(F.pad(weights[0], (0, padding)), gated)
     stack, scales = (x.new_empty((len(weights), *x.shape)) for x in (first, first_scales))
     for panels, scale, weight in zip(stack, scales, weights, strict=True):
-        for to, of_expert in zip((panels, scale), linear.int8_panels(arrange(weight)), strict=True):
+        for to, of_expert in zip((panels, scale), linear.int8_panels(F.pad(weight, (0, padding)), gated), strict=True):
             to.copy_(of_expert)
     return stack, scales
 

@@ -26,6 +26,7 @@ _quantize_rows = by_device(packed.quantize_rows)
 _scale_rows = by_device(packed.scale_rows)
 _panels = by_device(packed.panels)
 _quantize_weight = by_device(packed.quantize_weight)
+_int8_panels = by_device(packed.int8_panels)
 _panel_linear = by_device(packed.panel_linear)
 _int8_linear = by_device(packed.int8_linear)
 _widened_linear = by_device(packed.widened_linear)
@@ -154,10 +155,10 @@ class Panels(Linear):
 
     def __init__(self, weight: Tensor, activation: str = "") -> None:
         self._features, self._activation = len(weight) // (2 if activation else 1), activation
-        self._weight = word_panels(_arranged(weight, activation))
+        self._weight = word_panels(weight, gated=bool(activation))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        bias = None if bias is None else _arranged(bias, self._activation)
+        bias = _arranged(bias, self._activation)
         return _panel_linear(x, self._weight, bias, self._features, self._activation)
 
     def state(self) -> list[Tensor]:
@@ -196,21 +197,18 @@ class Widened(Linear):
         return [self._weight]
 
 
-def _arranged(gate_up: Tensor, activation: str) -> Tensor:
-    return packed.side_by_side(gate_up.detach()) if activation else gate_up
+def _arranged(bias: Tensor | None, activation: str) -> Tensor | None:
+    return packed.side_by_side(bias) if bias is not None and activation else bias
 
 
-def word_panels(weight: Tensor) -> Tensor:
+def word_panels(weight: Tensor, gated: bool = False) -> Tensor:
     """`weight` `[out, in]`, float32 or bfloat16, as `panels`."""
-    return _panels(weight.detach(), 4 // weight.element_size())
+    return _panels(weight.detach(), 4 // weight.element_size(), gated)
 
 
-def int8_panels(weight: Tensor) -> tuple[Tensor, Tensor]:
+def int8_panels(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor]:
     """`weight` `[out, in]` rounded to 8 bits, as `panels` of unsigned bytes, and the scales `[panels * PANEL]`."""
-    quantized, scales = _quantize_weight(weight.detach())
-    unsigned = quantized.view(torch.uint8).add_(packed.INT8_OFFSET)  # which wraps around
-    padded = F.pad(scales, (0, -len(scales) % packed.PANEL))
-    return _panels(unsigned, 4, padding=packed.INT8_OFFSET), padded
+    return _int8_panels(weight.detach(), gated)
 
 
 class Int8(Linear):
@@ -221,10 +219,10 @@ class Int8(Linear):
 
     def __init__(self, weight: Tensor, activation: str = "") -> None:
         self._features, self._activation = len(weight) // (2 if activation else 1), activation
-        self._weight, self._scales = int8_panels(_arranged(weight, activation))
+        self._weight, self._scales = int8_panels(weight, gated=bool(activation))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        bias = None if bias is None else _arranged(bias, self._activation)
+        bias = _arranged(bias, self._activation)
         return _int8_linear(x, self._weight, self._scales, bias, self._features, self._activation)
 
     def state(self) -> list[Tensor]:

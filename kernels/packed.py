@@ -55,13 +55,26 @@ def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]
 
 PANEL = 32
 INT8_OFFSET = 128
-"""On 8-bit weights in panels, which makes them unsigned."""
+"""On 8-bit weights in panels, which makes them unsigned: it turns their highest bit over."""
 
 
-def panels(weight: Tensor, per_word: int = 1, padding: int = 0) -> Tensor:
-    """`[out, in]` → `[panels, in / per_word, PANEL, per_word]`: the words of PANEL output features side by side."""
+def panels(weight: Tensor, per_word: int = 1, gated: bool = False) -> Tensor:
+    """`[out, in]` → `[panels, in / per_word, PANEL, per_word]`: the words of PANEL output features side by side.
+
+    `gated`: the weight is of gates and ups, which are put `side_by_side`.
+    """
+    return _panels(side_by_side(weight) if gated else weight, per_word)
+
+
+def int8_panels(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor]:
+    """`[out, in]` as `panels` of 8 bits, four to a word, and scales `[panels * PANEL]`, as by `quantize_weight`."""
+    quantized, scales = quantize_weight(side_by_side(weight) if gated else weight)
+    return _panels(quantized, 4).view(torch.uint8) ^ INT8_OFFSET, F.pad(scales, (0, -len(scales) % PANEL))
+
+
+def _panels(weight: Tensor, per_word: int) -> Tensor:
     outs, ins = weight.shape
-    padded = F.pad(weight, (0, -ins % per_word, 0, -outs % PANEL), value=padding)
+    padded = F.pad(weight, (0, -ins % per_word, 0, -outs % PANEL))
     return padded.view(-1, PANEL, padded.shape[1] // per_word, per_word).transpose(1, 2).contiguous()
 
 

@@ -14,6 +14,7 @@ __all__ = [
     "apply_bitmask",
     "int4_linear",
     "int8_linear",
+    "int8_panels",
     "load",
     "packed_experts",
     "paged_attention",
@@ -63,9 +64,14 @@ def scale_rows(x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtyp
     return out
 
 
-def panels(weight: Tensor, per_word: int = 1, padding: int = 0) -> Tensor:
-    out: Tensor = torch.ops.quire.panels(weight, per_word, padding)
+def panels(weight: Tensor, per_word: int = 1, gated: bool = False) -> Tensor:
+    out: Tensor = torch.ops.quire.panels(weight, per_word, gated)
     return out
+
+
+def int8_panels(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor]:
+    quantized, scales = torch.ops.quire.int8_panels(weight, gated)
+    return quantized, scales
 
 
 def quantize_weight(weight: Tensor, steps: int = 127) -> tuple[Tensor, Tensor]:

@@ -150,53 +150,113 @@ at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& weight, const at::
   return out;
 }
 
-// `[out, in]` → [panels, words, 32, per_word], a word at a time; `padding` behind the last feature and the last input.
-template <typename Unit>
-void pack(const at::Tensor& weight, at::Tensor& out, int64_t per_word, Unit padding) {
-  const int64_t outs = weight.size(0), ins = weight.size(1), words = out.size(1), whole = ins / per_word;
-  const Unit* from = static_cast<const Unit*>(weight.const_data_ptr());
-  Unit* to = static_cast<Unit*>(out.mutable_data_ptr());
-  const auto put = [&]<int kPerWord>() {
-    constexpr int64_t kLine = 64 / sizeof(Unit) / kPerWord;  // words
-    parallel_for(0, out.size(0), grain(words * kPanel), [&](int64_t begin, int64_t end) {
-      for (int64_t panel = begin; panel < end; ++panel) {
-        Unit* const place = to + panel * words * kPanel * kPerWord;
-        const int64_t rows = std::min<int64_t>(kPanel, outs - panel * kPanel);
-        if (rows < kPanel || whole < words) std::fill_n(place, words * kPanel * kPerWord, padding);
-        for (int64_t first = 0; first < words; first += kLine) {
-          for (int64_t row = 0; row < rows; ++row) {
-            const Unit* x = from + (panel * kPanel + row) * ins;
-            for (int64_t word = first; word < std::min(first + kLine, whole); ++word) {
-              std::memcpy(place + (word * kPanel + row) * kPerWord, x + word * kPerWord, sizeof(Unit) * kPerWord);
-            }
-            if (first + kLine >= words) {
-              std::copy(x + whole * kPerWord, x + ins, place + (whole * kPanel + row) * kPerWord);
-            }
-          }
-        }
+// The rows of a weight `[out, in]` in panels: 32 side by side or, of gates with their ups behind them, 16 of either.
+class Rows {
+ public:
+  Rows(const at::Tensor& weight, bool gated)
+      : data_(static_cast<const char*>(weight.const_data_ptr())), stride_(weight.size(1) * weight.element_size()),
+        features_(weight.size(0) / (gated ? 2 : 1)), gated_(gated) {}
+
+  int64_t panels() const { return gated_ ? (features_ + kHalf - 1) / kHalf : (features_ + kPanel - 1) / kPanel; }
+
+  // Null behind the last row.
+  template <typename T>
+  const T* row(int64_t panel, int64_t place) const {
+    const int64_t feature = gated_ ? panel * kHalf + place % kHalf : panel * kPanel + place;
+    const int64_t first = gated_ && place >= kHalf ? features_ : 0;
+    return feature < features_ ? reinterpret_cast<const T*>(data_ + (first + feature) * stride_) : nullptr;
+  }
+
+ private:
+  const char* data_;
+  int64_t stride_, features_;
+  bool gated_;
+};
+
+// A panel [words, 32, per_word] of 32 rows of `ins` numbers, a line at a time; `padding` where there is no number.
+template <int kPerWord, typename Unit>
+void fill_panel(const std::array<const Unit*, kPanel>& rows, int64_t ins, int64_t words, Unit padding, Unit* panel) {
+  constexpr int64_t kLine = 64 / sizeof(Unit) / kPerWord;  // words
+  const int64_t whole = ins / kPerWord;
+  const bool is_full = std::all_of(rows.begin(), rows.end(), [](const Unit* row) { return row != nullptr; });
+  if (!is_full || whole < words) std::fill_n(panel, words * kPanel * kPerWord, padding);
+  for (int64_t first = 0; first < words; first += kLine) {
+    for (int64_t row = 0; row < kPanel; ++row) {
+      const Unit* x = rows[row];
+      if (x == nullptr) continue;
+      for (int64_t word = first; word < std::min(first + kLine, whole); ++word) {
+        std::memcpy(panel + (word * kPanel + row) * kPerWord, x + word * kPerWord, sizeof(Unit) * kPerWord);
       }
-    });
-  };
-  switch (per_word) {
-    case 1: return put.template operator()<1>();
-    case 2: return put.template operator()<2>();
-    case 4: return put.template operator()<4>();
-    default: TORCH_CHECK(false, "a word is of 1, 2 or 4 elements");
+      if (first + kLine >= words) std::copy(x + whole * kPerWord, x + ins, panel + (whole * kPanel + row) * kPerWord);
+    }
   }
 }
 
-at::Tensor panels(const at::Tensor& weight, int64_t per_word, int64_t padding) {
+template <typename Unit, int kPerWord>
+void pack(const at::Tensor& weight, bool gated, at::Tensor& out) {
+  const Rows from(weight, gated);
+  const int64_t words = out.size(1);
+  Unit* to = static_cast<Unit*>(out.mutable_data_ptr());
+  parallel_for(0, from.panels(), grain(words * kPanel), [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      std::array<const Unit*, kPanel> rows;
+      for (int place = 0; place < kPanel; ++place) rows[place] = from.row<Unit>(panel, place);
+      fill_panel<kPerWord, Unit>(rows, weight.size(1), words, 0, to + panel * words * kPanel * kPerWord);
+    }
+  });
+}
+
+// `[out, in]` → [panels, words, 32, per_word].
+at::Tensor panels(const at::Tensor& weight, int64_t per_word, bool gated) {
   const at::Tensor from = weight.contiguous();
   const int64_t words = (weight.size(1) + per_word - 1) / per_word;
-  at::Tensor out = at::empty({(weight.size(0) + kPanel - 1) / kPanel, words, kPanel, per_word}, weight.options());
-  TORCH_CHECK(padding == 0 || weight.element_size() == 1, "only bytes are padded by other than zeros");
-  switch (weight.element_size()) {
-    case 1: pack<uint8_t>(from, out, per_word, static_cast<uint8_t>(padding)); break;
-    case 2: pack<uint16_t>(from, out, per_word, 0); break;
-    case 4: pack<uint32_t>(from, out, per_word, 0); break;
-    default: TORCH_CHECK(false, "no panels of ", weight.scalar_type());
+  at::Tensor out = at::empty({Rows(from, gated).panels(), words, kPanel, per_word}, weight.options());
+  switch (weight.element_size() * 8 + per_word) {
+    case 8 + 1: pack<uint8_t, 1>(from, gated, out); break;
+    case 16 + 1: pack<uint16_t, 1>(from, gated, out); break;
+    case 16 + 2: pack<uint16_t, 2>(from, gated, out); break;
+    case 32 + 1: pack<uint32_t, 1>(from, gated, out); break;
+    default: TORCH_CHECK(false, "no panels of ", weight.scalar_type(), ", ", per_word, " to a word");
   }
   return out;
+}
+
+// A row as numbers from -steps to steps; returns their scale.
+template <typename T>
+float quantize_row(const T* x, int64_t count, float steps, int8_t* to) {
+  const float scale = largest(x, count) / steps;
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  for_vectors(count, [&](int64_t i, auto n) { store(to + i, round(load(x + i, n) * inverse), n); });
+  return scale;
+}
+
+// `[out, in]` as bytes [panels, words, 32, 4], each 128 above what it stands for, and scales [panels * 32].
+std::tuple<at::Tensor, at::Tensor> int8_panels(const at::Tensor& weight, bool gated) {
+  const at::Tensor from = weight.contiguous();
+  const Rows source(from, gated);
+  const int64_t ins = weight.size(1), words = (ins + 3) / 4, count = source.panels();
+  at::Tensor out = at::empty({count, words, kPanel, 4}, weight.options().dtype(at::kByte));
+  at::Tensor scales = at::empty({count * kPanel}, weight.options().dtype(at::kFloat));
+  auto* to = reinterpret_cast<int8_t*>(out.mutable_data_ptr<uint8_t>());
+  auto* of_rows = scales.mutable_data_ptr<float>();
+  for_type(weight.scalar_type(), [&]<typename T>() {
+    parallel_for(0, count, grain(words * kPanel), [&](int64_t begin, int64_t end) {
+      std::vector<int8_t> bytes(kPanel * ins);
+      for (int64_t panel = begin; panel < end; ++panel) {
+        std::array<const int8_t*, kPanel> rows;
+        for (int place = 0; place < kPanel; ++place) {
+          const T* x = source.row<T>(panel, place);
+          int8_t* row = bytes.data() + place * ins;
+          rows[place] = x == nullptr ? nullptr : row;
+          of_rows[panel * kPanel + place] = x == nullptr ? 0.0f : quantize_row(x, ins, kSteps, row);
+        }
+        int8_t* const panel_bytes = to + panel * words * kPanel * 4;
+        fill_panel<4, int8_t>(rows, ins, words, 0, panel_bytes);
+        for (int64_t i = 0; i < words * kPanel * 4; ++i) panel_bytes[i] ^= static_cast<int8_t>(kOffset);  // adds it
+      }
+    });
+  });
+  return {out, scales};
 }
 
 // `[out, in]` as int8 from -steps to steps, with a scale for each output feature.
@@ -210,10 +270,7 @@ std::tuple<at::Tensor, at::Tensor> quantize_weight(const at::Tensor& weight, int
       for (int64_t row = begin; row < end; ++row) {
         const T* x = from.const_data_ptr<T>() + row * ins;
         int8_t* to = out.mutable_data_ptr<int8_t>() + row * ins;
-        const float scale = largest(x, ins) / static_cast<float>(steps);
-        const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-        for_vectors(ins, [&](int64_t i, auto n) { store(to + i, round(load(x + i, n) * inverse), n); });
-        scales.mutable_data_ptr<float>()[row] = scale;
+        scales.mutable_data_ptr<float>()[row] = quantize_row(x, ins, static_cast<float>(steps), to);
       }
     });
   });
@@ -250,7 +307,8 @@ at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.def("panels(Tensor weight, int per_word, int padding) -> Tensor", panels);
+  m.def("panels(Tensor weight, int per_word, bool gated) -> Tensor", panels);
+  m.def("int8_panels(Tensor weight, bool gated) -> (Tensor, Tensor)", int8_panels);
   m.def("quantize_weight(Tensor weight, int steps) -> (Tensor, Tensor)", quantize_weight);
   m.def("panel_linear(Tensor x, Tensor weight, Tensor? bias, int features, str activation) -> Tensor", panel_linear);
   m.def("widened_linear(Tensor x, Tensor weight, Tensor? bias, int features, ScalarType type) -> Tensor", widened_linear);

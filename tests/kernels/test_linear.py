@@ -131,13 +131,23 @@ def test_compiled_rounding_is_the_references(rows: int, columns: int, scale: flo
 
 
 @settings(max_examples=60, deadline=None)
-@given(outs=st.integers(1, 70), ins=st.integers(1, 90), per_word=st.sampled_from([1, 2, 4]), data=st.data())
-def test_compiled_packing_is_the_references(outs: int, ins: int, per_word: int, data: st.DataObject) -> None:
-    dtype, padding = data.draw(
-        st.sampled_from([(torch.float32, 0), (torch.bfloat16, 0), (torch.uint8, 0), (torch.uint8, 128)])
+@given(outs=st.integers(1, 70), ins=st.integers(1, 90), gated=st.booleans(), data=st.data())
+def test_compiled_packing_is_the_references(outs: int, ins: int, gated: bool, data: st.DataObject) -> None:
+    dtype, per_word = data.draw(
+        st.sampled_from([(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.uint8, 1)])
     )
-    weight = torch.randint(0, 256, (outs, ins)).to(dtype)
-    assert torch.equal(linear._panels(weight, per_word, padding), packed.panels(weight, per_word, padding))
+    weight = torch.randint(0, 256, (outs * (1 + gated), ins)).to(dtype)
+    assert torch.equal(linear._panels(weight, per_word, gated), packed.panels(weight, per_word, gated))
+
+
+@settings(max_examples=60, deadline=None)
+@given(outs=st.integers(1, 70), ins=st.integers(1, 90), gated=st.booleans(), data=st.data())
+def test_compiled_panels_of_bytes_are_the_references(outs: int, ins: int, gated: bool, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    weight = torch.randn(outs * (1 + gated), ins, generator=torch.Generator().manual_seed(outs * ins)).to(dtype)
+    weight[outs // 2] = 0
+    for one, other in zip(linear._int8_panels(weight, gated), packed.int8_panels(weight, gated), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
