@@ -37,14 +37,19 @@ COLUMNS = (
 
 
 def merge(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs as one; of two groups with the same shape and precision the later one counts."""
+    """Several runs as one; of two groups with the same shape and precision the later one counts.
+
+    Missing is who is in none of them.
+    """
     groups = {
         (group["shape"], group["precision"]): {"measured": measured(result)} | group
         for result in results
         for group in result["groups"]
     }
     command = "\n".join(dict.fromkeys(result["command"] for result in results))
-    return results[-1] | {"groups": list(groups.values()), "command": command}
+    found = {server["peer"] for group in groups.values() for server in group["servers"]}
+    missing = {each["peer"]: each for result in results for each in result["missing"] if each["peer"] not in found}
+    return results[-1] | {"groups": list(groups.values()), "command": command, "missing": list(missing.values())}
 
 
 def values(server: dict[str, Any], column: Column) -> list[float]:

@@ -159,12 +159,14 @@ def test_a_document_has_figures_floors_and_what_is_missing() -> None:
     assert "| floor | " in text
     assert "- gone: not found" in text
     assert "2026-01-01, Quire c, rounds: 2." in text
-    later = results | {"commit": "d", "groups": [group | {"precision": "int8"}]}
+    later = results | {"commit": "d", "groups": [group | {"precision": "int8", "servers": servers[:1]}]}
+    later["missing"] = [{"peer": "other", "why": "not asked for"}]
     merged = report.merge([results, results | {"commit": "e"}, later])
     assert [each["measured"] for each in merged["groups"]] == [
         "2026-01-01, Quire e, rounds: 2",
         "2026-01-01, Quire d, rounds: 2",
     ]
+    assert merged["missing"] == results["missing"]
     assert "Quire e, rounds: 2." in report.document(merged | {"groups": merged["groups"][:1]})
 
 
