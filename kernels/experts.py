@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -123,22 +124,27 @@ def _of_place(weights: Sequence[Tensor | str | None], place: int) -> list[Tensor
 
 def _stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, None]:
     """The panels of every expert's weight, with so many more columns, in the memory of `weights` if they fit there."""
-    first = linear.word_panels(F.pad(weights[0], (0, padding)), gated)
+    panels = (linear.word_panels(_widened(weight, padding), gated) for weight in weights)
+    first = next(panels)
     shape = (len(weights), *first.shape)
     fits = first.numel() == weights[0].numel() and weights.is_contiguous()
     stack = weights.view(shape) if fits else weights.new_empty(shape)
-    for panels, weight in zip(stack, weights, strict=True):
-        panels.copy_(linear.word_panels(F.pad(weight, (0, padding)), gated))
+    for place, of_expert in zip(stack, chain((first,), panels), strict=True):
+        place.copy_(of_expert)
     return stack, None
 
 
 def _int8_stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, Tensor]:
-    first, first_scales = linear.int8_panels(F.pad(weights[0], (0, padding)), gated)
-    stack, scales = (x.new_empty((len(weights), *x.shape)) for x in (first, first_scales))
-    for panels, scale, weight in zip(stack, scales, weights, strict=True):
-        for to, of_expert in zip((panels, scale), linear.int8_panels(F.pad(weight, (0, padding)), gated), strict=True):
-            to.copy_(of_expert)
+    panels = (linear.int8_panels(_widened(weight, padding), gated) for weight in weights)
+    first = next(panels)
+    stack, scales = (x.new_empty((len(weights), *x.shape)) for x in first)
+    for expert, of_expert in enumerate(chain((first,), panels)):
+        stack[expert], scales[expert] = of_expert
     return stack, scales
+
+
+def _widened(weight: Tensor, padding: int) -> Tensor:
+    return F.pad(weight, (0, padding)) if padding else weight
 
 
 class ExpertByExpert(Experts):

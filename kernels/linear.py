@@ -26,7 +26,7 @@ _quantize_rows = by_device(packed.quantize_rows)
 _scale_rows = by_device(packed.scale_rows)
 _panels = by_device(packed.panels)
 _quantize_weight = by_device(packed.quantize_weight)
-_int8_panels = by_device(packed.int8_panels)
+int8_panels = by_device(packed.int8_panels)
 _panel_linear = by_device(packed.panel_linear)
 _int8_linear = by_device(packed.int8_linear)
 _widened_linear = by_device(packed.widened_linear)
@@ -155,7 +155,7 @@ class Panels(Linear):
 
     def __init__(self, weight: Tensor, activation: str = "") -> None:
         self._features, self._activation = len(weight) // (2 if activation else 1), activation
-        self._weight = word_panels(weight, gated=bool(activation))
+        self._weight = word_panels(weight, bool(activation))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         bias = _arranged(bias, self._activation)
@@ -206,11 +206,6 @@ def word_panels(weight: Tensor, gated: bool = False) -> Tensor:
     return _panels(weight.detach(), 4 // weight.element_size(), gated)
 
 
-def int8_panels(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """`weight` `[out, in]` rounded to 8 bits, as `panels` of unsigned bytes, and the scales `[panels * PANEL]`."""
-    return _int8_panels(weight.detach(), gated)
-
-
 class Int8(Linear):
     """Our own products of 8-bit integers: exact but for the rounding of weights and of `x` to 255 steps.
 
@@ -219,7 +214,7 @@ class Int8(Linear):
 
     def __init__(self, weight: Tensor, activation: str = "") -> None:
         self._features, self._activation = len(weight) // (2 if activation else 1), activation
-        self._weight, self._scales = int8_panels(weight, gated=bool(activation))
+        self._weight, self._scales = int8_panels(weight.detach(), bool(activation))
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
         bias = _arranged(bias, self._activation)

@@ -67,7 +67,10 @@ def panels(weight: Tensor, per_word: int = 1, gated: bool = False) -> Tensor:
 
 
 def int8_panels(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """`[out, in]` as `panels` of 8 bits, four to a word, and scales `[panels * PANEL]`, as by `quantize_weight`."""
+    """`[out, in]`, rounded as by `quantize_weight`, as `panels` of unsigned bytes, and the scales `[panels * PANEL]`.
+
+    Four bytes are a word, each INT8_OFFSET too high. `gated` as for `panels`.
+    """
     quantized, scales = quantize_weight(side_by_side(weight) if gated else weight)
     return _panels(quantized, 4).view(torch.uint8) ^ INT8_OFFSET, F.pad(scales, (0, -len(scales) % PANEL))
 

@@ -150,12 +150,17 @@ at::Tensor int4_linear(const at::Tensor& x, const at::Tensor& weight, const at::
   return out;
 }
 
-// The rows of a weight `[out, in]` in panels: 32 side by side or, of gates with their ups behind them, 16 of either.
-class Rows {
+// The rows of a contiguous weight `[out, in]` as panels hold them: 32 side by side or, of gates with their ups behind,
+// 16 of either.
+class WeightRows {
  public:
-  Rows(const at::Tensor& weight, bool gated)
-      : data_(static_cast<const char*>(weight.const_data_ptr())), stride_(weight.size(1) * weight.element_size()),
-        features_(weight.size(0) / (gated ? 2 : 1)), gated_(gated) {}
+  WeightRows(const at::Tensor& weight, bool gated)
+      : ins(weight.size(1)), data_(static_cast<const char*>(weight.const_data_ptr())),
+        stride_(ins * weight.element_size()), features_(weight.size(0) / (gated ? 2 : 1)), gated_(gated) {
+    TORCH_CHECK(!gated || weight.size(0) % 2 == 0, "there are as many ups as gates, got ", weight.size(0), " of both");
+  }
+
+  const int64_t ins;
 
   int64_t panels() const { return gated_ ? (features_ + kHalf - 1) / kHalf : (features_ + kPanel - 1) / kPanel; }
 
@@ -173,13 +178,13 @@ class Rows {
   bool gated_;
 };
 
-// A panel [words, 32, per_word] of 32 rows of `ins` numbers, a line at a time; `padding` where there is no number.
+// A panel [words, 32, per_word] of 32 rows of `ins` numbers, a line at a time; zeros where there is no number.
 template <int kPerWord, typename Unit>
-void fill_panel(const std::array<const Unit*, kPanel>& rows, int64_t ins, int64_t words, Unit padding, Unit* panel) {
+void fill_panel(const std::array<const Unit*, kPanel>& rows, int64_t ins, int64_t words, Unit* panel) {
   constexpr int64_t kLine = 64 / sizeof(Unit) / kPerWord;  // words
   const int64_t whole = ins / kPerWord;
   const bool is_full = std::all_of(rows.begin(), rows.end(), [](const Unit* row) { return row != nullptr; });
-  if (!is_full || whole < words) std::fill_n(panel, words * kPanel * kPerWord, padding);
+  if (!is_full || whole < words) std::fill_n(panel, words * kPanel * kPerWord, Unit{});
   for (int64_t first = 0; first < words; first += kLine) {
     for (int64_t row = 0; row < kPanel; ++row) {
       const Unit* x = rows[row];
@@ -192,31 +197,35 @@ void fill_panel(const std::array<const Unit*, kPanel>& rows, int64_t ins, int64_
   }
 }
 
-template <typename Unit, int kPerWord>
-void pack(const at::Tensor& weight, bool gated, at::Tensor& out) {
-  const Rows from(weight, gated);
+template <int kPerWord, typename Unit>
+void pack(const WeightRows& weight, at::Tensor& out) {
   const int64_t words = out.size(1);
   Unit* to = static_cast<Unit*>(out.mutable_data_ptr());
-  parallel_for(0, from.panels(), grain(words * kPanel), [&](int64_t begin, int64_t end) {
+  parallel_for(0, out.size(0), grain(words * kPanel), [&](int64_t begin, int64_t end) {
     for (int64_t panel = begin; panel < end; ++panel) {
       std::array<const Unit*, kPanel> rows;
-      for (int place = 0; place < kPanel; ++place) rows[place] = from.row<Unit>(panel, place);
-      fill_panel<kPerWord, Unit>(rows, weight.size(1), words, 0, to + panel * words * kPanel * kPerWord);
+      for (int place = 0; place < kPanel; ++place) rows[place] = weight.row<Unit>(panel, place);
+      fill_panel<kPerWord>(rows, weight.ins, words, to + panel * words * kPanel * kPerWord);
     }
   });
 }
 
-// `[out, in]` → [panels, words, 32, per_word].
+// `[out, in]` → [panels, words, 32, per_word], zeros behind the last feature and the last input.
 at::Tensor panels(const at::Tensor& weight, int64_t per_word, bool gated) {
   const at::Tensor from = weight.contiguous();
-  const int64_t words = (weight.size(1) + per_word - 1) / per_word;
-  at::Tensor out = at::empty({Rows(from, gated).panels(), words, kPanel, per_word}, weight.options());
-  switch (weight.element_size() * 8 + per_word) {
-    case 8 + 1: pack<uint8_t, 1>(from, gated, out); break;
-    case 16 + 1: pack<uint16_t, 1>(from, gated, out); break;
-    case 16 + 2: pack<uint16_t, 2>(from, gated, out); break;
-    case 32 + 1: pack<uint32_t, 1>(from, gated, out); break;
-    default: TORCH_CHECK(false, "no panels of ", weight.scalar_type(), ", ", per_word, " to a word");
+  const WeightRows rows(from, gated);
+  const int64_t size = weight.element_size();
+  TORCH_CHECK(size <= 4 && (per_word == 1 || (per_word == 2 && size == 2)), "no panels of ", weight.scalar_type(), ", ",
+              per_word, " to a word");
+  at::Tensor out = at::empty({rows.panels(), (rows.ins + per_word - 1) / per_word, kPanel, per_word}, weight.options());
+  if (per_word == 2) {
+    pack<2, uint16_t>(rows, out);
+  } else if (size == 1) {
+    pack<1, uint8_t>(rows, out);
+  } else if (size == 2) {
+    pack<1, uint16_t>(rows, out);
+  } else {
+    pack<1, uint32_t>(rows, out);
   }
   return out;
 }
@@ -230,11 +239,12 @@ float quantize_row(const T* x, int64_t count, float steps, int8_t* to) {
   return scale;
 }
 
-// `[out, in]` as bytes [panels, words, 32, 4], each 128 above what it stands for, and scales [panels * 32].
+// `[out, in]`, rounded, as panels of bytes, each 128 above what it stands for, and scales [panels * 32]: a panel is
+// rounded and laid out while it is in the cache.
 std::tuple<at::Tensor, at::Tensor> int8_panels(const at::Tensor& weight, bool gated) {
   const at::Tensor from = weight.contiguous();
-  const Rows source(from, gated);
-  const int64_t ins = weight.size(1), words = (ins + 3) / 4, count = source.panels();
+  const WeightRows source(from, gated);
+  const int64_t ins = source.ins, words = (ins + 3) / 4, count = source.panels();
   at::Tensor out = at::empty({count, words, kPanel, 4}, weight.options().dtype(at::kByte));
   at::Tensor scales = at::empty({count * kPanel}, weight.options().dtype(at::kFloat));
   auto* to = reinterpret_cast<int8_t*>(out.mutable_data_ptr<uint8_t>());
@@ -251,7 +261,7 @@ std::tuple<at::Tensor, at::Tensor> int8_panels(const at::Tensor& weight, bool ga
           of_rows[panel * kPanel + place] = x == nullptr ? 0.0f : quantize_row(x, ins, kSteps, row);
         }
         int8_t* const panel_bytes = to + panel * words * kPanel * 4;
-        fill_panel<4, int8_t>(rows, ins, words, 0, panel_bytes);
+        fill_panel<4>(rows, ins, words, panel_bytes);
         for (int64_t i = 0; i < words * kPanel * 4; ++i) panel_bytes[i] ^= static_cast<int8_t>(kOffset);  // adds it
       }
     });

@@ -82,7 +82,7 @@ ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PR
 
 
 class OpenShape(BaseModel):
-    """A body or a part of one. What else stands in it is kept in `model_extra`, for `refuse_extra` to tell."""
+    """A body or a part of one. What else stands in it is kept in `model_extra`: who reads it says what is refused."""
 
     model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 

@@ -146,8 +146,20 @@ def test_compiled_panels_of_bytes_are_the_references(outs: int, ins: int, gated:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     weight = torch.randn(outs * (1 + gated), ins, generator=torch.Generator().manual_seed(outs * ins)).to(dtype)
     weight[outs // 2] = 0
-    for one, other in zip(linear._int8_panels(weight, gated), packed.int8_panels(weight, gated), strict=True):
+    for one, other in zip(linear.int8_panels(weight, gated), packed.int8_panels(weight, gated), strict=True):
         assert torch.equal(one, other)
+
+
+def test_compiled_packing_refuses_what_it_cannot_lay_out(implementation: str) -> None:
+    if implementation == "reference":
+        pytest.skip("a property of the compiled kernels")
+    weight = torch.zeros(5, 8, dtype=torch.uint8)
+    for per_word in (0, 2, 4, 9):
+        with pytest.raises(RuntimeError, match=f"no panels of Byte, {per_word} to a word"):
+            linear._panels(weight, per_word)
+    for pack in (linear._panels, linear.int8_panels):
+        with pytest.raises(RuntimeError, match="as many ups as gates, got 5"):
+            pack(weight.float(), gated=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
