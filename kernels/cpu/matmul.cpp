@@ -1,4 +1,5 @@
-// The matmul of a linear layer, for weights in float32, bfloat16, 8-bit integers, and narrow ones that are widened.
+// The matmul of a linear layer, for weights in float32, bfloat16, 8-bit integers, and narrow ones that are widened; and
+// before that, once, how weights are rounded and laid out in panels.
 
 #include "activation.h"
 #include "panels.h"
