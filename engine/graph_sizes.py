@@ -16,8 +16,9 @@ from quire.engine.config import (
 from quire.engine.encoder import Encoder
 from quire.engine.errors import ConfigError
 
-_STEPS = ((8, 256), (32, 1024), (128, 1 << 20))
-"""From one size to the next, up to a size: few requests are padded little, and many sizes take long to capture."""
+_STEPS = ((8, 64), (16, 128), (32, 256), (64, 1024), (128, 1 << 20))
+"""From one size to the next, up to a size. A row of padding costs little beside the weights, which are read anyway;
+a size takes 40 to 80 ms to capture for a model of 32 layers on an H100."""
 _LAYER_BYTES = 256 << 10
 """What the driver keeps of one layer of one graph, about."""
 _TAPE_LAYER_BYTES = 4 << 10

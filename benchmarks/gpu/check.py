@@ -3,7 +3,7 @@
 It needs no network and no model files. Each part runs in a process of its own; one that fails, crashes or hangs is
 named, and the others go on.
 
-    scripts/gpu_check                                  # under 8 minutes
+    scripts/gpu_check                                  # under 10 minutes
     scripts/gpu_check --quick --only kernels model     # some parts, with less work
     scripts/gpu_check --only memory                    # 10,000 requests in 95 % of the memory, in time of its own
     scripts/gpu_check --json FILE --write docs/cuda.md
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to see whether every part works")
     parser.add_argument("--quick", action="store_true", help="fewer steps, fewer requests")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
-    parser.add_argument("--budget", type=float, default=470, metavar="SECONDS", help="for all (default: 470)")
+    parser.add_argument("--budget", type=float, default=560, metavar="SECONDS", help="for all (default: 560)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--write", type=Path, metavar="PAGE.md", help="write them between the page's two markers")
     parser.add_argument("--load", type=Path, metavar="FILE", help="measure nothing; take the figures from there")

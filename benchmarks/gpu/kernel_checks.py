@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import multiprocessing
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +22,7 @@ from quire import kernels
 from quire.kernels import dispatch, reference
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-_THREADS = 8
+_PROCESSES, _THREADS = 8, 8
 _CHOSEN = threading.Lock()
 """FlashInfer plans and runs one step after the other, as in a rank."""
 
@@ -53,17 +55,22 @@ class Errors:
 
 
 def check(lab: Lab) -> Iterator[Record]:
-    """A check for each kernel and type; what the reference serves is said, and a kernel that nothing calls is wrong."""
-    device = torch.device(lab.device)
-    torch.manual_seed(0)
-    yield _with_flashinfer(device)
-    met: set[str] = set()
-    for dtype in TYPES:
-        found = _check_type(device, dtype, tiny=lab.tiny)
-        for name, errors in found.items():
-            yield Check(f"{name}, {str(dtype)[6:]}", not errors.failures, errors.text)
-        met.update(name.split()[-1] for name in found)
-        free_memory(lab.device)
+    """A check for each kernel and type; what the reference serves is said, and a kernel that nothing calls is wrong.
+
+    On a GPU each operation has a process of its own: after an illegal memory access no call of its process succeeds.
+    """
+    yield _with_flashinfer(torch.device(lab.device))
+    operations = dict.fromkeys(name for name, _, _ in kernel_calls.calls(torch.device("cpu"), torch.float32, tiny=True))
+    check_one, met = functools.partial(_check_operation, lab), set[str]()
+    with contextlib.ExitStack() as stack:
+        each = map
+        if lab.device == "cuda":
+            spawn = multiprocessing.get_context("spawn")
+            each = stack.enter_context(ProcessPoolExecutor(_PROCESSES, spawn, max_tasks_per_child=1)).map
+        for found in each(check_one, operations):
+            for name, errors in found.items():
+                yield Check(name, not errors.failures, errors.text)
+                met.add(name.partition(",")[0].split()[-1])
     unmet = sorted(set(_triton_names()) - met) if lab.device == "cuda" else []
     yield Check("every Triton kernel is called here", not unmet, ", ".join(unmet) or "none is left out")
     yield Note(served(lab.device))
@@ -81,12 +88,31 @@ def _with_flashinfer(device: torch.device) -> Note:
     return Note("what is checked as chosen is FlashInfer's, where it serves")
 
 
-def _check_type(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> dict[str, Errors]:
+def _check_operation(lab: Lab, operation: str) -> dict[str, Errors]:
+    """By module, operation and type."""
+    device, found = torch.device(lab.device), dict[str, Errors]()
+    torch.manual_seed(0)
+    for dtype in TYPES:
+        try:
+            if lab.device == "cuda" and not found and operation == "paged_attention":
+                _with_flashinfer(device)
+            errors_of = _check_type(device, dtype, operation, tiny=lab.tiny)
+            found |= {f"{name}, {str(dtype)[6:]}": errors for name, errors in errors_of.items()}
+            free_memory(lab.device)
+        except Exception as error:  # the device is lost: what was found until now counts
+            first = str(error).partition("\n")[0]
+            found[f"device after {operation}, {str(dtype)[6:]}"] = Errors(failures=[f"{type(error).__name__}: {first}"])
+            break
+    return found
+
+
+def _check_type(device: torch.device, dtype: torch.dtype, only: str = "", *, tiny: bool) -> dict[str, Errors]:
     """By module and operation. On a GPU several at once, as most of the time goes into compiling."""
     results: dict[str, Errors] = {}
     work = [
         (results.setdefault(f"{name} {operation}", Errors()), sizes, call, module)
         for operation, sizes, call in kernel_calls.calls(device, dtype, tiny=tiny)
+        if only in ("", operation)
         for name, module in _implementations(operation, device.type)
     ]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.kernels.cache import LARGEST
 
-_PARTS, _PART_KEYS, _PART_GROWTH = 32, 128, 4
+_PARTS, _PART_KEYS, _PART_GROWTH = 32, 128, 8
 """A decode is cut into so many parts at most, of so many keys at least, and of this times the root of their number."""
 _PROGRAMS = 16 * 132
 """Of a decode kernel: some waves over an H100's multiprocessors. They share the parts, whatever their number."""
@@ -430,8 +430,10 @@ def _join_kernel(
         tl.store(to + column, mixed.to(out.dtype.element_ty), column < head_dim)
 
 
-def _pieces(head_dim: int) -> tuple[int, int]:
-    """`head_dim` in one or two powers of two of at least 16, which together are no more than needed."""
+def _pieces(head_dim: int, *, in_one: bool = False) -> tuple[int, int]:
+    """`head_dim` in one or two powers of two of at least 16, which together are no more than needed; or `in_one`."""
+    if in_one:
+        return max(16, triton.next_power_of_2(head_dim)), 0
     first = max(16, 1 << (head_dim.bit_length() - 1))
     rest = max(16, triton.next_power_of_2(head_dim - first)) if head_dim > first else 0
     return (2 * first, 0) if rest == first else (first, rest)
@@ -499,10 +501,13 @@ def paged_attention(
     }
     if tokens > requests:  # no request has none, so some have several
         queries = most_rows // of_heads
+        # Triton 3.6 miscompiles the products of warp groups (64 rows or more) with 8-bit numbers in two pieces: on an
+        # H100 they read past the shared memory, or add up wrong.
+        whole = _pieces(head_dim, in_one=is_quantized and most_rows >= 64)
         _prompts_kernel[tokens // queries + requests, kv_heads, triton.cdiv(group, of_heads)](
             *(*memory, sequence_lengths, query_starts, sinks_, slopes_, out, requests, group, *scores),
             *(*strides[0], out.stride(0), out.stride(1), *strides[1]),
-            **options,
+            **(options | dict(zip(("FIRST", "REST"), whole, strict=True))),
             SINKS=sinks is not None,
             HEADS=of_heads,
             QUERIES=queries,

@@ -481,7 +481,7 @@ def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypa
     def sizes(**changes: Any) -> tuple[int, ...]:
         return resolve(options(model, device="cuda", **changes)).graphs.sizes
 
-    assert sizes() == (1, 2, 4, *range(8, 257, 8))
+    assert sizes() == (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
     assert sizes(max_num_seqs=1) == (1,)
     assert sizes(max_num_seqs=3) == (1, 2, 3)
     assert sizes(max_num_seqs=20) == (1, 2, 4, 8, 16, 20)
