@@ -59,7 +59,12 @@ def generate(folder: Path, prompts: list[list[int]], count: int, *, trust_remote
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     torch.set_num_threads(1)  # the matrices are too small to be shared
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        trust_remote_code=trust_remote_code,
+        attn_implementation="eager",  # transformers 5.17 takes sdpa for Gemma 2, which forgets the soft cap
+    )
     settings: Any = GenerationConfig
     model.generation_config = settings(max_new_tokens=count, do_sample=False, pad_token_id=0)
     results = []
