@@ -176,7 +176,8 @@ Servers: {versions}. {cpus}; {results["threads"]} threads for every server.
 {tables(results)}
 ## Commands
 
-{"".join(map(_commands, groups))}"""
+{"".join(map(_commands, groups)).rstrip()}
+"""
 
 
 def _commands(group: dict[str, Any]) -> str:

@@ -7,8 +7,9 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import Queue
 
 import psutil
@@ -47,10 +48,23 @@ def quire(*arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str) -> Iterator[Server]:
-    """`quire serve` with these arguments, ready to answer; raises AssertionError with its output if it is not."""
+def serve(
+    *arguments: str,
+    program: Sequence[str] | None = None,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """`quire serve` with these arguments, ready to answer; raises AssertionError with its output if it is not.
+
+    `program` is the command line of another installation's `quire`.
+    """
     process = subprocess.Popen(
-        quire("serve", *arguments, "--port", "0"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*(quire() if program is None else program), "serve", *arguments, "--port", "0"],
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     server = Server(process)
     address: Queue[str | None] = Queue()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.environments import run
 from tests.e2e.serving import Server, serve
 from tests.fakes.sentence import minilm
 
@@ -30,7 +30,6 @@ CLIENTS = {
     "langchain-openai>=1,<2": "langchain_sdk.py",
     "instructor>=1,<2": "instructor_sdk.py",
 }
-OWN_ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -103,21 +102,6 @@ def environment(requirement: str, terminal: pytest.CaptureFixture[str]) -> Path:
         )
         stamp.touch()
     return python
-
-
-def run(command: list[str], failure: str, **variables: str) -> str:
-    """What a command prints; the test fails when the command does, with its output."""
-    done = subprocess.run(
-        command,
-        env=OWN_ENVIRONMENT | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        pytest.fail(f"{failure}:\n{done.stdout}", pytrace=False)
-    return done.stdout
 
 
 @pytest.mark.parametrize(("requirement", "script"), CLIENTS.items(), ids=list(CLIENTS))

@@ -1,0 +1,85 @@
+"""The wheel alone is enough: built, installed in an empty environment, and asked the README's question.
+
+The environment takes about 1.2 GB with a CPU build of torch, and is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.environments import OWN_ENVIRONMENT, run
+from tests.e2e.serving import serve
+from tests.e2e.test_openai import NODES
+from tests.test_packages import FILES, ROOT, SETUPTOOLS
+
+PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def outside() -> Iterator[Path]:
+    """A folder outside the checkout."""
+    with tempfile.TemporaryDirectory(prefix="quire-wheel-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def wheel(outside: Path) -> Path:
+    """Built from a copy of the sources, as setuptools writes beside what it builds."""
+    source = outside / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for folder in SETUPTOOLS["package-dir"].values():
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [*PIP, "wheel", "--no-deps", "--wheel-dir", str(outside / "wheels"), str(source)]
+    run(command, "the wheel cannot be built; this test needs a package index (PIP_INDEX_URL names another one)")
+    shutil.rmtree(source)
+    (built,) = (outside / "wheels").iterdir()
+    return built
+
+
+def test_the_wheel_has_every_file_of_the_packages(wheel: Path) -> None:
+    expected = {f"{package.replace('.', '/')}/{path.name}" for package, paths in FILES.items() for path in paths}
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if ".dist-info/" not in name} == expected
+
+
+def test_an_empty_environment_answers_the_question_of_the_readme(wheel: Path, outside: Path) -> None:
+    """With the torch that the other tests have. The compiled kernels are those of the other tests only where the
+    wheel's C++ is the same byte for byte, as their library is named by that.
+    """
+    environment, elsewhere = outside / "environment", outside / "elsewhere"
+    elsewhere.mkdir()
+    run([sys.executable, "-m", "venv", "--without-pip", str(environment)], "no environment can be made")
+    torch = f"torch=={metadata.version('torch').partition('+')[0]}"
+    run(
+        [*PIP, "--python", str(environment), "install", "--no-compile", torch, str(wheel)],
+        "the wheel cannot be installed; this test needs a package index (PIP_INDEX_URL names another one)",
+        cwd=elsewhere,
+    )
+    quire = str(environment / "bin" / "quire")
+    assert "serve" in run([quire, "--help"], "quire --help failed", cwd=elsewhere)
+
+    with serve(program=[quire], cwd=elsewhere, env=OWN_ENVIRONMENT) as server:
+        chat = {"messages": [{"role": "user", "content": NODES}], "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat, timeout=60).raise_for_status().json()
+    readme = (ROOT / "README.md").read_text()
+    assert f'"content": "{NODES}"' in readme
+    assert f'"content": "{answer["choices"][0]["message"]["content"]}"' in readme
+
+    log = "".join(server.lines)
+    assert f"from {environment.resolve()}/" in log, "another installation served"
+    if shutil.which(os.environ.get("CXX", "c++")):
+        assert "cannot be compiled" not in log
