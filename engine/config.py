@@ -154,13 +154,6 @@ class EngineOptions:
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of prompts that start alike")
 
-    optimization_level: int = flag(
-        0,
-        "1: compile in the background, while serving, what Quire has no kernels for (models that transformers builds), "
-        "and keep it on disk; 0: compile nothing",
-        short="-O",
-        metavar="N",
-    )
     enforce_eager: bool = flag(
         False, "give the device every step operation by operation, without CUDA graphs or, on CPU, tapes"
     )

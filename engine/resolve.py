@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from quire.engine import devices, graph_sizes, grid, model_files, optimization, pooling
+from quire.engine import devices, graph_sizes, grid, model_files, pooling
 from quire.engine.architecture import Architecture, BuiltArchitecture, Experts, Matrices, SpreadExperts
 from quire.engine.cache_groups import CacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config import (
@@ -230,8 +230,6 @@ def plan_text(config: EngineConfig) -> str:
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
         *grid.lines(parallel, arch),
     ]
-    if compiled := optimization.text(config):
-        lines.append(compiled)
     if not parallel.local_replicas:
         return f"{lines[0]}\n  {parallel.replicas} replicas, none of them on this host"
     if model.pooling is not None:
@@ -316,7 +314,6 @@ def _check_ranges(options: EngineOptions) -> None:
         value = getattr(options, name)
         if value not in (None, "auto") and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
-    optimization.check(options)
     if options.itl_target_ms is not None and not options.itl_target_ms > 0.0:
         raise ConfigError(f"--itl-target-ms must be above 0, got {options.itl_target_ms}")
     if not options.distributed_timeout_seconds > 0.0:

@@ -28,7 +28,6 @@ FLOOR = (
     "engine.log",
     "engine.messages",
     "engine.model_files",
-    "engine.optimization",
     "engine.placement",
     "engine.pooling",
     "engine.process",

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire import kernels
-from quire.engine import optimization
 from quire.engine.cache_groups import cache_specs, count_planes, place_layers
 from quire.engine.config import EngineConfig
 from quire.engine.layers.attention import Batch, LayerCache
@@ -116,7 +115,6 @@ class Runner:
         # A GPU's kernels are compiled, or loaded, when they are first launched.
         self._trials = trials.decode_steps(config) if meter is not None and model.pooling is None else iter(())
         self._shows_progress = rank == 0 and config.parallel.is_first_here
-        self._compiled_as = config if optimization.compiles(config) else None
         if isinstance(self._model, Decoder) and self._pooler is None:
             self._graphs = DecodeGraphs(self._model, self._caches, config, device, links.pipeline.stage, links.tp)
 
@@ -145,16 +143,12 @@ class Runner:
             seconds["try decodes"] = time.perf_counter() - begun
         if self._balancer is not None:
             self._balancer.settle()
-        if self._compiled_as is not None and not isinstance(self._model, Decoder | Encoder):
-            self._model.compile_aside(self._compiled_as, self._device)
         return seconds
 
     def close(self) -> None:
         """Once all steps are done, and before the ranks part: NCCL waits for the end of graphs that use it."""
         if self._graphs is not None:
             self._graphs.close()
-        if not isinstance(self._model, Decoder | Encoder):
-            self._model.close()
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:

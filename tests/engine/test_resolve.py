@@ -517,15 +517,6 @@ def test_graphs_are_counted_and_the_plan_says_why_there_are_none(
         resolve(asked)
 
 
-def test_our_own_families_leave_nothing_to_compile(tmp_path: Path) -> None:
-    own = "nothing is compiled (-O1): Quire's own implementation of this model runs on kernels"
-    assert own in plan_text(resolve(options(folder(tmp_path), optimization_level=1)))
-    assert "compiled" not in plan_text(resolve(options(folder(tmp_path))))
-    for level in (-1, 2, 3):
-        with pytest.raises(ConfigError, match=f"--optimization-level must be 0 or 1, got {level}"):
-            resolve(options(folder(tmp_path), optimization_level=level))
-
-
 def test_ranks_that_share_a_gpu_have_a_part_of_it_and_no_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

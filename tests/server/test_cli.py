@@ -39,10 +39,10 @@ FLAGS = """
 --max-body-mib --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-queue --model-impl --nnodes
 --no-allow-credentials --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-dbo --no-enable-eplb
 --no-enable-expert-parallel --no-enable-prefix-caching --no-enforce-eager --no-headless --no-trust-remote-code
---no-trust-request-chat-template --node-rank --num-redundant-experts --optimization-level --pipeline-layer-partition
+--no-trust-request-chat-template --node-rank --num-redundant-experts --pipeline-layer-partition
 --pipeline-parallel-size --port --quantization --reasoning-parser --request-timeout --revision --root-path --runner
 --scheduling-policy --seed --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
---tensor-parallel-size --tokenizer --tool-call-parser --trust-remote-code --trust-request-chat-template --uds -O -asc
+--tensor-parallel-size --tokenizer --tool-call-parser --trust-remote-code --trust-request-chat-template --uds -asc
 -dp -dpa -dpl -dpp -dpr -h -pp -q -tp
 """
 
@@ -136,7 +136,6 @@ def test_the_users_mistakes_are_one_line(
     assert "sizes that do: 1, 2, 4" in serve(capsys, *model, "-tp", "3")
     assert "invalid choice: 'int3'" in serve(capsys, *model, "-q", "int3")
     assert "invalid choice: 'float8'" in serve(capsys, *model, "--dtype", "float8")
-    assert "--optimization-level must be 0 or 1, got 3" in serve(capsys, *model, "-O3")
     assert "--api-key is empty" in serve(capsys, *model, "--api-key", "")
     assert "--ssl-certfile needs --ssl-keyfile" in serve(capsys, *model, "--ssl-certfile", "cert.pem")
     assert "--api-key-file" in serve(capsys, *model, "--api-key-file", str(tmp_path / "none"))

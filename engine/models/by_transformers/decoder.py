@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from quire.engine.architecture import BuiltArchitecture
-from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.config import ModelConfig
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.by_transformers import attention, build
@@ -18,9 +18,6 @@ from quire.engine.models.by_transformers.checkpoint import Names, needed
 from quire.engine.models.by_transformers.sharding import PlannedLinear, without_numbers
 from quire.engine.models.checkpoint import Stored
 from quire.engine.parallel import Parallel
-
-if TYPE_CHECKING:
-    from quire.engine.models.by_transformers.compiled import Compiled
 
 
 class _Given(nn.Module):
@@ -81,7 +78,6 @@ class TransformersDecoder(nn.Module):
         self._base = [build.base_of(model)]  # not another child: the shell has it
         self._given = _Given()
         self._output: type[Any] | None = None
-        self._compiled: Compiled | None = None
 
     @staticmethod
     def of(
@@ -116,25 +112,10 @@ class TransformersDecoder(nn.Module):
             if isinstance(module, PlannedLinear):
                 module.is_read_directly = without_numbers(path) in direct
 
-    def compile_aside(self, config: EngineConfig, device: torch.device) -> None:
-        """Compile the model while it serves, and run it so once that is right and faster. This rank has all of it."""
-        from quire.engine.models.by_transformers.compiled import Compiled
-
-        self._compiled = Compiled(self, config, device)
-
-    def close(self) -> None:
-        """End what `compile_aside` has begun."""
-        if self._compiled is not None:
-            self._compiled.close()
-
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
         """As `Decoder`'s: `[tokens, hidden_size]` after this stage, from that of the stage before."""
-
-        def decode() -> Tensor:
-            self.paged.begin(batch, caches)
-            return self.run(x, batch.token_ids, batch.positions)
-
-        return decode() if self._compiled is None else self._compiled(batch, caches, decode)
+        self.paged.begin(batch, caches)
+        return self.run(x, batch.token_ids, batch.positions)
 
     def run(self, x: Tensor | None, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The base model over a flat batch, its attention answered by whatever is attached."""
