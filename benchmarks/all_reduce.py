@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.config import ParallelConfig
-from quire.engine.parallel import connect
-from quire.engine.parallel.host import HostParallel
-from quire.engine.parallel.tensor import GroupParallel
+from quire.engine.config.options import ParallelConfig
+from quire.engine.distributed import connect
+from quire.engine.distributed.communicator import GroupParallel
+from quire.engine.distributed.cpu_communicator import HostParallel
 
 SIZES = [1 << power for power in range(12, 23)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

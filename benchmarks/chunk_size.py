@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire import AsyncLLM, SamplingParams
-from quire.engine.config import DEMO_MODEL
+from quire.engine.config.options import DEMO_MODEL
 
 VOCAB = 3072  # the demo model's, whose tokenizer it borrows
 LENGTH = 4096

@@ -22,11 +22,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from quire.engine.architecture import Architecture, Attention, FeedForward, Layer, Norm
-from quire.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from quire.engine.messages import SamplingParams, StepPlan, StepResult, Submit
-from quire.engine.scheduler import Scheduler
-from quire.engine.worker.batch import RequestStates
+from quire.engine.config.options import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from quire.engine.models.model_spec import Architecture, Attention, FeedForward, Layer, Norm
+from quire.engine.protocol.messages import SamplingParams, StepPlan, StepResult, Submit
+from quire.engine.scheduler.scheduler import Scheduler
+from quire.engine.worker.input_batch import RequestStates
 
 SIZES = (1, 32, 64, 256, 1024)
 BLOCK = 16

@@ -30,13 +30,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.config.resolve import resolve
+from quire.engine.distributed import connect
+from quire.engine.distributed.expert_group import GroupPeers, Pending
 from quire.engine.executor.nodes import set_interfaces
-from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
-from quire.engine.parallel import connect
-from quire.engine.parallel.experts import GroupPeers, Pending
-from quire.engine.resolve import resolve
-from quire.engine.worker.runner import Runner
+from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.worker.model_runner import Runner
 
 BACKENDS: tuple[Literal["allgather_reducescatter", "all_to_all"], ...] = ("allgather_reducescatter", "all_to_all")
 MODEL = {

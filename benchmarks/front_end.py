@@ -49,9 +49,18 @@ def core(requests: str, responses: list[str], pace: float) -> None:
     import msgspec
     import zmq
 
-    from quire.engine.config import DEMO_MODEL
-    from quire.engine.messages import Abort, EngineStats, Outputs, Ready, RequestOutput, Shutdown, Submit, ToCore
-    from quire.server.tokenizer import Tokenizer
+    from quire.engine.config.options import DEMO_MODEL
+    from quire.engine.protocol.messages import (
+        Abort,
+        EngineStats,
+        Outputs,
+        Ready,
+        RequestOutput,
+        Shutdown,
+        Submit,
+        ToCore,
+    )
+    from quire.server.frontend.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(DEMO_MODEL)
     pieces = [i for i in range(8, tokenizer.backend.get_vocab_size()) if "\ufffd" not in tokenizer.token_text(i)]
@@ -99,15 +108,15 @@ def core(requests: str, responses: list[str], pace: float) -> None:
 
 def server(pace: float, arguments: list[str]) -> int:
     """`quire serve` with the stand-in for its core."""
-    from quire.engine.launch import Endpoints
-    from quire.server import service
+    from quire.engine.core.launch import Endpoints
     from quire.server.cli.main import main
+    from quire.server.frontend import frontend
 
     def start_core(config: object, endpoints: Endpoints, log_level: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, __file__, "--pace", str(pace), "--core", endpoints.requests[0], *endpoints.responses]
         return subprocess.Popen(command, stdin=subprocess.PIPE)
 
-    service.start_core = start_core  # type: ignore[attr-defined,assignment]
+    frontend.start_core = start_core  # type: ignore[attr-defined,assignment]
     return main(["serve", "--port", "0", "--device", "cpu", *arguments])
 
 

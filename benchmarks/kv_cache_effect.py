@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.engine.config import DEMO_MODEL, EngineOptions
-from quire.engine.errors import ConfigError
-from quire.engine.resolve import Sizes, human, resolve
-from quire.server.cli.bench import picture
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
+from quire.engine.config.resolve import Sizes, human, resolve
+from quire.engine.protocol.errors import ConfigError
+from quire.server.cli.bench import plot
 
 SHAPE = {
     "architectures": ["LlamaForCausalLM"],
@@ -99,7 +99,7 @@ def draw(file: str, rooms: Sequence[Room], rates: Sequence[float], gains: Sequen
     from matplotlib.figure import Figure
 
     names = [f"TP {room.tensor_parallel_size}" for room in rooms]
-    with matplotlib.rc_context(picture.STYLE):
+    with matplotlib.rc_context(plot.STYLE):
         figure = Figure(figsize=(9, 3.2), layout="constrained")
         memory, blocks, speed = figure.subplots(1, 3)
         bottom = [0.0] * len(rooms)
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw a picture (.svg, .png)")
     options = parser.parse_args()
     if options.plot:
-        picture.check(options.plot)
+        plot.check(options.plot)
     # Threads that spin for others would lose most on a busy machine, and a single rank has more of them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     length = options.input_len + options.output_len

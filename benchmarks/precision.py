@@ -21,11 +21,11 @@ import torch
 from transformers import AutoTokenizer
 
 from quire import LLM, SamplingParams, kernels
-from quire.engine.config import DEMO_MODEL, EngineOptions
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.distributed import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
-from quire.engine.models.loading import load
-from quire.engine.parallel import Parallel
-from quire.engine.resolve import resolve
+from quire.engine.models.loader import load
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))
 from demo_chats import NEW_CITIES, held_out

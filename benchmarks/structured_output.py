@@ -28,12 +28,12 @@ import torch
 
 from quire import kernels
 from quire.engine import executor as executors
-from quire.engine.config import DEMO_MODEL, EngineConfig, EngineOptions
+from quire.engine.config.options import DEMO_MODEL, EngineConfig, EngineOptions
+from quire.engine.config.resolve import resolve
 from quire.engine.executor import Executor, Pending
-from quire.engine.grammar import Grammars
-from quire.engine.messages import SamplingParams, StepPlan, StructuredOutputs, Submit
-from quire.engine.resolve import resolve
-from quire.engine.scheduler import Scheduler
+from quire.engine.protocol.messages import SamplingParams, StepPlan, StructuredOutputs, Submit
+from quire.engine.scheduler.grammar import Grammars
+from quire.engine.scheduler.scheduler import Scheduler
 
 REQUESTS = 32
 CONSTRAINED = (0, 1, 16, 32)

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from quire import kernels
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
-from quire.engine.parallel import connect
-from quire.engine.parallel.host import HostParallel
-from quire.engine.resolve import resolve
-from quire.engine.worker.runner import Runner
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.distributed import connect
+from quire.engine.distributed.cpu_communicator import HostParallel
+from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.worker.model_runner import Runner
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 
 from quire import LLM, SamplingParams
-from quire.engine.config import EngineOptions
+from quire.engine.config.options import EngineOptions
 
 PROMPTS = ["What is tensor parallelism?", "What is pipeline parallelism?", "Which flag sets the port?", "Who are you?"]
 

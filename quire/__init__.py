@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.engine.messages import SamplingParams, StructuredOutputs
+    from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
     from quire.server.llm import LLM, AsyncLLM, EmbeddingResult, RequestResult
 
 __all__ = ["LLM", "AsyncLLM", "EmbeddingResult", "RequestResult", "SamplingParams", "StructuredOutputs"]
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in ("SamplingParams", "StructuredOutputs"):
-        from quire.engine import messages
+        from quire.engine.protocol import messages
 
         return getattr(messages, name)
     if name in __all__:

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from starlette.routing import Route
 
-from quire.server.api.app import create_app
-from quire.server.api.state import State
-from quire.server.service import Service
+from quire.server.app import create_app
+from quire.server.frontend.frontend import Service
+from quire.server.http.state import State
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 COMMAND = ".venv/bin/python scripts/api_docs.py"

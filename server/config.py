@@ -1,4 +1,4 @@
-"""What `quire serve` can be told about its text side (for the rest see `quire.engine.config.EngineOptions`)."""
+"""What `quire serve` can be told about its text side (for the rest see `quire.engine.config.options.EngineOptions`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import ssl
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.engine.config import flag
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import flag
+from quire.engine.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

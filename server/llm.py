@@ -16,17 +16,17 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 from tqdm import tqdm
 
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.messages import RequestOutput, SamplingParams
-from quire.engine.resolve import fetch_weights, resolve
-from quire.server.conversation import ChatOptions, Message
-from quire.server.embedding import VectorOptions
-from quire.server.hosts import meet
-from quire.server.output import Delta, SequenceText
-from quire.server.parsers.events import ToolCall
-from quire.server.parsers.output import Reading
-from quire.server.render import ChatFormats, EmbeddingOptions, Prompt
-from quire.server.results import (
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.protocol.messages import RequestOutput, SamplingParams
+from quire.server.frontend.conversation import ChatOptions, Message
+from quire.server.frontend.dp_coordinator import meet
+from quire.server.frontend.embedding_output import VectorOptions
+from quire.server.frontend.frontend import Service
+from quire.server.frontend.output_processor import Delta, SequenceText
+from quire.server.frontend.renderer import ChatFormats, EmbeddingOptions, Prompt
+from quire.server.frontend.tools import ToolUse, read_choice, read_tools
+from quire.server.llm_outputs import (
     Completion,
     EmbeddingResult,
     Logprob,
@@ -35,8 +35,8 @@ from quire.server.results import (
     completion,
     prompt_logprobs,
 )
-from quire.server.service import Service
-from quire.server.tools import ToolUse, read_choice, read_tools
+from quire.server.parsers.events import ToolCall
+from quire.server.parsers.output_parser import Reading
 
 __all__ = ["LLM", "AsyncLLM", "Completion", "EmbeddingResult", "Logprob", "RequestResult", "ToolCall"]
 
@@ -49,7 +49,8 @@ T = TypeVar("T")
 class AsyncLLM:
     """A model inside an asyncio program. The engine starts with the first request, or with `start`.
 
-    `options` are the fields of `quire.engine.config.EngineOptions`. Raises `ConfigError` for what cannot be served.
+    `options` are the fields of `quire.engine.config.options.EngineOptions`. Raises `ConfigError` for what cannot be
+    served.
     """
 
     def __init__(
@@ -167,8 +168,8 @@ class AsyncLLM:
 class LLM:
     """A model inside a script: `LLM("model").generate(prompts, params)`. It runs until `shutdown` or the script's end.
 
-    `options` are the fields of `quire.engine.config.EngineOptions`. Raises `ConfigError` for what cannot be served,
-    `EngineUnavailable` when loading fails.
+    `options` are the fields of `quire.engine.config.options.EngineOptions`. Raises `ConfigError` for what cannot be
+    served, `EngineUnavailable` when loading fails.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ def main() -> int:
 
 
 def _require_card(parser: argparse.ArgumentParser) -> None:
-    from quire.engine import devices
+    from quire.engine.config import devices
 
     if not devices.count_gpus():
         parser.error("no NVIDIA GPU is visible; --device cpu --tiny rehearses every part without one")

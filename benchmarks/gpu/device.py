@@ -15,7 +15,7 @@ import machine
 
 from gpu.lab import Lab
 from gpu.records import Check, Note, Record
-from quire.engine import devices
+from quire.engine.config import devices
 
 _PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "numpy")
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine import executor
-from quire.engine.config import EngineOptions
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import resolve
 from quire.engine.executor import Pending
-from quire.engine.messages import SamplingParams, StepPlan, Submit
-from quire.engine.resolve import resolve
-from quire.engine.scheduler import Scheduler
+from quire.engine.protocol.messages import SamplingParams, StepPlan, Submit
+from quire.engine.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

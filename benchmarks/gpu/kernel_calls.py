@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.config import EngineOptions
+from quire.engine.config.options import EngineOptions
 from quire.kernels import reference
 
 BLOCK = 16

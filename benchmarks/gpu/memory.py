@@ -13,7 +13,7 @@ from shapes import write_config, write_pair_tokenizer
 from gpu.lab import Lab
 from gpu.records import Check, Note, Record
 from quire import LLM, SamplingParams
-from quire.engine import devices
+from quire.engine.config import devices
 
 _SHARE = 0.95
 _VOCABULARY = 300

@@ -141,7 +141,7 @@ def _settle(lab: Lab) -> None:
     wanted = lab.data.get("free memory")
     if lab.device != "cuda" or wanted is None:
         return
-    from quire.engine import devices
+    from quire.engine.config import devices
 
     until = time.monotonic() + _SETTLE
     while devices.find("cuda", (1,)).memory < 0.98 * wanted and time.monotonic() < until:

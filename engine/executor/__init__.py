@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
-from quire.engine.messages import StepPlan, StepResult
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import StepPlan, StepResult
 
 STEP_TIMEOUT = 600.0
 """Seconds that a step may compute; a rank alone that takes longer counts as hung."""
 SIGN_OF_LIFE_TIMEOUT = 15.0
 """The same for a plan without rows, which costs nothing."""
 _LATER = 5.0
-"""Seconds that ranks which give up an exchange have to say so (see `quire.engine.parallel.trouble`), and in which a
+"""Seconds that ranks which give up an exchange have to say so (see `quire.engine.distributed.watchdog`), and in which a
 GPU has computed what comes before it."""
 
 

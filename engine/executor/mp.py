@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine.config import EngineConfig
+from quire.engine.config.options import EngineConfig
 from quire.engine.executor import WorkerError, patience
-from quire.engine.executor.ranks import LocalRanks, Waiting, name_late, ranks_text
-from quire.engine.messages import StepPlan, StepResult
+from quire.engine.executor.local_ranks import LocalRanks, Waiting, name_late, ranks_text
+from quire.engine.protocol.messages import StepPlan, StepResult
 
 
 class MpExecutor:

@@ -1,9 +1,9 @@
 """The ranks of one replica on several hosts, without Ray.
 
-Node 0 has the engine core. The others join it (`quire.engine.cluster`), and `serve_node` runs their ranks. Plans and
-results go over that connection, hidden states over torch.distributed. Every node resolves the options for itself, as
-its model folder and its memory are its own; what comes of them must be the same but for the number of KV blocks, of
-which all use the least.
+Node 0 has the engine core. The others join it (`quire.engine.cluster.control_plane`), and `serve_node` runs their
+ranks. Plans and results go over that connection, hidden states over torch.distributed. Every node resolves the options
+for itself, as its model folder and its memory are its own; what comes of them must be the same but for the number of KV
+blocks, of which all use the least.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from queue import Empty, SimpleQueue
 
 import msgspec
 
-from quire.engine import cluster, log, process
-from quire.engine.cluster import Ended, Follower, Hello, Leader
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.errors import ConfigError
+from quire.engine import log, process
+from quire.engine.cluster import control_plane
+from quire.engine.cluster.control_plane import Ended, Follower, Hello, Leader
+from quire.engine.cluster.ray_cluster import Placed
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.executor import WorkerError, patience
-from quire.engine.executor.ranks import LocalRanks, RankFailed, Waiting, name_late, ranks_text
-from quire.engine.messages import StepPlan, StepResult
-from quire.engine.ray_cluster import Placed
-from quire.engine.resolve import fetch_weights, resolve
+from quire.engine.executor.local_ranks import LocalRanks, RankFailed, Waiting, name_late, ranks_text
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import StepPlan, StepResult
 
 _GRACE = 2.0
 """Seconds to find out whose trouble came first, when it may have spread: a node takes a second for its own ranks."""
@@ -52,7 +53,7 @@ _NODES_OWN = frozenset(
 )
 """Options that may differ from node to node."""
 
-logger = logging.getLogger("quire.engine.nodes")
+logger = logging.getLogger("quire.engine.executor.nodes")
 
 
 class Offer(msgspec.Struct, kw_only=True):
@@ -426,10 +427,10 @@ def offer(config: EngineConfig) -> Offer:
 def introduce(options: EngineOptions, offered: Offer, config: EngineConfig | None) -> Hello:
     """This node, as the others know it; without a `config` it cannot begin. Raises as `address_towards`."""
     return Hello(
-        name=f"node {options.node_rank} ({cluster.address_towards(options.master_addr)})",
+        name=f"node {options.node_rank} ({control_plane.address_towards(options.master_addr)})",
         number=options.node_rank,
-        versions=cluster.versions(),
-        model={} if config is None else cluster.fingerprint(config.model.path),
+        versions=control_plane.versions(),
+        model={} if config is None else control_plane.fingerprint(config.model.path),
         body=msgspec.msgpack.encode(offered),
     )
 
@@ -440,8 +441,8 @@ def set_interfaces(config: EngineConfig) -> None:
     gloo would take the address of the host's name, which often is 127.0.0.1. Raises `ConfigError` when this host has no
     such interface. Processes that are started later inherit it.
     """
-    own = cluster.address_towards(config.parallel.master[0])
-    interface = cluster.interface_of(own)
+    own = control_plane.address_towards(config.parallel.master[0])
+    interface = control_plane.interface_of(own)
     if interface is None:
         raise ConfigError(f"QUIRE_HOST_IP={own}: no network interface of this host has that address")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.engine import log, process, ray_cluster
-from quire.engine.config import EngineConfig, RayPlace
-from quire.engine.errors import ConfigError
+from quire.engine import log, process
+from quire.engine.cluster import ray_cluster
+from quire.engine.cluster.ray_cluster import Placed
+from quire.engine.config.options import EngineConfig, RayPlace
 from quire.engine.executor.nodes import Lost, NodesExecutor, serve_node
-from quire.engine.ray_cluster import Placed
+from quire.engine.protocol.errors import ConfigError
 
 GROUP_SECONDS = 15.0
 """For a placement group whose devices were free a moment ago."""

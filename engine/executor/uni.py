@@ -11,12 +11,12 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.engine.config import EngineConfig
+from quire.engine.config.options import EngineConfig
 from quire.engine.executor import Pending, WorkerError, patience
-from quire.engine.messages import StepPlan, StepResult
+from quire.engine.protocol.messages import StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from quire.engine.worker.transfer import Launched
+    from quire.engine.worker.async_copies import Launched
 
 T = TypeVar("T")
 

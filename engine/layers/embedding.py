@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.distributed import Parallel
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.parallel import Parallel
 
 
 def vocab_weight(vocab_size: int, parallel: Parallel, *columns: int) -> Weight:

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
+from quire.engine.distributed import Parallel
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.parallel import Parallel
 
 
 @dataclass(frozen=True)

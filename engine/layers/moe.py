@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine import architecture
+from quire.engine.distributed import ExpertGroup, Parallel, Placement
+from quire.engine.layers.all_to_all import Exchange, Here, Routed, ToAllRanks, ToTheirRanks, share
 from quire.engine.layers.attention import Batch
-from quire.engine.layers.exchange import Exchange, Here, Routed, ToAllRanks, ToTheirRanks, share
-from quire.engine.layers.feed_forward import FeedForward
 from quire.engine.layers.linear import Linear
+from quire.engine.layers.mlp import FeedForward
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.parallel import ExpertGroup, Parallel, Placement
+from quire.engine.models import model_spec
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MixtureOfExperts(nn.Module):
     """
 
     def __init__(
-        self, spec: architecture.Experts, hidden_size: int, parallel: Parallel, group: ExpertGroup | None = None
+        self, spec: model_spec.Experts, hidden_size: int, parallel: Parallel, group: ExpertGroup | None = None
     ) -> None:
         super().__init__()
         self._parallel, self._group = parallel, group
@@ -171,7 +171,7 @@ class SharedGate(WholeLinear):
 class Router(WholeLinear):
     """Which experts a token goes to. All ranks choose alike: their logits are the same, and so is who wins a tie."""
 
-    def __init__(self, spec: architecture.Experts, hidden_size: int) -> None:
+    def __init__(self, spec: model_spec.Experts, hidden_size: int) -> None:
         super().__init__(hidden_size, spec.num_experts, bias=spec.router_bias)
         self._spec = spec
         self.correction_bias = None
@@ -207,7 +207,7 @@ class Matrices(nn.Module):
 class Experts(nn.Module):
     """The experts that a rank has. Once all weights are filled, they take the form that the device multiplies by."""
 
-    def __init__(self, spec: architecture.Experts, hidden_size: int, held: Held) -> None:
+    def __init__(self, spec: model_spec.Experts, hidden_size: int, held: Held) -> None:
         super().__init__()
         self._spec, self._held = spec, held
         self._product: kernels.Experts | None = None

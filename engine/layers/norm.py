@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.architecture import Norm
+from quire.engine.distributed import Parallel
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.parallel import Parallel
+from quire.engine.models.model_spec import Norm
 
 
 class RMSNorm(nn.Module):

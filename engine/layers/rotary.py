@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from quire.engine.architecture import Rope
+from quire.engine.models.model_spec import Rope
 
 
 class Rotary:

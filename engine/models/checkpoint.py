@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.engine.architecture import Architecture, Attention, Experts, LatentAttention, Layer, Rope
-from quire.engine.families import FAMILIES
-from quire.engine.families.family import Family
 from quire.engine.layers.weight import Shard, Weight
+from quire.engine.models.families import FAMILIES
+from quire.engine.models.families.family import Family
+from quire.engine.models.model_spec import Architecture, Attention, Experts, LatentAttention, Layer, Rope
 
 Rows = npt.NDArray[np.int64]
 

@@ -13,12 +13,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from quire.engine import model_files
-from quire.engine.config import ModelConfig
-from quire.engine.errors import ConfigError
-from quire.engine.families.quantized import Quantized
-from quire.engine.model_files import TensorInfo
+from quire.engine.config import model_files
+from quire.engine.config.model_files import TensorInfo
+from quire.engine.config.options import ModelConfig
 from quire.engine.models.dequantize import MXFP4_GROUP, Fp8, Mxfp4, Sliceable
+from quire.engine.models.families.quantized import Quantized
+from quire.engine.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -8,24 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.engine import architecture
-from quire.engine.architecture import Architecture
+from quire.engine.distributed import ExpertGroup, Parallel
 from quire.engine.layers.attention import Attention, Batch, LayerCache
 from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from quire.engine.layers.feed_forward import FeedForward
-from quire.engine.layers.latent import LatentAttention
+from quire.engine.layers.mla import LatentAttention
+from quire.engine.layers.mlp import FeedForward
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
-from quire.engine.parallel import ExpertGroup, Parallel
+from quire.engine.models import model_spec
+from quire.engine.models.model_spec import Architecture
 
 
 class DecoderLayer(nn.Module):
     """Attention and a feed-forward, one after the other or side by side, added to the residual stream."""
 
     def __init__(
-        self, spec: architecture.Layer, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
+        self, spec: model_spec.Layer, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -102,7 +102,7 @@ class DecoderLayer(nn.Module):
         return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
 
 
-def _norm(spec: architecture.Norm | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
+def _norm(spec: model_spec.Norm | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
     return None if spec is None else make_norm(spec, hidden_size)
 
 
@@ -122,25 +122,25 @@ def _apply(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
 
 
 def _attention(
-    spec: architecture.Attention | architecture.LatentAttention, hidden_size: int, parallel: Parallel
+    spec: model_spec.Attention | model_spec.LatentAttention, hidden_size: int, parallel: Parallel
 ) -> nn.Module:
     match spec:
-        case architecture.Attention():
+        case model_spec.Attention():
             return Attention(spec, hidden_size, parallel)
-        case architecture.LatentAttention():
+        case model_spec.LatentAttention():
             return LatentAttention(spec, hidden_size, parallel)
 
 
 def _feed_forward(
-    spec: architecture.FeedForward | architecture.Experts,
+    spec: model_spec.FeedForward | model_spec.Experts,
     hidden_size: int,
     parallel: Parallel,
     experts: ExpertGroup | None,
 ) -> FeedForward | MixtureOfExperts:
     match spec:
-        case architecture.FeedForward():
+        case model_spec.FeedForward():
             return FeedForward(spec, hidden_size, parallel)
-        case architecture.Experts():
+        case model_spec.Experts():
             return MixtureOfExperts(spec, hidden_size, parallel, experts)
 
 
@@ -187,7 +187,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
         )
-        self.can_stop_at_ends = last and isinstance(arch.layers[layers.stop - 1].attention, architecture.Attention)
+        self.can_stop_at_ends = last and isinstance(arch.layers[layers.stop - 1].attention, model_spec.Attention)
         """Whether batches may have `only_ends`."""
         if last:
             tied = self.embedding.weight if self.embedding is not None and arch.tie_embeddings else None
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
             x, residual = yield from layer.in_phases(x, residual, *place)
         return x if residual is None else residual + x
 
-    def _turns(self, batch: Batch) -> dict[architecture.Rope | None, Tensor]:
+    def _turns(self, batch: Batch) -> dict[model_spec.Rope | None, Tensor]:
         return {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
 
     def _embed(self, batch: Batch) -> Tensor:

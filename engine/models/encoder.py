@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine import architecture, encoder
+from quire.engine.distributed import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided
 from quire.engine.layers.norm import make_norm
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.parallel import Parallel
+from quire.engine.models import encoder_spec, model_spec
 
 
 class Table(nn.Module):
@@ -30,7 +30,7 @@ class Table(nn.Module):
 class DistanceBias(nn.Module):
     """What each of this rank's heads adds to a score for the distance from query to key (Raffel et al. 2020)."""
 
-    def __init__(self, arch: encoder.Encoder, parallel: Parallel) -> None:
+    def __init__(self, arch: encoder_spec.Encoder, parallel: Parallel) -> None:
         super().__init__()
         part = divided("", arch.layers[0].attention.num_heads, parallel)
         heads = part.length
@@ -58,7 +58,7 @@ def _buckets(distances: Tensor, count: int, furthest: int = 128) -> Tensor:
 class Attention(nn.Module):
     """Attention of every token to all tokens of its prompt, the heads cut over the ranks."""
 
-    def __init__(self, spec: architecture.Attention, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.Attention, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._head_dim, self._scale = spec.head_dim, spec.scale
         width = spec.num_heads * spec.head_dim
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """`down(activation(up(x)))`, the inner features cut over the ranks."""
 
-    def __init__(self, spec: architecture.FeedForward, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.FeedForward, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._activation = spec.activation
         self.up = ColumnParallelLinear(hidden_size, [divided("", spec.size, parallel)], bias=spec.bias)
@@ -92,10 +92,10 @@ class FeedForward(nn.Module):
 class EncoderLayer(nn.Module):
     """Attention and feed-forward, each added to the residual stream, which is normalized then."""
 
-    def __init__(self, spec: architecture.Layer, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.Layer, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        assert isinstance(spec.attention, architecture.Attention)
-        assert isinstance(spec.feed_forward, architecture.FeedForward)
+        assert isinstance(spec.attention, model_spec.Attention)
+        assert isinstance(spec.feed_forward, model_spec.FeedForward)
         assert spec.attention_post_norm is not None
         assert spec.feed_forward_post_norm is not None
         self.attention = Attention(spec.attention, hidden_size, parallel)
@@ -113,7 +113,7 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """The whole model, behind the interface of `Decoder`. It keeps no KV. Parameters are uninitialized."""
 
-    def __init__(self, arch: encoder.Encoder, parallel: Parallel) -> None:
+    def __init__(self, arch: encoder_spec.Encoder, parallel: Parallel) -> None:
         super().__init__()
         assert arch.norm is not None
         width = arch.hidden_size

@@ -30,12 +30,12 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from quire.engine import devices, grid
-from quire.engine.config import DTYPE_BYTES, EngineConfig
-from quire.engine.errors import ConfigError
-from quire.engine.messages import StepPlan
-from quire.engine.resolve import Sizes, human, limit_blocks
-from quire.engine.worker import trials
+from quire.engine.config import devices, parallel_config
+from quire.engine.config.options import DTYPE_BYTES, EngineConfig
+from quire.engine.config.resolve import Sizes, human, limit_blocks
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import StepPlan
+from quire.engine.worker import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def measure(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPl
     stage, sizes = config.parallel.stage_of(rank), Sizes.of(config)
     meter.held()
     meter.watch()
-    for plan in trials.largest_step(config):
+    for plan in warm_up.largest_step(config):
         run(plan)
     peak = meter.peak()
     gc.collect()
@@ -218,10 +218,10 @@ def _shares(config: EngineConfig, rank: int, meter: Meter, held: int) -> tuple[i
 
 
 def _longer(config: EngineConfig) -> int:
-    """Bytes that attention holds more of a sequence of full length than of the longest in `trials.largest_step`."""
+    """Bytes that attention holds more of a sequence of full length than of the longest in `warm_up.largest_step`."""
     model, tp = config.model, config.parallel.tensor_parallel_size
-    arch = grid.on_a_rank(model.architecture, config.parallel)
-    tried = max(map(sum, trials.largest_rows(config)))
+    arch = parallel_config.on_a_rank(model.architecture, config.parallel)
+    tried = max(map(sum, warm_up.largest_rows(config)))
     more = (
         layer.attention.workspace(model.max_model_len, tp) - layer.attention.workspace(tried, tp)
         for layer in arch.layers

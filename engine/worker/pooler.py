@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.pooling import Dense, Mode, Pooling
-from quire.engine.worker.batch import RequestStates, Rows
+from quire.engine.config.pooling import Dense, Mode, Pooling
+from quire.engine.worker.input_batch import RequestStates, Rows
 
 Weights = tuple[Tensor, Tensor | None]
 """Of a dense module: `[out, in]` and the bias."""

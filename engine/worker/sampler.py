@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.messages import SamplingParams, TokenLogprobs
-from quire.engine.worker.batch import Ints, RequestStates
-from quire.engine.worker.transfer import Array, send
+from quire.engine.protocol.messages import SamplingParams, TokenLogprobs
+from quire.engine.worker.async_copies import Array, send
+from quire.engine.worker.input_batch import Ints, RequestStates
 
 Bools = npt.NDArray[np.bool_]
 

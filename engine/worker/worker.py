@@ -23,16 +23,16 @@ from tqdm import tqdm
 
 from quire import kernels
 from quire.engine import log, process
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import EngineConfig
+from quire.engine.distributed import ExchangeError, Links, connect
+from quire.engine.distributed.shm_broadcast import Ring
 from quire.engine.layers.attention import attention_needs
-from quire.engine.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
-from quire.engine.parallel import ExchangeError, Links, connect
-from quire.engine.ring import Ring
-from quire.engine.worker.exhaustion import REMEDY, is_out_of_memory
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
+from quire.engine.worker.async_copies import Launched
 from quire.engine.worker.memory import CudaMeter, Meter
-from quire.engine.worker.runner import Runner
-from quire.engine.worker.transfer import Launched
+from quire.engine.worker.model_runner import Runner
+from quire.engine.worker.oom import REMEDY, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

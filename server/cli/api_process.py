@@ -24,13 +24,13 @@ import uvicorn
 import uvloop
 
 from quire.engine import log, process
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
-from quire.server.client import SHUTTING_DOWN
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import ConfigError
 from quire.server.config import ServerOptions
-from quire.server.render import ChatFormats
-from quire.server.service import Place, Service
-from quire.server.stream import EngineUnavailable
+from quire.server.frontend.engine_client import SHUTTING_DOWN
+from quire.server.frontend.frontend import Place, Service
+from quire.server.frontend.output_stream import EngineUnavailable
+from quire.server.frontend.renderer import ChatFormats
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients and load balancers keep an idle connection, so that none of them meets one just closed."""
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 def http_server(service: Service, options: ServerOptions, names: tuple[str, ...]) -> uvicorn.Server:
     """The HTTP side of a service, the same in every API process; signals are left to the caller."""
-    from quire.server.api.app import create_app
-    from quire.server.api.state import State
+    from quire.server.app import create_app
+    from quire.server.http.state import State
 
     http = uvicorn.Server(
         uvicorn.Config(

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.batch_input import Line, Problem
 
 _BEGINNING = b'{"id":"batch_req_'

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.config import flag
+from quire.engine.config.options import flag
 from quire.server.cli import flags
 from quire.server.cli.remote import Remote, RemoteOptions
 from quire.server.cli.terminal import Screen, ask_and_answer

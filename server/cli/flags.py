@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from quire.engine.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError
 
 T = TypeVar("T")
 
 
 def add_flags(group: argparse._ArgumentGroup, options: type) -> None:
-    """A flag for every field made by `quire.engine.config.flag`. Those not given leave no trace in the result."""
+    """A flag for every field made by `options.flag`. Those not given leave no trace in the result."""
     hints = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
         if "help" not in field.metadata:

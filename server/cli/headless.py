@@ -17,14 +17,14 @@ import msgspec
 import zmq
 
 from quire.engine import process
-from quire.engine.cluster import Ended
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.errors import ConfigError
-from quire.engine.launch import Endpoints, replica_config, start_core
-from quire.engine.messages import Dead, Outputs, Ready, ToServer
-from quire.engine.resolve import fetch_weights, plan_text, resolve
+from quire.engine.cluster.control_plane import Ended
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.core.launch import Endpoints, replica_config, start_core
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import Dead, Outputs, Ready, ToServer
 from quire.server.config import ServerOptions
-from quire.server.hosts import Membership
+from quire.server.frontend.dp_coordinator import Membership
 
 _WATCH_MS = 200
 _RESTART_SECONDS = 1.0

@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import Iterator
 
-from quire.engine.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError
 from quire.server.config import ServerOptions
 
 _BACKLOG = 2048

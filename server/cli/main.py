@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import quire
-from quire.engine.errors import ConfigError
-from quire.server.cli import bench, late, serve
+from quire.engine.protocol.errors import ConfigError
+from quire.server.cli import bench, lazy, serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quire", description="Serve language models bigger than one device.")
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
-        title="commands", required=True, metavar="COMMAND", parser_class=late.LateParser
+        title="commands", required=True, metavar="COMMAND", parser_class=lazy.LateParser
     )
     serve.add_parser(commands)
     for name, text, usage in (
@@ -42,6 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
         ("chat", "talk to a running server", "[flags]"),
         ("complete", "have a running server continue texts", "[flags]"),
     ):
-        late.add_parser(commands, name, f"quire.server.cli.{name.replace('-', '_')}", text, usage)
+        lazy.add_parser(commands, name, f"quire.server.cli.{name.replace('-', '_')}", text, usage)
     bench.add_parser(commands)
     return parser

@@ -12,8 +12,8 @@ from typing import Any
 
 import httpx
 
-from quire.engine.config import flag
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import flag
+from quire.engine.protocol.errors import ConfigError
 
 CONNECT_SECONDS = 10.0
 """For the connection; an answer may take as long as it takes."""

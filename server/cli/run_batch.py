@@ -24,9 +24,9 @@ import uvloop
 from tqdm import tqdm
 
 from quire.engine import log, process
-from quire.engine.config import EngineConfig, EngineOptions, flag
-from quire.engine.errors import ConfigError
-from quire.engine.resolve import fetch_weights, plan_text, resolve
+from quire.engine.config.options import EngineConfig, EngineOptions, flag
+from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags, remote
 from quire.server.cli.batch_input import Line, Problem, count_lines, read_lines
 from quire.server.cli.batch_output import Results
@@ -226,12 +226,12 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
     fetch_weights(engine, config)
     # As in `quire serve`: transformers is to leave torch out of this process.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    from quire.server.api.app import create_app
-    from quire.server.api.state import State
-    from quire.server.hosts import meet
-    from quire.server.render import ChatFormats
-    from quire.server.service import Service
-    from quire.server.stream import EngineUnavailable
+    from quire.server.app import create_app
+    from quire.server.frontend.dp_coordinator import meet
+    from quire.server.frontend.frontend import Service
+    from quire.server.frontend.output_stream import EngineUnavailable
+    from quire.server.frontend.renderer import ChatFormats
+    from quire.server.http.state import State
 
     names = options.served_model_name or (DEMO_NAME if engine.model == EngineOptions.model else engine.model,)
     service = await Service.start(
@@ -260,11 +260,11 @@ class InProcess:
     """The application itself."""
 
     def __init__(self, app: Any) -> None:
-        from quire.server.api import local
+        from quire.server.http import in_process
 
         self._app = app
-        self._post = local.post
-        self.serves = lru_cache(maxsize=1024)(lambda url: local.serves(app, "POST", url))
+        self._post = in_process.post
+        self.serves = lru_cache(maxsize=1024)(lambda url: in_process.serves(app, "POST", url))
 
     async def post(self, url: str, body: bytes) -> Answer:
         reply = await self._post(self._app, url, body)

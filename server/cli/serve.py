@@ -14,23 +14,23 @@ import time
 from typing import TYPE_CHECKING
 
 from quire.engine import log, process
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.errors import ConfigError
-from quire.engine.launch import become_node
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.core.launch import become_node
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
 from quire.server.cli.listen import address, listen
 from quire.server.config import ServerOptions
-from quire.server.keys import Keys
+from quire.server.http.api_keys import Keys
 
 if TYPE_CHECKING:
     from quire.server.cli.api_process import Siblings
-    from quire.server.hosts import Hosts
-    from quire.server.service import Service
+    from quire.server.frontend.dp_coordinator import Hosts
+    from quire.server.frontend.frontend import Service
 
 DEMO_NAME = "quire-demo"
 """What the bundled model is called when nothing else is asked for."""
 _PORT_VARIABLE = "AIP_HTTP_PORT"
-"""Vertex AI says there where it expects the server; see quire.server.api.clouds."""
+"""Vertex AI says there where it expects the server; see quire.server.http.sagemaker_vertex."""
 _FAREWELL_SECONDS = 2.0
 """For so long /health still says why the engine died, before the process ends."""
 
@@ -72,8 +72,8 @@ def run(parsed: argparse.Namespace) -> int:
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
     process.set_name("quire-api")
     # Here, as the parsers of all commands come with this module.
-    from quire.engine.resolve import fetch_weights, plan_text, resolve
-    from quire.server.hosts import meet
+    from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+    from quire.server.frontend.dp_coordinator import meet
 
     with listen(server) as listener:
         config = resolve(options)
@@ -86,7 +86,7 @@ def run(parsed: argparse.Namespace) -> int:
 
         # transformers, where it is needed for a tokenizer, imports torch when it can. In this process it cannot.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-        from quire.server.stream import EngineUnavailable
+        from quire.server.frontend.output_stream import EngineUnavailable
 
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -98,7 +98,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:
     """Raise `ConfigError` where the API is not on node 0, or a node is meant to have none and is alone."""
-    from quire.engine.grid import ranks_here
+    from quire.engine.config.parallel_config import ranks_here
 
     if server.headless and options.node_rank == 0:
         raise ConfigError(
@@ -129,9 +129,9 @@ async def _serve(
     seconds: dict[str, float],
     hosts: Hosts | None,
 ) -> int:
-    from quire.server.client import SHUTTING_DOWN
-    from quire.server.render import ChatFormats
-    from quire.server.service import Service
+    from quire.server.frontend.engine_client import SHUTTING_DOWN
+    from quire.server.frontend.frontend import Service
+    from quire.server.frontend.renderer import ChatFormats
 
     service = await Service.start(
         config,

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from quire.server.parsers.events import Content, Reasoning
-from quire.server.parsers.machine import CutOff, Machine, Steps, any_of, beginning_of, space_before
+from quire.server.parsers.incremental import CutOff, Machine, Steps, any_of, beginning_of, space_before
 
 
 @dataclass(frozen=True)

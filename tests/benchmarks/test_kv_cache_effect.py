@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine import devices
-from quire.engine.config import DEMO_MODEL, EngineOptions
-from quire.engine.errors import ConfigError
+from quire.engine.config import devices
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
+from quire.engine.protocol.errors import ConfigError
 
 BUDGET, LENGTH = 163 << 20, 192
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from quire.engine import executor as executors
-from quire.engine.config import CacheConfig, EngineConfig, SchedulerConfig
-from quire.engine.core import Core, Inbound, Wire
+from quire.engine.config.options import CacheConfig, EngineConfig, SchedulerConfig
+from quire.engine.core.engine_core import Core, Inbound, Wire
 from quire.engine.executor import Executor
-from quire.engine.messages import (
+from quire.engine.protocol.messages import (
     Alive,
     EngineStats,
     Outputs,

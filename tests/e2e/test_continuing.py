@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import DEMO_MODEL, EngineOptions
-from quire.engine.messages import RequestOutput, SamplingParams, StructuredOutputs, TokenLogprobs
-from quire.engine.resolve import resolve
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.protocol.messages import RequestOutput, SamplingParams, StructuredOutputs, TokenLogprobs
 from tests.e2e.harness import Ranks
 
 COUNT = 24

@@ -20,9 +20,9 @@ import psutil
 import pytest
 import zmq
 
-from quire.engine.config import EngineConfig, ExpertParallelConfig
-from quire.engine.launch import Endpoints, start_core
-from quire.engine.messages import (
+from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.core.launch import Endpoints, start_core
+from quire.engine.protocol.messages import (
     Dead,
     ExpertLoad,
     Outputs,

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from quire.engine.config import DEMO_MODEL, EngineOptions
-from quire.engine.messages import SamplingParams
-from quire.engine.resolve import resolve
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.e2e.serving import Server, serve
 from tests.e2e.test_openai import metric

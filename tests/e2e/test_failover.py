@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import DEMO_MODEL, EngineOptions
-from quire.engine.launch import Endpoints, start_core
-from quire.engine.messages import FinishReason, RequestOutput, SamplingParams, StructuredOutputs
-from quire.engine.resolve import resolve
-from quire.server.client import EngineClient
-from quire.server.metrics import Metrics
-from quire.server.stream import Stream
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.core.launch import Endpoints, start_core
+from quire.engine.protocol.messages import FinishReason, RequestOutput, SamplingParams, StructuredOutputs
+from quire.server.frontend.engine_client import EngineClient
+from quire.server.frontend.metrics import Metrics
+from quire.server.frontend.output_stream import Stream
 
 pytestmark = pytest.mark.slow
 

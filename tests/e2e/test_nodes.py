@@ -17,7 +17,7 @@ import openai
 import psutil
 import pytest
 
-from quire.engine.config import DEMO_MODEL
+from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import quire, serve
 from tests.namespaces import Command, Host
 from tests.namespaces import hosts as hosts

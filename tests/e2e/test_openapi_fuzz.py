@@ -13,9 +13,9 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from quire.server.api.app import create_app
-from quire.server.api.state import State
-from quire.server.service import Service
+from quire.server.app import create_app
+from quire.server.frontend.frontend import Service
+from quire.server.http.state import State
 from tests.e2e.serving import Server, serve
 
 EXAMPLES = 200

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
-from quire.engine.config import EngineOptions
-from quire.engine.resolve import resolve
-from quire.server import service as service_module
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.server.frontend import frontend as service_module
 from tests.fakes import scarce_core
 from tests.server.conftest import Server, run_server
 

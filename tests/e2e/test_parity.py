@@ -12,9 +12,9 @@ from typing import NamedTuple
 import pytest
 from torch import Tensor
 
-from quire.engine.config import DEMO_MODEL, EngineConfig, EngineOptions
-from quire.engine.messages import SamplingParams
-from quire.engine.resolve import resolve
+from quire.engine.config.options import DEMO_MODEL, EngineConfig, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import FAMILIES, generate, score, write_checkpoint
 

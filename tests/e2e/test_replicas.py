@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from quire import AsyncLLM, SamplingParams
-from quire.engine.config import DEMO_MODEL
+from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import Server, quire, serve
 from tests.models.families import CASES, SIZES, write_model
 from tests.namespaces import Command, Host, hosts

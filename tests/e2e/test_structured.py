@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, ValidationError, validators
 
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.messages import RequestOutput, SamplingParams, StructuredOutputs
-from quire.engine.resolve import resolve
-from quire.server.output import Delta, SequenceText
-from quire.server.structured import StructuredOutputCheck
-from quire.server.tokenizer import Tokenizer
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.protocol.messages import RequestOutput, SamplingParams, StructuredOutputs
+from quire.server.frontend.output_processor import Delta, SequenceText
+from quire.server.frontend.structured_outputs import StructuredOutputCheck
+from quire.server.frontend.tokenizer import Tokenizer
 from tests.e2e.harness import Ranks
 from tests.e2e.schemas import SCHEMAS
 from tests.fakes.tokenizers import write_model

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import CacheGroup, EngineConfig, EngineOptions
-from quire.engine.messages import SamplingParams
-from quire.engine.resolve import resolve
+from quire.engine.config.options import CacheGroup, EngineConfig, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate, write_checkpoint
 

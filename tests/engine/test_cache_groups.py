@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.cache_groups import CacheShape, CacheSpec, count_planes, group_layers, place_layers
-from quire.engine.config import CacheConfig, CacheGroup
+from quire.engine.config.kv_cache_groups import CacheShape, CacheSpec, count_planes, group_layers, place_layers
+from quire.engine.config.options import CacheConfig, CacheGroup
 
 SHAPE = CacheShape(sides=2, heads=2, numbers=64)
 LATENT = CacheShape(sides=1, heads=1, numbers=576)

@@ -17,13 +17,13 @@ import psutil
 import pytest
 import zmq
 
-from quire.engine import cluster
-from quire.engine.cluster import Ended, Follower, Hello, Leader
-from quire.engine.errors import ConfigError
+from quire.engine.cluster import control_plane
+from quire.engine.cluster.control_plane import Ended, Follower, Hello, Leader
+from quire.engine.protocol.errors import ConfigError
 
 _FOLLOW = """
 import sys, time
-from quire.engine.cluster import Follower, Hello
+from quire.engine.cluster.control_plane import Follower, Hello
 follower = Follower("127.0.0.1", int(sys.argv[1]), Hello(name="node 1 (here)", number=1), seconds=30,
                     on_lost=lambda text: None)
 time.sleep(60)
@@ -76,8 +76,8 @@ def hosting(*expected: int) -> Iterator[Host]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "LOST_SECONDS", 1.0)
-    monkeypatch.setattr(cluster, "_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(control_plane, "LOST_SECONDS", 1.0)
+    monkeypatch.setattr(control_plane, "_BEAT_SECONDS", 0.1)
 
 
 def test_messages_go_both_ways_in_their_order(three: Host) -> None:
@@ -97,7 +97,7 @@ def test_messages_go_both_ways_in_their_order(three: Host) -> None:
     assert three.lost.empty()
 
 
-@pytest.mark.skipif(cluster.interface_of("::1") is None, reason="this host has no IPv6")
+@pytest.mark.skipif(control_plane.interface_of("::1") is None, reason="this host has no IPv6")
 def test_a_leader_is_reached_over_ipv6_too(two: Host) -> None:
     hello = Hello(name="node 1 (::1)", number=1)
     two.followers.append(Follower("::1", two.leader.port, hello, seconds=5, on_lost=two.leader_lost.put))
@@ -224,7 +224,7 @@ def test_a_leader_that_falls_silent_is_noticed() -> None:
 
         def welcome() -> None:
             identity, *_ = leader.recv_multipart()
-            leader.send_multipart((identity, cluster._WELCOME, b""))
+            leader.send_multipart((identity, control_plane._WELCOME, b""))
 
         thread = threading.Thread(target=welcome)
         thread.start()
@@ -244,7 +244,7 @@ def test_a_leader_whose_connection_closes_is_noticed() -> None:
 
         def welcome() -> None:
             identity, *_ = leader.recv_multipart()
-            leader.send_multipart((identity, cluster._WELCOME, b""))
+            leader.send_multipart((identity, control_plane._WELCOME, b""))
 
         thread = threading.Thread(target=welcome)
         thread.start()
@@ -294,7 +294,7 @@ def test_garbage_at_the_port_costs_nothing(two: Host) -> None:
             stranger.sendall(garbage)
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.connect(f"tcp://127.0.0.1:{two.leader.port}")
-        for frames in ([b""], [cluster._HELLO, b"\xc1"], [cluster._BODY, b"x"], [b"?", b"?"], [b"a"] * 5):
+        for frames in ([b""], [control_plane._HELLO, b"\xc1"], [control_plane._BODY, b"x"], [b"?", b"?"], [b"a"] * 5):
             stranger.send_multipart(frames)
     two.leader.send(1, b"plan")
     assert follower.receive(10) == b"plan"
@@ -317,29 +317,29 @@ def test_other_versions_and_other_files_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             Leader.check(mine, hello(1, versions, model))
-    assert cluster.versions().keys() == {"python", "torch", "quire"}
+    assert control_plane.versions().keys() == {"python", "torch", "quire"}
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"12345")
-    found = cluster.fingerprint(tmp_path)
+    found = control_plane.fingerprint(tmp_path)
     assert found["model.safetensors"] == "5 bytes"
     (tmp_path / "config.json").write_text("{ }")
-    changed = cluster.fingerprint(tmp_path)
+    changed = control_plane.fingerprint(tmp_path)
     assert {name for name in found if found[name] != changed[name]} == {"config.json"}
 
 
 def test_own_address_and_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_HOST_IP", raising=False)
-    assert cluster.address_towards("127.0.0.1") == "127.0.0.1"
-    assert cluster.interface_of("127.0.0.1") == "lo"
-    assert cluster.interface_of("192.0.2.77") is None
+    assert control_plane.address_towards("127.0.0.1") == "127.0.0.1"
+    assert control_plane.interface_of("127.0.0.1") == "lo"
+    assert control_plane.interface_of("192.0.2.77") is None
     with pytest.raises(ConfigError, match=r"no-such-host\.invalid cannot be reached"):
-        cluster.address_towards("no-such-host.invalid")
+        control_plane.address_towards("no-such-host.invalid")
     monkeypatch.setenv("QUIRE_HOST_IP", "10.9.8.7")
-    assert cluster.address_towards("127.0.0.1") == "10.9.8.7"
+    assert control_plane.address_towards("127.0.0.1") == "10.9.8.7"
 
 
 def test_every_address_has_its_interface() -> None:
     for name, addresses in psutil.net_if_addrs().items():
         for family, address, *_ in addresses:
             if family in (socket.AF_INET, socket.AF_INET6):
-                assert cluster.interface_of(address) == name
+                assert control_plane.interface_of(address) == name

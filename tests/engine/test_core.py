@@ -9,10 +9,9 @@ from threading import Event
 import msgspec
 import pytest
 
-from quire.engine.core import Compiled, Core, Inbound, RankEnded
+from quire.engine.core.engine_core import Compiled, Core, Inbound, RankEnded
 from quire.engine.executor import WorkerError
-from quire.engine.grammar import GrammarError
-from quire.engine.messages import (
+from quire.engine.protocol.messages import (
     Abort,
     Alive,
     ExpertLoad,
@@ -30,7 +29,8 @@ from quire.engine.messages import (
     ToCore,
     ToServer,
 )
-from quire.engine.step_time import StepTime
+from quire.engine.scheduler.grammar import GrammarError
+from quire.engine.scheduler.step_time import StepTime
 from tests.engine.test_scheduler import continuation
 from tests.fakes.configs import engine_config
 from tests.fakes.model import FakeModel
@@ -202,7 +202,7 @@ def test_a_frame_that_cannot_be_read_ends_the_core_instead_of_leaving_somebody_w
 
 
 def test_stats_travel_without_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.core._STATS_SECONDS", 0.0)
+    monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 0.0)
     core = core_with({3: [Shutdown()]}, [submit(0, "a", [1], 50)])
     core.run()
     last = [m.stats for c, m in wire_of(core).sent if c == 1 and isinstance(m, Outputs)][-1]
@@ -212,7 +212,7 @@ def test_stats_travel_without_outputs_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_newest_expert_load_travels_with_the_stats_once(monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_with({8: [Shutdown()]}, [submit(0, "a", [1], 50)])
-    monkeypatch.setattr("quire.engine.core._STATS_SECONDS", 1e9)
+    monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 1e9)
     execute = core.executor.model.execute  # type: ignore[attr-defined]
 
     def with_load(plan: StepPlan) -> StepResult:
@@ -220,7 +220,7 @@ def test_the_newest_expert_load_travels_with_the_stats_once(monkeypatch: pytest.
         if plan.step in (1, 3):
             result.expert_load = ExpertLoad({0: 1}, bytes(8), float(plan.step), 0)
         if plan.step == 5:
-            monkeypatch.setattr("quire.engine.core._STATS_SECONDS", 0.0)
+            monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 0.0)
         return result
 
     monkeypatch.setattr(core.executor.model, "execute", with_load)  # type: ignore[attr-defined]

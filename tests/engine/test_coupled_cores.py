@@ -10,17 +10,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from quire.engine import core as cores
-from quire.engine.config import EngineConfig, ExpertParallelConfig
-from quire.engine.core import Core, first_cause
+from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.core import engine_core as cores
+from quire.engine.core.engine_core import Core, first_cause
 from quire.engine.executor import Executor, WorkerError
-from quire.engine.messages import (
-    LOST_TOUCH,
-    Fault,
-    Shutdown,
-    StepPlan,
-    StepResult,
-)
+from quire.engine.protocol.messages import LOST_TOUCH, Fault, Shutdown, StepPlan, StepResult
 from tests.engine.test_scheduler import continuation
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.engine import grammar as grammar_module
-from quire.engine.config import ModelConfig
-from quire.engine.grammar import Grammar, GrammarError, Grammars
-from quire.engine.messages import SamplingParams, StructuredOutputs
+from quire.engine.config.options import ModelConfig
+from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
+from quire.engine.scheduler import grammar as grammar_module
+from quire.engine.scheduler.grammar import Grammar, GrammarError, Grammars
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import byte_fallback, byte_level, write_model
 
@@ -237,9 +237,9 @@ def test_neither_torch_nor_anything_before_it_is_needed(folder: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from quire.engine.grammar import Grammars
-from quire.engine.messages import StructuredOutputs
-from quire.server.structured import StructuredOutputCheck
+from quire.engine.scheduler.grammar import Grammars
+from quire.engine.protocol.messages import StructuredOutputs
+from quire.server.frontend.structured_outputs import StructuredOutputCheck
 from tests.engine.test_grammar import model
 assert "llguidance" not in sys.modules
 given, outputs = model(Path({str(folder)!r})), StructuredOutputs(json={{"type": "object"}})

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.config import CacheGroup
-from quire.engine.kv_cache import FREED, KVCache, extend_hashes
+from quire.engine.config.options import CacheGroup
+from quire.engine.scheduler.kv_cache_manager import FREED, KVCache, extend_hashes
 
 
 def hashes_of(tokens: list[int], block_size: int = 4) -> list[bytes]:

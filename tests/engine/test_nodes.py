@@ -16,10 +16,11 @@ import msgspec
 import pytest
 
 from quire.engine import executor as executors
-from quire.engine.cluster import Ended, Follower, Hello, Leader
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.errors import ConfigError
+from quire.engine.cluster.control_plane import Ended, Follower, Hello, Leader
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import resolve
 from quire.engine.executor import WorkerError, nodes
+from quire.engine.executor.local_ranks import RankFailed
 from quire.engine.executor.nodes import (
     Begin,
     FromNode,
@@ -33,9 +34,8 @@ from quire.engine.executor.nodes import (
     offer,
     set_interfaces,
 )
-from quire.engine.executor.ranks import RankFailed
-from quire.engine.messages import StepPlan, StepResult
-from quire.engine.resolve import resolve
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import StepPlan, StepResult
 
 encode = msgspec.msgpack.encode
 

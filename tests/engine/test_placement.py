@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.errors import ConfigError
-from quire.engine.placement import ClusterNode, cut_stages, place
+from quire.engine.cluster.placement import ClusterNode, cut_stages, place
+from quire.engine.protocol.errors import ConfigError
 
 
 def nodes(*counts: int | tuple[int, int]) -> list[ClusterNode]:

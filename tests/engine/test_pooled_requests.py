@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.messages import RequestOutput
-from quire.engine.pooling import Mode, Pooling
+from quire.engine.config.pooling import Mode, Pooling
+from quire.engine.protocol.messages import RequestOutput
 from tests.engine.test_scheduler import AHEAD, Engine
 from tests.fakes.configs import engine_config
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from quire.engine import devices, ray_cluster
-from quire.engine.config import EngineOptions
-from quire.engine.devices import Devices
-from quire.engine.errors import ConfigError
+from quire.engine.cluster import ray_cluster
+from quire.engine.config import devices
+from quire.engine.config.devices import Devices
+from quire.engine.config.options import EngineOptions
+from quire.engine.protocol.errors import ConfigError
 
 OPTIONS = EngineOptions(distributed_executor_backend="ray", tensor_parallel_size=2, pipeline_parallel_size=2)
 ANSWER: dict[str, Any] = {

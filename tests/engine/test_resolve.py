@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from quire import kernels
-from quire.engine import devices, graph_sizes, topology
-from quire.engine.config import EngineOptions, GraphConfig
-from quire.engine.errors import ConfigError
-from quire.engine.families import from_hf_config
-from quire.engine.resolve import Sizes, fetch_weights, plan_text, resolve
-from quire.engine.topology import Link
+from quire.engine.config import cuda_graph_sizes, devices, topology
+from quire.engine.config.options import EngineOptions, GraphConfig
+from quire.engine.config.resolve import Sizes, fetch_weights, plan_text, resolve
+from quire.engine.config.topology import Link
+from quire.engine.models.families import from_hf_config
+from quire.engine.protocol.errors import ConfigError
 from quire.kernels.cache import FP8_CAPABILITY
 
 LLAMA: dict[str, Any] = {
@@ -468,7 +468,7 @@ def test_a_cache_that_the_gpus_cannot_read_is_refused(tmp_path: Path, monkeypatc
     assert asked("fp8", *old, attention_backend="reference") == "fp8"
     found = devices.Devices("cpu", 3, 24 << 30)
     assert asked("fp8", *old, device="cpu") == "fp8"
-    assert importlib.import_module("quire.engine.resolve")._FP8_CAPABILITY == FP8_CAPABILITY
+    assert importlib.import_module("quire.engine.config.resolve")._FP8_CAPABILITY == FP8_CAPABILITY
 
 
 def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,4 +536,4 @@ def test_ranks_that_share_a_gpu_have_a_part_of_it_and_no_graphs(
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no wheel for this platform")
 def test_graphs_have_room_for_all_parts_of_a_decodes_keys() -> None:
     attention = importlib.import_module("quire.kernels.triton.attention")
-    assert max(map(attention._most_parts, (1 << power for power in range(24)))) == graph_sizes._PARTS
+    assert max(map(attention._most_parts, (1 << power for power in range(24)))) == cuda_graph_sizes._PARTS

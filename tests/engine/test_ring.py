@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from quire.engine.ring import Ring
+from quire.engine.distributed.shm_broadcast import Ring
 
 CONTEXT = multiprocessing.get_context("spawn")
 

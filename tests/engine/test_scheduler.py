@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.engine.messages import RequestOutput, SamplingParams, StepPlan, StepResult, Submit
-from quire.engine.scheduler import Scheduler
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.messages import RequestOutput, SamplingParams, StepPlan, StepResult, Submit
+from quire.engine.scheduler.scheduler import Scheduler
 from tests.fakes.configs import engine_config
 from tests.fakes.model import FAILURE, FakeModel, next_token
 from tests.fakes.outputs import each

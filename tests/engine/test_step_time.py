@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from quire.engine.step_time import Load, StepTime
+from quire.engine.scheduler.step_time import Load, StepTime
 
 
 def seconds(load: Load) -> float:

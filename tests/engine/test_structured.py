@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.engine.messages import StructuredOutputs
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.messages import StructuredOutputs
 from tests.engine.test_scheduler import AHEAD, Engine, Windows, continuation, tightened
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import byte_level, write_model

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from quire.engine import devices, grid, topology
-from quire.engine.config import EngineOptions, ExpertParallelConfig, ParallelConfig
-from quire.engine.devices import Devices
-from quire.engine.errors import ConfigError
-from quire.engine.families import from_hf_config
-from quire.engine.topology import Link, Links, arrange, crossed
+from quire.engine.config import devices, parallel_config, topology
+from quire.engine.config.devices import Devices
+from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig
+from quire.engine.config.topology import Link, Links, arrange, crossed
+from quire.engine.models.families import from_hf_config
+from quire.engine.protocol.errors import ConfigError
 from tests.engine.test_resolve import LLAMA
 
 ARCH = from_hf_config(LLAMA)
@@ -206,17 +206,17 @@ def test_no_gpu_and_wrong_ones_are_said(install: Install) -> None:
     ],
 )
 def test_groups_of_this_host(changes: dict[str, Any], groups: tuple[int, ...]) -> None:
-    assert grid.groups_here(EngineOptions(**changes)) == groups
+    assert parallel_config.groups_here(EngineOptions(**changes)) == groups
 
 
 def plan(links: Links | None, **changes: Any) -> str:
     """What the plan says of the grid on a host with such GPUs, or without any."""
     asked = EngineOptions(**changes)
-    groups = grid.groups_here(asked)
+    groups = parallel_config.groups_here(asked)
     found = Devices("cpu", 8, 1 << 30)
     if links is not None:
         found = Devices("cuda", len(links), 80 << 30, arrange(links, groups), links)
-    return "\n".join(grid.lines(grid.resolve(asked, ARCH, found), ARCH))
+    return "\n".join(parallel_config.lines(parallel_config.resolve(asked, ARCH, found), ARCH))
 
 
 def test_the_plan_names_the_links() -> None:
@@ -252,15 +252,15 @@ def test_the_plan_warns_of_layers_cut_over_slow_links(monkeypatch: pytest.Monkey
 
 def test_the_plan_tells_of_replicas_and_experts() -> None:
     asked = EngineOptions(tensor_parallel_size=2, data_parallel_size=4, data_parallel_size_local=2)
-    parallel = grid.resolve(asked, ARCH, Devices("cpu", 8, 1 << 30))
+    parallel = parallel_config.resolve(asked, ARCH, Devices("cpu", 8, 1 << 30))
     assert "  4 replicas, which run free of each other: replicas 0-1 on this host" in "\n".join(
-        grid.lines(parallel, ARCH)
+        parallel_config.lines(parallel, ARCH)
     )
     mixture = from_hf_config(
         LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
     )
     experts = ExpertParallelConfig(all2all="all_to_all", is_balanced=True, redundant=8, split_tokens=64)
-    text = "\n".join(grid.lines(replace(parallel, experts=experts), mixture))
+    text = "\n".join(parallel_config.lines(replace(parallel, experts=experts), mixture))
     assert "4 replicas, which step together" in text
     assert "8 experts a layer and 8 copies over 8 ranks (4 replicas × 2), 2 each, linear" in text
     assert "tokens reach them by all_to_all across hosts; moved every 3,000 steps; steps of 64 tokens" in text
@@ -283,7 +283,7 @@ def test_the_fastest_active_port_is_the_network(tmp_path: Path) -> None:
 def shared(count: int, **changes: Any) -> ParallelConfig:
     """The grid on a host whose `count` GPUs ranks may share."""
     asked = EngineOptions(**changes)
-    return grid.resolve(asked, ARCH, devices.find("cuda", grid.groups_here(asked)))
+    return parallel_config.resolve(asked, ARCH, devices.find("cuda", parallel_config.groups_here(asked)))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_ranks_go_round_the_gpus_where_they_may_share_them(
     assert parallel.devices == order
     assert [parallel.device_of(rank) for rank in range(tp * pp)] == list(order)
     assert parallel.ranks_per_device == -(-tp * pp // count)
-    text = "\n".join(grid.lines(parallel, ARCH))
+    text = "\n".join(parallel_config.lines(parallel, ARCH))
     if tp * pp > count:
         which = "one GPU" if count == 1 else f"{count} GPUs"
         assert f"  {tp * pp} ranks share {which} (QUIRE_SHARE_GPU), by gloo: to try a layout out, and slow" in text

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from quire.engine import executor as executors
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import EngineConfig
 from quire.engine.executor import WorkerError
 from quire.engine.executor.uni import UniExecutor
-from quire.engine.messages import Scheduled, StepPlan, StepResult
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import Scheduled, StepPlan, StepResult
 from tests.fakes.configs import engine_config
 
 FAILS, REFUSED, REFUSES = 13, 17, "refuses"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quire.engine.wave import Wave
+from quire.engine.core.wave import Wave
 
 
 @dataclass

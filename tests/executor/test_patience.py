@@ -7,15 +7,15 @@ from typing import Any, Literal
 
 import pytest
 
-from quire.engine.config import ExpertParallelConfig, ParallelConfig
+from quire.engine.config.options import ExpertParallelConfig, ParallelConfig
+from quire.engine.distributed import watchdog
 from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, patience
-from quire.engine.messages import StepPlan
-from quire.engine.parallel import trouble
+from quire.engine.protocol.messages import StepPlan
 from tests.fakes.configs import engine_config
 
 COMPUTES = {"cpu": STEP_TIMEOUT, "cuda": 1.0}
 """Seconds that come before the exchange that another rank does not come to, at most."""
-TELLS = trouble._OTHERS_SECONDS + trouble._LOOK_SECONDS
+TELLS = watchdog._OTHERS_SECONDS + watchdog._LOOK_SECONDS
 
 
 def wait(plan: StepPlan, **grid: Any) -> float:

@@ -8,8 +8,8 @@ import sys
 _START = """
 import sys
 from quire.engine import executor
-from quire.engine.config import EngineOptions
-from quire.engine.resolve import resolve
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import resolve
 
 if __name__ == "__main__":
     config = resolve(EngineOptions(device="cpu", tensor_parallel_size=2, max_model_len=64, max_num_seqs=2))

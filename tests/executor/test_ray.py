@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from quire.engine import ray_cluster
-from quire.engine.config import EngineConfig, EngineOptions, RayPlace
-from quire.engine.errors import ConfigError
+from quire.engine.cluster import ray_cluster
+from quire.engine.config.options import EngineConfig, EngineOptions, RayPlace
+from quire.engine.config.resolve import resolve
 from quire.engine.executor.ray import Actors
-from quire.engine.resolve import resolve
+from quire.engine.protocol.errors import ConfigError
 
 
 class FakeRay(ModuleType):

@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.engine.architecture import Architecture, Attention, FeedForward, Layer, Norm, Rope
-from quire.engine.config import CacheConfig, CacheGroup, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from quire.engine.config.options import (
+    CacheConfig,
+    CacheGroup,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from quire.engine.models.model_spec import Architecture, Attention, FeedForward, Layer, Norm, Rope
 
 NORM = Norm(eps=1e-6)
 TINY_ATTENTION = Attention(num_heads=8, num_kv_heads=4, head_dim=4, scale=0.5, rope=Rope(theta=10000.0, dim=4))

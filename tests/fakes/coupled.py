@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
-from quire.engine.config import EngineConfig
-from quire.engine.core import Core, Inbound
+from quire.engine.config.options import EngineConfig
+from quire.engine.core.engine_core import Core, Inbound
 from quire.engine.executor import Executor
-from quire.engine.messages import (
+from quire.engine.protocol.messages import (
     Alive,
     Fault,
     Outputs,

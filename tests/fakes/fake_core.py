@@ -21,9 +21,9 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
-from quire.engine.config import EngineConfig
-from quire.engine.launch import Endpoints
-from quire.engine.messages import (
+from quire.engine.config.options import EngineConfig
+from quire.engine.core.launch import Endpoints
+from quire.engine.protocol.messages import (
     Abort,
     Alive,
     Dead,
@@ -49,7 +49,7 @@ DIE, VANISH, FAIL, HANG, MUTE = range(3, 8)
 
 
 def start(config: EngineConfig, endpoints: Endpoints, log_level: str, mode: str = "") -> subprocess.Popen[bytes]:
-    """In place of `quire.engine.launch.start_core`."""
+    """In place of `quire.engine.core.launch.start_core`."""
     if config.model.pooling is not None and not mode:
         mode = f"embed {config.model.pooling.size}"
     replica = config.parallel.replica

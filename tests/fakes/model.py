@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from quire.engine.messages import PromptLogprobs, Scheduled, StepPlan, StepResult
+from quire.engine.protocol.messages import PromptLogprobs, Scheduled, StepPlan, StepResult
 from tests.fakes.outputs import prompt_logprobs
 
 VOCAB = 97
@@ -31,7 +31,7 @@ def next_token(tokens: list[int]) -> int:
 class Row:
     tokens: list[int]
     blocks: list[int]
-    """Of all groups, in the order of `quire.engine.kv_cache`."""
+    """Of all groups, in the order of `quire.engine.scheduler.kv_cache_manager`."""
     computed: int
     score_from: int = 0
     score_until: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from quire.engine.messages import Outputs, PromptLogprobs, RequestOutput
+from quire.engine.protocol.messages import Outputs, PromptLogprobs, RequestOutput
 
 
 def each(message: Outputs) -> list[RequestOutput]:

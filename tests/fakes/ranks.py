@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quire.engine.config import ExpertParallelConfig
-from quire.engine.parallel import ExpertGroup, Parallel, Peers
-from quire.engine.parallel.threads import ThreadParallel, ThreadPeers
+from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.distributed import ExpertGroup, Parallel, Peers
+from quire.engine.distributed.threads import ThreadParallel, ThreadPeers
 
 T = TypeVar("T")
 

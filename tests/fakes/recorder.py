@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from quire.engine.worker.recorders import Replay
+from quire.engine.worker.graph_recorders import Replay
 
 
 class CallAgain:

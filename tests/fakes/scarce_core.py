@@ -1,6 +1,6 @@
 """The real engine core, but for a memory that does not suffice for sequences of more than so many tokens.
 
-Run as `python -m tests.fakes.scarce_core TOKENS`, with what `quire.engine.core` reads from standard input.
+Run as `python -m tests.fakes.scarce_core TOKENS`, with what `quire.engine.core.engine_core` reads from standard input.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import subprocess
 import sys
 from typing import Any
 
-from quire.engine import core
-from quire.engine.config import EngineConfig
-from quire.engine.launch import Endpoints
+from quire.engine.config.options import EngineConfig
+from quire.engine.core import engine_core
+from quire.engine.core.launch import Endpoints
 
 
 def start(config: EngineConfig, endpoints: Endpoints, log_level: str, most: int) -> subprocess.Popen[bytes]:
-    """In place of `quire.engine.launch.start_core`."""
+    """In place of `quire.engine.core.launch.start_core`."""
     command = [sys.executable, "-m", "tests.fakes.scarce_core", str(most)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
@@ -40,4 +40,4 @@ def limit(most: int) -> None:
 
 if __name__ == "__main__":
     limit(int(sys.argv[1]))
-    core.main()
+    engine_core.main()

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.distributed import Links
+from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.executor import Pending
-from quire.engine.messages import StepPlan
-from quire.engine.parallel import Links
-from quire.engine.parallel.pipeline import Pipeline
-from quire.engine.worker.runner import Runner
+from quire.engine.protocol.messages import StepPlan
+from quire.engine.worker.model_runner import Runner
 from tests.fakes.ranks import expert_groups
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import quire
-from quire.engine.config import DEMO_MODEL, EngineOptions
-from quire.engine.devices import SHARE
-from quire.engine.messages import SamplingParams
-from quire.engine.resolve import resolve
+from quire.engine.config.devices import SHARE
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
 from tests.gpu.conftest import DEVICE

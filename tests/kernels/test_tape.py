@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels.cpu import shared
-from quire.kernels.cpu.tape import Tape
+from quire.kernels.cpu.op_replay import Tape
 
 Work = Callable[[Tensor, Tensor], Tensor]
 

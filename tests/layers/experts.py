@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from quire import kernels
-from quire.engine.architecture import Experts, FeedForward
+from quire.engine.distributed import ExpertGroup
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.parallel import ExpertGroup
+from quire.engine.models.model_spec import Experts, FeedForward
 from tests.layers.test_sharding import fill
 
 HIDDEN = 32

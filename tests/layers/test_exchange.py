@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.architecture import Experts, FeedForward
-from quire.engine.config import ExpertParallelConfig
+from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.distributed import ExpertGroup, Parallel, Placement
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.parallel import ExpertGroup, Parallel, Placement
+from quire.engine.models.model_spec import Experts, FeedForward
 from tests.fakes.ranks import on_replicas
 from tests.layers.experts import EVERYTHING, HIDDEN, PLAIN, batch, build, packed
 from tests.layers.test_sharding import fill

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine import architecture
-from quire.engine.architecture import Norm, Rope
+from quire.engine.distributed import Parallel
 from quire.engine.layers.attention import Batch
-from quire.engine.layers.latent import LatentAttention
+from quire.engine.layers.mla import LatentAttention
 from quire.engine.layers.rotary import Rotary
-from quire.engine.parallel import Parallel
+from quire.engine.models import model_spec
+from quire.engine.models.model_spec import Norm, Rope
 from tests.fakes.ranks import on_ranks
 from tests.layers.test_sharding import check, fill
 
 HIDDEN, BLOCK = 24, 4
-SPEC = architecture.LatentAttention(
+SPEC = model_spec.LatentAttention(
     num_heads=4,
     query_latent_dim=10,
     latent_dim=16,
@@ -53,7 +53,7 @@ def batch_of(contexts: list[int], counts: list[int]) -> tuple[Batch, Tensor]:
     return batch, torch.cat(earlier)
 
 
-def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: architecture.LatentAttention = SPEC) -> Tensor:
+def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: model_spec.LatentAttention = SPEC) -> Tensor:
     sides, heads, numbers = spec.kv_shape(1)
     return kernels.allocate_kv_cache(1, blocks, heads, BLOCK, numbers, dtype, torch.device("cpu"), sides)[0]
 
@@ -94,7 +94,7 @@ def test_a_batch_takes_the_form_that_pays_for_each_request(monkeypatch: pytest.M
     mixed = layer(x, batch, turns, cache)
     assert asked == [[many], [many + 5, many]]
     at_once = 2 * (2 * many + 4) * SPEC.num_heads * SPEC.head_dim
-    monkeypatch.setattr(architecture, "KEYS_AND_VALUES_AT_ONCE", at_once)
+    monkeypatch.setattr(model_spec, "KEYS_AND_VALUES_AT_ONCE", at_once)
     torch.testing.assert_close(layer(x, batch, turns, cache), mixed, rtol=1e-4, atol=1e-4)
     assert asked[2:] == [[many], [many + 5], [many]]
     layer._plain_from = 1 << 30
@@ -120,7 +120,7 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
 class Prefill(nn.Module):
     """One request's prefill, as a function of its hidden states alone."""
 
-    def __init__(self, spec: architecture.LatentAttention, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.LatentAttention, parallel: Parallel) -> None:
         super().__init__()
         self.attention, self.spec = LatentAttention(spec, HIDDEN, parallel), spec
 
@@ -149,7 +149,7 @@ def test_parameters_are_as_many_as_described() -> None:
     for spec in (SPEC, replace(SPEC, query_latent_dim=None, bias=True)):
         for size in (1, 2, 4):
 
-            def count(parallel: Parallel, spec: architecture.LatentAttention = spec) -> int:
+            def count(parallel: Parallel, spec: model_spec.LatentAttention = spec) -> int:
                 return sum(weight.numel() for weight in LatentAttention(spec, HIDDEN, parallel).parameters())
 
             matrices = sum(rows * columns * number for rows, columns, number in spec.matrices(HIDDEN, size))

@@ -21,11 +21,11 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from quire import kernels
-from quire.engine.architecture import Experts, FeedForward
+from quire.engine.distributed import Parallel
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import Held, MixtureOfExperts, WholeLinear
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.parallel import Parallel
+from quire.engine.models.model_spec import Experts, FeedForward
 from tests.fakes.ranks import on_ranks
 from tests.layers.experts import EVERYTHING, HIDDEN, PLAIN, SHARED, packed
 from tests.layers.test_sharding import check, fill

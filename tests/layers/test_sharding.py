@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine import architecture
-from quire.engine.architecture import Norm, Rope
+from quire.engine.distributed import Parallel
 from quire.engine.layers.attention import Attention, Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from quire.engine.layers.feed_forward import FeedForward
 from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, divided, kv_heads
+from quire.engine.layers.mlp import FeedForward
 from quire.engine.layers.rotary import Rotary, inverse_frequencies
 from quire.engine.layers.weight import Weight
-from quire.engine.parallel import Parallel
+from quire.engine.models import model_spec
+from quire.engine.models.model_spec import Norm, Rope
 from tests.fakes.configs import NORM, TINY_ATTENTION, TINY_FEED_FORWARD
 from tests.fakes.ranks import on_ranks
 
@@ -122,7 +122,7 @@ def test_what_belongs_to_heads_is_cut_with_them(heads: int, changes: dict[str, A
 class CachedAttention(nn.Module):
     """One request's prefill, as a function of its hidden states alone."""
 
-    def __init__(self, spec: architecture.Attention, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.Attention, parallel: Parallel) -> None:
         super().__init__()
         self.attention = Attention(spec, 32, parallel)
         self.spec, self.size = spec, parallel.size

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.config import EngineConfig, EngineOptions
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import resolve
+from quire.engine.distributed import ExpertGroup, Parallel, Peers
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.encoder import Encoder
-from quire.engine.models.loading import load_model
-from quire.engine.parallel import ExpertGroup, Parallel, Peers
-from quire.engine.resolve import resolve
+from quire.engine.models.loader import load_model
 
 CPU = torch.device("cpu")
 

@@ -14,11 +14,11 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quire.engine.errors import ConfigError
-from quire.engine.families import FAMILIES
-from quire.engine.families.by_transformers import Request
-from quire.engine.models.by_transformers.describe import describe
-from quire.engine.models.by_transformers.shrink import shrink
+from quire.engine.models.families import FAMILIES
+from quire.engine.models.families.transformers_backend import Request
+from quire.engine.models.transformers_backend.describe import describe
+from quire.engine.models.transformers_backend.shrink import shrink
+from quire.engine.protocol.errors import ConfigError
 
 DECODERS: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """model_type → architecture."""

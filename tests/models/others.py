@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from quire.engine.models.by_transformers.shrink import shrink
+from quire.engine.models.transformers_backend.shrink import shrink
 from tests.models.families import SIZES, write_model
 
 

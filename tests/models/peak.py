@@ -11,9 +11,9 @@ import threading
 from pathlib import Path
 
 from quire import kernels
-from quire.engine.models.loading import load
-from quire.engine.parallel import ExpertGroup, Parallel, Peers
-from quire.engine.resolve import Sizes
+from quire.engine.config.resolve import Sizes
+from quire.engine.distributed import ExpertGroup, Parallel, Peers
+from quire.engine.models.loader import load
 from quire.engine.worker.worker import return_freed_memory
 from tests.models.common import CPU, configure
 

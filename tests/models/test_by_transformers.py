@@ -15,15 +15,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quire.engine.architecture import BuiltArchitecture
-from quire.engine.errors import ConfigError
-from quire.engine.families import FAMILIES, by_transformers
+from quire.engine.config.resolve import Sizes
+from quire.engine.distributed import Parallel
 from quire.engine.layers.linear import Linear
-from quire.engine.messages import SamplingParams
-from quire.engine.models.by_transformers import attention, build, describe
-from quire.engine.models.loading import load_model
-from quire.engine.parallel import Parallel
-from quire.engine.resolve import Sizes
+from quire.engine.models.families import FAMILIES, transformers_backend
+from quire.engine.models.loader import load_model
+from quire.engine.models.model_spec import BuiltArchitecture
+from quire.engine.models.transformers_backend import attention, build, describe
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
 from tests.fakes.ranks import on_ranks
@@ -43,7 +43,7 @@ def own_process() -> None:
 def _in_this_process(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Spares each description the imports of a process of its own."""
     if "own_process" not in request.fixturenames:
-        monkeypatch.setattr(by_transformers, "describe", describe.describe)
+        monkeypatch.setattr(transformers_backend, "describe", describe.describe)
 
 
 def prompts() -> list[list[int]]:
@@ -232,10 +232,10 @@ def test_ranks_hold_the_same_dummy_weights(tmp_path: Path) -> None:
 def test_workers_of_our_own_models_do_without_transformers() -> None:
     code = (
         "import sys\n"
-        "from quire.engine.config import EngineOptions\n"
-        "from quire.engine.models.loading import load_model\n"
-        "from quire.engine.parallel import Parallel\n"
-        "from quire.engine.resolve import resolve\n"
+        "from quire.engine.config.options import EngineOptions\n"
+        "from quire.engine.models.loader import load_model\n"
+        "from quire.engine.distributed import Parallel\n"
+        "from quire.engine.config.resolve import resolve\n"
         "import torch\n"
         "assert 'transformers' not in sys.modules\n"
         "load_model(resolve(EngineOptions(device='cpu', max_model_len=256)), 0, Parallel(), torch.device('cpu'))\n"

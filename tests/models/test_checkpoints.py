@@ -16,13 +16,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.distributed import Parallel
 from quire.engine.layers.weight import Weight
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loading import load, needed_tensors
-from quire.engine.parallel import Parallel
-from quire.engine.resolve import fetch_weights, plan_text, resolve
+from quire.engine.models.loader import load, needed_tensors
+from quire.engine.protocol.errors import ConfigError
 from tests.models.common import CPU, configure, logits
 from tests.models.families import CASES, SIZES
 

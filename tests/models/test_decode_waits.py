@@ -15,11 +15,11 @@ import torch
 import transformers
 
 from quire import kernels
+from quire.engine.distributed import ExpertGroup, Parallel, Peers
 from quire.engine.layers.attention import LayerCache
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loading import load
-from quire.engine.parallel import ExpertGroup, Parallel, Peers
-from quire.engine.worker import graphs
+from quire.engine.models.loader import load
+from quire.engine.worker import cuda_graphs
 from tests.fakes.recorder import NoWaiting
 from tests.models.common import CPU, configure
 from tests.models.families import CASES, SIZES
@@ -69,7 +69,7 @@ def decode(folder: Path, case: str, **options: Any) -> None:
     for layer in config.model.architecture.layers:
         sides, heads, numbers = layer.attention.kv_shape(1)
         caches.append(LayerCache(kernels.allocate_kv_cache(1, 8, heads, 16, numbers, torch.float32, CPU, sides)[0]))
-    batch = graphs._Inputs(config, CPU, receives=False).batch(ROWS)
+    batch = cuda_graphs._Inputs(config, CPU, receives=False).batch(ROWS)
     with torch.inference_mode(), NoWaiting():
         hidden = model(None, batch, caches)
         logits = model.logits(hidden)

@@ -30,14 +30,14 @@ from transformers import (
     XLMRobertaModel,
 )
 
-from quire.engine.config import EngineConfig
-from quire.engine.encoder import Encoder as Description
-from quire.engine.errors import ConfigError
-from quire.engine.families.bert import FAMILIES
+from quire.engine.config.options import EngineConfig
+from quire.engine.distributed import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.models.encoder import Encoder
-from quire.engine.models.loading import build, load_model
-from quire.engine.parallel import Parallel
+from quire.engine.models.encoder_spec import Encoder as Description
+from quire.engine.models.families.bert import FAMILIES
+from quire.engine.models.loader import build, load_model
+from quire.engine.protocol.errors import ConfigError
 from tests.fakes.ranks import on_ranks
 from tests.fakes.sentence import hidden_states
 from tests.models.common import CPU, configure

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
-from quire.engine.messages import ExpertLoad, SamplingParams, StepPlan, StepResult
-from quire.engine.parallel.balance import Move
-from quire.engine.resolve import Sizes
-from quire.engine.worker import balancer
+from quire.engine.config.options import EngineConfig
+from quire.engine.config.resolve import Sizes
+from quire.engine.distributed.eplb import Move
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import ExpertLoad, SamplingParams, StepPlan, StepResult
+from quire.engine.worker import eplb
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
 from tests.fakes.threads import ThreadExecutor
@@ -53,13 +53,13 @@ def test_tokens_stay_while_experts_move(
     expected = generate(tmp_path, prompts(), STEPS)
     config = moving(tmp_path, tp, pipeline_parallel_size=pp, num_redundant_experts=redundant)
     moved: list[Move] = []
-    run: Callable[[Any, list[Move]], None] = balancer._Mover.run
+    run: Callable[[Any, list[Move]], None] = eplb._Mover.run
 
     def counted(mover: Any, some: list[Move]) -> None:
         moved.extend(some)
         run(mover, some)
 
-    monkeypatch.setattr(balancer._Mover, "run", counted)
+    monkeypatch.setattr(eplb._Mover, "run", counted)
     params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
     with Ranks(config, ThreadExecutor(config)) as ranks:
         tokens = ranks.tokens([(prompt, params) for prompt in prompts()], max_num_batched_tokens=16)

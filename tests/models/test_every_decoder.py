@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.families import by_transformers
-from quire.engine.models.by_transformers import describe
+from quire.engine.models.families import transformers_backend
+from quire.engine.models.transformers_backend import describe
 from tests.fakes.ranks import on_ranks
 from tests.models.common import configure, logits
 from tests.models.every_decoder import DECODERS, LAYOUTS, refusal, write
@@ -25,7 +25,7 @@ UNEXPLAINED = frozenset(
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", DECODERS)
 def test_it_is_served_or_refused_by_name(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_transformers, "describe", describe.describe)
+    monkeypatch.setattr(transformers_backend, "describe", describe.describe)
     is_tiny = write(model_type, tmp_path)
     reasons = [refusal(tmp_path, tp, pp) for tp, pp in LAYOUTS]
     if not reasons[0] and is_tiny:

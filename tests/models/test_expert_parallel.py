@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.architecture import Experts
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
-from quire.engine.messages import SamplingParams
+from quire.engine.config.options import EngineConfig
+from quire.engine.config.resolve import Sizes, plan_text
+from quire.engine.distributed import ExpertGroup
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loading import needed_tensors
-from quire.engine.parallel import ExpertGroup
-from quire.engine.resolve import Sizes, plan_text
+from quire.engine.models.loader import needed_tensors
+from quire.engine.models.model_spec import Experts
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
 from tests.fakes.ranks import expert_groups, on_ranks

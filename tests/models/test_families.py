@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from quire.engine.architecture import Experts
-from quire.engine.families import FAMILIES, bert, from_hf_config
-from quire.engine.messages import SamplingParams
+from quire.engine.models.families import FAMILIES, bert, from_hf_config
+from quire.engine.models.model_spec import Experts
+from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
 from tests.fakes.ranks import on_ranks

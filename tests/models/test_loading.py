@@ -14,18 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.architecture import Architecture, Experts, FeedForward, Norm
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import DEMO_MODEL
+from quire.engine.config.resolve import Sizes
+from quire.engine.distributed import Parallel
 from quire.engine.layers import moe
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.models import loading
+from quire.engine.models import loader
 from quire.engine.models.checkpoint import Stored
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loading import Place, load, needed_tensors
-from quire.engine.parallel import Parallel
-from quire.engine.resolve import Sizes
+from quire.engine.models.loader import Place, load, needed_tensors
+from quire.engine.models.model_spec import Architecture, Experts, FeedForward, Norm
+from quire.engine.protocol.errors import ConfigError
 from quire.kernels import Quantization, linear
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.configs import NORM, TINY, TINY_ATTENTION, TINY_FEED_FORWARD, TINY_LAYER, engine_config
@@ -100,13 +100,13 @@ def test_sharded_checkpoint_in_another_type(folder: Path) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_each_rank_reads_its_share_only(folder: Path, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
-    put = loading._put
+    put = loader._put
 
     def counted(weight: Weight, shard: Shard, values: Tensor, *staging: None) -> None:
         copied.append(values.numel())
         put(weight, shard, values, *staging)
 
-    monkeypatch.setattr(loading, "_put", counted)
+    monkeypatch.setattr(loader, "_put", counted)
     parallel = Parallel()
     parallel.rank, parallel.size = tp - 1, tp
     decoder = load(configure(folder, tensor_parallel_size=tp), tp - 1, parallel, CPU, pack=False)
@@ -237,7 +237,7 @@ def test_several_readers_go_ahead_within_bounds() -> None:
             held -= weight.nbytes
 
     place = (weight, weight.shards[0], Stored("weight", (8, 32)))
-    loading._fill([loading._Unit([place], weight.nbytes, pack) for _ in range(256)], fill, readers=4, bar=False)
+    loader._fill([loader._Unit([place], weight.nbytes, pack) for _ in range(256)], fill, readers=4, bar=False)
     assert held == 0
     assert 4 * weight.nbytes <= most <= 8 * weight.nbytes
 
@@ -250,13 +250,13 @@ def test_what_a_reader_meets_ends_loading() -> None:
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        loading._fill([loading._Unit([place], weight.nbytes)] * 40, fail, readers=4, bar=False)
+        loader._fill([loader._Unit([place], weight.nbytes)] * 40, fail, readers=4, bar=False)
 
 
 def test_a_layer_is_packed_as_soon_as_it_is_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no more than a few layers stand in memory in both forms."""
     unpacked: list[int] = []
-    put, pack = loading._put, Linear.pack
+    put, pack = loader._put, Linear.pack
 
     def count_put(weight: Weight, shard: Shard, values: Tensor, *staging: None) -> None:
         unpacked[-1] += 1
@@ -266,7 +266,7 @@ def test_a_layer_is_packed_as_soon_as_it_is_whole(folder: Path, monkeypatch: pyt
         unpacked.append(0)
         pack(layer, quantization)
 
-    monkeypatch.setattr(loading, "_put", count_put)
+    monkeypatch.setattr(loader, "_put", count_put)
     monkeypatch.setattr(Linear, "pack", count_pack)
     unpacked.append(0)
     decoder = read(folder)

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from quire.engine import devices
-from quire.engine.architecture import Experts
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.errors import ConfigError
-from quire.engine.families import from_hf_config
+from quire.engine.config import devices
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import Sizes, plan_text, resolve
+from quire.engine.distributed import Parallel
 from quire.engine.layers.weight import Shard
 from quire.engine.models.checkpoint import Stored
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loading import needed_tensors
-from quire.engine.parallel import Parallel
-from quire.engine.resolve import Sizes, plan_text, resolve
+from quire.engine.models.families import from_hf_config
+from quire.engine.models.loader import needed_tensors
+from quire.engine.models.model_spec import Experts
+from quire.engine.protocol.errors import ConfigError
 from tests.models.real_models import REAL, Real
 
 TP, PP, GIB = 8, 2, 1 << 30

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.models import loading, staging
-from quire.engine.models.loading import load
+from quire.engine.distributed import Parallel
+from quire.engine.models import loader, staging
+from quire.engine.models.loader import load
 from quire.engine.models.staging import Staging
-from quire.engine.parallel import Parallel
 from tests.fakes.checkpoints import write_checkpoint
 from tests.models.common import CPU, configure
 
@@ -49,8 +49,8 @@ def test_a_model_through_buffers_is_the_same(family: str, tmp_path: Path, monkey
     config = configure(write_checkpoint(family, tmp_path))
     expected = dict(load(config, 0, Parallel(), CPU, pack=False).named_parameters())
     monkeypatch.setattr(staging, "PART_BYTES", 1000)
-    read, buffers = loading._read, Staging(CPU)
-    monkeypatch.setattr(loading, "_read", lambda checkpoint, place: read(checkpoint, place, buffers))
+    read, buffers = loader._read, Staging(CPU)
+    monkeypatch.setattr(loader, "_read", lambda checkpoint, place: read(checkpoint, place, buffers))
     found = dict(load(config, 0, Parallel(), CPU, pack=False).named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

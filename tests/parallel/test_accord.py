@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from quire.engine.parallel import ExchangeError, trouble
-from quire.engine.parallel.accord import tell_all
+from quire.engine.distributed import ExchangeError, watchdog
+from quire.engine.distributed.host_gather import tell_all
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
         monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(
-        trouble, "described", lambda what, group, reason, *, is_late: f"{what}: rank 1 did not come ({is_late})"
+        watchdog, "described", lambda what, group, reason, *, is_late: f"{what}: rank 1 did not come ({is_late})"
     )
     return store
 

@@ -9,17 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.parallel.balance import (
-    GAIN,
-    SLACK,
-    Move,
-    Spot,
-    Table,
-    moves,
-    rank_loads,
-    rebalance,
-    rounds,
-)
+from quire.engine.distributed.eplb import GAIN, SLACK, Move, Spot, Table, moves, rank_loads, rebalance, rounds
 
 
 def imbalance(loads: list[float]) -> float:

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire.engine.config import ParallelConfig
-from quire.engine.parallel import Parallel, connect
+from quire.engine.config.options import ParallelConfig
+from quire.engine.distributed import Parallel, connect
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.parallel import device, symmetric
-from quire.engine.parallel.device import SIZES, DeviceParallel, told
-from quire.engine.parallel.symmetric import MOST_BYTES, Place, Way, obstacle
+from quire.engine.distributed import cuda_communicator, symmetric_memory
+from quire.engine.distributed.cuda_communicator import SIZES, DeviceParallel, told
+from quire.engine.distributed.symmetric_memory import MOST_BYTES, Place, Way, obstacle
 from tests.parallel.test_connect import CPU
 
 KIB = 1 << 10
@@ -55,11 +55,11 @@ class Site:
 
     def install(self) -> None:
         host = ("kernel", str(self.rank)) if self.apart else HOST
-        symmetric.here = lambda _: Place(host, self.rank, (0, 1))  # type: ignore[assignment]
-        symmetric.allocate = self.allocate  # type: ignore[assignment]
-        symmetric.share = lambda memory, group: [self.way("one-shot", group), self.way("two-shot", group)]
-        symmetric.wait = lambda what, seconds: None
-        symmetric.measure = self.measure
+        symmetric_memory.here = lambda _: Place(host, self.rank, (0, 1))  # type: ignore[assignment]
+        symmetric_memory.allocate = self.allocate  # type: ignore[assignment]
+        symmetric_memory.share = lambda memory, group: [self.way("one-shot", group), self.way("two-shot", group)]
+        symmetric_memory.wait = lambda what, seconds: None
+        symmetric_memory.measure = self.measure
         dist.get_backend = lambda group=None: "nccl"  # type: ignore[assignment, return-value]
 
     def allocate(self, _: torch.device) -> Tensor:
@@ -103,7 +103,8 @@ def serve(
     site = Site(rank, **options)
     site.install()
     said: list[str] = []
-    device.logger.info = device.logger.warning = lambda text, *arguments: said.append(text % arguments)  # type: ignore
+    log: Any = cuda_communicator.logger
+    log.info = log.warning = lambda text, *arguments: said.append(text % arguments)
     tp = DeviceParallel(dist.group.WORLD, CPU)
     tp.settle()
     pipe.send((work(tp, site), said))

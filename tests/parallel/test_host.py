@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from quire import kernels
-from quire.engine.parallel import connect
-from quire.engine.parallel.host import HostParallel
-from quire.engine.parallel.tensor import GroupParallel
+from quire.engine.distributed import connect
+from quire.engine.distributed.communicator import GroupParallel
+from quire.engine.distributed.cpu_communicator import HostParallel
 from quire.kernels.cpu import shared
 from tests.parallel.test_connect import CPU, grid
 
@@ -185,9 +185,9 @@ def test_ranks_of_different_hosts_use_gloo(tmp_path: Path) -> None:
 
 
 def settle_elsewhere(tp: HostParallel) -> bool:
-    from quire.engine.parallel import symmetric
+    from quire.engine.distributed import symmetric_memory
 
-    symmetric.host = lambda: ("another kernel", str(tp.rank))
+    symmetric_memory.host = lambda: ("another kernel", str(tp.rank))
     tp.settle()
     return shares_memory(tp)
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
-from quire.engine.parallel import Links, Parallel, connect
-from quire.engine.parallel.pipeline import Pipeline
-from quire.engine.worker.runner import Runner
+from quire.engine.distributed import Links, Parallel, connect
+from quire.engine.distributed.pipeline import Pipeline
+from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.worker.model_runner import Runner
 from quire.engine.worker.worker import read_plans
 from tests.fakes.checkpoints import write_checkpoint
 from tests.models.common import CPU, configure

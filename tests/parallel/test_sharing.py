@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.config import ExpertParallelConfig
-from quire.engine.parallel import Links, connect
-from quire.engine.parallel.tensor import ThroughHost
+from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.distributed import Links, connect
+from quire.engine.distributed.communicator import ThroughHost
 from tests.fakes.late_device import GPU, DeviceTensor, LateDevice
 from tests.parallel.test_connect import CPU, grid
 

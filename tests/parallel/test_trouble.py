@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire.engine.parallel import Links, connect, trouble
-from quire.engine.parallel.trouble import Pending, unfinished, watch
+from quire.engine.distributed import Links, connect, watchdog
+from quire.engine.distributed.watchdog import Pending, unfinished, watch
 from tests.parallel.test_connect import CPU, grid
 
 TIMEOUT = 1.0
@@ -28,7 +28,7 @@ def serve(rank: int, tp: int, pp: int, init_method: str, work: Work | None, pipe
     """A rank that tells what `work` raises, or without it takes part in nothing."""
     torch.set_num_threads(1)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
-    trouble._OTHERS_SECONDS = 0.5
+    watchdog._OTHERS_SECONDS = 0.5
     links = connect(grid(tp, pp), rank, init_method, CPU, timedelta(seconds=TIMEOUT))
     if work is not None:
         try:
@@ -124,7 +124,7 @@ def test_what_a_device_waits_for_is_reported(tmp_path: Path) -> None:
 def test_what_ends_in_time_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: SimpleQueue[int] = SimpleQueue()
     said: SimpleQueue[str] = SimpleQueue()
-    monkeypatch.setattr(trouble, "described", lambda what, *_, **__: what)
+    monkeypatch.setattr(watchdog, "described", lambda what, *_, **__: what)
     numbers = iter([0, 1, 2, 3, *[4] * 1000])
 
     def pending() -> list[Pending]:

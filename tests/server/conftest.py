@@ -14,13 +14,13 @@ import httpx
 import openai
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.server import service as service_module
+from quire.engine.config.options import EngineConfig
 from quire.server.cli.api_process import http_server
 from quire.server.config import ServerOptions
-from quire.server.render import ChatFormats
-from quire.server.service import Service
-from quire.server.tokenizer import Tokenizer
+from quire.server.frontend import frontend as service_module
+from quire.server.frontend.frontend import Service
+from quire.server.frontend.renderer import ChatFormats
+from quire.server.frontend.tokenizer import Tokenizer
 from tests.fakes import fake_core
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import write_model

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.messages import PromptLogprobs, TokenLogprobs
-from quire.server.api.answer import Shape, _frame
-from quire.server.api.chat import ChatRequest, _Chat
-from quire.server.api.completions import CompletionRequest, _Completion
-from quire.server.output import Delta
+from quire.engine.protocol.messages import PromptLogprobs, TokenLogprobs
+from quire.server.frontend.output_processor import Delta
+from quire.server.http.response import Shape, _frame
+from quire.server.openai.chat import ChatRequest, _Chat
+from quire.server.openai.completions import CompletionRequest, _Completion
 from quire.server.parsers.events import ToolCall
 from tests.fakes.tokenizers import byte_level, wrapped
 

@@ -13,10 +13,10 @@ import openai
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from quire.engine.config import EngineConfig
-from quire.server.api.completions import CompletionRequest
-from quire.server.api.embeddings import EmbeddingRequest
-from quire.server.api.tokens import DetokenizeRequest
+from quire.engine.config.options import EngineConfig
+from quire.server.openai.completions import CompletionRequest
+from quire.server.openai.embeddings import EmbeddingRequest
+from quire.server.openai.tokenize import DetokenizeRequest
 from tests.fakes import fake_core
 from tests.fakes.tokenizers import byte_level
 from tests.server.conftest import Server, run_server
@@ -387,7 +387,7 @@ async def test_when_the_core_dies_every_request_and_health_say_so(server: Server
 async def test_health_asks_the_core(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await server.http.get("/health")).status_code == 200
     await server.openai.completions.create(model="echo", prompt="a<mute>")
-    monkeypatch.setattr("quire.server.client.PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("quire.server.frontend.engine_client.PROBE_SECONDS", 0.2)
     response = await server.http.get("/health")
     assert response.status_code == 503
     assert "has not answered" in response.json()["reason"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.engine.messages import Submit, TokenLogprobs
-from quire.server.api.completions import CompletionRequest, _Completion
-from quire.server.output import Delta
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.messages import Submit, TokenLogprobs
+from quire.server.frontend.output_processor import Delta
+from quire.server.openai.completions import CompletionRequest, _Completion
 from tests.server.conftest import Server, run_server
 
 USER: Any = [{"role": "user", "content": "hello world"}]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.server import render
+from quire.engine.config.options import EngineConfig
+from quire.server.frontend import renderer
 from tests.server.conftest import Server, run_server
 from tests.server.test_embeddings import embedding
 
@@ -90,7 +90,7 @@ TURN = {"role": "user", "content": "hello world " * 25}
 async def test_other_streams_go_on(watch: Watch, server: Server, path: str, body: Any, size: int | None) -> None:
     response = await server.http.post(path, json=body)
     assert response.status_code == (200 if size else 400), response.text  # some are too long for the model
-    assert watch.on_loop <= render._SHORT
+    assert watch.on_loop <= renderer._SHORT
     assert watch.beside >= (size or 3000)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import batch_input, remote
 from quire.server.cli.batch_input import Line, Problem, count_lines, read_lines
 from quire.server.cli.batch_output import Results

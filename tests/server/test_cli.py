@@ -20,8 +20,8 @@ import pytest
 import trustme
 
 import quire
-from quire.engine.config import EngineOptions
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import EngineOptions
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.flags import add_flags
 from quire.server.cli.main import build_parser, main
 from quire.server.cli.serve import read_options
@@ -48,11 +48,11 @@ FLAGS = """
 
 RUN = """
 import sys
-from quire.server import service
+from quire.server.frontend import frontend
 from quire.server.cli.main import main
 from tests.fakes import fake_core
 mode = sys.argv.pop(1)
-service.start_core = lambda config, endpoints, level: fake_core.start(config, endpoints, level, mode)
+frontend.start_core = lambda config, endpoints, level: fake_core.start(config, endpoints, level, mode)
 code = main()
 assert sys.modules.get("torch") is None
 assert ("transformers" in sys.modules) == (mode == "transformers")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidParameter
-from quire.engine.messages import ExpertLoad, Outputs, RequestOutput, SamplingParams, TokenLogprobs
-from quire.server.service import Service
-from quire.server.stream import EngineUnavailable, RequestFailed, Stream
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.messages import ExpertLoad, Outputs, RequestOutput, SamplingParams, TokenLogprobs
+from quire.server.frontend.frontend import Service
+from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed, Stream
 from tests.server.conftest import Server
 
 
@@ -101,7 +101,7 @@ async def test_a_core_that_will_not_stop_is_killed(
     config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core_mode("stubborn")
-    monkeypatch.setattr("quire.server.replica.SHUTDOWN_SECONDS", 0.1)
+    monkeypatch.setattr("quire.server.frontend.core_connection.SHUTDOWN_SECONDS", 0.1)
     service = await Service.start(config, name="x")
     await service.ready()
     await service.close()

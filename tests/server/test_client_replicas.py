@@ -16,9 +16,9 @@ import msgspec
 import pytest
 import zmq
 
-from quire.engine.config import CacheConfig, EngineConfig
-from quire.engine.launch import Endpoints
-from quire.engine.messages import (
+from quire.engine.config.options import CacheConfig, EngineConfig
+from quire.engine.core.launch import Endpoints
+from quire.engine.protocol.messages import (
     Abort,
     Alive,
     Dead,
@@ -33,9 +33,9 @@ from quire.engine.messages import (
     ToCore,
     ToServer,
 )
-from quire.server.client import EngineClient, QueueFull
-from quire.server.metrics import Metrics
-from quire.server.stream import EngineUnavailable, Stream
+from quire.server.frontend.engine_client import EngineClient, QueueFull
+from quire.server.frontend.metrics import Metrics
+from quire.server.frontend.output_stream import EngineUnavailable, Stream
 from tests.fakes import fake_core
 from tests.fakes.outputs import prompt_logprobs
 
@@ -253,7 +253,7 @@ async def test_a_stop_or_an_abort_reaches_the_replica_that_has_the_request_now(t
 
 
 async def test_a_replica_that_answers_no_probe_is_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.client.PROBE_SECONDS", 0.5)
+    monkeypatch.setattr("quire.server.frontend.engine_client.PROBE_SECONDS", 0.5)
     async with scripted(tmp_path) as engine:
         health = asyncio.create_task(engine.client.probe())
         silent, good = engine.cores
@@ -336,7 +336,7 @@ async def test_killing_a_replica_loses_no_stream_of_any_api_process(
     config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is started again, and gets requests again."""
-    monkeypatch.setattr("quire.server.client.RESTART_SECONDS", (0.01, 0.1))
+    monkeypatch.setattr("quire.server.frontend.engine_client.RESTART_SECONDS", (0.01, 0.1))
     ends = endpoints(tmp_path, 2, 2)
     tables = [Metrics("m", str(tmp_path / "metrics"), index, 2, range(2)) for index in range(2)]
     with started(config, ends, ["slow", "slow"]) as cores:

@@ -17,12 +17,12 @@ import openai
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidParameter
-from quire.engine.messages import Abort, Submit
-from quire.engine.pooling import Pooling
-from quire.server.embedding import VectorOptions, to_json
-from quire.server.stream import RequestFailed
+from quire.engine.config.options import EngineConfig
+from quire.engine.config.pooling import Pooling
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.messages import Abort, Submit
+from quire.server.frontend.embedding_output import VectorOptions, to_json
+from quire.server.frontend.output_stream import RequestFailed
 from tests.fakes import fake_core
 from tests.fakes.sentence import write_modules
 from tests.server.conftest import Server, run_server
@@ -369,7 +369,7 @@ async def test_many_inputs_leave_other_requests_their_turn(server: Server, monke
         threads.append(threading.current_thread())
         return to_json(*args, **kwargs)
 
-    monkeypatch.setattr("quire.server.api.embeddings.to_json", spy)
+    monkeypatch.setattr("quire.server.openai.embeddings.to_json", spy)
     await post(server, input=["a"] * 2048)
     assert len(threads) == 2048
     assert threading.main_thread() not in threads

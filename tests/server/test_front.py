@@ -15,15 +15,16 @@ import httpx
 import openai
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
-from quire.engine.messages import EngineStats
-from quire.server.api import errors, front, protocol
-from quire.server.api.front import MIB
-from quire.server.client import QueueFull
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import EngineStats
 from quire.server.config import ServerOptions
-from quire.server.keys import Keys
-from quire.server.stream import Deadline, Stream
+from quire.server.frontend.engine_client import QueueFull
+from quire.server.frontend.output_stream import Deadline, Stream
+from quire.server.http import errors, middleware
+from quire.server.http.api_keys import Keys
+from quire.server.http.middleware import MIB
+from quire.server.openai import protocol
 from tests.server.conftest import Server, run_server
 
 HELLO = {"prompt": "hello", "max_tokens": 60}
@@ -190,7 +191,7 @@ async def test_the_size_of_a_body(config: EngineConfig, core_mode: Callable[[str
 
 
 async def test_the_number_of_messages_prompts_and_sequences(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.server.api.completions.MAX_SEQUENCES", 4)
+    monkeypatch.setattr("quire.server.openai.completions.MAX_SEQUENCES", 4)
     for prompts, n, param in ((4, 1, None), (2049, 1, "prompt"), (2, 2, None), (1, 4, None), (1, 5, "n"), (2, 3, "n")):
         response = await server.http.post("/v1/completions", json={"prompt": ["a"] * prompts, "n": n})
         assert response.status_code == (400 if param else 200)
@@ -244,7 +245,7 @@ async def test_what_a_request_asks_for_inside_has_no_longer_than_it_has(
         kept.append(deadline)
         end_at(stream, deadline)
 
-    monkeypatch.setattr(front, "Deadline", make)
+    monkeypatch.setattr(middleware, "Deadline", make)
     monkeypatch.setattr(Stream, "end_at", keep)
     monkeypatch.setenv("AIP_PREDICT_ROUTE", "/predict")
     async with run_server(config, request_timeout=60) as server:

@@ -16,15 +16,15 @@ from typing import Any, cast
 
 import pytest
 
-from quire.engine.cluster import Ended
-from quire.engine.config import EngineConfig, EngineOptions, ExpertParallelConfig
-from quire.engine.errors import ConfigError
-from quire.engine.launch import Endpoints
-from quire.engine.messages import SamplingParams
+from quire.engine.cluster.control_plane import Ended
+from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.core.launch import Endpoints
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import SamplingParams
 from quire.server.cli import headless
 from quire.server.cli.main import main
-from quire.server.hosts import Membership, meet
-from quire.server.service import Service
+from quire.server.frontend.dp_coordinator import Membership, meet
+from quire.server.frontend.frontend import Service
 from tests.fakes import fake_core
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig, EngineOptions, ExpertParallelConfig
-from quire.engine.errors import ConfigError
-from quire.engine.launch import reserve_ports
-from quire.server.hosts import Hosts, Membership, meet, role, served
+from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.core.launch import reserve_ports
+from quire.engine.protocol.errors import ConfigError
+from quire.server.frontend.dp_coordinator import Hosts, Membership, meet, role, served
 from tests.fakes.configs import engine_config
 
 
@@ -175,8 +175,10 @@ def test_hosts_that_differ_are_refused_by_name(
 
 def test_a_host_that_cannot_reach_the_address_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has found the port of the API by another address, and would be given 127.0.0.1 to talk to."""
-    monkeypatch.setattr("quire.server.hosts._reserve", fake_ports)
-    monkeypatch.setattr("quire.server.hosts.cluster.address_towards", lambda host, seconds: "10.0.0.2")
+    monkeypatch.setattr("quire.server.frontend.dp_coordinator._reserve", fake_ports)
+    monkeypatch.setattr(
+        "quire.server.frontend.dp_coordinator.control_plane.address_towards", lambda host, seconds: "10.0.0.2"
+    )
     starting, member = site.api(site.config(2, None, 1)), site.headless(site.config(2, 1, 1))
     for future in (starting, member):
         with pytest.raises(

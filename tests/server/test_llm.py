@@ -19,8 +19,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.engine.errors import ConfigError, InvalidParameter
-from quire.server.stream import EngineUnavailable, RequestFailed
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 from tests.fakes import fake_core
 from tests.server.test_chat_tools import CALL, TEMPLATE
 
@@ -234,9 +234,9 @@ def test_a_script_needs_no_main_guard_and_cleans_up(model_folder: Path, tmp_path
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent(f"""
-            from quire.server import service
+            from quire.server.frontend import frontend
             from tests.fakes import fake_core
-            service.start_core = fake_core.start
+            frontend.start_core = fake_core.start
             from quire import LLM
             llm = LLM({str(model_folder)!r}, load_format="dummy", device="cpu")
             print(llm.generate("hello", use_tqdm=False)[0].outputs[0].text)

@@ -13,10 +13,10 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidParameter
-from quire.server.api.chat import ChatRequest
-from quire.server.api.messages import CountTokensRequest, MessagesRequest
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.anthropic.messages import CountTokensRequest, MessagesRequest
+from quire.server.openai.chat import ChatRequest
 from tests.server.conftest import Server, run_server
 from tests.server.test_chat_tools import CALL, CITY, TEMPLATE, says, talking  # noqa: F401
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.messages import EngineStats, ExpertLoad
-from quire.server.metrics import _EXPERT_SERIES, Metrics
+from quire.engine.protocol.messages import EngineStats, ExpertLoad
+from quire.server.frontend.metrics import _EXPERT_SERIES, Metrics
 
 
 def samples(metrics: Metrics) -> dict[str, float]:

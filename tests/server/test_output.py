@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.messages import RequestOutput, SamplingParams, TokenLogprobs
-from quire.server.output import Detokenizer, SequenceText, StopStrings
-from quire.server.parsers.formats import TOOL_FORMATS
-from quire.server.parsers.output import Reading
-from quire.server.tokenizer import Tokenizer
+from quire.engine.protocol.messages import RequestOutput, SamplingParams, TokenLogprobs
+from quire.server.frontend.output_processor import Detokenizer, SequenceText, StopStrings
+from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.parsers.output_parser import Reading
+from quire.server.parsers.tool_formats import TOOL_FORMATS
 from tests.fakes.tokenizers import byte_fallback, byte_level, wrapped
 
 BYTE_LEVEL = wrapped(byte_level())

@@ -13,11 +13,11 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidParameter
-from quire.server.api.chat import ChatRequest
-from quire.server.api.responses import ResponsesRequest
-from quire.server.api.store import Kept, ResponseStore
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.http.response_store import Kept, ResponseStore
+from quire.server.openai.chat import ChatRequest
+from quire.server.openai.responses import ResponsesRequest
 from tests.server.conftest import Server, run_server
 from tests.server.test_api import refused
 from tests.server.test_chat_tools import CALL, CITY, TEMPLATE, talking  # noqa: F401

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from quire.engine.config import CacheConfig
-from quire.engine.messages import EngineStats, SamplingParams, StepPlan, StepResult, Submit
-from quire.engine.scheduler import Scheduler
-from quire.server.router import Router
+from quire.engine.config.options import CacheConfig
+from quire.engine.protocol.messages import EngineStats, SamplingParams, StepPlan, StepResult, Submit
+from quire.engine.scheduler.scheduler import Scheduler
+from quire.server.frontend.router import Router
 from tests.fakes.configs import engine_config
 
 BLOCK = 16

@@ -10,12 +10,12 @@ from typing import Any
 import openai
 import pytest
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
-from quire.server.api import clouds
-from quire.server.api.app import create_app
-from quire.server.api.state import State
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import ConfigError
+from quire.server.app import create_app
 from quire.server.config import ServerOptions
+from quire.server.http import sagemaker_vertex
+from quire.server.http.state import State
 from tests.server.conftest import Server, run_server
 
 USER = [{"role": "user", "content": "hello"}]
@@ -201,7 +201,7 @@ async def test_vertex(config: EngineConfig, core_mode: Callable[[str], None], mo
         for wrong, param in (
             ({"instances": []}, "instances"),
             ({"instances": {"prompt": "a"}}, "instances"),
-            ({"instances": [{"prompt": "a"}] * (clouds.MAX_INSTANCES + 1)}, "instances"),
+            ({"instances": [{"prompt": "a"}] * (sagemaker_vertex.MAX_INSTANCES + 1)}, "instances"),
             ({"instances": [{"prompt": "a"}, 1]}, "instances[1]"),
             ({"instances": [{"prompt": "a", "stream": True}]}, "instances[0]"),
             ({"instances": [{"prompt": "a"}], "parameters": []}, "parameters"),

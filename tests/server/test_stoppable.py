@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quire.server import stoppable
-from quire.server.stoppable import Stoppable, Stopped
+from quire.server.frontend import sandbox
+from quire.server.frontend.sandbox import Stoppable, Stopped
 
 Make = Callable[..., Stoppable[str]]
 FOR_EVER = "any(iter(int, 1))"
@@ -94,7 +94,7 @@ def test_where_there_is_no_helper_that_is_said() -> None:
 def test_nothing_is_left_behind_by_one_who_is_killed() -> None:
     code = """
 import os, signal
-from quire.server.stoppable import Stoppable
+from quire.server.frontend.sandbox import Stoppable
 print(Stoppable(eval, "lambda q: b'%d' % __import__('os').getppid()", 1.0).ask(b"").decode(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -107,7 +107,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_slow_answer_gives_way(answering: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(os, "setpriority", lambda which, pid, niceness: given.append(niceness))
-    slow = answering(FOR_EVER, seconds=stoppable._PATIENCE + 0.1)
+    slow = answering(FOR_EVER, seconds=sandbox._PATIENCE + 0.1)
     with pytest.raises(Stopped):
         slow.ask(b"")
-    assert given == [stoppable._NICENESS]
+    assert given == [sandbox._NICENESS]

@@ -18,12 +18,12 @@ import pytest
 from openai.types.shared_params import ResponseFormatJSONSchema
 
 from quire import SamplingParams, StructuredOutputs
-from quire.engine.config import EngineConfig
-from quire.engine.errors import InvalidParameter
-from quire.engine.grammar import GrammarError, Grammars
-from quire.server import structured
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.scheduler.grammar import GrammarError, Grammars
+from quire.server.frontend import structured_outputs
+from quire.server.frontend.structured_outputs import StructuredOutputCheck
 from quire.server.llm import AsyncLLM
-from quire.server.structured import StructuredOutputCheck
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import byte_level
 from tests.server.conftest import Server
@@ -149,9 +149,9 @@ MALFORMED: list[tuple[Any, str]] = [
     ({"type": "text"}, "type"),
     ({"type": "string", "minLength": -1}, "minLength"),
     ({"type": "integer", "minimum": "3"}, "minimum"),
-    (nested(structured.MAX_SCHEMA_DEPTH + 1), "deep"),
-    ({"const": "x" * structured.MAX_SCHEMA_BYTES}, "bytes"),
-    (" " * (structured.MAX_SCHEMA_BYTES + 1), "characters"),
+    (nested(structured_outputs.MAX_SCHEMA_DEPTH + 1), "deep"),
+    ({"const": "x" * structured_outputs.MAX_SCHEMA_BYTES}, "bytes"),
+    (" " * (structured_outputs.MAX_SCHEMA_BYTES + 1), "characters"),
 ]
 
 
@@ -171,14 +171,14 @@ def test_what_cannot_be_enforced_is_refused_by_name(checker: StructuredOutputChe
     [
         ({"regex": "(?=a)"}, "look-around"),
         ({"regex": "["}, "character class"),
-        ({"regex": "a" * (structured.MAX_REGEX_LENGTH + 1)}, "regex"),
+        ({"regex": "a" * (structured_outputs.MAX_REGEX_LENGTH + 1)}, "regex"),
         ({"choice": []}, "choice"),
-        ({"choice": ["a"] * (structured.MAX_CHOICES + 1)}, "choices"),
+        ({"choice": ["a"] * (structured_outputs.MAX_CHOICES + 1)}, "choices"),
         ({"choice": ["\ud83d"]}, "surrogates"),
         ({"grammar": "start: foo"}, "foo"),
         ({"grammar": "start: start"}, "first token"),
         ({"grammar": "start: <|nowhere|>"}, "special token"),
-        ({"grammar": "x" * (structured.MAX_SCHEMA_BYTES + 1)}, "grammar"),
+        ({"grammar": "x" * (structured_outputs.MAX_SCHEMA_BYTES + 1)}, "grammar"),
         ({"grammar": 'start: "a" %json {"uniqueItems": true}'}, "uniqueItems"),
         ({"grammar": "start: %json {"}, "%json"),
         ({"grammar": 'start: a\na[temperature=0.5]: "a"'}, "temperature"),
@@ -261,7 +261,7 @@ def test_references_cost_no_more_each_where_there_are_many(kind: str) -> None:
         earlier = sys.getprofile()
         sys.setprofile(note)
         try:
-            checked = structured._checked_schema(schema)
+            checked = structured_outputs._checked_schema(schema)
         finally:
             sys.setprofile(earlier)
         assert len(json.dumps(checked)) < 3 * len(json.dumps(schema)) + 200
@@ -363,7 +363,7 @@ COSTLY = {"allOf": [{"type": "string", "pattern": f"[{c}x].{{8}}[{c}y]"} for c i
 async def test_what_takes_long_to_compile_is_refused_and_holds_up_nobody(
     checker: StructuredOutputCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structured, "COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr(structured_outputs, "COMPILE_SECONDS", 0.3)
     check = StructuredOutputCheck(checker.model)
     check.resolve(StructuredOutputs(json={"const": 0}))
     costly = [
@@ -392,7 +392,7 @@ async def test_what_is_known_does_not_wait_and_what_is_asked_twice_is_compiled_o
 ) -> None:
     check = StructuredOutputCheck(checker.model)
     threads = check._waiting._max_workers
-    assert 2 <= threads <= structured.MAX_COMPILING
+    assert 2 <= threads <= structured_outputs.MAX_COMPILING
     known = await check.resolve_aside(StructuredOutputs(regex="a+"))
     go, asked = threading.Event(), []
 
@@ -433,7 +433,7 @@ async def test_without_a_process_that_compiles_the_answer_is_503(
     def fails(*args: object, **kwargs: object) -> None:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("quire.server.stoppable.subprocess.Popen", fails)
+    monkeypatch.setattr("quire.server.frontend.sandbox.subprocess.Popen", fails)
     for body in ({"structured_outputs": {"regex": "a"}}, {"response_format": {"type": "json_object"}}):
         response = await server.http.post("/v1/completions", json={"prompt": "x", **body})
         error = response.json()["error"]
@@ -444,7 +444,7 @@ async def test_without_a_process_that_compiles_the_answer_is_503(
 def test_what_has_passed_is_not_compiled_again(checker: StructuredOutputCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = StructuredOutputs(json={"type": "integer", "description": "once"})
     first = checker.resolve(outputs)
-    monkeypatch.setattr(structured, "_checked_schema", None)
+    monkeypatch.setattr(structured_outputs, "_checked_schema", None)
     assert checker.resolve(outputs, "response_format") is first
 
 

@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
-from quire.engine.config import DEMO_MODEL
-from quire.engine.errors import ConfigError, InvalidParameter
-from quire.server.template import ChatTemplate, ChatTemplates
-from quire.server.tokenizer import Tokenizer
+from quire.engine.config.options import DEMO_MODEL
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.server.frontend.chat_template import ChatTemplate, ChatTemplates
+from quire.server.frontend.tokenizer import Tokenizer
 from tests.fakes.tokenizers import CHATML, byte_fallback, byte_level, wrapped, write_slow_files
 
 TEXTS = ["hello world", " two  spaces", "中文 😀 é", "<|im_start|>user<|im_end|><s></s><|extra|>", "", "a\nb"]

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult, TokenLogprobs
-from quire.engine.worker.runner import Runner
+from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult, TokenLogprobs
+from quire.engine.worker.model_runner import Runner
 
 Execute = Callable[[StepPlan], StepResult | None]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.config import EngineConfig
-from quire.engine.messages import StepPlan, StepResult
-from quire.engine.parallel import connect
-from quire.engine.worker.runner import Runner
+from quire.engine.config.options import EngineConfig
+from quire.engine.distributed import connect
+from quire.engine.protocol.messages import StepPlan, StepResult
+from quire.engine.worker.model_runner import Runner
 from quire.engine.worker.worker import read_plans
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.errors import ConfigError
+from quire.engine.distributed import connect
 from quire.engine.layers.attention import attention_needs
-from quire.engine.messages import SamplingParams
-from quire.engine.parallel import connect
-from quire.engine.worker.runner import Runner
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import SamplingParams
+from quire.engine.worker.model_runner import Runner
 from quire.engine.worker.worker import Worker
 from quire.kernels import backends, reference
 from quire.kernels import flashinfer as ours

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.architecture import FeedForward
-from quire.engine.config import ExpertParallelConfig
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.distributed import ExpertGroup, Peers, Pipeline, Placement
+from quire.engine.distributed.threads import ThreadPeers
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.messages import ExpertLoad
-from quire.engine.parallel import ExpertGroup, Peers, Pipeline, Placement
-from quire.engine.parallel.threads import ThreadPeers
-from quire.engine.worker.balancer import TOLD_STEPS, Balancer
+from quire.engine.models.model_spec import FeedForward
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import ExpertLoad
+from quire.engine.worker.eplb import TOLD_STEPS, Balancer
 from tests.fakes.ranks import on_replicas
 from tests.layers.experts import HIDDEN, PLAIN, batch, build, packed
 
@@ -125,7 +125,7 @@ def test_a_layer_moves_with_a_step() -> None:
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_every_token_is_counted_once(dp: int, tp: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without EPLB too; nothing moves then."""
-    monkeypatch.setattr("quire.engine.worker.balancer.TOLD_STEPS", 3)
+    monkeypatch.setattr("quire.engine.worker.eplb.TOLD_STEPS", 3)
     ranks = serve(ExpertParallelConfig(all2all=backend, step_interval=1), dp, tp, 8, layers=2)
     for outs, told, placements in ranks:
         assert all(torch.equal(out, outs[0]) for out in outs)

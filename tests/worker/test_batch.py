@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
-from quire.engine.worker import batch, transfer
-from quire.engine.worker.batch import RequestStates, halve
-from quire.engine.worker.transfer import Array
+from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.worker import async_copies, input_batch
+from quire.engine.worker.async_copies import Array
+from quire.engine.worker.input_batch import RequestStates, halve
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams()
@@ -117,9 +117,9 @@ def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def send(values: Array, device: torch.device) -> torch.Tensor:
         sent.append(len(values))
-        return transfer.send(values, device)
+        return async_copies.send(values, device)
 
-    monkeypatch.setattr(batch, "send", send)
+    monkeypatch.setattr(input_batch, "send", send)
     states = RequestStates(4, 1024, 4, is_shared=False)
     prompt = list(range(900))
     rows = states.apply(StepPlan(0, [], [new(1, prompt, 0, list(range(225)))], [Scheduled(1, 900, [], [])]))

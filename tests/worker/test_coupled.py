@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.distributed import ExpertGroup, Links
 from quire.engine.layers.attention import Batch
-from quire.engine.messages import StepPlan
-from quire.engine.parallel import ExpertGroup, Links
-from quire.engine.worker import runner as runners
-from quire.engine.worker.batch import Ints, halve
-from quire.engine.worker.runner import Runner
+from quire.engine.protocol.messages import StepPlan
+from quire.engine.worker import model_runner as runners
+from quire.engine.worker.input_batch import Ints, halve
+from quire.engine.worker.model_runner import Runner
 from tests.fakes.checkpoints import generate
 from tests.fakes.coupled import serving
 from tests.fakes.ranks import expert_groups

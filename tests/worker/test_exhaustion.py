@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import EngineConfig
+from quire.engine.distributed import connect
 from quire.engine.executor.uni import UniExecutor
-from quire.engine.messages import RequestOutput, SamplingParams, StepResult, WorkerFailed, WorkerReady
 from quire.engine.models.decoder import DecoderLayer
-from quire.engine.parallel import connect
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import RequestOutput, SamplingParams, StepResult, WorkerFailed, WorkerReady
 from quire.engine.worker import worker
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import write_checkpoint

@@ -18,16 +18,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config import EngineConfig, ExpertParallelConfig, GraphConfig
-from quire.engine.layers.feed_forward import FeedForward
+from quire.engine.config.options import EngineConfig, ExpertParallelConfig, GraphConfig
+from quire.engine.distributed import ExpertGroup, Links, Parallel, Peers, Placement, connect
+from quire.engine.layers.mlp import FeedForward
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.messages import SamplingParams, StepResult
-from quire.engine.models.loading import load
-from quire.engine.parallel import ExpertGroup, Links, Parallel, Peers, Placement, connect
-from quire.engine.worker import graphs, recorders
-from quire.engine.worker.graphs import DecodeGraphs
-from quire.engine.worker.recorders import TapeRecorder
-from quire.engine.worker.runner import Runner, allocate_caches
+from quire.engine.models.loader import load
+from quire.engine.protocol.messages import SamplingParams, StepResult
+from quire.engine.worker import cuda_graphs, graph_recorders
+from quire.engine.worker.cuda_graphs import DecodeGraphs
+from quire.engine.worker.graph_recorders import TapeRecorder
+from quire.engine.worker.model_runner import Runner, allocate_caches
 from quire.engine.worker.worker import Worker
 from quire.kernels import linear
 from tests.e2e.harness import Ranks
@@ -61,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recording:
     recorder = Recording()
-    monkeypatch.setattr(recorders, "recorder_of", lambda *place: recorder)
+    monkeypatch.setattr(graph_recorders, "recorder_of", lambda *place: recorder)
     return recorder
 
 
@@ -123,7 +123,7 @@ def test_a_replay_is_bit_for_bit_the_step_and_stores_nothing_else(
         cache.normal_()
     generator = torch.Generator().manual_seed(0)
     for rows in range(1, 9):
-        inputs = graphs._Inputs(config, CPU, receives=False).batch(rows)
+        inputs = cuda_graphs._Inputs(config, CPU, receives=False).batch(rows)
         lengths = torch.randint(1, 128, (rows,), generator=generator)
         tables = torch.randperm(rows * 32, generator=generator).view(rows, 32)[:, : -(-int(lengths.max()) // 4)]
         decode = replace(
@@ -174,7 +174,7 @@ def test_ranks_and_stages_replay(
         made.append(CallAgain())
         return made[-1]
 
-    monkeypatch.setattr(recorders, "recorder_of", recorder_of)
+    monkeypatch.setattr(graph_recorders, "recorder_of", recorder_of)
     outputs = []
     for sizes in ((), (1, 3, 8)):
         config = config_of(folders("Gemma 2"), *sizes, tensor_parallel_size=tp, pipeline_parallel_size=pp)
@@ -194,7 +194,7 @@ def test_what_is_sent_to_the_next_stage_stays(recorder: Recording, folders: Call
         caches = allocate_caches(config, stage, CPU)
         captured = DecodeGraphs(model, caches, config, CPU, stage, Parallel())
         captured.capture(bar=False)
-        step = graphs._Inputs(config, CPU, receives=False).batch(2)
+        step = cuda_graphs._Inputs(config, CPU, receives=False).batch(2)
         width = config.model.architecture.hidden_size
         with torch.inference_mode():
             first = captured.run(torch.ones(2, width) if stage else None, step)
@@ -212,7 +212,7 @@ def test_experts_move_where_replays_look_for_them_and_padding_is_no_load(
     moving = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_step_interval": 2, "tensor_parallel_size": 2}
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     asked = [(request.prompt, params) for request in requests(5)]
-    monkeypatch.setattr(recorders, "recorder_of", lambda *place: CallAgain())
+    monkeypatch.setattr(graph_recorders, "recorder_of", lambda *place: CallAgain())
     outputs, counts = [], []
     for sizes in ((), (8,)):
         config = config_of(folders("Mixtral"), *sizes, num_redundant_experts=redundant, **moving)
@@ -270,10 +270,10 @@ def test_what_cannot_be_captured_is_said_and_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folders: Callable[[str], Path]
 ) -> None:
     class Refusing(CallAgain):
-        def capture(self, step: Callable[[], None]) -> recorders.Replay:
+        def capture(self, step: Callable[[], None]) -> graph_recorders.Replay:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(recorders, "recorder_of", lambda *place: Refusing())
+    monkeypatch.setattr(graph_recorders, "recorder_of", lambda *place: Refusing())
     config = config_of(folders("Llama"), 1, 2, 4, 8)
     with caplog.at_level(logging.INFO):
         tokens = crowds(driver(config))
@@ -298,7 +298,7 @@ class Failing(CallAgain):
         step()
         return "it waits" if self._warmed_up == 2 and self._place == "check" else ""
 
-    def capture(self, step: Callable[[], None]) -> recorders.Replay:
+    def capture(self, step: Callable[[], None]) -> graph_recorders.Replay:
         if self.captured == 1 and self._place == "capture":
             raise RuntimeError("out of memory\nand more")
         return super().capture(step)
@@ -306,11 +306,11 @@ class Failing(CallAgain):
 
 def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pipe: Connection) -> None:
     """A rank of which the second fails at its second size; tells what it holds, what it says, and what it decodes."""
-    recorders.recorder_of = lambda *given: Failing(place if rank == 1 else "")
+    graph_recorders.recorder_of = lambda *given: Failing(place if rank == 1 else "")
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    graphs.logger.addHandler(handler)
+    cuda_graphs.logger.addHandler(handler)
     torch.set_num_threads(1)
     links = connect(config.parallel, rank, init_method, CPU)
     runner = Runner(config, rank, links, CPU)
@@ -440,7 +440,7 @@ def test_a_first_step_that_fails_leaves_no_tape_and_the_next_is_taped(
 ) -> None:
     config = config_of(folders("Llama"), *range(1, 9))
     runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
-    taped, step = runner._graphs, graphs._Inputs(config, CPU, receives=False).batch(2)
+    taped, step = runner._graphs, cuda_graphs._Inputs(config, CPU, receives=False).batch(2)
     assert taped is not None
 
     def fails(self: FeedForward, x: Tensor) -> Tensor:
@@ -484,8 +484,8 @@ def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
 
 
 def test_ranks_that_meet_outside_of_operations_are_not_taped() -> None:
-    assert isinstance(recorders.recorder_of(CPU, Parallel()), TapeRecorder)
-    assert on_ranks(2, lambda parallel: recorders.recorder_of(CPU, parallel)) == [None, None]
+    assert isinstance(graph_recorders.recorder_of(CPU, Parallel()), TapeRecorder)
+    assert on_ranks(2, lambda parallel: graph_recorders.recorder_of(CPU, parallel)) == [None, None]
 
 
 class FakeCuda:
@@ -537,7 +537,7 @@ class FakeCuda:
 
 def test_cuda_graphs_are_warmed_up_checked_once_and_captured_into_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    recorder = recorders.recorder_of(torch.device("cuda", 0), Parallel())
+    recorder = graph_recorders.recorder_of(torch.device("cuda", 0), Parallel())
     assert recorder is not None
     replays = []
     for _ in range(2):
@@ -560,7 +560,7 @@ def test_a_step_that_waits_runs_to_its_end_and_is_told(monkeypatch: pytest.Monke
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         cuda.step()
 
-    recorder = recorders.recorder_of(torch.device("cuda", 0), Parallel())
+    recorder = graph_recorders.recorder_of(torch.device("cuda", 0), Parallel())
     assert recorder is not None
     assert re.match(r"called a synchronizing CUDA operation .* at \S+test_graphs\.py:\d+$", recorder.warm_up(step))
     assert cuda.calls == ["step 0", "step 1"]
@@ -575,7 +575,7 @@ def test_nothing_is_held_when_the_ranks_part(
     held = worker._runner._graphs
     assert held is not None
     assert sorted(held._replays) == [1, 2]
-    left: list[dict[int, recorders.Replay]] = []
+    left: list[dict[int, graph_recorders.Replay]] = []
     monkeypatch.setattr(Links, "close", lambda _: left.append(held._replays))
     worker.close()
     assert left == [{}]
@@ -591,7 +591,7 @@ def test_a_capture_that_fails_leaves_cuda_as_it_was(place: int, monkeypatch: pyt
             cuda.is_broken = True
             raise RuntimeError("no kernel for it")
 
-    recorder = recorders.recorder_of(torch.device("cuda", 0), Parallel())
+    recorder = graph_recorders.recorder_of(torch.device("cuda", 0), Parallel())
     assert recorder is not None
 
     def run() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult
-from quire.engine.parallel import connect
-from quire.engine.worker.batch import RequestStates
-from quire.engine.worker.runner import Runner
+from quire.engine.distributed import connect
+from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult
+from quire.engine.worker.input_batch import RequestStates
+from quire.engine.worker.model_runner import Runner
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.late_device import GPU, DeviceTensor, Waited, late_device, move
 from tests.models.common import CPU, configure

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.errors import ConfigError
-from quire.engine.messages import SamplingParams, StepPlan
-from quire.engine.parallel import connect
-from quire.engine.resolve import Sizes, limit_blocks, resolve
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import Sizes, limit_blocks, resolve
+from quire.engine.distributed import connect
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import SamplingParams, StepPlan
 from quire.engine.worker import memory
-from quire.engine.worker.exhaustion import is_out_of_memory
-from quire.engine.worker.runner import Runner
-from quire.engine.worker.transfer import Launched
+from quire.engine.worker.async_copies import Launched
+from quire.engine.worker.model_runner import Runner
+from quire.engine.worker.oom import is_out_of_memory
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
 from tests.worker.plans import Driver, Request, executing

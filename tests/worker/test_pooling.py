@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, BertModel
 
-from quire.engine.config import EngineConfig
-from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan
-from quire.engine.parallel import connect
-from quire.engine.pooling import MODES
-from quire.engine.worker.runner import Runner
+from quire.engine.config.options import EngineConfig
+from quire.engine.config.pooling import MODES
+from quire.engine.distributed import connect
+from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.worker.model_runner import Runner
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.sentence import dense, hidden_states, pooled, write_modules
@@ -150,7 +150,7 @@ def test_several_modes_and_dense_modules(
 
 
 def test_wrong_weights_of_a_dense_module_are_named(qwen3: Path, tmp_path: Path) -> None:
-    from quire.engine.errors import ConfigError
+    from quire.engine.protocol.errors import ConfigError
 
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(qwen3 / name)

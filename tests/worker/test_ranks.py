@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.messages import SamplingParams, StepPlan
-from quire.engine.parallel import connect
-from quire.engine.worker.runner import Runner
+from quire.engine.distributed import connect
+from quire.engine.protocol.messages import SamplingParams, StepPlan
+from quire.engine.worker.model_runner import Runner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
 from tests.worker.plans import Driver, Request, executing

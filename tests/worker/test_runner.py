@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult
+from quire.engine.distributed import connect
 from quire.engine.models.decoder import Decoder, DecoderLayer
-from quire.engine.parallel import connect
-from quire.engine.worker.runner import Runner
+from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult
+from quire.engine.worker.model_runner import Runner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
 from tests.worker.plans import Driver, Request, executing

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.messages import NewRequest, SamplingParams, StepPlan, TokenLogprobs
-from quire.engine.worker.batch import Ints, RequestStates
+from quire.engine.protocol.messages import NewRequest, SamplingParams, StepPlan, TokenLogprobs
+from quire.engine.worker.input_batch import Ints, RequestStates
 from quire.engine.worker.sampler import Sampled, Sampler
 from quire.kernels import dispatch, reference
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from quire.engine.messages import NewRequest, PromptLogprobs, SamplingParams, Scheduled, StepPlan, StepResult
-from quire.engine.parallel import connect
-from quire.engine.worker.runner import Runner
+from quire.engine.distributed import connect
+from quire.engine.protocol.messages import NewRequest, PromptLogprobs, SamplingParams, Scheduled, StepPlan, StepResult
+from quire.engine.worker.model_runner import Runner
 from tests.fakes.checkpoints import score, write_checkpoint
 from tests.models.common import CPU, configure
 from tests.worker.plans import Driver, Execute, Request, executing

@@ -12,11 +12,11 @@ import pytest
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.config import ExpertParallelConfig
-from quire.engine.messages import SamplingParams
-from quire.engine.parallel import connect
-from quire.engine.worker import trials
-from quire.engine.worker.runner import Runner
+from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.distributed import connect
+from quire.engine.protocol.messages import SamplingParams
+from quire.engine.worker import warm_up
+from quire.engine.worker.model_runner import Runner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
 from tests.worker.plans import Driver, Request
@@ -112,7 +112,7 @@ def test_replicas_that_share_experts_step_together(tmp_path: Path) -> None:
     config = configure(write_checkpoint("qwen3", tmp_path), max_num_seqs=2, max_model_len=64)
     coupled = replace(config, parallel=replace(config.parallel, replicas=2, experts=ExpertParallelConfig()))
     for each, has_work in ((config, None), (coupled, True)):
-        plans = list(trials.decode_steps(each))
+        plans = list(warm_up.decode_steps(each))
         assert [plan.step for plan in plans] == list(range(-len(plans), 0))
         assert {plan.has_work for plan in plans} == {has_work}
         assert not plans[-1].num_rows
@@ -120,4 +120,4 @@ def test_replicas_that_share_experts_step_together(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no wheel for this platform")
 def test_the_longest_that_is_tried_is_the_most_that_is_counted_at_once() -> None:
-    assert importlib.import_module("quire.kernels.triton.logits")._CHUNK == trials._COUNTED[1] == chunk(1 << 20)
+    assert importlib.import_module("quire.kernels.triton.logits")._CHUNK == warm_up._COUNTED[1] == chunk(1 << 20)

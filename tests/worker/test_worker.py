@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from quire.engine.executor.ranks import name_late
-from quire.engine.messages import StepResult, WorkerFailed, WorkerReady
+from quire.engine.executor.local_ranks import name_late
+from quire.engine.protocol.messages import StepResult, WorkerFailed, WorkerReady
 from quire.engine.worker import worker as workers
-from quire.engine.worker.transfer import Launched, Reading
+from quire.engine.worker.async_copies import Launched, Reading
 from quire.engine.worker.worker import Reports
 from tests.models.common import CPU
 

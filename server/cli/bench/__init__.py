@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from quire.server.cli import late
+from quire.server.cli import lazy
 
 _SUBCOMMANDS = {
     "serve": "load an OpenAI-compatible server and measure it",
@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "bench", help="measure a server, or the engine alone", description="Measure a server, or the engine alone."
     )
     benches = parser.add_subparsers(
-        title="benchmarks", required=True, metavar="BENCHMARK", parser_class=late.LateParser
+        title="benchmarks", required=True, metavar="BENCHMARK", parser_class=lazy.LateParser
     )
     for name, text in _SUBCOMMANDS.items():
-        late.add_parser(benches, f"bench {name}", f"{__name__}.{name}", text)
+        lazy.add_parser(benches, f"bench {name}", f"{__name__}.{name}", text)

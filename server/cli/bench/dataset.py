@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from quire.engine.config import flag
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import flag
+from quire.engine.protocol.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from quire.engine.config import EngineOptions, flag
-from quire.engine.errors import ConfigError
-from quire.engine.messages import SamplingParams
+from quire.engine.config.options import EngineOptions, flag
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import SamplingParams
 from quire.server.cli import flags
 from quire.server.cli.bench import dataset, offline, report
 from quire.server.cli.bench.dataset import DatasetOptions

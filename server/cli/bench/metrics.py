@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.engine.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench.stream import Record
 
 METRICS = {

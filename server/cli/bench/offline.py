@@ -7,12 +7,12 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from quire.engine.config import EngineConfig, EngineOptions
-from quire.engine.errors import ConfigError, InvalidParameter
-from quire.engine.resolve import plan_text, resolve
+from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.resolve import plan_text, resolve
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.cli import flags
+from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 from quire.server.llm import LLM
-from quire.server.stream import EngineUnavailable, RequestFailed
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quire.engine.config import flag
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import flag
+from quire.engine.protocol.errors import ConfigError
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"

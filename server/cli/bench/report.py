@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.engine.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench.metrics import percentile_name
 from quire.server.cli.bench.stream import Record
 

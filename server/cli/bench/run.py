@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from quire.engine.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import dataset
 from quire.server.cli.bench.client import Client, Refused, reason
 from quire.server.cli.bench.dataset import DatasetOptions, Sample

@@ -13,7 +13,7 @@ from typing import Any
 import uvloop
 
 from quire.server.cli import flags
-from quire.server.cli.bench import metrics, picture, report
+from quire.server.cli.bench import metrics, plot, report
 from quire.server.cli.bench.dataset import DatasetOptions
 from quire.server.cli.bench.load import Clock
 from quire.server.cli.bench.options import ServeOptions
@@ -40,7 +40,7 @@ def measure(options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> int:
     percentiles = metrics.parse_percentiles(options.metric_percentiles)
     goodput = metrics.parse_goodput(options.goodput or ())
     if options.plot is not None:
-        picture.check(options.plot)
+        plot.check(options.plot)
         report.check_writable(options.plot, "--plot")
     target = _target(options)
 
@@ -57,7 +57,7 @@ def measure(options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> int:
         report.write_json(target(finished.model), _setup(options, wanted, finished.model) | result | details)
     if options.plot is not None:
         title = f"{finished.model}: {len(records)} requests {options.load()}"
-        picture.draw(options.plot, records, title=title)
+        plot.draw(options.plot, records, title=title)
         print(f"drawn: {options.plot}")
     return 0 if result["completed"] else 1
 

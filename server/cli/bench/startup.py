@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 from tqdm import tqdm
 
-from quire.engine.config import EngineOptions, flag
-from quire.engine.errors import ConfigError
+from quire.engine.config.options import EngineOptions, flag
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
 from quire.server.cli.bench import report
 from quire.server.cli.bench.client import Client

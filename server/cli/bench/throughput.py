@@ -8,8 +8,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.config import EngineOptions, flag
-from quire.engine.messages import SamplingParams
+from quire.engine.config.options import EngineOptions, flag
+from quire.engine.protocol.messages import SamplingParams
 from quire.server.cli import flags
 from quire.server.cli.bench import dataset, offline, report
 from quire.server.cli.bench.dataset import DatasetOptions, Sample

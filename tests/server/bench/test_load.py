@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import dataset
 from quire.server.cli.bench.dataset import DatasetOptions
 from quire.server.cli.bench.load import Clock, Moments, arrival_times, drive

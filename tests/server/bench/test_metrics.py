@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from quire.engine.errors import ConfigError
+from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import metrics
 from quire.server.cli.bench.load import Moments
 from quire.server.cli.bench.stream import Record

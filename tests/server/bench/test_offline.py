@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config import EngineOptions
+from quire.engine.config.options import EngineOptions
 from quire.server.cli.bench import latency, startup, throughput
 from quire.server.cli.main import build_parser, main
 from quire.server.cli.serve import read_options

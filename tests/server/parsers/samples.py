@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCall
-from quire.server.parsers.grammar import Tool
+from quire.server.parsers.tool_grammar import Tool
 
 CITY: dict[str, Any] = {
     "type": "object",

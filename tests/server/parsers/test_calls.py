@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.parsers.calls import tool_parser
 from quire.server.parsers.events import Content, Event, ToolCall
-from quire.server.parsers.formats import TOOL_FORMATS
+from quire.server.parsers.tool_calls import tool_parser
+from quire.server.parsers.tool_formats import TOOL_FORMATS
 from tests.server.parsers.samples import NAMES, TWO_CALLS, joined
 
 BOTH = [("get_weather", {"city": "Bonn"}), ("now", {})]

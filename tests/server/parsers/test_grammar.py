@@ -9,12 +9,12 @@ import llguidance
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from quire.engine.errors import InvalidParameter
-from quire.server.parsers.calls import tool_parser
-from quire.server.parsers.formats import TOOL_FORMATS
-from quire.server.parsers.grammar import Tool, tool_grammar
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.frontend.structured_outputs import _checked_grammar
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
-from quire.server.structured import _checked_grammar
+from quire.server.parsers.tool_calls import tool_parser
+from quire.server.parsers.tool_formats import TOOL_FORMATS
+from quire.server.parsers.tool_grammar import Tool, tool_grammar
 from tests.fakes.tokenizers import byte_level
 from tests.server.parsers.samples import NAMES, TOOLS, TWO_CALLS, joined
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.parsers.formats import TOOL_FORMATS
-from quire.server.parsers.output import Reading
+from quire.server.parsers.output_parser import Reading
 from quire.server.parsers.reasoning import REASONING_FORMATS, detect_reasoning
+from quire.server.parsers.tool_formats import TOOL_FORMATS
 from tests.server.parsers.samples import NAMES, TWO_CALLS, joined
 
 CALL = TWO_CALLS["hermes"]

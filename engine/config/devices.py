@@ -1,0 +1,132 @@
+"""What this host has to run on, asked without torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.engine.config import topology
+from quire.engine.protocol.errors import ConfigError
+
+SHARE = "QUIRE_SHARE_GPU"
+"""Of the environment: 1 lets several ranks have one GPU, to try a layout out."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices of one kind. `memory` is the bytes free on the smallest that is used (on CPU: of the host)."""
+
+    kind: Literal["cpu", "cuda"]
+    count: int
+    memory: int
+    order: tuple[int, ...] = ()
+    """Of CUDA devices: those of this host's ranks, in the order of ranks; empty when there are too few.
+
+    Where ranks may share them, they go round.
+    """
+    links: topology.Links = ()
+    """Between all `count`; empty on CPU."""
+
+
+def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices:
+    """The devices for groups of ranks of these sizes, each of which shares layers.
+
+    Raises `ConfigError` when CUDA is asked for and there is none.
+    """
+    ranks, may_share = sum(groups), may_share_gpus()
+    gpus = free_gpu_memory() if kind != "cpu" else []
+    if gpus:
+        links = _gpu_links(len(gpus))
+        order = topology.arrange(links, groups) if ranks <= len(gpus) else ()
+        if ranks > len(gpus) and may_share:
+            order = tuple(rank % len(gpus) for rank in range(ranks))
+        return Devices("cuda", len(gpus), min(gpus[device] for device in order or range(len(gpus))), order, links)
+    if kind == "cuda":
+        raise ConfigError("--device cuda: no NVIDIA GPU is visible; check the driver and CUDA_VISIBLE_DEVICES")
+    return Devices("cpu", os.cpu_count() or 1, _free_host_memory())
+
+
+def may_share_gpus() -> bool:
+    """Whether ranks that are more than the GPUs share them; raises `ConfigError` for a value that means nothing."""
+    value = os.environ.get(SHARE, "")
+    if value not in ("", "0", "1"):
+        raise ConfigError(f"{SHARE}={value}: 1 lets ranks share a GPU, and 0 does not")
+    return value == "1"
+
+
+def count_gpus() -> int:
+    """GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
+    return len(free_gpu_memory())
+
+
+def free_gpu_memory() -> list[int]:
+    """Free bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; empty without a driver."""
+    import pynvml
+
+    with _visible_gpus() as handles:
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
+
+
+def gpu_capabilities() -> list[tuple[int, int]]:
+    """The compute capability of each visible GPU, as (9, 0); empty without a driver, or where it does not say."""
+    import pynvml
+
+    with _visible_gpus() as handles:
+        try:
+            found = [pynvml.nvmlDeviceGetCudaComputeCapability(handle) for handle in handles]
+        except pynvml.NVMLError:
+            return []
+    return [(int(major), int(minor)) for major, minor in found]
+
+
+def _gpu_links(count: int) -> topology.Links:
+    """Between the visible GPUs, which are so many."""
+    with _visible_gpus() as handles:
+        if len(handles) == count:
+            return topology.read(handles)
+    return ((topology.Link.UNKNOWN,) * count,) * count
+
+
+@contextmanager
+def _visible_gpus() -> Iterator[list[Any]]:
+    """NVML's handles of the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; none without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield []
+        return
+    try:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = map(str, range(pynvml.nvmlDeviceGetCount())) if visible is None else visible.split(",")
+        handles = []
+        for name in filter(None, (n.strip() for n in names)):
+            by_index = name.lstrip("-").isdigit()
+            if by_index and int(name) < 0:
+                break
+            handles.append(
+                pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
+            )
+        yield handles
+    except pynvml.NVMLError as error:
+        raise ConfigError(f"cannot read the GPUs in CUDA_VISIBLE_DEVICES={visible}: {error}") from None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _free_host_memory() -> int:
+    """Bytes that can be taken without swapping, within the container's limit."""
+    with open("/proc/meminfo") as lines:
+        sizes = {key: int(value.split()[0]) * 1024 for key, value in (line.split(":") for line in lines)}
+    free = sizes["MemAvailable"]
+    group = Path("/sys/fs/cgroup")
+    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()).isdigit():
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # file cache that can go
+        free = min(free, int(limit) - used)
+    return free

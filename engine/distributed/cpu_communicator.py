@@ -1,0 +1,106 @@
+"""The ranks of a stage on CPUs: through shared memory where all are on this host, by gloo where they are not."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.engine.distributed import symmetric_memory
+from quire.engine.distributed.communicator import GroupParallel
+from quire.kernels.cpu import shared
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class HostParallel(GroupParallel):
+    """The ranks of a gloo group. Invariant: either all of them have `memory`, or none has."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        super().__init__(group)
+        self._timeout = timeout.total_seconds()
+        self.memory: Tensor | None = None
+        """The segment that the ranks share, `[bytes]`; without it gloo serves."""
+
+    @property
+    def is_taped(self) -> bool:
+        return self.memory is not None
+
+    def settle(self) -> None:
+        """Go over to shared memory if every rank has the compiled kernels and is on this host."""
+        # A memfd has no name that could outlive the ranks, however they end.
+        length = shared.segment_bytes(self.size)
+        fd = _create(length) if self.rank == 0 and shared.available() else -1
+        try:
+            everyone = self._exchange((symmetric_memory.host(), os.getpid(), fd, shared.available()))
+            hosts = {host for host, *_ in everyone}
+            reason, memory = "", None
+            if len(hosts) > 1 or None in hosts:
+                reason = "the ranks are not all on one host"
+            elif not all(available for *_, available in everyone):
+                reason = "not every rank has the compiled kernels"
+            else:
+                _, owner, number, _ = everyone[0]
+                try:
+                    memory = _map(Path(f"/proc/{owner}/fd/{number}"), length)
+                except OSError as error:
+                    reason = f"rank {self.rank} cannot map the memory: {error}"
+            reason = next(filter(None, self._exchange(reason)), "")
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        self.memory = None if reason else memory
+        if self.rank == 0:
+            say = logger.warning if reason else logger.debug
+            say("collectives of a stage: %s", f"gloo, since {reason}" if reason else "shared memory")
+
+    def _exchange(self, mine: T) -> list[T]:
+        everyone: list[T] = [mine] * self.size
+        dist.all_gather_object(everyone, mine, self._group)
+        return everyone
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.memory is None or x.dtype not in shared.SUMMED:
+            return super().all_reduce(x)
+        x = x.contiguous()
+        shared.all_reduce(self.memory, self.rank, self.size, self._timeout, x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        if self.memory is None:
+            return super().all_gather(x)
+        return shared.all_gather(self.memory, self.rank, self.size, self._timeout, x.contiguous())
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        if self.memory is None:
+            return super().broadcast(x)
+        x = x.contiguous()
+        shared.broadcast(self.memory, self.rank, self.size, self._timeout, x)
+        return x
+
+
+def _create(length: int) -> int:
+    """A file of zeros that lives in memory; -1 where the system does not allow it."""
+    try:
+        fd = os.memfd_create("quire-collectives", os.MFD_CLOEXEC)
+    except OSError:
+        return -1
+    os.ftruncate(fd, length)
+    return fd
+
+
+def _map(path: Path, length: int) -> Tensor:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return torch.frombuffer(mmap.mmap(fd, length), dtype=torch.uint8)
+    finally:
+        os.close(fd)

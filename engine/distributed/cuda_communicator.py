@@ -1,0 +1,187 @@
+"""The ranks of a stage on GPUs: NCCL, and for sums of a few rows symmetric memory where that is right and faster."""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.engine.distributed import symmetric_memory, watchdog
+from quire.engine.distributed.communicator import GroupParallel
+from quire.engine.distributed.symmetric_memory import MOST_BYTES, UNIT, Way
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SIZES = tuple(1 << power for power in range(12, MOST_BYTES.bit_length()))
+"""Bytes of the sums that are measured; one between two of them goes the way of the larger."""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CHECKED = (UNIT, 48 * UNIT, 1 << 16, (1 << 20) - UNIT, MOST_BYTES)
+_CHECK_SECONDS = 60.0
+_GAIN = 0.95
+"""A way is taken where it needs at most so much of NCCL's time."""
+
+
+class DeviceParallel(GroupParallel):
+    """The ranks of a NCCL group. Invariant: each has the same `table`, so that all go the same way."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, is_custom: bool = True) -> None:
+        """`is_custom`: whether symmetric memory may serve, once `settle` has found it right."""
+        super().__init__(group)
+        self._device, self._is_custom = device, is_custom
+        self.table: dict[torch.dtype, list[Way | None]] = {}
+        """The way of sums of each type that have up to `SIZES[number]` bytes; None: NCCL's."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        way = self.way(x.dtype, x.nbytes)
+        if way is None:
+            return super().all_reduce(x)
+        flat = x.reshape(-1)
+        if flat.storage_offset() * flat.element_size() % UNIT:
+            flat = flat.clone()
+        return way.run(flat).view(x.shape)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        parts = x.new_empty(self.size, *x.shape)
+        try:
+            dist.all_gather_into_tensor(parts.view(-1), x.reshape(-1), group=self._group)
+        except RuntimeError as error:
+            raise watchdog.failed("all_gather", x, self._group, error) from error
+        return parts.movedim(0, -2).flatten(-2)
+
+    def way(self, dtype: torch.dtype, length: int) -> Way | None:
+        """How a sum of so many bytes is made; None: by NCCL."""
+        ways = self.table.get(dtype)
+        if ways is None or not 0 < length <= MOST_BYTES or length % UNIT:
+            return None
+        return ways[max(0, (length - 1).bit_length() - SIZES[0].bit_length() + 1)]
+
+    def settle(self) -> None:
+        """Go over to symmetric memory for the types and sizes for which all ranks find it right, and faster."""
+        if not self._is_custom:
+            return
+        ways, reason = self._ways()
+        if not reason:
+            right = self._right(ways)
+            self.table = self._tables(right)
+            reason = "" if any(right.values()) else f"none of {', '.join(way.name for way in ways)} sums as NCCL does"
+        if self.rank == 0 and reason:
+            logger.warning("sums of a stage: NCCL alone, since %s", reason)
+        elif self.rank == 0:
+            for dtype, chosen in self.table.items():
+                logger.info("sums of a stage in %s: %s", str(dtype).removeprefix("torch."), told(chosen))
+
+    def _ways(self) -> tuple[list[Way], str]:
+        """Those that the ranks have, or why there are none."""
+        ways: list[Way] = []
+        reason = symmetric_memory.obstacle(self._exchange(symmetric_memory.here(self._device)))
+        if reason:
+            return ways, reason
+        try:
+            memory = symmetric_memory.allocate(self._device)
+        except Exception as error:  # whatever a driver finds
+            reason = _first_line(error)
+        if reason := self._first(reason):
+            return ways, reason
+        try:
+            ways = symmetric_memory.share(memory, self._group)
+        except Exception as error:
+            reason = _first_line(error)
+        names = self._exchange([way.name for way in ways])
+        return [way for way in ways if all(way.name in theirs for theirs in names)], self._first(reason)
+
+    def _tables(self, right: dict[torch.dtype, list[Way]]) -> dict[torch.dtype, list[Way | None]]:
+        """`table`; what goes for a type goes for others that the same ways are right for, too."""
+        tables: dict[torch.dtype, list[Way | None]] = {}
+        for dtype, ways in right.items():
+            like = next((other for other in tables if right[other] == ways), None)
+            if ways:
+                tables[dtype] = self._fastest(ways, dtype) if like is None else tables[like]
+        return tables
+
+    def _right(self, ways: list[Way]) -> dict[torch.dtype, list[Way]]:
+        """The ways that sum numbers of each type as NCCL does, on every rank to the same bits."""
+        right: dict[torch.dtype, list[Way]] = {}
+        for dtype in _DTYPES:
+            right[dtype] = []
+            for way in ways:
+                everyone = self._exchange(self._tried(way, dtype))
+                reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(everyone) if reason]
+                if not reasons and len({bits for _, bits in everyone}) > 1:
+                    reasons = ["the sums of ranks differ"]
+                if not reasons:
+                    right[dtype].append(way)
+                elif self.rank == 0:
+                    name = str(dtype).removeprefix("torch.")
+                    logger.info("%s sums of %s are not used: %s", way.name, name, reasons[0])
+        return right
+
+    def _tried(self, way: Way, dtype: torch.dtype) -> tuple[str, int]:
+        """What is wrong with the way's sums of this type, "" if nothing, and a digest of their bits."""
+        wrong, digest = "", 0
+        for x in self._samples(dtype):
+            try:
+                total = way.run(x)
+            except RuntimeError as error:  # a type or a size that it does not take is refused by all ranks alike
+                return _first_line(error), 0
+            symmetric_memory.wait(f"rank {self.rank}: a {way.name} sum of {x.nbytes} bytes", _CHECK_SECONDS)
+            expected = super().all_reduce(x.clone())
+            wrong = wrong or _difference(total, expected, self.size)
+            digest = zlib.crc32(total.cpu().view(torch.uint8).numpy().tobytes(), digest)
+        return wrong, digest
+
+    def _samples(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        noise = torch.Generator().manual_seed(self.rank)
+        for length in _CHECKED:
+            yield torch.randn(length // dtype.itemsize, generator=noise).to(self._device, dtype)
+
+    def _fastest(self, ways: list[Way], dtype: torch.dtype) -> list[Way | None]:
+        """For sums of each of `SIZES`, by the slowest rank."""
+        chosen: list[Way | None] = []
+        for size in SIZES:
+            x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=self._device)
+            runs = [super().all_reduce, *(way.run for way in ways)]
+            mine = [symmetric_memory.measure(partial(run, x)) for run in runs]
+            nccl, *theirs = (max(times) for times in zip(*self._exchange(mine), strict=True))
+            best = min(theirs)
+            chosen.append(ways[theirs.index(best)] if best < _GAIN * nccl else None)
+        return chosen
+
+    def _first(self, reason: str) -> str:
+        """Of all ranks' reasons."""
+        return next((f"rank {rank}: {each}" for rank, each in enumerate(self._exchange(reason)) if each), "")
+
+    def _exchange(self, mine: T) -> list[T]:
+        everyone: list[T] = [mine] * self.size
+        dist.all_gather_object(everyone, mine, self._group)
+        return everyone
+
+
+def told(chosen: Sequence[Way | None]) -> str:
+    """The sizes that go each way, in words."""
+    names = ["NCCL" if way is None else way.name for way in chosen]
+    steps = zip(pairwise([*names, "NCCL"]), SIZES, strict=True)
+    ends = [(name, size) for (name, after), size in steps if name != after]
+    return ", ".join([*(f"{name} up to {size >> 10} KiB" for name, size in ends), "NCCL for the rest"])
+
+
+def _difference(total: Tensor, expected: Tensor, size: int) -> str:
+    """What is wrong with a sum of `size` summands of about 1; "" where it is right within the type's precision."""
+    step = size * torch.finfo(total.dtype).eps
+    try:
+        torch.testing.assert_close(total, expected, rtol=step, atol=4 * step)
+    except AssertionError as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,0 +1,149 @@
+"""Ranks that share a layer's experts: those of a stage in all replicas. Rows go between them in uneven numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.distributed import watchdog
+from quire.engine.distributed.communicator import Parallel
+
+
+class Pending(Protocol):
+    """Rows on their way."""
+
+    def wait(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Rows that are here."""
+
+    rows: Tensor
+
+    def wait(self) -> Tensor:
+        return self.rows
+
+
+class Peers:
+    """One rank among `size` that exchange rows; this one is alone. All of them make the same calls in the same order.
+
+    Rows are `[rows, columns]`, of any type, and each of the counts may be 0. Several exchanges may be under way.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        """Send the first `sent[0]` rows to rank 0, the next to rank 1, …; what waits are theirs, in the same order."""
+        return Arrived(x)
+
+    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        return self.start(x, sent, received).wait()
+
+    def start_gather(self, x: Tensor, counts: Sequence[int]) -> Pending:
+        """Every rank's rows, in the order of ranks; `counts` are theirs."""
+        return self.start(x.repeat(self.size, 1), [len(x)] * self.size, counts)
+
+    def start_sum(self, x: Tensor, counts: Sequence[int]) -> Pending:
+        """`x` has `counts[rank]` rows for each rank; what waits is the sum of what all have for this one."""
+        mine = counts[self.rank]
+        return Sum(self.start(x, counts, [mine] * self.size), mine)
+
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What every rank tells: equally many integers each. Nothing waits for a device."""
+        return [list(numbers)]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum of equally long runs of rows, in float32 and in the order of ranks, so that it is always the same."""
+
+    parts: Pending
+    length: int
+
+    def wait(self) -> Tensor:
+        rows = self.parts.wait()
+        if not self.length:
+            return rows[:0]
+        first, *others = rows.view(-1, self.length, rows.shape[1])
+        total: Tensor = first.float()
+        for part in others:
+            total = total + part
+        return total.to(rows.dtype)
+
+
+class GroupPeers(Peers):
+    """The ranks of a torch process group; `host` is one of the same ranks that exchanges tensors on CPUs.
+
+    Where `group` does no more than that either, rows go through the host.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, host: dist.ProcessGroup) -> None:
+        self.rank, self.size, self._group, self._host = group.rank(), group.size(), group, host
+
+    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        device = x.device
+        x = (x.cpu() if dist.get_backend(self._group) == "gloo" else x).contiguous()
+        rows = torch.empty((sum(received), x.shape[1]), dtype=x.dtype, device=x.device)
+        # As bytes, since gloo does not know every type.
+        work = dist.all_to_all_single(
+            rows.view(torch.uint8), x.view(torch.uint8), list(received), list(sent), group=self._group, async_op=True
+        )
+        assert work is not None
+        return UnderWay(work, rows, x, self._group, device)
+
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        everyone = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size)]
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        try:
+            dist.all_gather(everyone, mine, group=self._host)
+        except RuntimeError as error:
+            raise watchdog.failed("exchange of numbers", mine, self._host, error) from error
+        return [told.tolist() for told in everyone]
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """Rows that a process group is exchanging."""
+
+    work: dist.Work
+    rows: Tensor
+    sent: Tensor
+    """Kept until it has gone."""
+    group: dist.ProcessGroup
+    device: torch.device
+    """Where the rows are wanted."""
+
+    def wait(self) -> Tensor:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise watchdog.failed("exchange of experts' rows", self.sent, self.group, error) from error
+        return self.rows.to(self.device)
+
+
+@dataclass(frozen=True)
+class ExpertGroup:
+    """Who has the experts of this rank's layers: the `tp` ranks of its stage, in each of the `dp` replicas."""
+
+    config: ExpertParallelConfig
+    tp: Parallel
+    dp: Peers
+    """The rank of the same position in each replica's stage, in the order of replicas."""
+    everyone: Peers
+    """All of the group; `everyone.rank == rank`."""
+
+    @property
+    def rank(self) -> int:
+        return self.dp.rank * self.tp.size + self.tp.rank
+
+    @property
+    def size(self) -> int:
+        return self.dp.size * self.tp.size

@@ -1,0 +1,55 @@
+"""Ranks as threads of one process, for checks and tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import Arrived, Peers, Pending
+
+
+class ThreadParallel(Parallel):
+    """Collectives over a list that the ranks share, a barrier before and after each."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, shared: list[Tensor]) -> None:
+        self.rank, self.size, self._barrier, self._shared = rank, size, barrier, shared
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._shared[self.rank] = x.clone()
+        self._barrier.wait(60)
+        everyone = list(self._shared)
+        self._barrier.wait(60)
+        return everyone
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return torch.stack(self._exchange(x)).sum(0)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self._exchange(x), dim=-1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._exchange(x)[0]
+
+
+class ThreadPeers(Peers):
+    """Rows through a list that the ranks share, a barrier before and after each exchange, which is over at once."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, shared: list[list[Tensor]]) -> None:
+        self.rank, self.size, self._barrier, self._shared = rank, size, barrier, shared
+
+    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+        assert sum(sent) == len(x)
+        self._shared[self.rank] = [part.clone() for part in x.split_with_sizes(list(sent))]
+        self._barrier.wait(60)
+        parts = [leaving[self.rank] for leaving in self._shared]
+        self._barrier.wait(60)
+        assert [len(part) for part in parts] == list(received)
+        return Arrived(torch.cat(parts))
+
+    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+        ones = [1] * self.size
+        return self.exchange(torch.tensor([numbers] * self.size), ones, ones).tolist()

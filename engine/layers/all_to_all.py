@@ -1,0 +1,126 @@
+"""How tokens reach the ranks that have their experts, and what these make of them comes back.
+
+Each way begins when it is made: tokens set out. `arrived` waits for those that this rank computes, `give_back` sends
+the outputs off, and `combined` waits for those of this rank's own tokens. Between the calls others may compute. Each
+is called once, and what has come is let go of, so that memory holds one direction at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from quire.engine.distributed.expert_group import ExpertGroup
+
+
+class Routed(NamedTuple):
+    """Tokens and where they are to go."""
+
+    x: Tensor
+    """`[tokens, hidden_size]`"""
+    weights: Tensor
+    """Float32 `[tokens, top_k]`"""
+    places: Tensor
+    """Int64 `[tokens, top_k]`, numbered as in `Placement`."""
+
+
+class Exchange(Protocol):
+    """The tokens of one layer and step, under way."""
+
+    def arrived(self) -> Routed:
+        """The tokens that this rank computes what it can of; places of other ranks are among theirs."""
+
+    def give_back(self, out: Tensor) -> None:
+        """`out` is `[tokens that arrived, hidden_size]`: the weighted sums over this rank's experts."""
+
+    def combined(self) -> Tensor:
+        """`[tokens of the replica, hidden_size]`, to be summed over the ranks of the replica's stage."""
+
+
+class Here:
+    """Every rank has all tokens, and computes its part of the sum."""
+
+    def __init__(self, routed: Routed) -> None:
+        self._routed = routed
+
+    def arrived(self) -> Routed:
+        return self._routed
+
+    def give_back(self, out: Tensor) -> None:
+        self._out = out
+
+    def combined(self) -> Tensor:
+        return self._out
+
+
+class ToAllRanks:
+    """The tokens of all replicas go to every rank; each replica gets back the sum for its own."""
+
+    def __init__(self, group: ExpertGroup, routed: Routed, replica_tokens: Sequence[int]) -> None:
+        assert replica_tokens[group.dp.rank] == len(routed.x)
+        self._group, self._counts, self._like = group, replica_tokens, routed
+        self._coming = group.dp.start_gather(_packed(routed), replica_tokens)
+
+    def arrived(self) -> Routed:
+        rows = self._coming.wait()
+        del self._coming
+        return _unpacked(rows, self._like)
+
+    def give_back(self, out: Tensor) -> None:
+        self._back = self._group.dp.start_sum(out, self._counts)
+
+    def combined(self) -> Tensor:
+        return self._back.wait()
+
+
+class ToTheirRanks:
+    """Each token goes to every rank where it has experts, once; the ranks of a stage send a share of the tokens each.
+
+    `routed` is this rank's share: the tokens from `first` on, of the `tokens` of its replica.
+    """
+
+    def __init__(self, group: ExpertGroup, routed: Routed, places: int, first: int, tokens: int) -> None:
+        """`places` are those of each rank."""
+        self._group, self._like, self._first, self._tokens = group, routed, first, tokens
+        goes = routed.x.new_zeros((len(routed.x), group.size), dtype=torch.bool)
+        goes.scatter_(1, routed.places // places, True)
+        _, self._senders = goes.T.nonzero(as_tuple=True)  # by rank, then token
+        counts, ones = goes.sum(0), [1] * group.size
+        self._sent = counts.tolist()
+        self._received = group.everyone.exchange(counts[:, None], ones, ones)[:, 0].tolist()
+        leaving = Routed(*(part[self._senders] for part in routed))
+        self._coming = group.everyone.start(_packed(leaving), self._sent, self._received)
+
+    def arrived(self) -> Routed:
+        rows = self._coming.wait()
+        del self._coming
+        return _unpacked(rows, self._like)
+
+    def give_back(self, out: Tensor) -> None:
+        self._back = self._group.everyone.start(out, self._received, self._sent)
+
+    def combined(self) -> Tensor:
+        out = self._back.wait()
+        total = torch.zeros((self._tokens, out.shape[1]), dtype=torch.float32, device=out.device)
+        return total.index_add_(0, self._first + self._senders, out.float()).to(out.dtype)
+
+
+def share(tokens: int, rank: int, size: int) -> slice:
+    """An even run of the tokens."""
+    length = -(-tokens // size)
+    return slice(min(tokens, rank * length), min(tokens, (rank + 1) * length))
+
+
+def _packed(routed: Routed) -> Tensor:
+    """A token's numbers in one row of bytes, so that there is one message; the widest come first, to be aligned."""
+    parts = routed.weights, routed.places.int(), routed.x
+    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+
+
+def _unpacked(rows: Tensor, like: Routed) -> Routed:
+    widths = [*[like.weights.shape[1] * 4] * 2, like.x.shape[1] * like.x.element_size()]
+    weights, places, x = (part.contiguous() for part in rows.split_with_sizes(widths, dim=1))
+    return Routed(x.view(like.x.dtype), weights.view(torch.float32), places.view(torch.int32).long())

@@ -1,0 +1,38 @@
+"""The feed-forward layer, its inner features cut over the ranks of a stage."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine.distributed import Parallel
+from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, divided
+from quire.engine.models import model_spec
+
+
+class FeedForward(nn.Module):
+    """`down(activation(gate(x)) * up(x))` (Shazeer 2020), or `down(activation(up(x)))`."""
+
+    def __init__(self, spec: model_spec.FeedForward, hidden_size: int, parallel: Parallel) -> None:
+        super().__init__()
+        self._activation = None if spec.is_gated else spec.activation
+        gate, up = (divided(name, spec.size, parallel) for name in ("gate", "up"))
+        self.gate_up: ColumnParallelLinear
+        if spec.is_gated:
+            self.gate_up = GatedLinear(hidden_size, gate, up, spec.activation, bias=spec.bias)
+        else:
+            self.gate_up = ColumnParallelLinear(hidden_size, [up], bias=spec.bias)
+        self.down = RowParallelLinear(spec.size, hidden_size, parallel, bias=spec.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[tokens, hidden_size]` → the same."""
+        out: Tensor = self.down(self._inner(x))
+        return out
+
+    def partial(self, x: Tensor) -> Tensor:
+        """This rank's part of that, which is the sum of all ranks'."""
+        return self.down.partial(self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        inner: Tensor = self.gate_up(x)
+        return inner if self._activation is None else kernels.activate(inner, self._activation)

@@ -1,0 +1,48 @@
+"""The model families that are served: config.json → `Architecture`, and the names of checkpoint tensors. No torch here.
+
+A new family is a file here: a mapping from its config.json to the parts that `quire.engine.models.model_spec`
+describes, and one from our names of those parts to the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.models.families import bert, cohere, deepseek, gemma, gpt, llama, moe, olmo
+from quire.engine.models.families.family import Family
+from quire.engine.models.families.quantized import quantized
+from quire.engine.models.model_spec import Architecture
+from quire.engine.protocol.errors import ConfigError
+
+FAMILIES: dict[str, Family] = {
+    **llama.FAMILIES,
+    **gemma.FAMILIES,
+    **olmo.FAMILIES,
+    **cohere.FAMILIES,
+    **gpt.FAMILIES,
+    **moe.FAMILIES,
+    **deepseek.FAMILIES,
+    **bert.FAMILIES,
+}
+"""By the name of the architecture in config.json."""
+
+
+def from_hf_config(config: Mapping[str, Any]) -> Architecture:
+    """Map a Hugging Face config to an `Architecture`; raises `ConfigError` for what is not served."""
+    names = config.get("architectures") or []
+    name = next((n for n in names if n in FAMILIES), None)
+    if name is None:
+        raise ConfigError(
+            f"architecture {', '.join(names) or '(none named in config.json)'} is not served; "
+            f"served are: {', '.join(FAMILIES)}"
+        )
+    quantized(config)
+    try:
+        return FAMILIES[name].architecture(name, {**FAMILIES[name].defaults, **config})
+    except KeyError as missing:
+        raise ConfigError(f"config.json lacks {missing}, which {name} needs") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, ConfigError):
+            raise ConfigError(f"{name}: {error}") from None
+        raise ConfigError(f"config.json has a value that {name} cannot use: {error}") from None

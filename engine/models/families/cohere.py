@@ -1,0 +1,57 @@
+"""Command R and R7B: attention and feed-forward side by side after one norm, neighbours turned as pairs."""
+
+from __future__ import annotations
+
+from quire.engine.models.families.family import (
+    Config,
+    Family,
+    architecture,
+    attention,
+    feed_forward,
+    head_dim,
+    layer_norm,
+    rope,
+    windows,
+)
+from quire.engine.models.families.llama import NAMES
+from quire.engine.models.model_spec import Architecture, Layer
+
+
+def _cohere(name: str, config: Config) -> Architecture:
+    """Cohere2 has windows, and turns only where there is one."""
+    norm, is_second = layer_norm(config["layer_norm_eps"], bias=False), name.startswith("Cohere2")
+    count = int(config["num_hidden_layers"])
+    if is_second:
+        every = int(config.get("sliding_window_pattern") or 4)
+        kinds = ["full_attention" if (number + 1) % every == 0 else "sliding_attention" for number in range(count)]
+        config = {"layer_types": kinds, **config}
+    turns = rope(config, head_dim(config), is_interleaved=True)
+    layers = [
+        Layer(
+            attention=attention(
+                config,
+                None if is_second and window is None else turns,
+                window=window,
+                qk_norm=norm if config.get("use_qk_norm") else None,
+                qk_norm_over="each head",
+            ),
+            attention_norm=norm,
+            feed_forward=feed_forward(config),
+            feed_forward_norm=None,
+            is_parallel=True,
+        )
+        for window in (windows(config) if is_second else [None] * count)
+    ]
+    return architecture(name, config, layers, norm, logit_multiplier=float(config["logit_scale"]))
+
+
+_COMMON = {
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
+}
+FAMILIES = {
+    "CohereForCausalLM": Family(_cohere, NAMES, {**_COMMON, "rope_theta": 500000.0}),
+    "Cohere2ForCausalLM": Family(_cohere, NAMES, {**_COMMON, "sliding_window": 4096}),
+}

@@ -1,0 +1,126 @@
+"""DeepSeek V2 and V3 (R1, and Kimi K2, whose architecture is V3's): latent attention and grouped routing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quire.engine.models.families.family import (
+    Config,
+    Family,
+    activation,
+    architecture,
+    feed_forward,
+    require,
+    rms_norm,
+    rope,
+    yarn_temperature,
+)
+from quire.engine.models.families.moe import NAMES_BY_EXPERT, sigmoid_experts
+from quire.engine.models.model_spec import Architecture, Experts, LatentAttention, Layer
+
+
+def _deepseek(name: str, config: Config) -> Architecture:
+    norm, rotary_dim = rms_norm(config), int(config["qk_rope_head_dim"])
+    turns = rope(
+        {**config, "partial_rotary_factor": None}, rotary_dim, is_interleaved=bool(config.get("rope_interleave", True))
+    )
+    scale = (int(config["qk_nope_head_dim"]) + rotary_dim) ** -0.5
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if turns.kind != "default" and scaling.get("mscale_all_dim"):
+        scale *= yarn_temperature(turns.factor, float(scaling["mscale_all_dim"])) ** 2
+    attention = LatentAttention(
+        num_heads=int(config["num_attention_heads"]),
+        query_latent_dim=None if config["q_lora_rank"] is None else int(config["q_lora_rank"]),
+        latent_dim=int(config["kv_lora_rank"]),
+        plain_dim=int(config["qk_nope_head_dim"]),
+        value_dim=int(config["v_head_dim"]),
+        scale=scale,
+        rope=turns,
+        norm=replace(norm, eps=1e-6),  # of the latents, whatever the model's is
+        bias=bool(config.get("attention_bias", False)),
+    )
+    dense = feed_forward(config)
+    experts = sigmoid_experts(config) if name.startswith("DeepseekV3") else _softmax_experts(config)
+    layers = [
+        Layer(
+            attention=attention,
+            attention_norm=norm,
+            feed_forward=dense if number < int(config["first_k_dense_replace"]) else experts,
+            feed_forward_norm=norm,
+        )
+        for number in range(int(config["num_hidden_layers"]))
+    ]
+    return architecture(name, config, layers, norm)
+
+
+def _softmax_experts(config: Config) -> Experts:
+    """V2's: softmax scores, groups by their best expert where the config says so."""
+    require(config, "topk_method", "greedy", "group_limited_greedy")
+    require(config, "scoring_func", "softmax")
+    require(config, "moe_layer_freq", 1)
+    require(config, "mlp_bias", False)
+    grouped = config["topk_method"] == "group_limited_greedy"
+    size, shared = int(config["moe_intermediate_size"]), int(config.get("n_shared_experts") or 0)
+    return Experts(
+        num_experts=int(config["n_routed_experts"]),
+        top_k=int(config["num_experts_per_tok"]),
+        size=size,
+        activation=activation(config.get("hidden_act", "silu")),
+        renormalize=False,
+        scale=float(config["routed_scaling_factor"]),
+        groups=int(config["n_group"]) if grouped else 1,
+        top_groups=int(config["topk_group"]) if grouped else 1,
+        shared=feed_forward(config, size=size * shared, bias=False) if shared else None,
+    )
+
+
+_NAMES = NAMES_BY_EXPERT | {
+    "layers.attention.down.q": "model.layers.{layer}.self_attn.q_a_proj",
+    "layers.attention.down.kv": "model.layers.{layer}.self_attn.kv_a_proj_with_mqa",
+    "layers.attention.query_norm": "model.layers.{layer}.self_attn.q_a_layernorm",
+    "layers.attention.latent_norm": "model.layers.{layer}.self_attn.kv_a_layernorm",
+    "layers.attention.up": "model.layers.{layer}.self_attn.kv_b_proj",
+    "layers.feed_forward.router.correction_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+}
+
+
+def _names(arch: Architecture) -> dict[str, str]:
+    attention = arch.layers[0].attention
+    is_direct = isinstance(attention, LatentAttention) and attention.query_latent_dim is None
+    return {**_NAMES, "layers.attention.query": f"model.layers.{{layer}}.self_attn.q_{'' if is_direct else 'b_'}proj"}
+
+
+_COMMON = {"rms_norm_eps": 1e-6, "q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128} | {
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+}
+FAMILIES = {
+    "DeepseekV2ForCausalLM": Family(
+        _deepseek,
+        _names,
+        {
+            **_COMMON,
+            "max_position_embeddings": 2048,
+            "first_k_dense_replace": 0,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+        },
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        _deepseek,
+        _names,
+        {
+            **_COMMON,
+            "max_position_embeddings": 4096,
+            "first_k_dense_replace": 3,
+            "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
+        behind_layers="multi-token prediction",
+    ),
+}

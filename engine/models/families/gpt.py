@@ -1,0 +1,322 @@
+"""GPT-2 and its heirs: OPT, GPT-NeoX, Falcon, Phi, StarCoder2. Norms by mean and variance, no gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.engine.models.families.family import (
+    Config,
+    Family,
+    Runs,
+    activation,
+    architecture,
+    attention,
+    feed_forward,
+    head_dim,
+    layer_norm,
+    require,
+    rope,
+    windows,
+)
+from quire.engine.models.model_spec import Architecture, Attention, Layer
+
+
+def _gpt2(name: str, config: Config) -> Architecture:
+    require(config, "add_cross_attention", False)
+    config = {
+        **config,
+        "hidden_size": config["n_embd"],
+        "num_attention_heads": config["n_head"],
+        "max_position_embeddings": config["n_positions"],
+        "intermediate_size": config.get("n_inner") or 4 * config["n_embd"],
+    }
+    norm = layer_norm(config["layer_norm_epsilon"])
+    scale = head_dim(config) ** -0.5 if config.get("scale_attn_weights", True) else 1.0
+    falls = bool(config.get("scale_attn_by_inverse_layer_idx"))
+    layers = [
+        Layer(
+            attention=attention(
+                config,
+                None,
+                num_kv_heads=int(config["n_head"]),
+                scale=scale / (number + 1 if falls else 1),
+                qkv_bias=True,
+                output_bias=True,
+            ),
+            attention_norm=norm,
+            feed_forward=feed_forward(
+                config, activation=activation(config["activation_function"]), is_gated=False, bias=True
+            ),
+            feed_forward_norm=norm,
+        )
+        for number in range(int(config["n_layer"]))
+    ]
+    return architecture(name, config, layers, norm, position_embeddings=int(config["n_positions"]))
+
+
+_GPT2_NAMES = {
+    "embedding": "transformer.wte",
+    "positions": "transformer.wpe",
+    "layers.attention_norm": "transformer.h.{layer}.ln_1",
+    "layers.attention.qkv": "transformer.h.{layer}.attn.c_attn",
+    "layers.attention.output": "transformer.h.{layer}.attn.c_proj",
+    "layers.feed_forward_norm": "transformer.h.{layer}.ln_2",
+    "layers.feed_forward.gate_up": "transformer.h.{layer}.mlp.c_fc",
+    "layers.feed_forward.down": "transformer.h.{layer}.mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+
+
+def _opt(name: str, config: Config) -> Architecture:
+    """All but OPT-350m, whose norms stand behind the residual sum and whose embedding is narrower."""
+    require(config, "do_layer_norm_before", True)
+    require(config, "_remove_final_layer_norm", False)
+    require(config, "layer_norm_elementwise_affine", True)
+    require(config, "word_embed_proj_dim", None, config["hidden_size"])
+    norm, bias = layer_norm(1e-5), bool(config.get("enable_bias", True))
+    config = {**config, "intermediate_size": config["ffn_dim"]}
+    layer = Layer(
+        attention=attention(
+            config, None, num_kv_heads=int(config["num_attention_heads"]), qkv_bias=bias, output_bias=bias
+        ),
+        attention_norm=norm,
+        feed_forward=feed_forward(
+            config, activation=activation(config["activation_function"]), is_gated=False, bias=bias
+        ),
+        feed_forward_norm=norm,
+    )
+    layers, positions = [layer] * int(config["num_hidden_layers"]), int(config["max_position_embeddings"])
+    return architecture(name, config, layers, norm, position_embeddings=positions + 2, position_offset=2)
+
+
+_OPT_NAMES = {
+    "embedding": "model.decoder.embed_tokens",
+    "positions": "model.decoder.embed_positions",
+    "layers.attention_norm": "model.decoder.layers.{layer}.self_attn_layer_norm",
+    "layers.attention.qkv": "model.decoder.layers.{layer}.self_attn.{part}_proj",
+    "layers.attention.output": "model.decoder.layers.{layer}.self_attn.out_proj",
+    "layers.feed_forward_norm": "model.decoder.layers.{layer}.final_layer_norm",
+    "layers.feed_forward.gate_up": "model.decoder.layers.{layer}.fc1",
+    "layers.feed_forward.down": "model.decoder.layers.{layer}.fc2",
+    "norm": "model.decoder.final_layer_norm",
+    "head": "lm_head",
+}
+
+
+def grouped_rows(layer: Layer, module: str, part: str) -> Runs | None:
+    """In one matrix, each KV head's queries, then its key, then its value."""
+    attention = layer.attention
+    if module != "layers.attention.qkv" or not isinstance(attention, Attention):
+        return None
+    queries, dim = attention.num_heads // attention.num_kv_heads, attention.head_dim
+    first, count = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}[part]
+    groups = range(0, attention.num_kv_heads * (queries + 2), queries + 2)
+    return [range((group + first) * dim, (group + first + count) * dim) for group in groups]
+
+
+def _neox(name: str, config: Config) -> Architecture:
+    norm, dim = layer_norm(config["layer_norm_eps"]), head_dim(config)
+    config = {
+        "partial_rotary_factor": config.get("rotary_pct", 0.25),
+        "rope_theta": config.get("rotary_emb_base"),
+        **config,
+    }
+    layer = Layer(
+        attention=attention(config, rope(config, dim), num_kv_heads=int(config["num_attention_heads"])),
+        attention_norm=norm,
+        feed_forward=feed_forward(config, is_gated=False, bias=True),
+        feed_forward_norm=norm,
+        is_parallel=bool(config["use_parallel_residual"]),
+    )
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
+_NEOX_NAMES = {
+    "embedding": "gpt_neox.embed_in",
+    "layers.attention_norm": "gpt_neox.layers.{layer}.input_layernorm",
+    "layers.attention.qkv": "gpt_neox.layers.{layer}.attention.query_key_value",
+    "layers.attention.output": "gpt_neox.layers.{layer}.attention.dense",
+    "layers.feed_forward_norm": "gpt_neox.layers.{layer}.post_attention_layernorm",
+    "layers.feed_forward.gate_up": "gpt_neox.layers.{layer}.mlp.dense_h_to_4h",
+    "layers.feed_forward.down": "gpt_neox.layers.{layer}.mlp.dense_4h_to_h",
+    "norm": "gpt_neox.final_layer_norm",
+    "head": "embed_out",
+}
+
+
+def _falcon(name: str, config: Config) -> Architecture:
+    """Falcon with one KV head (7B), with groups (40B, 180B) and with ALiBi (RW)."""
+    norm, heads = layer_norm(config["layer_norm_epsilon"]), int(config["num_attention_heads"])
+    config = {**config, "hidden_size": config.get("n_embed") or config["hidden_size"]}
+    is_new, dim = bool(config["new_decoder_architecture"]), head_dim(config)
+    kv_heads = 1 if config["multi_query"] and not is_new else int(config.get("num_kv_heads") or heads)
+    is_parallel = is_new or bool(config["parallel_attn"])
+    has_two = not is_parallel or (is_new and (config.get("num_ln_in_parallel_attn") or 2) == 2)
+    bias, has_alibi = bool(config["bias"]), bool(config["alibi"])
+    layer = Layer(
+        attention=attention(
+            config,
+            None if has_alibi else rope(config, dim),
+            num_kv_heads=kv_heads,
+            alibi=dim**-0.5 if has_alibi else 0.0,
+            qkv_bias=bias,
+            output_bias=bias,
+        ),
+        attention_norm=norm,
+        feed_forward=feed_forward(
+            {"intermediate_size": config.get("ffn_hidden_size") or 4 * config["hidden_size"]},
+            activation=activation(config["activation"]),
+            is_gated=False,
+            bias=bias,
+        ),
+        feed_forward_norm=norm if has_two else None,
+        is_parallel=is_parallel,
+    )
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
+def _falcon_names(arch: Architecture) -> Mapping[str, str]:
+    layer = arch.layers[0]
+    is_pair = layer.is_parallel and layer.feed_forward_norm is not None
+    before, second = ("ln_attn", "ln_mlp") if is_pair else ("input_layernorm", "post_attention_layernorm")
+    return {
+        "embedding": "transformer.word_embeddings",
+        "layers.attention_norm": f"transformer.h.{{layer}}.{before}",
+        "layers.attention.qkv": "transformer.h.{layer}.self_attention.query_key_value",
+        "layers.attention.output": "transformer.h.{layer}.self_attention.dense",
+        "layers.feed_forward_norm": f"transformer.h.{{layer}}.{second}",
+        "layers.feed_forward.gate_up": "transformer.h.{layer}.mlp.dense_h_to_4h",
+        "layers.feed_forward.down": "transformer.h.{layer}.mlp.dense_4h_to_h",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    }
+
+
+def _phi(name: str, config: Config) -> Architecture:
+    require(config, "qk_layernorm", False)
+    norm = layer_norm(config["layer_norm_eps"])
+    layer = Layer(
+        attention=attention(config, rope(config, head_dim(config)), qkv_bias=True, output_bias=True),
+        attention_norm=norm,
+        feed_forward=feed_forward(config, activation=activation(config["hidden_act"]), is_gated=False, bias=True),
+        feed_forward_norm=None,
+        is_parallel=True,
+    )
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm, head_bias=True)
+
+
+_PHI_NAMES = {
+    "embedding": "model.embed_tokens",
+    "layers.attention_norm": "model.layers.{layer}.input_layernorm",
+    "layers.attention.qkv": "model.layers.{layer}.self_attn.{part}_proj",
+    "layers.attention.output": "model.layers.{layer}.self_attn.dense",
+    "layers.feed_forward.gate_up": "model.layers.{layer}.mlp.fc1",
+    "layers.feed_forward.down": "model.layers.{layer}.mlp.fc2",
+    "norm": "model.final_layernorm",
+    "head": "lm_head",
+}
+
+
+def _starcoder2(name: str, config: Config) -> Architecture:
+    norm, bias, turns = layer_norm(config["norm_epsilon"]), bool(config["use_bias"]), rope(config, head_dim(config))
+    layers = [
+        Layer(
+            attention=attention(config, turns, window=window, qkv_bias=bias, output_bias=bias),
+            attention_norm=norm,
+            feed_forward=feed_forward(config, is_gated=False, bias=bias),
+            feed_forward_norm=norm,
+        )
+        for window in windows(config)
+    ]
+    return architecture(name, config, layers, norm)
+
+
+_STARCODER2_NAMES = _PHI_NAMES | {
+    "layers.attention.output": "model.layers.{layer}.self_attn.o_proj",
+    "layers.feed_forward_norm": "model.layers.{layer}.post_attention_layernorm",
+    "layers.feed_forward.gate_up": "model.layers.{layer}.mlp.c_fc",
+    "layers.feed_forward.down": "model.layers.{layer}.mlp.c_proj",
+    "norm": "model.norm",
+}
+
+
+def _is_conv1d(module: str) -> bool:
+    return module.startswith("layers.")
+
+
+_MASKS = r"(\.attn\.|\.attention\.)(masked_)?bias$|rotary_emb\.inv_freq$"
+"""Buffers that were once saved with the weights."""
+FAMILIES = {
+    "GPT2LMHeadModel": Family(
+        _gpt2,
+        _GPT2_NAMES,
+        {
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": 1e-5,
+            "n_positions": 1024,
+            "tie_word_embeddings": True,
+        },
+        prefix="transformer.",
+        is_transposed=_is_conv1d,
+        leftovers=_MASKS,
+    ),
+    "OPTForCausalLM": Family(
+        _opt,
+        _OPT_NAMES,
+        {"max_position_embeddings": 2048, "activation_function": "relu", "tie_word_embeddings": True},
+    ),
+    "GPTNeoXForCausalLM": Family(
+        _neox,
+        _NEOX_NAMES,
+        {
+            "max_position_embeddings": 2048,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "use_parallel_residual": True,
+        },
+        prefix="gpt_neox.",
+        rows=grouped_rows,
+        leftovers=_MASKS,
+    ),
+    "FalconForCausalLM": Family(
+        _falcon,
+        _falcon_names,
+        {
+            "max_position_embeddings": 2048,
+            "layer_norm_epsilon": 1e-5,
+            "activation": "gelu",
+            "alibi": False,
+            "bias": False,
+            "multi_query": True,
+            "new_decoder_architecture": False,
+            "parallel_attn": True,
+            "tie_word_embeddings": True,
+        },
+        prefix="transformer.",
+        rows=grouped_rows,
+    ),
+    "PhiForCausalLM": Family(
+        _phi,
+        _PHI_NAMES,
+        {
+            "max_position_embeddings": 2048,
+            "hidden_act": "gelu_new",
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "Starcoder2ForCausalLM": Family(
+        _starcoder2,
+        _STARCODER2_NAMES,
+        {
+            "max_position_embeddings": 4096,
+            "hidden_act": "gelu_pytorch_tanh",
+            "norm_epsilon": 1e-5,
+            "num_key_value_heads": 2,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+}

@@ -1,0 +1,155 @@
+"""Llama and those that differ from it in numbers: Mistral, Qwen2, Qwen3, Granite, SmolLM3, Phi-3 and Phi-4."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.engine.models.families.family import (
+    Config,
+    Family,
+    architecture,
+    attention,
+    feed_forward,
+    head_dim,
+    rms_norm,
+    rope,
+    windows,
+)
+from quire.engine.models.model_spec import Architecture, Layer, Norm, Rope
+
+NAMES = {
+    "embedding": "model.embed_tokens",
+    "layers.attention_norm": "model.layers.{layer}.input_layernorm",
+    "layers.attention.qkv": "model.layers.{layer}.self_attn.{part}_proj",
+    "layers.attention.query_norm": "model.layers.{layer}.self_attn.q_norm",
+    "layers.attention.key_norm": "model.layers.{layer}.self_attn.k_norm",
+    "layers.attention.output": "model.layers.{layer}.self_attn.o_proj",
+    "layers.feed_forward_norm": "model.layers.{layer}.post_attention_layernorm",
+    "layers.feed_forward.gate_up": "model.layers.{layer}.mlp.{part}_proj",
+    "layers.feed_forward.down": "model.layers.{layer}.mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+"""Llama's, which many others share."""
+
+FUSED = NAMES | {
+    "layers.attention.qkv": "model.layers.{layer}.self_attn.qkv_proj",
+    "layers.feed_forward.gate_up": "model.layers.{layer}.mlp.gate_up_proj",
+}
+"""Phi-3's: one matrix for queries, keys and values, and one for gate and up."""
+
+
+def sequential(config: Config, norm: Norm, turns: Rope | None, window: int | None, **changes: Any) -> Layer:
+    """Llama's layer; `changes` are of its attention."""
+    return Layer(
+        attention=attention(config, turns, window=window, **changes),
+        attention_norm=norm,
+        feed_forward=feed_forward(config),
+        feed_forward_norm=norm,
+        residual_multiplier=float(config.get("residual_multiplier", 1.0)),
+    )
+
+
+def _llama(name: str, config: Config) -> Architecture:
+    norm, turns = rms_norm(config), rope(config, head_dim(config))
+    layer = sequential(config, norm, turns, None)
+    return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
+
+
+def _mistral(name: str, config: Config) -> Architecture:
+    norm, turns = rms_norm(config), rope(config, head_dim(config))
+    layers = [sequential(config, norm, turns, window) for window in windows(config)]
+    return architecture(name, config, layers, norm)
+
+
+def _phi3(name: str, config: Config) -> Architecture:
+    """Its older configs call longrope by other names."""
+    settings = ("rope_parameters", "rope_scaling")
+    scaling = next((dict(config[key]) for key in settings if config.get(key)), {})
+    if (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
+        scaling["rope_type"] = "longrope"
+    return _mistral(name, {**config, **dict.fromkeys(settings, scaling)})
+
+
+def _qwen_windows(config: Config) -> list[int | None]:
+    return windows(config if config["use_sliding_window"] else {**config, "sliding_window": None})
+
+
+def _qwen2(name: str, config: Config) -> Architecture:
+    norm, turns = rms_norm(config), rope(config, head_dim(config))
+    biases = {"qkv_bias": True, "output_bias": False}
+    layers = [sequential(config, norm, turns, window, **biases) for window in _qwen_windows(config)]
+    return architecture(name, config, layers, norm)
+
+
+def _qwen3(name: str, config: Config) -> Architecture:
+    norm, turns = rms_norm(config), rope(config, head_dim(config))
+    layers = [sequential(config, norm, turns, window, qk_norm=norm) for window in _qwen_windows(config)]
+    return architecture(name, config, layers, norm)
+
+
+def _granite(name: str, config: Config) -> Architecture:
+    norm, turns = rms_norm(config), rope(config, head_dim(config))
+    layer = sequential(config, norm, turns, None, scale=float(config["attention_multiplier"]))
+    return architecture(
+        name,
+        config,
+        [layer] * int(config["num_hidden_layers"]),
+        norm,
+        embedding_multiplier=float(config["embedding_multiplier"]),
+        logit_multiplier=1 / float(config["logits_scaling"]),
+    )
+
+
+def _smollm3(name: str, config: Config) -> Architecture:
+    """Every fourth layer has no positions; these are the ones that windows are for, if any."""
+    norm, turns, count = rms_norm(config), rope(config, head_dim(config)), int(config["num_hidden_layers"])
+    every = int(config["no_rope_layer_interval"])
+    has_rope = config.get("no_rope_layers") or [(number + 1) % every != 0 for number in range(count)]
+    is_windowed = bool(config["use_sliding_window"])
+    kinds = ["sliding_attention" if is_windowed and not turned else "full_attention" for turned in has_rope]
+    layers = [
+        sequential(config, norm, turns if turned else None, window)
+        for turned, window in zip(has_rope, windows({"layer_types": kinds, **config}), strict=True)
+    ]
+    return architecture(name, config, layers, norm)
+
+
+_QWEN = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+}
+FAMILIES = {
+    "LlamaForCausalLM": Family(_llama, NAMES, {"max_position_embeddings": 2048}),
+    "MistralForCausalLM": Family(
+        _mistral, NAMES, {"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+    ),
+    "Qwen2ForCausalLM": Family(_qwen2, NAMES, _QWEN),
+    "Qwen3ForCausalLM": Family(_qwen3, NAMES, {**_QWEN, "head_dim": 128}),
+    "GraniteForCausalLM": Family(
+        _granite,
+        NAMES,
+        {
+            "max_position_embeddings": 2048,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
+    "SmolLM3ForCausalLM": Family(
+        _smollm3,
+        NAMES,
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "rope_theta": 2000000.0,
+            "no_rope_layer_interval": 4,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+        },
+    ),
+    "Phi3ForCausalLM": Family(_phi3, FUSED, {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
+}

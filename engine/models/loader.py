@@ -1,0 +1,342 @@
+"""Building a stage's model and filling its parameters, each rank with its own slices only."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import zlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from quire import kernels
+from quire.engine.config.model_files import TensorInfo
+from quire.engine.config.options import EngineConfig, ModelConfig
+from quire.engine.config.pooling import Dense
+from quire.engine.distributed import ExpertGroup, Parallel
+from quire.engine.layers.linear import Linear
+from quire.engine.layers.moe import Experts
+from quire.engine.layers.weight import Shard, Weight
+from quire.engine.models import encoder_spec
+from quire.engine.models.checkpoint import Stored, find
+from quire.engine.models.checkpoint_files import FP8_SCALES, Checkpoint, open_files
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.encoder import Encoder
+from quire.engine.models.families import FAMILIES
+from quire.engine.models.model_spec import BuiltArchitecture
+from quire.engine.models.staging import Staging
+from quire.engine.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.engine.models.transformers_backend.decoder import TransformersDecoder
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = ("F32", "BF16", "F16", "FP8", "MXFP4")
+_NAMED_PROBLEMS = 8
+_DUMMY_DEVIATION = 0.02
+_DUMMY_ELEMENTS = 1 << 20
+_CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
+"""How names end that compressed-tensors, ModelOpt and others give what their KV caches are scaled by."""
+_READERS, _GPU_READERS = 4, 8
+_AHEAD_SHARE, _AHEAD_BYTES = 32, 1 << 30
+"""What is filled and not yet packed is at most this part of the rank's weights, and so many bytes."""
+
+Model: TypeAlias = "Decoder | TransformersDecoder | Encoder"
+Place = tuple[Weight, Shard, Stored]
+"""A slice of a checkpoint tensor: where it goes, and how it lies in that tensor."""
+Needed = dict[str, list[Place]]
+"""By the checkpoint tensor."""
+
+
+def load(
+    config: EngineConfig,
+    rank: int,
+    parallel: Parallel,
+    device: torch.device,
+    *,
+    experts: ExpertGroup | None = None,
+    pack: bool = True,
+) -> Decoder:
+    """As `load_model`, of a decoder."""
+    decoder = load_model(config, rank, parallel, device, experts=experts, pack=pack)
+    assert isinstance(decoder, Decoder)
+    return decoder
+
+
+def load_model(
+    config: EngineConfig,
+    rank: int,
+    parallel: Parallel,
+    device: torch.device,
+    *,
+    experts: ExpertGroup | None = None,
+    pack: bool = True,
+) -> Model:
+    """The model of this rank's stage on `device`, with its weights.
+
+    `rank` is its number in the replica. Only the rank's own slices are read, straight into the parameters, several at
+    once. A linear layer is packed (and quantized) as soon as it is whole, so that no more than a few are held in both
+    forms; `pack=False` leaves that out. Rank 0 warns of tensors that no rank needs; that of the host's first replica
+    shows a progress bar. Raises `ConfigError` that names the tensors missing or of another shape.
+    """
+    model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
+    with _defaults(device, getattr(torch, model.dtype)):
+        decoder = build(model, stage, parallel, experts)
+    is_dummy, is_built = model.load_format == "dummy", isinstance(model.architecture, BuiltArchitecture)
+    if not isinstance(decoder, Decoder | Encoder):
+        decoder.find(None if is_dummy else Checkpoint(model, "", ()).headers.keys())
+    needed = needed_tensors(decoder, model)
+    units = _units(decoder, needed, model.quantization if pack else "as it is")
+    if is_dummy:
+        _fill(units, partial(_fill_randomly, model.seed), readers=1, bar=False)
+        return decoder
+    checkpoint = Checkpoint(model, "" if is_built else FAMILIES[model.architecture.name].prefix, needed)
+    _check(needed, checkpoint.headers, model)
+    if rank == 0 and not isinstance(decoder, Decoder | Encoder):
+        _warn_of_surplus(decoder.surplus, model)
+    elif rank == 0:
+        _report_surplus(checkpoint.headers, model)
+    bar = rank == 0 and config.parallel.is_first_here
+    if device.type == "cpu":
+        _fill(units, partial(_read, checkpoint), readers=_READERS, bar=bar)
+    else:
+        readers = max(_READERS, min(_GPU_READERS, len(os.sched_getaffinity(0)) // config.parallel.ranks_here))
+        read = partial(_read, checkpoint, staging=Staging(device))
+        _fill(units, read, readers=readers, bar=bar)
+    return decoder
+
+
+def build(model: ModelConfig, layers: range, parallel: Parallel, experts: ExpertGroup | None = None) -> Model:
+    """The model, or a stage of it, uninitialized; where it makes vectors, without a head."""
+    arch = model.architecture
+    if isinstance(arch, BuiltArchitecture):
+        from quire.engine.models.transformers_backend.decoder import TransformersDecoder  # which imports slowly
+
+        return TransformersDecoder.of(model, arch, layers, parallel, torch.get_default_device())
+    if isinstance(arch, encoder_spec.Encoder):
+        return Encoder(arch, parallel)
+    decoder = Decoder(arch, layers, model.max_model_len, parallel, experts)
+    if model.pooling is not None and hasattr(decoder, "head"):
+        del decoder.head
+    return decoder
+
+
+def load_dense(model: ModelConfig, dense: Dense, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Weight `[out, in]` and bias of a dense module behind the pooling, in float32."""
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (dense.out_features, dense.in_features)}
+    if dense.bias:
+        shapes["linear.bias"] = (dense.out_features,)
+    if model.load_format == "dummy":
+        generator = torch.Generator().manual_seed(model.seed)
+        weight = torch.randn(shapes["linear.weight"], generator=generator) * _DUMMY_DEVIATION
+        return weight.to(device), torch.zeros(dense.out_features, device=device) if dense.bias else None
+    folder = model.path / dense.folder
+    files = open_files(folder, model.load_format)
+    headers = files.headers
+    for name, shape in shapes.items():
+        if name not in headers or headers[name].shape != shape:
+            found = f"has the shape {list(headers[name].shape)}" if name in headers else "is missing"
+            raise ConfigError(f"{folder}: {name} {found}, expected {list(shape)}")
+    tensors = [files.view(headers[name]).to(device, torch.float32, copy=True) for name in shapes]
+    return tensors[0], tensors[1] if dense.bias else None
+
+
+def needed_tensors(decoder: Model, model: ModelConfig) -> Needed:
+    """The checkpoint tensors that this stage is made of."""
+    needed: Needed = defaultdict(list)
+    if not isinstance(decoder, Decoder | Encoder):
+        for place in decoder.places:
+            needed[place[2].name].append(place)
+        return needed
+    for path, weight in decoder.named_parameters():
+        assert isinstance(weight, Weight)
+        for shard, stored in find(path, weight, model.architecture):
+            needed[stored.name].append((weight, shard, stored))
+    return needed
+
+
+@dataclass
+class _Unit:
+    """What is filled together: the parameters of a layer that is packed then, or one that stays."""
+
+    places: list[Place]
+    size: int
+    """Bytes of its parameters."""
+    pack: Callable[[], None] | None = None
+
+
+def _units(
+    decoder: Model, needed: Needed, quantization: kernels.Quantization | Literal["as it is"] | None
+) -> list[_Unit]:
+    """All of the model. What is held in two forms for a while comes first, the largest before all."""
+    places: dict[int, list[Place]] = defaultdict(list)
+    for place in chain(*needed.values()):
+        places[id(place[0])].append(place)
+
+    def unit(weights: Iterable[nn.Parameter], pack: Callable[[], None] | None = None) -> _Unit:
+        own = [weight for weight in weights if id(weight) in places]
+        size = sum(weight.nbytes for weight in own)
+        return _Unit([place for weight in own for place in places.pop(id(weight))], size, pack)
+
+    packed = []
+    if quantization != "as it is":
+        layers = [layer for layer in decoder.modules() if isinstance(layer, Linear | Experts)]
+        packed = [unit(layer.parameters(), partial(layer.pack, quantization)) for layer in layers]
+    return sorted(packed, key=lambda unit: -unit.size) + [unit([weight]) for weight in decoder.parameters()]
+
+
+@contextmanager
+def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _check(needed: Needed, headers: dict[str, TensorInfo], model: ModelConfig) -> None:
+    problems = []
+    for name, slices in needed.items():
+        expected = slices[0][2].shape
+        if name not in headers:
+            problems.append(f"{name} is missing")
+        elif headers[name].shape != expected:
+            problems.append(f"{name} has the shape {list(headers[name].shape)}, expected {list(expected)}")
+        elif headers[name].dtype not in _DTYPES:
+            without = f" without a {name}{FP8_SCALES} that fits it" * (model.quantized is not None)
+            problems.append(f"{name} is of type {headers[name].dtype}{without}, which is not served")
+    if problems:
+        more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
+        raise ConfigError(
+            f"{model.path}: the weights do not fit config.json: {'; '.join(problems[:_NAMED_PROBLEMS])}{more}"
+        )
+
+
+def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
+    """Name the tensors that no stage needs, such as biases that config.json does not announce."""
+    arch, family = model.architecture, FAMILIES[model.architecture.name]
+    with torch.device("meta"):
+        everything = build(model, range(arch.num_layers), Parallel())
+    known = set(needed_tensors(everything, model))
+    known.update({"lm_head.weight"} if arch.tie_embeddings or model.pooling is not None else ())
+    surplus = sorted(
+        name
+        for name in headers.keys() - known
+        if not re.search(family.leftovers, name) and not name.startswith(family.unused)
+    )
+    behind = [name for name in surplus if family.behind_layers and _layer_of(name) >= arch.num_layers]
+    if behind:
+        logger.info("%s: the checkpoint's %s is not used %s", model.path, family.behind_layers, _listed(behind))
+    scales = [name for name in surplus if name not in behind and name.endswith(_CACHE_SCALES)]
+    if scales:
+        why = "are not used, as each token and head of a quantized KV cache has its own"
+        logger.info("%s: the checkpoint's scales of keys and values %s %s", model.path, why, _listed(scales))
+    _warn_of_surplus([name for name in surplus if name not in {*behind, *scales}], model)
+
+
+def _warn_of_surplus(surplus: list[str], model: ModelConfig) -> None:
+    if surplus:
+        logger.warning("%s: tensors that %s does not use %s", model.path, model.architecture.name, _listed(surplus))
+
+
+def _layer_of(name: str) -> int:
+    number = re.search(r"\.layers\.(\d+)\.", name)
+    return -1 if number is None else int(number[1])
+
+
+def _listed(names: list[str]) -> str:
+    return f"({len(names)}): {', '.join(names[:_NAMED_PROBLEMS])}{', …' * (len(names) > _NAMED_PROBLEMS)}"
+
+
+def _fill(units: list[_Unit], fill: Callable[[Place], None], *, readers: int, bar: bool) -> None:
+    """Fill the units' parameters in a few threads, and pack each unit here while the next ones are filled."""
+    most = min(sum(unit.size for unit in units) // _AHEAD_SHARE, _AHEAD_BYTES)
+    ahead: deque[tuple[_Unit, list[Future[None]]]] = deque()
+    total = sum(_size(place) for unit in units for place in unit.places)
+    threads = torch.get_num_threads()
+    with (
+        tqdm(total=total, desc="weights", unit="B", unit_scale=True, disable=not bar) as progress,
+        ThreadPoolExecutor(readers, "reader", partial(torch.set_num_threads, 1 if readers > 1 else threads)) as pool,
+    ):
+
+        def finish() -> None:
+            unit, places = ahead.popleft()
+            for place, filled in zip(unit.places, places, strict=True):
+                filled.result()
+                progress.update(_size(place))
+            if unit.pack is not None:
+                unit.pack()
+
+        for unit in units:
+            while ahead and sum(other.size for other, _ in ahead) + unit.size > most:
+                finish()
+            ahead.append((unit, [pool.submit(fill, place) for place in unit.places]))
+        while ahead:
+            finish()
+    torch.set_num_threads(threads)  # new threads take what was set last
+
+
+def _size(place: Place) -> int:
+    weight, shard, _ = place
+    return shard.elements * weight.element_size()
+
+
+def _read(checkpoint: Checkpoint, place: Place, staging: Staging | None = None) -> None:
+    weight, shard, stored = place
+    _put(weight, shard, stored.arranged(shard, checkpoint[stored.name][stored.slice(shard)]), staging)
+
+
+def _put(weight: Weight, shard: Shard, values: Tensor, staging: Staging | None = None) -> None:
+    """Fill the shard's place; the padding after the last shard becomes zero."""
+    target = weight.data[shard.target]
+    if staging is None:
+        target.copy_(values)
+    else:
+        staging.copy(target, values)
+    if shard is weight.shards[-1] and shard.expert is None:
+        end = shard.offset + shard.length
+        weight.data.narrow(shard.dim, end, weight.shape[shard.dim] - end).zero_()
+
+
+def _fill_randomly(seed: int, place: Place) -> None:
+    """Dummy weights: an element depends on seed, tensor name and place alone, so that the ranks' slices agree."""
+    weight, shard, stored = place
+    if len(shard.shape) == 1 and stored.name.endswith("weight"):  # of a norm
+        _put(weight, shard, torch.ones(()))
+        return
+    key = seed << 32 ^ zlib.crc32(f"{stored.name} {shard.part} {stored.expert}".encode())
+    _put(weight, shard, _random(key, shard, weight))
+
+
+def _random(key: int, shard: Shard, like: Tensor) -> Tensor:
+    """The shard's slice of a random matrix or vector, of the type of `like`, some rows at a time."""
+    if len(shard.shape) > 2:  # matrices in a stack: one below the other
+        rows_of_all = math.prod(shard.shape[:-1])
+        below = Shard((rows_of_all, shard.shape[-1]), 0, rows_of_all)
+        return _random(key, below, like).view(shard.shape)[shard.source]
+    shape = (*shard.shape, 1)[:2]
+    rows, columns = (
+        torch.arange(size, device=like.device)[index]
+        for size, index in zip(shape, (*shard.source, slice(None)), strict=False)
+    )
+    values = like.new_empty(len(rows), len(columns))
+    step = max(1, _DUMMY_ELEMENTS // len(columns))
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        noise = kernels.uniform_noise(torch.full_like(part, key), part, columns.int())
+        values[start : start + step] = ((noise - 0.5) * (_DUMMY_DEVIATION * 12**0.5)).to(values.dtype)
+    return values[:, 0] if len(shard.shape) == 1 else values

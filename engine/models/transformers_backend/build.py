@@ -1,0 +1,223 @@
+"""A model as transformers builds it from its config, with our layers in the place of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from quire.engine.distributed import Parallel
+from quire.engine.layers.weight import Weight
+from quire.engine.models.transformers_backend.sharding import (
+    Plan,
+    PlannedEmbedding,
+    PlannedLinear,
+    hook,
+    planned_parameter,
+)
+from quire.engine.protocol.errors import ConfigError
+
+_QUIET = {
+    "use_cache": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_router_logits": False,
+    "return_dict": True,
+    "pretraining_tp": 1,
+}
+
+NO_INTERFACE = "its attention is not asked through transformers' attention interface, which is not served"
+
+_building = threading.Lock()
+_logging: Any = transformers.logging
+_logging.set_verbosity_error()
+from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
+"""transformers' way from a config to a causal language model."""
+
+
+def read_config(path: Path, trust_remote_code: bool) -> Any:
+    """The config as transformers reads it; raises what transformers raises."""
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError("it comes with Python code of its own, which --trust-remote-code runs") from None
+
+
+def build_whole(config: Any, dtype: torch.dtype, implementation: str, trust_remote_code: bool) -> Any:
+    """transformers' model with its weights on the meta device, and its buffers real."""
+    for part in {id(each): each for each in (config, config.get_text_config(decoder=True))}.values():
+        for name, value in _QUIET.items():
+            if getattr(part, name, value) != value:
+                setattr(part, name, value)
+    with _building, _parameters_on_meta():
+        try:
+            model = from_config(
+                config,
+                attn_implementation=implementation,
+                experts_implementation="eager",  # others want sizes that are multiples of some number
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+            )
+        except KeyError as error:
+            if error.args == (implementation,):
+                raise ConfigError(NO_INTERFACE) from None
+            raise
+    _keep_wide(model, dtype)
+    return model.eval().requires_grad_(requires_grad=False)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters lose their memory as soon as they are made; what is computed at once, such as frequencies, stays."""
+    modules: Any = nn.Module
+    register, mine = modules.register_parameter, threading.get_ident()
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta" and threading.get_ident() == mine:
+            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
+        register(module, name, parameter)
+
+    modules.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        modules.register_parameter = register
+
+
+def _keep_wide(model: Any, dtype: torch.dtype) -> None:
+    """Parameters that transformers keeps in float32 beside a half-precision model."""
+    patterns = set(model._keep_in_fp32_modules_strict or ()) if dtype != torch.float32 else set()
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or ())
+    for name, parameter in model.named_parameters():
+        if any(pattern in name.split(".") or pattern in name for pattern in patterns):
+            parameter.data = parameter.data.float()
+
+
+def base_of(model: Any) -> nn.Module:
+    """The model without its head."""
+    base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
+    if not isinstance(base, nn.Module):
+        raise ConfigError("it has no base model beside its head, which is not served")
+    return base
+
+
+def put_in_layers(model: Any, parallel: Parallel, device: torch.device) -> dict[str, str]:
+    """Replace linear layers, embedding and parameters by ours, uninitialized on `device`, cut as the plan says.
+
+    Returns which parameter's values others take: head → embedding, where they are tied and not the same anyway.
+    """
+    plan = Plan(model.tp_plan, parallel.size)
+    embedding = model.get_input_embeddings()
+    with device:
+        for path, module in list(model.named_modules()):
+            style = plan[path]
+            if isinstance(module, Elsewhere):
+                continue
+            if type(module) is nn.Linear:
+                model.set_submodule(path, PlannedLinear(path, module, style, parallel))
+            elif module is embedding and type(module) is nn.Embedding and style in ("", "embedding_rowwise"):
+                model.set_submodule(path, PlannedEmbedding(module, parallel if style else Parallel()))
+            else:
+                _put_in_parameters(path, module, plan, parallel)
+                hook(path, module, style, parallel)
+    if device.type != "meta":
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
+    return _tie(model)
+
+
+def _put_in_parameters(path: str, module: nn.Module, plan: Plan, parallel: Parallel) -> None:
+    prefix = f"{path}." if path else ""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, Weight):
+            module._parameters[name] = planned_parameter(prefix + name, parameter, plan[prefix + name], parallel)
+    for name, buffer in list(module._buffers.items()):
+        # Routers keep what corrects their choice in buffers, which are the checkpoint's to fill.
+        is_stored = name not in module._non_persistent_buffers_set
+        if buffer is not None and is_stored and buffer.is_floating_point() and buffer.ndim:
+            del module._buffers[name]
+            module.register_parameter(name, planned_parameter(prefix + name, buffer, plan[prefix + name], parallel))
+
+
+def _tie(model: Any) -> dict[str, str]:
+    """Share tied weights where both sides are cut alike; of the others, say which is read in whose place."""
+    read: dict[str, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in model.all_tied_weights_keys.items():
+        ours, theirs = parameters.get(target), parameters.get(source)
+        module = model.get_submodule(target.rpartition(".")[0])
+        if ours is None:
+            continue
+        if (
+            isinstance(theirs, Weight)
+            and isinstance(module, PlannedLinear)
+            and target.endswith(".weight")
+            and (ours.shards, ours.shape, ours.dtype) == (theirs.shards, theirs.shape, theirs.dtype)
+        ):
+            module.weight, module.shares_weight = theirs, True
+        else:
+            read[target] = source
+    return read
+
+
+class Elsewhere(nn.Module):
+    """In the place of a layer that another stage has: hands on what it is given."""
+
+    def forward(self, x: Tensor, *others: object, **more: object) -> Tensor:
+        return x
+
+
+def keep_stage(model: Any, layers: range, total: int) -> None:
+    """Take out what other stages have: as transformers' own pipeline does, by the model's plan."""
+    base = base_of(model)
+    names = {name.rpartition(".")[2] for name in model.pp_plan} - {"lm_head"}
+    stack = getattr(base, "layers", None)
+    if not {"embed_tokens", "layers", "norm"} <= names or not isinstance(stack, nn.ModuleList) or len(stack) != total:
+        raise ConfigError("--pipeline-parallel-size: transformers has no pipeline plan for this model")
+    for number in range(total):
+        if number not in layers:
+            stack[number] = Elsewhere()
+    if layers.start:
+        base.embed_tokens = Elsewhere()
+    if layers.stop < total:
+        base.norm = Elsewhere()
+        drop_head(model)
+
+
+def drop_head(model: Any) -> None:
+    """Leave the base model alone."""
+    base = base_of(model)
+    for name, module in list(model.named_children()):
+        if module is not base:
+            setattr(model, name, Elsewhere())
+
+
+def fix_frequencies(model: Any, max_length: int) -> None:
+    """Choose rotary frequencies that depend on the length once, for `max_length`.
+
+    Otherwise they would follow the longest request of a step, and a sequence's keys would change while it grows.
+    """
+    longest = torch.tensor([[max_length - 1]])
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", None)
+        named = {None: kinds} if isinstance(kinds, str) else kinds
+        if not isinstance(named, dict):
+            continue
+        for layer_type, kind in named.items():
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                module(torch.zeros(1), longest, **({} if layer_type is None else {"layer_type": layer_type}))
+        if isinstance(kinds, str):
+            module.rope_type = "default"
+        else:
+            module.rope_type = dict.fromkeys(named, "default")

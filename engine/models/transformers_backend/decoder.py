@@ -1,0 +1,144 @@
+"""A stage of a model that transformers builds, behind the same interface as `quire.engine.models.decoder.Decoder`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from quire.engine.config.options import ModelConfig
+from quire.engine.distributed import Parallel
+from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.weight import Shard, Weight
+from quire.engine.models.checkpoint import Stored
+from quire.engine.models.model_spec import BuiltArchitecture
+from quire.engine.models.transformers_backend import attention, build
+from quire.engine.models.transformers_backend.checkpoint import Names, needed
+from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
+
+
+class _Given(nn.Module):
+    """In the base model's place: what it has already put out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output: Any = None
+
+    @property
+    def decoder(self) -> _Given:
+        """What some heads ask instead of the base model itself."""
+        return self
+
+    def forward(self, *inputs: object, **more: object) -> Any:
+        return self.output
+
+
+class TransformersDecoder(nn.Module):
+    """The layers `layers` of a model. Parameters have transformers' names, and are uninitialized on `device`.
+
+    `base` is transformers' model without its head, `shell` what is around it, with the head; the latter's call of its
+    base is answered by the hidden states that are asked about.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layers: range,
+        total: int,
+        parallel: Parallel,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_length: int,
+        *,
+        trust_remote_code: bool = False,
+    ) -> None:
+        super().__init__()
+        model = build.build_whole(config, dtype, attention.NAME, trust_remote_code)
+        self.names = frozenset(model.state_dict())
+        """Of all parameters of the whole model."""
+        self.plans = model.pp_plan
+        tied_to = dict(model.all_tied_weights_keys)
+        self._conversions = get_model_conversion_mapping(model)
+        self.places: list[tuple[Weight, Shard, Stored]] = []
+        """What fills the parameters, and where it lies in the checkpoint, once `find` knows."""
+        self.surplus: list[str] = []
+        """Tensors of the checkpoint that the whole model does not use."""
+        build.fix_frequencies(model, max_length)
+        if len(layers) != total:
+            build.keep_stage(model, layers, total)
+        model.all_tied_weights_keys = tied_to
+        self.tied = build.put_in_layers(model, parallel, device)
+        """Parameters whose values are another's in the checkpoint."""
+        self.shell = model
+        self.paged = attention.Paged()
+        attention.attach(model, self.paged)
+        self._base = [build.base_of(model)]  # not another child: the shell has it
+        self._given = _Given()
+        self._output: type[Any] | None = None
+
+    @staticmethod
+    def of(
+        model: ModelConfig, arch: BuiltArchitecture, layers: range, parallel: Parallel, device: torch.device
+    ) -> TransformersDecoder:
+        """As the resolved configuration says; without a head where it makes vectors."""
+        config = build.read_config(model.path, model.trust_remote_code)
+        decoder = TransformersDecoder(
+            config,
+            layers,
+            arch.num_layers,
+            parallel,
+            device,
+            getattr(torch, model.dtype),
+            model.max_model_len,
+            trust_remote_code=model.trust_remote_code,
+        )
+        decoder.keep_whole(arch.read_directly)
+        if model.pooling is not None:
+            build.drop_head(decoder.shell)
+        return decoder
+
+    def find(self, stored: Collection[str] | None) -> None:
+        """Where the parameters are in a checkpoint of these tensors; None: one that has them as they are."""
+        names = None if stored is None else Names(self.shell, self.names, stored, self._conversions)
+        self.places = list(needed(self.shell, self.tied, names))
+        self.surplus = [] if names is None else names.surplus
+
+    def keep_whole(self, direct: frozenset[str]) -> None:
+        """Leave the weights of these linear layers (layer numbers as `*`) as they are: the model reads them."""
+        for path, module in self.shell.named_modules():
+            if isinstance(module, PlannedLinear):
+                module.is_read_directly = without_numbers(path) in direct
+
+    def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
+        """As `Decoder`'s: `[tokens, hidden_size]` after this stage, from that of the stage before."""
+        self.paged.begin(batch, caches)
+        return self.run(x, batch.token_ids, batch.positions)
+
+    def run(self, x: Tensor | None, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """The base model over a flat batch, its attention answered by whatever is attached."""
+        start: dict[str, Tensor] = {"input_ids": token_ids[None]} if x is None else {"inputs_embeds": x[None]}
+        output = self._base[0](**start, position_ids=positions[None], use_cache=False)
+        self._output = type(output)
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def features(self, x: Tensor) -> Tensor:
+        """As `Decoder`'s: what the head sees, which the base model has put out already."""
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """As `Decoder`'s: the last stage's `[rows, hidden_size]` → float32 `[rows, vocab_size]`."""
+        assert self._output is not None, "asked for logits before the first step"
+        model, base = self.shell, self._base[0]
+        name = model.base_model_prefix
+        self._given.output = self._output(last_hidden_state=x[None])
+        setattr(model, name, self._given)
+        try:
+            output = model(inputs_embeds=x[None], use_cache=False)
+        finally:
+            setattr(model, name, base)
+        logits: Tensor = output.logits[0]
+        return logits.float()

@@ -1,0 +1,458 @@
+"""What `quire.engine.models.families.transformers_backend` asks, answered in a process of its own: sizes, and whether
+it is right.
+
+A request comes pickled on standard input, and its answer goes to standard output. Nothing is read but config.json (and
+code beside it): a model whose linear layers and experts put out zeros, and whose weights take no memory, is run over
+two tokens, which tells what every layer asks of its attention, and what its ranks hold. Then a small random model of
+the same kind is run both ways, by transformers itself and as it would be served: over two requests at once, one of
+them in two chunks. Where the logits differ, the model depends on something that attention does not tell of.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+import sys
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine.distributed import Parallel
+from quire.engine.distributed.threads import ThreadParallel
+from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.layers.linear import Linear
+from quire.engine.layers.weight import Weight
+from quire.engine.models.families.transformers_backend import Request
+from quire.engine.models.model_spec import Attention, BuiltArchitecture, BuiltLayer, FeedForward, Matrices
+from quire.engine.models.transformers_backend import attention, build
+from quire.engine.models.transformers_backend.decoder import TransformersDecoder
+from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
+from quire.engine.models.transformers_backend.shrink import LENGTH, shrink
+from quire.engine.protocol.errors import ConfigError
+
+_LENGTHS = (
+    *("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx"),
+    "model_max_length",
+)
+_UNLIMITED = 1 << 20
+_SAME = 1e-3
+"""Largest difference of logits, as a share of the largest logit."""
+_ATTENDING = frozenset(("full_attention", "sliding_attention"))
+_STATEFUL = frozenset(("linear_attention", "conv", "hybrid", "hybrid_sliding"))
+_BLOCK, _REQUEST_BLOCKS = 4, 6
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+
+
+def describe(request: Request) -> BuiltArchitecture:
+    """Raises `ConfigError` for what cannot be served, and for whatever transformers or the model's own code raises."""
+    try:
+        return _describe(request)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if request.is_verbose:
+            raise
+        layout = "" if request.is_single else "in this layout "
+        raise ConfigError(f"transformers cannot run it {layout}({_first_line(error)})") from None
+
+
+def _describe(request: Request) -> BuiltArchitecture:
+    config = build.read_config(request.path, request.trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config  # tensors are dequantized while they are read
+    name = _check_kind(config)
+    torch.set_num_threads(1)
+    described = _measure(name, config, request)
+    if request.is_checked:
+        _compare(config, request, described.read_directly)
+    return described
+
+
+def _check_kind(config: Any) -> str:
+    """The architecture's name, of a model that generates text from text alone."""
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ConfigError("it is an encoder with a decoder, which is not served")
+    if parts := [each for each in config.sub_configs if re.search("vision|audio|image|video", each)]:
+        raise ConfigError(f"it takes more than text ({', '.join(parts)}), which is not served")
+    kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
+    if stateful := sorted(kinds & _STATEFUL):
+        raise ConfigError(f"it keeps a recurrent state (layers of {', '.join(stateful)}), which is not served")
+    if kinds:
+        raise ConfigError(f"its layers of {', '.join(sorted(kinds))} are not served")
+    return str((config.architectures or [type(config).__name__])[0])
+
+
+def _build(
+    config: Any,
+    request: Request,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: Parallel,
+    layers: range,
+    total: int,
+    length: int,
+) -> TransformersDecoder:
+    return TransformersDecoder(
+        copy.deepcopy(config),
+        layers,
+        total,
+        parallel,
+        device,
+        dtype,
+        length,
+        trust_remote_code=request.trust_remote_code,
+    )
+
+
+class _First(Parallel):
+    """The first of `size` ranks, whose partners give what it gives."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat([x] * self.size, dim=-1)
+
+
+def _measure(name: str, config: Any, request: Request) -> BuiltArchitecture:
+    tp = request.tensor_parallel_size
+    decoder = _build(config, request, torch.float32, _META, _First(tp), range(1), 1, request.length or _UNLIMITED)
+    _check_class(decoder.shell, name)
+    recorder = attention.Recorder()
+    attention.attach(decoder.shell, recorder)
+    _make_hollow(decoder)
+    try:
+        with torch.inference_mode():
+            hidden = decoder.run(None, torch.tensor([1, 2]), torch.tensor([0, 1]))
+            logits = decoder.logits(hidden)
+    except RuntimeError:
+        heads = getattr(config.get_text_config(decoder=True), "num_key_value_heads", None)
+        if isinstance(heads, int) and heads % tp:
+            raise ConfigError(f"--tensor-parallel-size {tp} does not divide its {heads} KV heads") from None
+        raise
+    direct = _read_directly(decoder)
+    sizes = _sizes(decoder, direct)
+    calls = recorder.calls
+    if not calls:
+        raise ConfigError(build.NO_INTERFACE)
+    count, rest = divmod(len(calls), sizes.layers or 1)
+    if rest or not sizes.layers:
+        raise ConfigError(f"{sizes.layers} layers ask for attention {len(calls)} times, which is not served")
+    layers = []
+    for number, call in enumerate(calls):
+        own = number // count
+        mine = number % count == 0
+        layers.append(
+            BuiltLayer(
+                attention=Attention(
+                    num_heads=call.heads * tp,
+                    num_kv_heads=call.kv_heads * tp,
+                    head_dim=max(call.key_dim, call.value_dim),
+                    scale=call.asked.scale,
+                    rope=None,
+                    window=call.asked.window or None,
+                    softcap=call.asked.softcap,
+                    has_sinks=call.has_sinks,
+                ),
+                feed_forward=FeedForward(size=sizes.widest * tp),
+                linears=tuple(sizes.linears[own]) if mine else (),
+                others=sizes.others[own] if mine else 0,
+            )
+        )
+    if request.pipeline_parallel_size > 1:
+        if count != 1:
+            raise ConfigError("--pipeline-parallel-size: its layers ask for attention more than once")
+        build.keep_stage(decoder.shell, range(1), sizes.layers)
+    text = config.get_text_config(decoder=True)
+    length = next(
+        (int(v) for each in _LENGTHS if isinstance(v := getattr(text, each, None), int) and v > 0), _UNLIMITED
+    )
+    return BuiltArchitecture(
+        name=name,
+        hidden_size=hidden.shape[-1],
+        vocab_size=logits.shape[-1],
+        max_position=length,
+        layers=tuple(layers),
+        norm=None,
+        tie_embeddings=sizes.is_tied,
+        head_rows=sizes.head_rows,
+        before=sizes.before,
+        after=sizes.after,
+        read_directly=direct,
+    )
+
+
+def _check_class(model: Any, name: str) -> None:
+    built = type(model).__name__
+    if built != name:
+        raise ConfigError(f"it is no causal language model of transformers, which would build {built} of its config")
+    if model.config.get_text_config(decoder=True) is not model.config:  # what a part declares is the whole's
+        taken = {model.input_modalities} if isinstance(model.input_modalities, str) else set(model.input_modalities)
+        if taken != {"text"}:
+            raise ConfigError(f"it takes more than text ({', '.join(sorted(taken))}), which is not served")
+    if getattr(model, "_is_stateful", False):
+        raise ConfigError("it keeps a recurrent state, which is not served")
+    if not model._can_set_attn_implementation():
+        raise ConfigError(build.NO_INTERFACE)
+
+
+class _Sizes:
+    """What a rank holds: of each layer, by the first number in a parameter's path, and before and after them."""
+
+    def __init__(self) -> None:
+        self.linears: dict[int, list[Matrices]] = defaultdict(list)
+        self.others: dict[int, int] = defaultdict(int)
+        self.layers = self.before = self.after = self.head_rows = self.widest = 0
+        self.is_tied = False
+
+
+def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _Sizes:
+    sizes, model = _Sizes(), decoder.shell
+    base, head = build.base_of(model), model.get_output_embeddings()
+    text = model.config.get_text_config(decoder=True)
+    sizes.layers = int(text.num_hidden_layers)
+    for path, module in model.named_modules():
+        numbers = [int(part) for part in path.split(".") if part.isdigit()]
+        within = bool(numbers) and numbers[0] < sizes.layers
+        for name, weight in module._parameters.items():
+            if weight is None:
+                continue
+            count = weight.numel()
+            if module is head and name == "weight":
+                sizes.head_rows, sizes.is_tied = len(weight), bool(getattr(module, "shares_weight", False))
+                sizes.after += 0 if sizes.is_tied else count
+            elif not within:
+                is_after = module is head or path.endswith("norm") or not _is_inside(module, base)
+                sizes.after += count * is_after
+                sizes.before += count * (not is_after)
+            elif (
+                isinstance(module, PlannedLinear)
+                and name == "weight"
+                and not module.is_router
+                and without_numbers(path) not in direct
+            ):
+                sizes.linears[numbers[0]].append(Matrices(*weight.shape))
+                sizes.widest = max(sizes.widest, len(weight))
+            else:
+                sizes.others[numbers[0]] += count
+    return sizes
+
+
+def _is_inside(module: nn.Module, base: nn.Module) -> bool:
+    return any(each is module for each in base.modules())
+
+
+class _Zeros(kernels.Linear):
+    """The product of a linear layer without weights."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows, self.is_asked = rows, False
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        self.is_asked = True
+        return x.new_zeros(len(x), self._rows)
+
+    def state(self) -> list[Tensor]:
+        return []
+
+
+def _read_directly(decoder: TransformersDecoder) -> frozenset[str]:
+    """Linear layers that no one calls, by name, layer numbers as `*`: models read their weights themselves."""
+    called: dict[str, bool] = defaultdict(bool)
+    for path, module in decoder.shell.named_modules():
+        if isinstance(module, PlannedLinear):
+            assert isinstance(module._product, _Zeros)
+            called[without_numbers(path)] |= module._product.is_asked
+    return frozenset(path for path, is_called in called.items() if not is_called)
+
+
+def _make_hollow(decoder: TransformersDecoder) -> None:
+    """Linear layers and experts put out zeros; other parameters are zeros that share one place in memory."""
+    for module in decoder.shell.modules():
+        if isinstance(module, Linear):
+            module._product = _Zeros(len(module.weight))
+            continue
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.device.type == "meta":
+                module._parameters[name] = nn.Parameter(
+                    torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False
+                )
+        if hasattr(module, "_apply_gate"):  # as transformers marks experts
+            module.forward = lambda x, *others, **more: torch.zeros_like(x)
+
+
+def _compare(config: Any, request: Request, direct: frozenset[str]) -> None:
+    """A small model both ways."""
+    tp = request.tensor_parallel_size
+    try:
+        small = type(config).from_dict(shrink(config.to_dict(), 1 << (tp - 1).bit_length()))
+        small.architectures = config.architectures
+        theirs, state = _reference(small, request)
+    except Exception as error:
+        if request.is_verbose:
+            raise
+        raise ConfigError(
+            f"no small model of its kind can be made to compare with transformers ({_first_line(error)})"
+        ) from None
+    first, second = (torch.randint(4, 100, (count,), generator=torch.Generator().manual_seed(7)) for count in (21, 12))
+    with torch.inference_mode():
+        expected = [theirs(tokens[None], use_cache=False).logits[0].float() for tokens in (first, second)]
+    got = _served(small, request, direct, state, [first, second])
+    for ours, right in zip(got, expected, strict=True):
+        difference = float((ours - right).abs().max() / right.abs().max())
+        if not difference <= _SAME:
+            raise ConfigError(
+                "a small model of its kind gives other logits when it is served than in transformers itself (by "
+                f"{difference:.2g} of the largest): its output depends on more than attention over earlier tokens"
+            )
+
+
+def _reference(small: Any, request: Request) -> tuple[Any, dict[str, Tensor]]:
+    """transformers' own model, with weights far enough from 0 that a difference shows."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(small)
+    model = build.from_config(
+        config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=request.trust_remote_code
+    ).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+        else:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
+    build.fix_frequencies(model, LENGTH)
+    return model, model.state_dict()
+
+
+def _served(
+    small: Any, request: Request, direct: frozenset[str], state: dict[str, Tensor], prompts: list[Tensor]
+) -> list[Tensor]:
+    """Logits of the prompts, which run together, the first in two chunks, over the ranks that are asked for."""
+    tp, count = request.tensor_parallel_size, int(small.get_text_config(decoder=True).num_hidden_layers)
+    stages = min(request.pipeline_parallel_size, count)
+    cuts = [range(stage * count // stages, (stage + 1) * count // stages) for stage in range(stages)]
+    barrier, shared = threading.Barrier(tp), [torch.empty(0)] * tp
+    ranks = [ThreadParallel(rank, tp, barrier, shared) if tp > 1 else Parallel() for rank in range(tp)]
+    grid = [[_filled(small, request, direct, layers, count, parallel, state) for layers in cuts] for parallel in ranks]
+
+    def run(stages: list[TransformersDecoder]) -> list[Tensor]:
+        try:
+            with torch.inference_mode():
+                return _run(stages, prompts)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(tp) as pool:
+        futures = [pool.submit(run, decoders) for decoders in grid]
+    errors = [error for future in futures if (error := future.exception())]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return futures[-1].result()
+
+
+def _filled(
+    small: Any,
+    request: Request,
+    direct: frozenset[str],
+    layers: range,
+    count: int,
+    parallel: Parallel,
+    state: dict[str, Tensor],
+) -> TransformersDecoder:
+    decoder = _build(small, request, torch.float32, _CPU, parallel, layers, count, LENGTH)
+    for name, weight in decoder.shell.named_parameters():
+        assert isinstance(weight, Weight)
+        weight.data.zero_()
+        for shard in weight.shards:
+            weight.data[shard.target].copy_(state[decoder.tied.get(name, name)][shard.source])
+    decoder.keep_whole(direct)
+    for module in decoder.shell.modules():
+        if isinstance(module, Linear):
+            module.pack(None)
+    return decoder
+
+
+class _Growing(attention.Paged):
+    """Keeps a cache for each call, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[LayerCache] = []
+
+    def again(self, batch: Batch) -> None:
+        self.begin(batch, self._made)
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, asked: attention.Asked, sinks: Tensor | None
+    ) -> Tensor:
+        if self._next == len(self._made):
+            size = max(key.shape[-1], value.shape[-1])
+            shape = (1, 2 * _REQUEST_BLOCKS, key.shape[1], _BLOCK, size)
+            self._made.append(LayerCache(kernels.allocate_kv_cache(*shape, torch.float32, _CPU)[0]))
+        return super().__call__(query, key, value, asked, sinks)
+
+
+def _run(stages: list[TransformersDecoder], prompts: list[Tensor]) -> list[Tensor]:
+    """Two steps: the first 13 tokens of one prompt and 9 of the other, then the rest of both."""
+    answers = [_Growing() for _ in stages]
+    for decoder, answer in zip(stages, answers, strict=True):
+        attention.attach(decoder.shell, answer)
+    done = [0] * len(prompts)
+    results: list[list[Tensor]] = [[] for _ in prompts]
+    for counts in ([13, 9], [len(prompts[0]) - 13, len(prompts[1]) - 9]):
+        batch, x = _batch(prompts, done, counts), None
+        for decoder, answer in zip(stages, answers, strict=True):
+            answer.again(batch)
+            x = decoder.run(x, batch.token_ids, batch.positions)
+        assert x is not None
+        logits = stages[-1].logits(x)
+        for number, part in enumerate(torch.split(logits, counts)):
+            results[number].append(part)
+            done[number] += counts[number]
+    return [torch.cat(parts) for parts in results]
+
+
+def _batch(prompts: list[Tensor], done: list[int], counts: list[int]) -> Batch:
+    """The prompts' next tokens; request r has the blocks from r * _REQUEST_BLOCKS on."""
+    positions = [torch.arange(start, start + count) for start, count in zip(done, counts, strict=True)]
+    begins = [number * _REQUEST_BLOCKS for number in range(len(prompts))]
+    return Batch(
+        token_ids=torch.cat([prompt[places] for prompt, places in zip(prompts, positions, strict=True)]),
+        positions=torch.cat(positions),
+        slots=torch.cat([begin * _BLOCK + places for begin, places in zip(begins, positions, strict=True)]),
+        block_tables=torch.stack([torch.arange(begin, begin + _REQUEST_BLOCKS) for begin in begins]),
+        sequence_lengths=torch.tensor([int(places[-1]) + 1 for places in positions]),
+        query_starts=torch.tensor([0, *counts]).cumsum(0),
+        sampled=torch.zeros(0, dtype=torch.int64),
+    )
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    return f"{type(error).__name__}: {' '.join(lines[:2])[:300]}"
+
+
+def main() -> None:
+    """Answer one request; whatever else is printed goes to standard error."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    request: Request = pickle.load(sys.stdin.buffer)
+    try:
+        answer: BuiltArchitecture | str = describe(request)
+    except ConfigError as error:
+        answer = str(error)
+    pickle.dump(answer, answers)
+    answers.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

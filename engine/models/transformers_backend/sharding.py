@@ -1,0 +1,196 @@
+"""Layers that take the place of transformers' own, cut over the ranks of a stage as the model's plan says.
+
+A plan maps parameters and modules, layer numbers as `*`, to the names of styles; transformers documents these in
+`transformers/distributed/tensor_parallel.py`. What has no style is held whole, and computed, by every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine.distributed import Parallel
+from quire.engine.layers.embedding import vocab_weight
+from quire.engine.layers.linear import Linear
+from quire.engine.layers.weight import Shard, Weight, whole
+from quire.engine.protocol.errors import ConfigError
+
+_WHOLE = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local_params")
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+_SPLIT = ("rowwise_split_input", "rowwise_rep")
+_HOOKS = ("moe_tp_experts", "moe_identity_expert", "all_reduce")
+_CUT = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "embedding_rowwise")
+_SERVED = frozenset((*_WHOLE, *_GATHERED, *_SPLIT, *_HOOKS, *_CUT))
+
+
+def without_numbers(path: str) -> str:
+    """The path with every layer number as `*`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
+
+
+class Plan:
+    """A model's tensor-parallel plan."""
+
+    def __init__(self, styles: Mapping[str, str], size: int) -> None:
+        self._styles = dict(styles) if size > 1 else {}
+        if size > 1 and not self._styles:
+            raise ConfigError(f"--tensor-parallel-size {size}: transformers has no tensor-parallel plan for this model")
+        if unknown := sorted({style for style in self._styles.values() if style not in _SERVED}):
+            raise ConfigError(
+                f"--tensor-parallel-size {size}: the styles {', '.join(unknown)} of this model's tensor-parallel plan "
+                "are not served"
+            )
+
+    def __getitem__(self, path: str) -> str:
+        """The style of a module or parameter; empty: none."""
+        return self._styles.get(without_numbers(path), "")
+
+
+def cut(name: str, total: int, parallel: Parallel) -> tuple[int, int]:
+    """Where this rank's even share of `total` begins, and how long it is."""
+    if total % parallel.size:
+        raise ConfigError(f"--tensor-parallel-size {parallel.size} does not divide the {total} features of {name}")
+    length = total // parallel.size
+    return parallel.rank * length, length
+
+
+def typed_weight(dtype: torch.dtype, shape: tuple[int, ...], *shards: Shard) -> Weight:
+    """A `Weight` of another type than torch's default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return Weight(shape, *shards)
+    finally:
+        torch.set_default_dtype(before)
+
+
+class PlannedLinear(Linear):
+    """A linear layer in the place of transformers' `nn.Linear`: `[..., in]` → `[..., out]`."""
+
+    def __init__(self, name: str, like: nn.Linear, style: str, parallel: Parallel) -> None:
+        super().__init__()
+        self._parallel, self._style = parallel, style
+        self.in_features, self.out_features = columns, rows = like.in_features, like.out_features
+        self.is_router = bool(re.search(r"(^|[._])(gate|router)$|router", name))
+        """Routers choose: rounding them costs more than it saves."""
+        self.shares_weight = False
+        """Whether an embedding has the same weight."""
+        self.is_read_directly = False
+        """Whether the model uses the weight by itself, so that it must stay as it is."""
+        dtype, (start, length) = like.weight.dtype, (0, columns)
+        bias: tuple[tuple[int, ...], Shard] = (rows,), whole(rows)
+        if style in ("colwise", *_GATHERED):
+            if style == "colwise":
+                start, length = cut(name, rows, parallel)
+                share = length
+            else:  # the last ranks' may be padded, for the gathered output is cut
+                share = -(-rows // parallel.size)
+                start = min(parallel.rank * share, rows)
+                length = min(share, rows - start)
+            self.weight = typed_weight(dtype, (share, columns), Shard((rows, columns), start, length))
+            bias = (share,), Shard((rows,), start, length)
+        elif style in ("rowwise", *_SPLIT):
+            start, length = cut(name, columns, parallel)
+            self.weight = typed_weight(dtype, (rows, length), Shard((rows, columns), start, length, dim=1))
+        elif style in ("", *_WHOLE):
+            self.weight = typed_weight(dtype, (rows, columns), whole(rows, columns))
+        else:
+            raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a linear layer, is not served")
+        self._inputs = slice(start, start + length) if style in _SPLIT else None
+        self.bias = typed_weight(dtype, bias[0], bias[1]) if like.bias is not None else None
+
+    def pack(self, quantization: kernels.Quantization | None) -> None:
+        """As for every linear layer, but a router is not quantized, and a weight that is an embedding's too stays."""
+        if self.is_read_directly:
+            return
+        weight = self.weight.data
+        super().pack(None if self.is_router else quantization and "int8" if self.shares_weight else quantization)
+        if self.shares_weight:
+            self.weight.data = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
+        if self._inputs is not None:
+            x = x[:, self._inputs].contiguous()
+        if self._style in ("rowwise", *_SPLIT):
+            bias = self.bias if self._parallel.rank == 0 else None  # in the sum once
+            out = self._parallel.all_reduce(self.product(x, bias))
+        else:
+            out = self.product(x, self.bias)
+            if self._style in _GATHERED:
+                out = self._parallel.all_gather(out)[:, : self.out_features]
+        return out.view(*lead, out.shape[-1])
+
+
+class PlannedEmbedding(nn.Module):
+    """The token embedding in the place of transformers' `nn.Embedding`, its vocabulary cut over the ranks."""
+
+    def __init__(self, like: nn.Embedding, parallel: Parallel) -> None:
+        super().__init__()
+        self._parallel = parallel
+        self.num_embeddings, self.embedding_dim, self.padding_idx = (
+            like.num_embeddings,
+            like.embedding_dim,
+            like.padding_idx,
+        )
+        self.weight = vocab_weight(like.num_embeddings, parallel, like.embedding_dim)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """`[1, tokens]` → `[1, tokens, hidden_size]`, the same on every rank."""
+        if self._parallel.size == 1:
+            return F.embedding(token_ids, self.weight)
+        rows = len(self.weight)
+        local = token_ids - self._parallel.rank * rows
+        foreign = (local < 0) | (local >= rows)
+        vectors = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self._parallel.all_reduce(vectors.masked_fill_(foreign[..., None], 0.0))
+
+
+def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -> Weight:
+    """A parameter that is no linear layer's: a norm's, or the stack of an expert's matrices."""
+    shape, last = tuple(like.shape), like.ndim - 1
+    if not shape:
+        raise ConfigError(f"{name} is a parameter without dimensions, which is not served")
+    rows = max(last - 1, 0)  # the dimension of output features
+    match style:
+        case "colwise" | "rowwise" | "embedding_rowwise":
+            dim = rows if style == "colwise" else 0 if style == "embedding_rowwise" else last
+            if style == "rowwise" and like.ndim == 1:
+                raise ConfigError(f"--tensor-parallel-size: the style rowwise of {name}, a vector, is not served")
+            start, length = cut(name, shape[dim], parallel)
+            local = (*shape[:dim], length, *shape[dim + 1 :])
+            return typed_weight(like.dtype, local, Shard(shape, start, length, dim=dim))
+        case "packed_colwise" | "packed_rowwise":
+            dim = rows if style == "packed_colwise" else last
+            half = shape[dim] // 2
+            start, length = cut(name, half, parallel)
+            shards = (
+                Shard(shape, start, length, dim=dim),
+                Shard(shape, half + start, length, dim=dim, offset=length),
+            )
+            return typed_weight(like.dtype, (*shape[:dim], 2 * length, *shape[dim + 1 :]), *shards)
+    if style not in ("", *_WHOLE):
+        raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a parameter, is not served")
+    return typed_weight(like.dtype, shape, whole(*shape))
+
+
+def hook(path: str, module: nn.Module, style: str, parallel: Parallel) -> None:
+    """What the plan wants done to a module's inputs or outputs, where the module itself stays transformers'."""
+    if style in ("moe_tp_experts", "all_reduce"):
+        module.register_forward_hook(lambda module, inputs, output: _summed(output, parallel))
+    elif style == "moe_identity_expert":
+        module.register_forward_pre_hook(lambda module, inputs: (inputs[0] / parallel.size, *inputs[1:]))
+    elif style not in ("", *_WHOLE) and not isinstance(module, nn.Embedding):
+        raise ConfigError(
+            f"--tensor-parallel-size: the style {style} of {path} ({type(module).__name__}) is not served"
+        )
+
+
+def _summed(output: Any, parallel: Parallel) -> Any:
+    return parallel.all_reduce(output) if isinstance(output, Tensor) else output

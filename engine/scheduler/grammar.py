@@ -1,0 +1,223 @@
+"""Which tokens a structured output may go on with: grammars that llguidance compiles, and where each request is.
+
+Both ends use it, the server to refuse what cannot be enforced before anything runs, the core to enforce it. llguidance
+is imported with the first structured request; it brings no torch. Building its view of the vocabulary holds the
+interpreter for up to a second where there are 150,000 tokens, once in a process; compiling and masks run without it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.config.model_files import read_json
+from quire.engine.config.options import ModelConfig
+from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+Words = npt.NDArray[np.int32]
+
+JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_pattern": r" |\n[ \t]{0,32}",
+    "json_allowed_escapes": 'nrbtf\\"',
+    "lenient": False,
+    "coerce_one_of": False,
+}
+"""Between the tokens of JSON: nothing, a space, or a new line with its indentation, so that a model cannot go on with
+white space for ever. In its strings no escape by number, as that would spell a property's name so that its schema is
+passed by (and could be half of a surrogate pair)."""
+
+_KEPT = 128
+"""Compiled grammars that are remembered, the latest used: some tens of kilobytes each."""
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled, or that leaves no token to go on with; the text says why."""
+
+
+class Grammar:
+    """Where one output stands in its grammar. Not to be used by two threads at once."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos: Words) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos = eos
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing can follow but the end."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def advance(self, token_ids: list[int]) -> None:
+        """Go on by these tokens; raises `GrammarError` where the grammar does not allow them."""
+        if not self._matcher.consume_tokens(token_ids):
+            raise self._error()
+
+    def forced(self) -> list[int]:
+        """The tokens that come next whatever is sampled, tokenized as the tokenizer would."""
+        forced: list[int] = self._matcher.compute_ff_tokens()
+        beyond = (at for at, token in enumerate(forced) if token >= self._vocab_size)
+        return forced[: next(beyond, None)]
+
+    def restricted(self, mask: Words, params: SamplingParams, output: list[int]) -> bytes:
+        """A row of `masks` without the tokens that the other parameters forbid behind this output.
+
+        The end is kept where nothing else can follow: `min_tokens` and `ignore_eos` give way to the grammar.
+        Raises `GrammarError` when no token is left.
+        """
+        if self._matcher.is_error():
+            raise self._error()
+        allowed = mask.copy()
+        if params.ignore_eos:
+            allowed &= ~self._eos
+        if len(output) < params.min_tokens:
+            allowed &= ~self._eos & ~_bits(params.stop_token_ids, len(mask))
+        if params.allowed_token_ids is not None:
+            allowed &= _bits(params.allowed_token_ids, len(mask))
+        if params.bad_word_ids:
+            allowed &= ~_bits(params.bad_tokens(output), len(mask))
+        if not allowed.any():
+            allowed = mask & self._eos if not (mask & ~self._eos).any() else allowed
+        if not allowed.any():
+            by_itself = "the grammar" if not mask.any() else "the grammar together with the other parameters"
+            raise GrammarError(f"structured output: after {len(output)} tokens {by_itself} allows no token")
+        return allowed.tobytes()
+
+    def _error(self) -> GrammarError:
+        return GrammarError(f"structured output: {self._matcher.get_error().strip().splitlines()[0]}")
+
+
+class Grammars:
+    """The grammars of one model. Any thread may compile; the compiled ones are shared by all who ask for the same."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._vocab_size = model.architecture.vocab_size
+        self._words = -(-self._vocab_size // 32)
+        self._eos = _bits(model.eos_token_ids, self._words)
+        self._known = _bits(range(self._vocab_size), self._words)
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def compile(self, outputs: StructuredOutputs) -> Grammar:
+        """The grammar at its start. Raises `GrammarError` for what is wrong with it, or if there is no first token."""
+        source = notation(outputs)
+        with self._lock:
+            matcher = self._compiled.get(source)
+            if matcher is not None:
+                self._compiled.move_to_end(source)
+        if matcher is None:
+            matcher = self._compile(source)
+            with self._lock:
+                self._compiled[source] = matcher
+                if len(self._compiled) > _KEPT:
+                    self._compiled.popitem(last=False)
+        return Grammar(matcher.deep_copy(), self._vocab_size, self._eos)
+
+    def problem(self, outputs: StructuredOutputs) -> str | None:
+        """Why this cannot be enforced, or None. Nothing is remembered."""
+        try:
+            self._compile(notation(outputs))
+        except GrammarError as error:
+            return str(error)
+        return None
+
+    def masks(self, grammars: Sequence[Grammar]) -> Words:
+        """The tokens that each may go on with, `[grammars, words]`; many are computed side by side."""
+        from llguidance import LLExecutor
+
+        matchers = [grammar._matcher for grammar in grammars]
+        size = self._vocabulary().vocab_size
+        masks = np.zeros((len(matchers), -(-size // 32)), np.int32)
+        if len(matchers) == 1:
+            matchers[0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+        elif matchers:
+            if self._executor is None:
+                self._executor = LLExecutor()
+            rows = [(matcher, row) for row, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.shape[1] * 4, len(rows))
+        return masks if size == self._vocab_size else masks[:, : self._words] & self._known
+
+    def _compile(self, source: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._vocabulary(), source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise GrammarError(matcher.get_error().strip())
+        first = matcher.deep_copy()  # also fills the tables that every copy shares
+        first.compute_ff_tokens()
+        if not np.frombuffer(first.compute_bitmask(), np.uint8).any() or first.is_error():
+            raise GrammarError("it can never be satisfied: there is no first token")
+        return matcher
+
+    def _vocabulary(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = _load_tokenizer(self._model.tokenizer, self._vocab_size, self._model.eos_token_ids)
+            return self._tokenizer
+
+
+def notation(outputs: StructuredOutputs) -> str:
+    """The grammar in llguidance's own notation; raises `GrammarError`."""
+    from llguidance import LLMatcher, grammar_from
+
+    try:
+        if outputs.regex is not None:
+            return LLMatcher.grammar_from_regex(outputs.regex)
+        if outputs.choice is not None:
+            # Of all control characters JSON leaves one as it is, and Lark takes none.
+            choices = (json.dumps(one, ensure_ascii=False).replace("\x7f", r"\u007f") for one in outputs.choice)
+            return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+        if outputs.grammar is not None:
+            return grammar_from("grammar", outputs.grammar)
+        schema = {"type": "object"} if outputs.json is None else outputs.json
+        return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(str(error)) from None
+
+
+def _load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
+    """llguidance's view of tokenizer.json, with the tokens that only tokenizer_config.json adds."""
+    from llguidance import LLTokenizer
+
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise GrammarError(f"structured output needs a tokenizer.json, and {folder} has none")
+    tokenizer: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+    tokenizer["truncation"] = tokenizer["padding"] = None
+    vocabulary = tokenizer["model"]["vocab"]
+    ids = {*vocabulary.values()} if isinstance(vocabulary, dict) else {*range(len(vocabulary))}
+    added = tokenizer.setdefault("added_tokens", [])
+    ids.update(token["id"] for token in added)
+    settings = folder / "tokenizer_config.json"
+    for token_id, token in (read_json(settings) if settings.exists() else {}).get("added_tokens_decoder", {}).items():
+        if int(token_id) not in ids:
+            ids.add(int(token_id))
+            added.append({"id": int(token_id), **token})
+    size = max(vocab_size, max(ids) + 1)
+    ends = [token for token in eos_token_ids if token in ids]
+    try:
+        return LLTokenizer(msgspec.json.encode(tokenizer).decode(), n_vocab=size, eos_token=ends or None)
+    except ValueError as error:
+        raise GrammarError(f"structured output is not possible with this model's tokenizer: {error}") from None
+
+
+def _bits(token_ids: Iterable[int], words: int) -> Words:
+    """A mask of these tokens; ids beyond it are left out."""
+    bits = np.zeros(words * 32, np.uint8)
+    ids = np.fromiter(token_ids, np.int64)
+    bits[ids[ids < len(bits)]] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)

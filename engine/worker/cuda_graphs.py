@@ -1,0 +1,239 @@
+"""Decode steps captured once and replayed: the device is given a step as a whole, instead of operation by operation.
+
+A captured step reads its inputs where they were, and computes as many rows as it had: a batch is copied there, and
+padded. Rows of padding have slot -1, for which nothing is stored, and see one key. What the model allocates once and
+changes while serving, it is to change in place.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from quire.engine.config.options import EngineConfig
+from quire.engine.config.resolve import human
+from quire.engine.distributed import Parallel
+from quire.engine.distributed.host_gather import tell_all
+from quire.engine.layers.attention import Batch, HostRows, LayerCache
+from quire.engine.models.decoder import Decoder
+from quire.engine.worker import graph_recorders
+from quire.engine.worker.graph_recorders import NotKept, Recorder, Replay
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeGraphs:
+    """The steps in which each request has one token, for the numbers of requests in `EngineConfig.graphs`."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        caches: Sequence[LayerCache],
+        config: EngineConfig,
+        device: torch.device,
+        stage: int,
+        parallel: Parallel,
+    ) -> None:
+        self._model, self._caches, self._device, self._parallel = model, caches, device, config.parallel
+        self._sizes, self._why_none = config.graphs.sizes, config.graphs.why_none
+        self._replays: dict[int, Replay] = {}
+        self._is_last = stage == len(config.parallel.stages) - 1
+        self._recorder = graph_recorders.recorder_of(device, parallel)
+        self._inputs: _Inputs | None = None
+        if self._sizes and self._recorder is not None:
+            self._inputs = _Inputs(config, device, receives=stage > 0)
+            arch, dtype = config.model.architecture, getattr(torch, config.model.dtype)
+            self._output = torch.zeros(self._sizes[-1], arch.hidden_size, dtype=dtype, device=device)
+
+    @torch.inference_mode()
+    def capture(self, *, bar: bool) -> bool:
+        """Capture all sizes, on all ranks of the grid at once, or none on any of them; then the log says why.
+
+        Nothing is captured yet where it costs no more than running a step.
+
+        After each size the ranks agree whether to go on, so that nobody waits in a step for one that has given up. What
+        fails in the exchanges of a step themselves is raised: the others wait there, and only the end of this rank
+        tells them.
+        """
+        recorder = self._recorder
+        if recorder is not None and self._why_none:
+            logger.info("decodes run without %s: %s", recorder.name, self._why_none)
+        if recorder is None or self._inputs is None or recorder.runs:
+            return False
+        begun, free = time.perf_counter(), _free_bytes(self._device)
+        # The largest comes first: the memory that it computes in serves the others.
+        sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar)
+        with _without_garbage_collection(), sizes:
+            for size in sizes:
+                told = tell_all(f"CUDA graph {size}", self._try(size, recorder, self._inputs))
+                failed = [rank for rank, reason in enumerate(told) if reason]
+                if failed:
+                    break
+        if failed:
+            self.close()
+            if len(told) == 1 or dist.get_rank() == 0:
+                where = f" on rank {failed[0]}" * (len(told) > 1)
+                reason = told[failed[0]]
+                logger.warning("decodes run without CUDA graphs, as a step cannot be captured%s: %s", where, reason)
+            return False
+        logger.info(
+            "captured %d CUDA graphs, of decodes of up to %d requests, in %.1f s and %s",
+            *(len(self._sizes), self._sizes[-1], time.perf_counter() - begun),
+            human(max(0, free - _free_bytes(self._device))),
+        )
+        return True
+
+    def _try(self, size: int, recorder: Recorder, inputs: _Inputs) -> str:
+        """Capture the steps of so many requests; why that cannot be, "" if it is done."""
+        step = self._step(size, inputs)
+        try:
+            reason = recorder.warm_up(step)
+        except RuntimeError as error:
+            if self._parallel.tensor_parallel_size > 1:
+                raise
+            return _first_line(error)
+        if not reason:
+            try:
+                self._replays[size] = recorder.capture(step)
+            except RuntimeError as error:
+                return _first_line(error)
+        return reason
+
+    def _step(self, size: int, inputs: _Inputs) -> Callable[[], None]:
+        batch, received = inputs.batch(size), inputs.received(size)
+
+        def step() -> None:
+            self._output[:size].copy_(self._model(received, batch, self._caches))
+
+        return step
+
+    def close(self) -> None:
+        """Forget the captured steps, which hold on to the communicators that they use."""
+        self._replays, self._inputs = {}, None
+
+    def run(self, received: Tensor | None, batch: Batch) -> Tensor | None:
+        """What the model makes of the batch, `[tokens, hidden_size]`; None: it is none of the captured steps.
+
+        On the last stage the next run overwrites it.
+        """
+        rows = len(batch.token_ids)
+        if (
+            self._recorder is None
+            or self._inputs is None
+            or not 0 < rows == len(batch.sequence_lengths) <= self._sizes[-1]
+        ):
+            return None
+        if batch.replica_tokens or batch.halves:
+            return None
+        size = self._sizes[bisect_left(self._sizes, rows)]
+        self._inputs.fill(received, batch, size)
+        if (replay := self._replays.get(size)) is not None:
+            replay()
+        else:
+            self._run_first(size, self._recorder, self._inputs)
+        hidden = self._output[:rows]
+        return hidden if self._is_last else hidden.clone()  # it may be sent while the next step runs
+
+    def _run_first(self, size: int, recorder: Recorder, inputs: _Inputs) -> None:
+        """The first step of so many requests, kept where it can be; else no other is tried."""
+        try:
+            self._replays[size] = recorder.capture(self._step(size, inputs))
+        except NotKept as error:
+            self.close()
+            logger.info("decodes run without %s, as a step cannot be replayed: %s", recorder.name, error)
+
+
+class _Inputs:
+    """Where captured steps read a batch. Invariant: whatever stands in a row can be computed."""
+
+    def __init__(self, config: EngineConfig, device: torch.device, *, receives: bool) -> None:
+        most, cache, longest = config.graphs.sizes[-1], config.cache, config.model.max_model_len
+        self._longest = longest
+
+        def full(value: int, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.int64, device=device)
+
+        groups = range(len(cache.groups))
+        self._token_ids, self._positions, self._lengths = full(0, most), full(0, most), full(1, most)
+        self._slots = [full(-1, most) for _ in groups]
+        self._tables = [full(0, most, -(-longest // cache.block_size)) for _ in groups]
+        self._starts = torch.arange(most + 1, device=device)
+        self._no_slot, self._zero, self._one = full(-1, most), full(0, most), full(1, most)
+        self._hidden: Tensor | None = None
+        if receives:
+            dtype = getattr(torch, config.model.dtype)
+            self._hidden = torch.zeros(most, config.model.architecture.hidden_size, dtype=dtype, device=device)
+
+    def received(self, size: int) -> Tensor | None:
+        return None if self._hidden is None else self._hidden[:size]
+
+    def batch(self, size: int) -> Batch:
+        """The first rows; what Python reads of them is what every replay has in common."""
+        host = HostRows(np.ones(size, np.int64), np.full(size, self._longest, np.int64))
+
+        def of(group: int, others: tuple[Batch, ...] = ()) -> Batch:
+            return Batch(
+                token_ids=self._token_ids[:size],
+                positions=self._positions[:size],
+                slots=self._slots[group][:size],
+                block_tables=self._tables[group][:size],
+                sequence_lengths=self._lengths[:size],
+                query_starts=self._starts[: size + 1],
+                sampled=self._starts[:size],
+                others=others,
+                host=host,
+            )
+
+        return of(0, tuple(of(group) for group in range(1, len(self._slots))))
+
+    def fill(self, received: Tensor | None, batch: Batch, size: int) -> None:
+        """Take a batch in; rows behind it become padding, whose token and blocks may be any that were there."""
+        rows, groups = len(batch.token_ids), (batch, *batch.others)
+        to, values = [self._token_ids[:rows]], [batch.token_ids]
+        for place, part, padding in (
+            (self._positions, batch.positions, self._zero),
+            (self._lengths, batch.sequence_lengths, self._one),
+            *((place, group.slots, self._no_slot) for place, group in zip(self._slots, groups, strict=True)),
+        ):
+            to.append(place[:rows])
+            values.append(part)
+            if rows < size:
+                to.append(place[rows:size])
+                values.append(padding[: size - rows])
+        torch._foreach_copy_(to, values)  # one kernel
+        for table, group in zip(self._tables, groups, strict=True):
+            table[:rows, : group.block_tables.shape[1]].copy_(group.block_tables)
+        if self._hidden is not None:
+            assert received is not None
+            self._hidden[:rows].copy_(received)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Nothing of CUDA's may be destroyed during a capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,228 @@
+"""How much the experts of a stage are used; and the busy ones moved and doubled between steps (EPLB)."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from quire.engine.config.options import EngineConfig
+from quire.engine.distributed import ExpertGroup, Links, Pipeline, Placement
+from quire.engine.distributed.eplb import Move, moves, rank_loads, rebalance, rounds
+from quire.engine.layers.moe import MixtureOfExperts
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.model_spec import Experts
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.messages import ExpertLoad
+
+TOLD_STEPS = 100
+"""Steps from one report to the next, unless experts move more often."""
+_ALIGNMENT = 16
+"""Bytes; no type is larger."""
+
+
+class Balancer:
+    """Of one rank. Invariant: all ranks of the group call `step` equally often, and so do the same at the same time.
+
+    Tokens are summed over the group from time to time, so that all decide alike. Every `step_interval` steps the busy
+    experts of each layer find a new place, one layer after the other, a step for each where there are enough: a step
+    waits for the experts of one layer to change places, and at most three lie beside those that a rank has.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, MixtureOfExperts],
+        counts: dict[int, int],
+        group: ExpertGroup,
+        pipeline: Pipeline,
+        device: torch.device,
+    ) -> None:
+        """`layers` are those of this stage that have experts; `counts` how many, also of the stages before it."""
+        self._group, self._pipeline, self._config, self._device = group, pipeline, group.config, device
+        self._layers, self._counts = list(layers.values()), counts
+        self._sizes = [counts[number] for number in layers]
+        self._told_before = (3 + sum(counts.values()) - sum(self._sizes),)
+        """The shape of what the stage before tells."""
+        self._every = min(TOLD_STEPS, self._config.step_interval) if self._config.is_balanced else TOLD_STEPS
+        self._is_settled = False
+        self._steps = self._expected = self._moved = 0
+        self._told = self._balanced = [[0] * size for size in self._sizes]
+        """What experts had computed at the last report, and when they were last moved."""
+        self._waiting: deque[tuple[MixtureOfExperts, list[int]]] = deque()
+        """Layers whose experts are to be moved, and the load to do so by."""
+
+    @staticmethod
+    def of(decoder: Decoder, config: EngineConfig, links: Links, device: torch.device) -> Balancer | None:
+        """That of a rank, if its layers' experts are spread."""
+        if links.experts is None:
+            return None
+        arch, stage = config.model.architecture, config.parallel.stages[links.pipeline.stage]
+        specs = [(number, arch.layers[number].feed_forward) for number in range(stage.stop)]
+        counts = {number: spec.num_experts for number, spec in specs if isinstance(spec, Experts)}
+        modules = {int(name): layer.feed_forward for name, layer in decoder.layers.items()}
+        layers = {number: layer for number, layer in modules.items() if isinstance(layer, MixtureOfExperts)}
+        return Balancer(layers, counts, links.experts, links.pipeline, device)
+
+    def expect(self) -> None:
+        """A step is to come: have a place for what the stage before tells in it. Another thread may do this."""
+        if self._tells(self._expected):
+            self._pipeline.expect(self._told_before, torch.float64)
+        self._expected += 1
+
+    def step(self) -> ExpertLoad | None:
+        """Before each step of the model; sometimes there is something to tell, on the last stage.
+
+        Steps before `settle` are made up: they are not counted, and move nothing.
+        """
+        if not self._is_settled:
+            return None
+        told = self._tell() if self._tells(self._steps) else None
+        if self._config.is_balanced and self._steps and self._steps % self._config.step_interval == 0:
+            self._begin()
+        for _ in range(min(len(self._waiting), math.ceil(len(self._layers) / self._config.step_interval))):
+            self._balance(*self._waiting.popleft())
+        self._steps += 1
+        return told
+
+    def _tells(self, step: int) -> bool:
+        return step > 0 and step % self._every == 0
+
+    def _totals(self) -> list[list[int]]:
+        """Tokens of each expert of each layer since the start, of all ranks."""
+        if not self._layers:
+            return []
+        mine = torch.cat([layer.tokens for layer in self._layers])
+        everyone = self._group.everyone
+        rows = everyone.start_gather(mine[None], [1] * everyone.size).wait()
+        return [counts.tolist() for counts in rows.sum(0).cpu().split_with_sizes(self._sizes)]
+
+    def _tell(self) -> ExpertLoad | None:
+        """The report of this stage and those before it, which goes on to the next."""
+        totals = self._totals()
+        loads = [
+            rank_loads(_since(now, then), _table(layer))
+            for layer, now, then in zip(self._layers, totals, self._told, strict=True)
+        ]
+        self._told = totals
+        told = torch.tensor(
+            [
+                sum(map(max, loads)),
+                sum(sum(each) / len(each) for each in loads),
+                self._moved,
+                *(count for counts in totals for count in counts),
+            ],
+            dtype=torch.float64,
+        )
+        if not self._pipeline.is_first:
+            before = self._pipeline.receive(self._told_before, torch.float64).cpu()
+            told = torch.cat([before[:3] + told[:3], before[3:], told[3:]])
+        if not self._pipeline.is_last:
+            self._pipeline.send(told.to(self._device))
+            return None
+        busiest, mean, moved, *tokens = told.tolist()
+        counts = torch.tensor(tokens, dtype=torch.int64).numpy().tobytes()
+        return ExpertLoad(self._counts, counts, busiest / mean if mean else 1.0, int(moved))
+
+    def _begin(self) -> None:
+        totals = self._totals()
+        self._waiting.extend(
+            (layer, _since(now, then)) for layer, now, then in zip(self._layers, totals, self._balanced, strict=True)
+        )
+        self._balanced = totals
+
+    def _balance(self, layer: MixtureOfExperts, load: Sequence[int]) -> None:
+        now = _table(layer)
+        then = rebalance(load, now)
+        if then == now:
+            return
+        steps = moves(now, then)
+        mover = _Mover(layer, self._group)
+        for some in rounds(steps):
+            mover.run(some)
+        layer.place(Placement(then))
+        self._moved += sum(step.target.place is not None for step in steps)
+
+    def settle(self) -> None:
+        """Once all ranks are loaded: those that move experts are to hold them in the same form.
+
+        It depends on the processor. Raises `ConfigError` on all ranks.
+        """
+        self._is_settled = True
+        for layer in self._layers:
+            layer.tokens.zero_()
+        if not self._config.is_balanced or not self._layers:
+            return
+        forms = str([layer.experts.form for layer in self._layers])
+        told = self._group.everyone.tell([zlib.crc32(forms.encode())])
+        if told.count(told[self._group.rank]) != len(told):
+            raise ConfigError(
+                "--enable-eplb: experts cannot move between ranks whose processors want their weights in different "
+                "forms; run all ranks on hosts of one kind, or leave it out"
+            )
+
+
+def _table(layer: MixtureOfExperts) -> tuple[tuple[int, ...], ...]:
+    assert layer.placement is not None
+    return layer.placement.experts
+
+
+def _since(now: Sequence[int], then: Sequence[int]) -> list[int]:
+    return [after - before for after, before in zip(now, then, strict=True)]
+
+
+class _Mover:
+    """This rank's part in the moves of a layer's experts."""
+
+    def __init__(self, layer: MixtureOfExperts, group: ExpertGroup) -> None:
+        self._experts, self._peers = layer.experts, group.everyone
+        self._beside: Tensor | None = None
+
+    def run(self, some: Sequence[Move]) -> None:
+        """A round."""
+        rank, size = self._peers.rank, self._peers.size
+        sent, received = [0] * size, [0] * size
+        rows: list[Tensor] = []
+        place = None
+        for move in some:
+            if move.target.place is None:
+                if move.source.rank == rank:
+                    self._beside = self._row(move.source.place)
+                continue
+            if move.source.rank == rank:
+                sent[move.target.rank] = 1
+                rows.append(self._row(move.source.place))
+            if move.target.rank == rank:
+                received[move.source.rank] = 1
+                place = move.target.place
+        leaving = rows[0] if rows else self._row(0)[:0]
+        come = self._peers.exchange(leaving, sent, received)
+        if place is not None:
+            self._experts.restore(place, list(_parts(come[0], self._experts.state(place))))
+
+    def _row(self, place: int | None) -> Tensor:
+        """One expert, `[1, bytes]`."""
+        if place is None:
+            assert self._beside is not None
+            return self._beside
+        parts = self._experts.state(place)
+        row = torch.empty((1, sum(map(_room, parts))), dtype=torch.uint8, device=parts[0].device)
+        for to, part in zip(_parts(row[0], parts), parts, strict=True):
+            to.copy_(part)
+        return row
+
+
+def _room(part: Tensor) -> int:
+    """Bytes of a row."""
+    return -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _parts(row: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Where the tensors of an expert lie in a row, `[bytes]`; `like` are those of any."""
+    start = 0
+    for part in like:
+        yield row[start : start + part.nbytes].view(part.dtype).view(part.shape)
+        start += _room(part)

@@ -1,0 +1,332 @@
+"""The workers' request state, kept up to date by plans, and the batch that a plan makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.engine.layers.attention import Batch, HostRows
+from quire.engine.protocol.messages import NewRequest, SamplingParams, StepPlan
+from quire.engine.worker.async_copies import send
+
+Ints = npt.NDArray[np.int64]
+Numbers = TypeVar("Numbers", Ints, Tensor)
+_NONE: Ints = np.empty(0, np.int64)
+
+_CONTROLS = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seed", np.int64),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("repetition_penalty", np.float32),
+        ("min_tokens", np.int64),
+        ("num_biases", np.int64),
+        ("num_bans", np.int64),  # tokens allowed and words forbidden
+        ("logprobs", np.int64),  # -1: none
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a plan, in its order."""
+
+    slots: Ints
+    counts: Ints
+    """Tokens that each runs in this step."""
+    sampling: Ints
+    """The rows that sample, by number: those whose computed tokens reach their known tokens."""
+    scoring: list[int]
+    """The rows with tokens whose logits are to score a prompt's next token, by number."""
+
+
+class RequestStates:
+    """What is known of each running request, by slot. Every rank holds the same.
+
+    Tokens and block tables lie on the device, where sampled tokens go without coming by the host: the host knows how
+    many there are, and only those that plans tell. It writes what plans tell into memory of its own, and sends what
+    has changed with the next batch. A CPU's memory is the host's own, and nothing is sent.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        max_length: int,
+        block_size: int,
+        groups: int = 1,
+        device: torch.device | str = "cpu",
+        *,
+        is_shared: bool | None = None,
+    ) -> None:
+        """`is_shared`: whether the device's memory is the host's; None: on a CPU it is."""
+        self._block_size, self._groups, self._device = block_size, groups, torch.device(device)
+        self._slots, self._max_length, self._width = slots, max_length, -(-max_length // block_size)
+        self._tables_begin = slots * max_length
+        self._told = np.zeros(slots * (max_length + groups * self._width), np.int32)
+        """Tokens `[slots, max_length]`, then block tables `[groups, slots, width]`."""
+        self._is_shared = self._device.type == "cpu" if is_shared is None else is_shared
+        self.memory = torch.from_numpy(self._told)
+        """The same on the device, and beside it what was sampled."""
+        if not self._is_shared:
+            self.memory = torch.zeros(len(self._told), dtype=torch.int32, device=self._device)
+        shape = groups, slots, self._width
+        self._tables = [*self._told[self._tables_begin :].reshape(shape)]
+        self._device_tables = self.memory[self._tables_begin :].view(shape)
+        self._changes: list[Ints] = []
+        """Places in the memory that were told of since the last batch."""
+        self.num_prompt = np.zeros(slots, np.int64)
+        self.num_known = np.zeros(slots, np.int64)
+        self.num_computed = np.zeros(slots, np.int64)
+        self.num_blocks = np.zeros(slots, np.int64)
+        """Of each group."""
+        self.score_from = np.zeros(slots, np.int64)
+        self.score_until = np.zeros(slots, np.int64)
+        """Positions whose logits score the next token of the prompt; 0: none."""
+        self.controls = np.zeros(slots, _CONTROLS)
+        """The numbers of `params`, for whole batches at once."""
+        self.params: list[SamplingParams | None] = [None] * slots
+
+    def apply(self, plan: StepPlan) -> Rows:
+        """Bring the state to where `plan` starts, and say which rows it runs."""
+        for slot in plan.released:
+            self.params[slot] = None
+        for request in plan.new:
+            self._add(request)
+        for row in plan.scheduled:
+            if row.new_token_ids:
+                self._extend_tokens(row.slot, row.new_token_ids)
+            if row.new_block_ids:
+                self._extend_tables(row.slot, row.new_block_ids)
+        if plan.token_ids:
+            slots = np.array(plan.decodes, np.int64)
+            places = self.places(slots, self.num_known[slots])
+            self._told[places] = plan.token_ids
+            self.num_known[slots] += 1
+            if not self._is_shared:
+                self._changes.append(places)
+        slots = np.array(plan.decodes + [row.slot for row in plan.scheduled], np.int64)
+        counts = np.ones(len(slots), np.int64)
+        if plan.scheduled:
+            counts[len(plan.decodes) :] = [row.num_tokens for row in plan.scheduled]
+        sampling = np.flatnonzero(self.num_computed[slots] + counts == self.num_known[slots])
+        scoring = [
+            number
+            for number, row in enumerate(plan.scheduled, len(plan.decodes))
+            if self.num_computed[row.slot] < self.score_until[row.slot]
+        ]
+        return Rows(slots, counts, sampling, scoring)
+
+    def num_top(self, slot: int) -> int:
+        """Likeliest tokens that a prompt is scored with."""
+        params = self.params[slot]
+        assert params is not None, f"slot {slot} is free"
+        return params.prompt_logprobs or 0
+
+    def to_score(self, rows: Rows) -> tuple[Ints, Ints, list[int]]:
+        """Of the rows that score: which of the batch's tokens do, the tokens that follow these, and how many a row.
+
+        To be called before `advance`.
+        """
+        starts = rows.counts.cumsum() - rows.counts
+        places, following, counts = [], [], []
+        for row in rows.scoring:
+            slot, first = rows.slots[row], self.num_computed[rows.slots[row]]
+            begin = max(first, self.score_from[slot])
+            end = max(begin, min(first + rows.counts[row], self.score_until[slot]))
+            places.append(starts[row] - first + np.arange(begin, end))
+            place = slot * self._max_length  # of the prompt, which was told
+            following.append(self._told[place + begin + 1 : place + end + 1].astype(np.int64))
+            counts.append(int(end - begin))
+        return np.concatenate(places), np.concatenate(following), counts
+
+    def places(self, slots: Numbers, positions: Numbers) -> Numbers:
+        """Where in `memory` the tokens at these positions stand."""
+        return slots * self._max_length + positions
+
+    def keep(self, rows: Rows, places: Tensor, tokens: Tensor) -> None:
+        """One more known token for each row that samples: those on the device, at the places that `batch` gave."""
+        if self._is_shared:  # the same, for less
+            self._told[places.numpy()] = tokens.numpy()
+        else:
+            self.memory.index_copy_(0, places, tokens.int())
+        self.num_known[rows.slots[rows.sampling]] += 1
+
+    def _add(self, request: NewRequest) -> None:
+        slot, params = request.slot, request.params
+        assert self.params[slot] is None, f"slot {slot} is taken"
+        self.params[slot] = params
+        self.num_prompt[slot] = request.num_prompt_tokens
+        self.num_computed[slot] = request.num_computed_tokens
+        self.num_known[slot] = self.num_blocks[slot] = 0
+        self._extend_tokens(slot, request.token_ids)
+        self._extend_tables(slot, request.block_ids)
+        is_scored = params.prompt_logprobs is not None
+        self.score_from[slot] = request.num_scored_tokens
+        self.score_until[slot] = request.num_prompt_tokens - 1 if is_scored else 0
+        self.controls[slot] = (
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.seed or 0,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+            params.min_tokens,
+            len(params.logit_bias),
+            len(params.allowed_token_ids or ()) + len(params.bad_word_ids),
+            -1 if params.logprobs is None else params.logprobs,
+        )
+
+    def _extend_tokens(self, slot: int, token_ids: list[int]) -> None:
+        begin = slot * self._max_length + int(self.num_known[slot])
+        end = begin + len(token_ids)
+        self._told[begin:end] = token_ids
+        self.num_known[slot] += len(token_ids)
+        if not self._is_shared:
+            self._changes.append(np.arange(begin, end))
+
+    def _extend_tables(self, slot: int, block_ids: list[int]) -> None:
+        """Append blocks, of which each group takes one after the other."""
+        begin, groups = int(self.num_blocks[slot]), self._groups
+        end = begin + len(block_ids) // groups
+        for group, table in enumerate(self._tables):
+            table[slot, begin:end] = block_ids if groups == 1 else block_ids[group::groups]
+            if not self._is_shared:
+                place = self._tables_begin + (group * self._slots + slot) * self._width
+                self._changes.append(np.arange(place + begin, place + end))
+        self.num_blocks[slot] = end
+
+    def batch(
+        self, rows: Rows, replica_tokens: tuple[int, ...] = (), *, only_ends: bool = False
+    ) -> tuple[Batch, Tensor]:
+        """The rows' next tokens, in one transfer to the device, and where in `memory` those go that they sample.
+
+        To be called once after each `apply` with rows, before `advance`. See `Batch.replica_tokens`.
+        """
+        first = self.num_computed[rows.slots]
+        lengths = first + rows.counts
+        if rows.counts.max(initial=1) == 1:
+            owners, positions, starts = rows.slots, first, np.arange(len(first) + 1)
+        else:
+            starts = np.concatenate(([0], rows.counts.cumsum()))
+            owners = np.repeat(rows.slots, rows.counts)  # [tokens]
+            positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], rows.counts)
+        blocks, offsets = np.divmod(positions, self._block_size)
+        width = -(-int(lengths.max(initial=1)) // self._block_size)
+        tokens = self.places(owners, positions)
+        last = starts[1:][rows.sampling] - 1  # of all that are known, so that the sampled one goes behind it
+        token_ids, tables, sent = self._gather(
+            tokens,
+            rows.slots,
+            width,
+            positions,
+            lengths,
+            starts,
+            rows.sampling if only_ends else last,
+            tokens[last] + 1,
+            *[table[owners, blocks] * self._block_size + offsets for table in self._tables],
+        )
+        places, ends, query_starts, sampled, kept, *slots = sent
+        batch = Batch(
+            *(token_ids, places, slots[0], tables[0], ends, query_starts, sampled),
+            replica_tokens=replica_tokens,
+            host=HostRows(rows.counts, lengths, {}),
+            only_ends=only_ends,
+        )
+        if self._groups == 1:
+            return batch, kept
+        others = zip(slots[1:], tables[1:], strict=True)
+        batch = replace(batch, others=tuple(replace(batch, slots=slots, block_tables=table) for slots, table in others))
+        return batch, kept
+
+    def _gather(
+        self, tokens: Ints, slots: Ints, width: int, *numbers: npt.NDArray[np.integer[Any]]
+    ) -> tuple[Tensor, list[Tensor], Sequence[Tensor]]:
+        """The tokens at these places, the first `width` blocks of these slots in each group, and the numbers as well.
+
+        All are int64 on the device, which has heard then of what was told.
+        """
+        if self._is_shared:
+            tables = (table[slots, :width].ravel() for table in self._tables)
+            token_ids, *sent = self._send(self._told[tokens], *tables, *numbers)
+            return token_ids, [part.view(-1, width) for part in sent[: self._groups]], sent[self._groups :]
+        changed = np.concatenate(self._changes) if self._changes else _NONE
+        self._changes.clear()
+        places, told, at, rows, *sent = self._send(changed, self._told[changed], tokens, slots, *numbers)
+        if len(changed):
+            self.memory.index_copy_(0, places, told.int())
+        device_tables = [table[:, :width].index_select(0, rows).long() for table in self._device_tables]
+        return self.memory.index_select(0, at).long(), device_tables, sent
+
+    def _send(self, *parts: npt.NDArray[np.integer[Any]]) -> Sequence[Tensor]:
+        """All in one transfer, as int64."""
+        return send(np.concatenate(parts), self._device).split_with_sizes([*map(len, parts)])
+
+    def advance(self, rows: Rows) -> None:
+        """The rows' tokens are computed."""
+        self.num_computed[rows.slots] += rows.counts
+
+
+def halve(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
+    """The first and the second half of a step's tokens, and of each replica's; what samples is left to the whole.
+
+    `counts` are the tokens of each row. A row may be cut: its first tokens come first in every layer, so that its last
+    ones find their keys.
+    """
+    ends = counts.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    cut = -(-total // 2)
+    stop = min(len(ends), int(ends.searchsorted(cut)) + 1)  # of the rows with tokens before the cut
+    start = int(ends.searchsorted(cut, "right"))  # of those with tokens behind it
+    behind = int(ends[stop - 1]) - cut if stop else 0
+    lengths = batch.sequence_lengths[:stop].clone()
+    lengths[stop - 1 :] -= behind
+    hosts: list[HostRows | None] = [None, None]
+    if batch.host is not None:
+        before, after = counts[:stop].copy(), counts[start:].copy()
+        before[-1:] -= behind
+        after[:1] -= cut - (ends[start:] - counts[start:])[:1]
+        known = batch.host.lengths[:stop].copy()
+        known[-1:] -= behind
+        hosts = [HostRows(before, known), HostRows(after, batch.host.lengths[start:])]
+
+    def parts(whole: Batch) -> tuple[Batch, Batch]:
+        firsts, seconds = zip(*[parts(other) for other in whole.others], strict=True) if whole.others else ((), ())
+        first = Batch(
+            token_ids=whole.token_ids[:cut],
+            positions=whole.positions[:cut],
+            slots=whole.slots[:cut],
+            block_tables=whole.block_tables[:stop],
+            sequence_lengths=lengths,
+            query_starts=whole.query_starts[: stop + 1].clamp(max=cut),
+            sampled=whole.sampled[:0],
+            others=firsts,
+            replica_tokens=tuple(-(-tokens // 2) for tokens in whole.replica_tokens),
+            host=hosts[0],
+        )
+        second = Batch(
+            token_ids=whole.token_ids[cut:],
+            positions=whole.positions[cut:],
+            slots=whole.slots[cut:],
+            block_tables=whole.block_tables[start:],
+            sequence_lengths=whole.sequence_lengths[start:],
+            query_starts=whole.query_starts[start:].clamp(min=cut) - cut,
+            sampled=whole.sampled[:0],
+            others=seconds,
+            replica_tokens=tuple(tokens // 2 for tokens in whole.replica_tokens),
+            host=hosts[1],
+        )
+        return first, second
+
+    return parts(batch)

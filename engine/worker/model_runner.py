@@ -1,0 +1,324 @@
+"""A plan becomes a batch, the batch hidden states, and the last stage's hidden states tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from quire import kernels
+from quire.engine.config.kv_cache_groups import cache_specs, count_planes, place_layers
+from quire.engine.config.options import EngineConfig
+from quire.engine.distributed import Links, Peers
+from quire.engine.layers.attention import Batch, LayerCache
+from quire.engine.models.decoder import Decoder
+from quire.engine.models.encoder import Encoder
+from quire.engine.models.loader import load_dense, load_model
+from quire.engine.protocol.messages import LOST_TOUCH, PromptLogprobs, StepPlan, StepResult
+from quire.engine.worker import memory, warm_up
+from quire.engine.worker.async_copies import Array, Launched, Reading, send
+from quire.engine.worker.cuda_graphs import DecodeGraphs
+from quire.engine.worker.eplb import Balancer
+from quire.engine.worker.input_batch import RequestStates, Rows, halve
+from quire.engine.worker.oom import Guard
+from quire.engine.worker.pooler import Pooler
+from quire.engine.worker.sampler import Sampler
+
+if TYPE_CHECKING:
+    from quire.engine.models.transformers_backend.decoder import TransformersDecoder
+
+_SCORED_AT_ONCE = (16, 256)
+"""Prompt tokens whose logits are held at once: as many as requests may sample, which memory is set aside for, but not
+so few that the head is read over and over, nor more than pay."""
+
+
+def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> list[LayerCache]:
+    """The KV caches of a stage's layers on one rank: planes of blocks, each shared by layers of different groups."""
+    cache, groups = config.cache, config.cache.groups
+    specs = cache_specs(config.model.architecture, config.parallel.tensor_parallel_size, config.model.max_model_len)
+    planes = {
+        shape: kernels.allocate_kv_cache(
+            layers=count,
+            num_blocks=cache.num_blocks,
+            kv_heads=shape.heads,
+            block_size=cache.block_size,
+            head_dim=shape.numbers,
+            dtype=kernels.kv_cache_dtype(cache.dtype),
+            device=device,
+            sides=shape.sides,
+        )
+        for shape, count in count_planes(specs, groups, stage).items()
+    }
+    places = place_layers(specs, groups, stage)
+    layers = config.parallel.stages[stage]
+    return [LayerCache(planes[specs[layer].shape][places[layer].plane], places[layer].group) for layer in layers]
+
+
+class Runner:
+    """One rank's share of the model and of the KV cache, driven by plans, one at a time and in order.
+
+    With a `meter`, the KV cache gets the memory that weights and the largest step leave, instead of what was estimated.
+    Raises `ConfigError` where the checkpoint's tensors are not those that config.json announces, or little is left.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        links: Links,
+        device: torch.device,
+        meter: memory.Meter | None = None,
+        kernels_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`kernels_ready` waits for the device's kernels, once the weights are loaded."""
+        model, cache = config.model, config.cache
+        arch = model.architecture
+        self._tp, self._pipeline, self._device = links.tp, links.pipeline, device
+        self._replicas: Peers | None = None
+        """This rank's counterparts in the replicas that share experts; None: there are none."""
+        self._split_tokens: int | None = None
+        if (experts := links.experts) is not None and experts.dp.size > 1:
+            self._replicas, self._split_tokens = experts.dp, experts.config.split_tokens
+        self._hidden_size, self._dtype = arch.hidden_size, getattr(torch, model.dtype)
+        self._vocab_size = arch.vocab_size
+        least, most = _SCORED_AT_ONCE
+        self._scored_at_once = max(least, min(most, config.scheduler.max_num_seqs))
+        self._model = load_model(config, rank, links.tp, device, experts=links.experts)
+        kernels_ready()
+        self._balancer = Balancer.of(self._model, config, links, device) if isinstance(self._model, Decoder) else None
+        self._pooler: Pooler | None = None
+        if model.pooling is not None:
+            self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
+        reads_all = self._pooler is not None and self._pooler.needs_all_tokens
+        # Which copy of an expert a token goes to, and what counts, is read from the whole batch.
+        can_stop = isinstance(self._model, Decoder) and self._model.can_stop_at_ends and links.experts is None
+        self._can_stop_at_ends = can_stop and not reads_all
+        is_alone = links.tp.size == links.pipeline.size == 1 and self._replicas is None
+        self._guard = Guard(device) if is_alone else None
+        slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
+        self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups, device)
+        self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
+        self._graphs: DecodeGraphs | None = None
+        self.num_blocks = cache.num_blocks
+        """Of the KV cache, on every rank of the replica."""
+        if meter is not None and cache.num_blocks:
+            self._caches = allocate_caches(config.with_blocks(1), links.pipeline.stage, device)
+            self.num_blocks = memory.fit(config, rank, meter, lambda plan: self._launch(plan).result())
+        config = config.with_blocks(self.num_blocks)
+        self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
+        # A GPU's kernels are compiled, or loaded, when they are first launched.
+        self._trials = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
+        self._shows_progress = rank == 0 and config.parallel.is_first_here
+        if isinstance(self._model, Decoder) and self._pooler is None:
+            self._graphs = DecodeGraphs(self._model, self._caches, config, device, links.pipeline.stage, links.tp)
+
+    @property
+    def receives(self) -> bool:
+        """Whether the hidden states of a plan come from another stage."""
+        return not self._pipeline.is_first
+
+    def expect(self, plan: StepPlan) -> None:
+        """Let the hidden states of a plan to come arrive while others run; plans are expected all, and in order."""
+        if self._balancer is not None:
+            self._balancer.expect()
+        self._pipeline.expect((plan.num_tokens or 1, self._hidden_size), self._dtype)
+
+    def settle(self) -> dict[str, float]:
+        """Get ready to serve, once all ranks are loaded; returns where the seconds went.
+
+        Raises `ConfigError` where the ranks do not fit together.
+        """
+        seconds, begun = {}, time.perf_counter()
+        if self._graphs is not None and self._graphs.capture(bar=self._shows_progress):
+            seconds["capture graphs"] = time.perf_counter() - begun
+        begun = time.perf_counter()
+        for plan in self._trials:
+            self._launch(plan).result()
+            seconds["try decodes"] = time.perf_counter() - begun
+        if self._balancer is not None:
+            self._balancer.settle()
+        return seconds
+
+    def close(self) -> None:
+        """Once all steps are done, and before the ranks part: NCCL waits for the end of graphs that use it."""
+        if self._graphs is not None:
+            self._graphs.close()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """Begin a step of this stage, behind those begun before it: on a GPU, this waits for none of them.
+
+        What it returns gives the step's result: the tokens on the first rank of the last stage, None on the others.
+        """
+        if self._guard is None:
+            return self._launch(plan)
+
+        def failed(reason: str) -> Launched:
+            return Launched(StepResult(plan.step, [], failure=reason), [], self._device)
+
+        return self._guard.run(plan, lambda: self._launch(plan), lambda: self._states.apply(plan), failed)
+
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> Launched:
+        tells = self._pipeline.is_last and self._tp.rank == 0
+        result = StepResult(plan.step, [-1] * plan.num_rows) if tells else None
+        if self._replicas is None:
+            return Launched(result, self._run(plan, (), result), self._device)
+        try:
+            replica_tokens, is_active = self._agree(plan, self._replicas)
+            readings = self._run(plan, replica_tokens, result)
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo" in str(error):
+                raise RuntimeError(f"{LOST_TOUCH}: {error}") from error
+            raise
+        if result is not None:
+            result.is_wave_active = is_active
+        return Launched(result, readings, self._device)
+
+    def _agree(self, plan: StepPlan, replicas: Peers) -> tuple[tuple[int, ...], bool]:
+        """The tokens of each replica in this step, and whether any of them has work."""
+        assert plan.has_work is not None
+        told = replicas.tell((plan.step, plan.num_tokens, plan.has_work))
+        assert all(step == plan.step for step, *_ in told), f"replicas are at steps {[step for step, *_ in told]}"
+        return tuple(tokens for _, tokens, _ in told), any(has_work for *_, has_work in told)
+
+    def _run(self, plan: StepPlan, replica_tokens: tuple[int, ...], result: StepResult | None) -> list[Reading]:
+        """Begin all of a step; what is known at once stands in `result`."""
+        expert_load = None if self._balancer is None else self._balancer.step()
+        if result is not None:
+            result.expert_load = expert_load
+        rows = self._states.apply(plan)
+        if not plan.num_rows and not any(replica_tokens):
+            return self._pass_on()
+        has_prompts = plan.num_tokens > plan.num_rows
+        only_ends = self._can_stop_at_ends and has_prompts and not rows.scoring
+        batch, places = self._states.batch(rows, replica_tokens, only_ends=only_ends)
+        if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
+            batch = replace(batch, halves=halve(batch, rows.counts))
+        if not plan.num_rows:
+            return self._pass_on(batch)
+        hidden = self._forward(self._receive(plan.num_tokens), batch)
+        if self._pooler is not None and self._pipeline.is_last:
+            return self._pool(rows, hidden, batch.sampled, self._pooler, result)
+        readings = self._score(rows, hidden, result) if rows.scoring and self._pipeline.is_last else []
+        self._states.advance(rows)
+        if not self._pipeline.is_last:
+            self._pipeline.send(hidden)
+            return []
+        logits = self._decoder.logits(hidden[batch.sampled])
+        tokens = None
+        if result is not None:
+            tokens, reading = self._sample(plan, rows, logits, result)
+            readings.append(reading)
+        if self._pipeline.is_first:
+            self._keep(rows, places, tokens)
+        return readings
+
+    def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:
+        """The hidden states after this stage, `[tokens, hidden_size]`, or as `Batch.only_ends` says."""
+        replayed = None if self._graphs is None else self._graphs.run(received, batch)
+        return self._model(received, batch, self._caches) if replayed is None else replayed
+
+    @property
+    def _decoder(self) -> Decoder | TransformersDecoder:
+        assert not isinstance(self._model, Encoder)
+        return self._model
+
+    def _pool(
+        self, rows: Rows, hidden: Tensor, ends: Tensor, pooler: Pooler, result: StepResult | None
+    ) -> list[Reading]:
+        """The vectors of the rows whose tokens end at `ends`, by the first rank, where every rank has the same."""
+        vectors = None
+        if result is not None:
+            if pooler.needs_all_tokens:
+                vectors = pooler.pool(self._model.features(hidden), rows, self._states)
+            elif len(ends):
+                vectors = pooler.pool_last(self._model.features(hidden[ends]))
+        self._states.advance(rows)
+        if vectors is None or result is None:
+            return []
+
+        def fill(found: Array) -> None:
+            result.vectors = {row: found[at].tobytes() for at, row in enumerate(rows.sampling.tolist())}
+
+        return [Reading([vectors], fill)]
+
+    def _receive(self, tokens: int) -> Tensor | None:
+        if self._pipeline.is_first:
+            return None
+        return self._pipeline.receive((tokens, self._hidden_size), self._dtype)
+
+    def _sample(self, plan: StepPlan, rows: Rows, logits: Tensor, result: StepResult) -> tuple[Tensor, Reading]:
+        """A token of each row that samples, int64 on the device."""
+        sampled = self._sampler.sample(logits, self._states, rows.slots[rows.sampling], plan.masks)
+
+        def fill(tokens: Array, *columns: Array) -> None:
+            logprobs = sampled.logprobs(*columns) if columns else []
+            if len(tokens) == len(result.token_ids):
+                result.token_ids, result.logprobs = tokens.tolist(), logprobs
+                return
+            for row, token in zip(rows.sampling.tolist(), tokens.tolist(), strict=True):
+                result.token_ids[row] = token
+            if logprobs:
+                result.logprobs = [None] * len(result.token_ids)
+                for row, told in zip(rows.sampling.tolist(), logprobs, strict=True):
+                    result.logprobs[row] = told
+
+        return sampled.tokens, Reading([sampled.tokens, *sampled.columns], fill)
+
+    def _score(self, rows: Rows, hidden: Tensor, result: StepResult | None) -> list[Reading]:
+        """Log-probabilities of the prompt tokens that follow the rows' tokens; none on all ranks but the first.
+
+        A slice at a time, as the logits of a whole prompt may need more memory than the model.
+        """
+        places, following, counts = self._states.to_score(rows)
+        tops = [min(self._states.num_top(rows.slots[row]), self._vocab_size) for row in rows.scoring]
+        slices = []
+        for start in range(0, len(places), self._scored_at_once):
+            cut = slice(start, start + self._scored_at_once)
+            logits = self._decoder.logits(hidden[send(places[cut], self._device)])
+            if result is not None:
+                slices.append(self._sampler.score(logits, following[cut], max(tops)))
+        if result is None or not slices:
+            return []
+
+        def fill(*columns: Array) -> None:
+            ends = np.cumsum(counts).tolist()
+            for row, top, count, end in zip(rows.scoring, tops, counts, ends, strict=True):
+                if count:
+                    logprobs, ranks, ids, values = (column[end - count : end] for column in columns)
+                    wide = ids[:, :top].tobytes(), values[:, :top].tobytes()
+                    result.prompt_logprobs[row] = PromptLogprobs(top, logprobs.tobytes(), ranks.tobytes(), *wide)
+
+        return [Reading([torch.cat(parts) for parts in zip(*slices, strict=True)], fill)]
+
+    def _keep(self, rows: Rows, places: Tensor, tokens: Tensor | None) -> None:
+        """The only stage goes on from what it has sampled, without hearing of it from the core, or telling the host.
+
+        The first rank tells the others, rather than each sampling by itself: they wait for one another anyway, and
+        then nothing depends on every rank rounding alike.
+        """
+        if not len(rows.sampling):
+            return
+        if tokens is None:
+            tokens = torch.empty(len(rows.sampling), dtype=torch.int64, device=self._device)
+        self._states.keep(rows, places, self._tp.broadcast(tokens))
+
+    def _pass_on(self, batch: Batch | None = None) -> list[Reading]:
+        """A plan without rows: each stage waits for the one before, for all its own ranks, and wakes the next.
+
+        The empty `batch` takes other replicas' tokens to the experts that are here.
+        """
+        hidden = self._receive(1)
+        if batch is not None:
+            self._forward(None if hidden is None else hidden[:0], batch)
+        self._tp.all_reduce(torch.zeros(1, device=self._device))
+        if not self._pipeline.is_last:
+            self._pipeline.send(torch.zeros(1, self._hidden_size, dtype=self._dtype, device=self._device))
+        return []

@@ -1,0 +1,106 @@
+"""Made-up steps that a rank runs before it serves: the largest, for its memory, and decodes, for their kernels.
+
+All KV is that of block 0, and what stands in it afterwards is nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from typing import Any
+
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+
+_LONG, _SHORT = 16384, 1024
+"""Tokens that the largest step's long row and its other rows have behind them at most: attending to more takes time,
+and hardly memory (see `memory._longer`)."""
+_PENALTIES: dict[str, Any] = {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
+_DRAWN: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 50},
+)
+"""For each, `kernels.sample` has other kernels, or other variants of them."""
+_COUNTED = 32, 4096
+"""Tokens of a request from which on, and up to which, each power of two has a penalty kernel of its own."""
+
+
+def largest_step(config: EngineConfig) -> list[StepPlan]:
+    """As many tokens and rows as a step may have, which all sample with all that costs memory; and the end of them."""
+    rows, tops = largest_rows(config), _most_logprobs(config)
+    drawn: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 0}
+    params = SamplingParams(**drawn, **_PENALTIES, logit_bias={0: 1.0}, logprobs=tops)
+    first = SamplingParams(temperature=0.8, logprobs=tops, prompt_logprobs=tops)
+    chosen = [params if config.model.pooling is not None else first, *[params] * (len(rows) - 1)]
+    return [_plan(config, -2, 0, rows, chosen), _plan(config, -1, len(rows), [], [])]
+
+
+def largest_rows(config: EngineConfig) -> list[tuple[int, int]]:
+    """Of each row, the tokens behind it and its own. Prompts that are embedded are whole; others leave room for one."""
+    pools, left = config.model.pooling is not None, config.scheduler.max_num_batched_tokens
+    longest = config.model.max_model_len - (not pools)
+    rows: list[tuple[int, int]] = []
+    while left and len(rows) < config.scheduler.max_num_seqs:
+        others = config.scheduler.max_num_seqs - len(rows) - 1
+        count = min(longest, left if pools else max(1, left - others))
+        behind = 0 if pools else max(0, min(longest, _SHORT if rows else _LONG) - count)
+        rows.append((behind, count))
+        left -= count
+    return rows
+
+
+def decode_steps(config: EngineConfig) -> Iterator[StepPlan]:
+    """Decodes of one request and of more and more, each drawn in another way; the first request grows; and their end.
+
+    Kernels come in variants by the number of rows (experts, matrix products), by how a step samples, and by the length
+    of what is penalized. As these do not depend on one another, a step tries one of each.
+    """
+    counts = _powers(1, config.scheduler.max_num_seqs)
+    least, most = _COUNTED
+    lengths = _powers(least, min(most, config.model.max_model_len - 1))
+    steps = max(len(counts), len(lengths), len(_DRAWN))
+    before = 0
+    for number in range(steps):
+        count, length = (some[min(number, len(some) - 1)] for some in (counts, lengths))
+        params = SamplingParams(**_DRAWN[number % len(_DRAWN)])
+        first = SamplingParams(**_DRAWN[number % len(_DRAWN)], **_PENALTIES, logprobs=_most_logprobs(config))
+        rows = [(length - 1, 1), *[(0, 1)] * (count - 1)]
+        yield _plan(config, number - steps - 1, before, rows, chain([first], repeat(params, count - 1)))
+        before = count
+    yield _plan(config, -1, before, [], [])
+
+
+def _powers(first: int, last: int) -> list[int]:
+    """`first`, its double and so on, and `last` in the end, which may be less than all of them."""
+    found = []
+    while first < last:
+        found.append(first)
+        first *= 2
+    return [*found, last]
+
+
+def _most_logprobs(config: EngineConfig) -> int:
+    """That a request may ask for; as many as are usual where any number may be."""
+    asked = config.model.max_logprobs
+    return min(20, config.model.architecture.vocab_size) if asked < 0 else asked
+
+
+def _plan(
+    config: EngineConfig,
+    number: int,
+    released: int,
+    rows: Sequence[tuple[int, int]],
+    params: Iterable[SamplingParams],
+) -> StepPlan:
+    """Of new requests with tokens behind them and in this step, in the first slots, of which so many are released."""
+    plan = StepPlan(number, list(range(released)), [], [])
+    tokens = [0] * max(map(sum, rows), default=0)
+    for slot, ((computed, count), asked) in enumerate(zip(rows, params, strict=True)):
+        known = computed + count
+        blocks = [0] * (-(-known // config.cache.block_size) * len(config.cache.groups))
+        plan.new.append(NewRequest(slot, tokens[:known], known, computed, blocks, asked))
+        plan.scheduled.append(Scheduled(slot, count, [], []))
+    plan.has_work = True if config.parallel.is_coupled else None
+    return plan

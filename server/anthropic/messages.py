@@ -1,0 +1,480 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API (https://docs.claude.com/en/api/messages).
+
+A request becomes one of chat, and what chat says becomes blocks. Thoughts are given as the model thinks them, with an
+empty signature, and come back as such; `budget_tokens` is no limit here, only `max_tokens` is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+import pydantic_core
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+from starlette.types import Message as AsgiMessage
+from starlette.types import Scope, Send
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.frontend.frontend import Generation
+from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
+from quire.server.http.content_blocks import Block, BlockEvent, Blocks, Closed, Grown, Opened
+from quire.server.http.errors import describe, json_response
+from quire.server.http.response import EventStream, part, while_connected
+from quire.server.http.state import AppState, State
+from quire.server.openai.chat import ChatRequest, Prepared, prepare
+from quire.server.openai.protocol import ClosedShape, Int64, OpenShape, refuse_extra, renamed, variant
+
+router = APIRouter()
+
+_HARMLESS: Mapping[str, Any] = {
+    "metadata": ...,
+    "cache_control": ...,
+    "service_tier": ...,
+    "user_profile_id": ...,
+    "mcp_servers": ([],),
+    "speed": ("standard",),
+}
+_HARMLESS_IN_BLOCKS: Mapping[str, Any] = {"cache_control": ..., "citations": ([],), "caller": ({"type": "direct"},)}
+_HARMLESS_IN_TOOLS: Mapping[str, Any] = {
+    "cache_control": ...,
+    "eager_input_streaming": ...,
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
+    "input_examples": ([],),
+}
+_NAMES = {
+    "continue_final_message": "messages",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    ".function.parameters": ".input_schema",
+    ".function": "",
+    "stop": "stop_sequences",
+}
+"""What chat calls otherwise."""
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Text(OpenShape):
+    text: str
+
+
+class _Thinking(OpenShape):
+    thinking: str
+    signature: str | None = None
+    """Not read: thoughts are not hidden here."""
+
+
+class _ToolUse(OpenShape):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _ToolResult(OpenShape):
+    tool_use_id: str
+    content: str | list[dict[str, Any]] | None = None
+    is_error: bool | None = None
+
+
+_TEXT: dict[str, type[OpenShape]] = {"text": _Text}
+_OF_USER: dict[str, type[OpenShape]] = {"text": _Text, "tool_result": _ToolResult}
+_OF_ASSISTANT: dict[str, type[OpenShape]] = {"text": _Text, "thinking": _Thinking, "tool_use": _ToolUse}
+
+
+class MessageTurn(OpenShape):
+    """A turn of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessageTool(OpenShape):
+    """A function that the model may call."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class MessageToolChoice(ClosedShape):
+    """What the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessageThinking(ClosedShape):
+    """Whether the model is to think; adaptive leaves it to the model."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Literal["summarized"] | None = None
+
+
+class MessageFormat(ClosedShape):
+    """A format that the answer is held to."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class MessageOutputConfig(ClosedShape):
+    """What the answer is to be like."""
+
+    effort: Literal["low", "medium", "high", "xhigh"] | None = None
+    format: MessageFormat | None = None
+
+
+class CountTokensRequest(OpenShape):
+    """The body of a request to count a conversation's tokens."""
+
+    model: str
+    messages: list[MessageTurn]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: MessageThinking | None = None
+    output_config: MessageOutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's, as in chat."""
+
+    def as_chat(self) -> ChatRequest:
+        """The same in the shape of chat; raises `InvalidParameter` for what it cannot say."""
+        refuse_extra(self, _HARMLESS)
+        messages = [message for _, message in self._conversation()]
+        fields: dict[str, Any] = {"chat_template_kwargs": self.chat_template_kwargs}
+        if self.messages and self.messages[-1].role == "assistant":
+            if messages[-1].get("tool_calls"):
+                raise InvalidParameter(
+                    "messages: the results of the last message's tool_use must follow it", "messages"
+                )
+            fields["continue_final_message"] = True
+        if self.tools:
+            fields["tools"] = [_chat_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)]
+        if (choice := self.tool_choice) is not None:
+            fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+            fields["tool_choice"] = _chat_choice(choice)
+        if (output := self.output_config) is not None:
+            fields["reasoning_effort"] = output.effort
+            if output.format is not None:
+                schema = {"name": "output", "schema": output.format.schema_, "strict": True}
+                fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return ChatRequest.model_validate({"model": self.model, "messages": messages, **fields, **self._sampling()})
+
+    def _conversation(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The messages of chat, and for each where it comes from."""
+        if self.system is not None:
+            yield "system", {"role": "system", "content": _text(self.system, "system")}
+        for at, turn in enumerate(self.messages):
+            refuse_extra(turn, {}, f"messages[{at}].")
+            for message in _chat_messages(turn, f"messages[{at}].content"):
+                yield f"messages[{at}]", message
+
+    def _sampling(self) -> dict[str, Any]:
+        return {}
+
+    async def prepared(self, state: State, *, generates: bool = True) -> Prepared:
+        """What the engine is to go on with; raises `InvalidParameter`."""
+        thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
+        chat, places = self.as_chat(), [place for place, _ in self._conversation()]
+        with renamed(_NAMES, places):
+            return await prepare(state, chat, thinking, generates=generates)
+
+
+class MessagesRequest(CountTokensRequest):
+    """The body of a request for a message."""
+
+    max_tokens: Annotated[Int64, Field(ge=1)]
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    stream: bool | None = None
+
+    def _sampling(self) -> dict[str, Any]:
+        return {
+            "max_tokens": self.max_tokens,
+            "stop": self.stop_sequences,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+
+
+@router.post("/v1/messages")
+async def messages(body: MessagesRequest, request: Request, state: AppState) -> Response:
+    """Answer a conversation, in Anthropic's shape."""
+    chat = await body.prepared(state)
+    message_id = f"msg_{uuid.uuid4().hex}"
+    generation = state.service.generate(message_id, [chat.prompt], chat.params, reading=chat.reading)
+    message = _Message(message_id, chat)
+    if body.stream:
+        return EventStream(generation, partial(message.write_events, generation), end=b"")
+    with generation:
+        return json_response(await while_connected(request.receive, message.whole(generation)))
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountTokensRequest, state: AppState) -> Response:
+    """How many tokens a conversation has, with its system prompt and tools; refused where they exceed the model's."""
+    return json_response({"input_tokens": len((await body.prepared(state, generates=False)).prompt)})
+
+
+class _Message:
+    """An answer on its way."""
+
+    def __init__(self, message_id: str, chat: Prepared) -> None:
+        self._id = message_id
+        self._model = chat.model
+        self._prompt_tokens = len(chat.prompt)
+        self._said = Blocks()
+
+    async def whole(self, generation: Generation) -> dict[str, Any]:
+        async for deltas in generation:
+            for _ in self._said.feed(deltas):
+                pass
+        return self._object([_block(block) for block in self._said.blocks], self._stop())
+
+    async def write_events(self, generation: Generation, send: Send) -> None:
+        """The events of a stream. It begins with the first tokens: only then it is known what the cache has spared."""
+        said = self._said
+        has_begun = False
+        try:
+            async for deltas in generation:
+                events = [_event(event) for event in said.feed(deltas)]
+                if not has_begun:
+                    has_begun = True
+                    nothing = {"stop_reason": None, "stop_sequence": None}
+                    events.insert(0, _sse("message_start", {"message": self._object([], nothing)}))
+                if events:
+                    await send(part(b"".join(events)))
+        except (RequestFailed, EngineUnavailable) as error:
+            await send(part(_sse("error", _error(*describe(error)))))
+            return
+        events = [_event(event) for event in said.close()]
+        events.append(_sse("message_delta", {"delta": self._stop(), "usage": self._usage()}))
+        events.append(_sse("message_stop", {}))
+        await send(part(b"".join(events)))
+
+    def _object(self, content: list[dict[str, Any]], stop: dict[str, Any]) -> dict[str, Any]:
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+        return {**head, "content": content, **stop, "usage": self._usage()}
+
+    def _stop(self) -> dict[str, Any]:
+        reason = _STOP_REASONS[self._said.finish_reason or "stop"]
+        if reason == "end_turn" and self._said.stop_string is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": self._said.stop_string}
+        return {"stop_reason": reason, "stop_sequence": None}
+
+    def _usage(self) -> dict[str, int]:
+        cached = self._said.num_cached_tokens
+        return {
+            "input_tokens": self._prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._said.num_tokens,
+        }
+
+
+def _event(event: BlockEvent) -> bytes:
+    index = event.block.index
+    match event:
+        case Opened(block):
+            return _sse("content_block_start", {"index": index, "content_block": _block(block)})
+        case Grown(block, text):
+            kind, field = _DELTAS[block.kind]
+            return _sse("content_block_delta", {"index": index, "delta": {"type": kind, field: text}})
+        case Closed():
+            return _sse("content_block_stop", {"index": index})
+
+
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _sse(name: str, fields: dict[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
+
+
+def _block(block: Block) -> dict[str, Any]:
+    match block.kind:
+        case "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        case "text":
+            return {"type": "text", "text": block.text}
+        case "call":
+            return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _arguments(block.text)}
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call; of one that was cut off, those that are complete."""
+    try:
+        arguments = pydantic_core.from_json(text or "{}", allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _chat_messages(turn: MessageTurn, param: str) -> list[dict[str, Any]]:
+    """The messages of chat that a turn stands for: each tool_result is one of its own, before or between the text."""
+    if turn.role == "assistant":
+        return [_assistant_message(turn.content, param)]
+    if turn.role == "system" or isinstance(turn.content, str):
+        return [{"role": turn.role, "content": _text(turn.content, param)}]
+    messages: list[dict[str, Any]] = []
+    for at, block in enumerate(turn.content):
+        where = f"{param}[{at}]"
+        read = _read(_OF_USER, block, where)
+        match read:
+            case _ToolResult():
+                text = "" if read.content is None else _text(read.content, f"{where}.content")
+                text = f"Error: {text}" if read.is_error else text
+                messages.append({"role": "tool", "tool_call_id": read.tool_use_id, "content": text})
+            case _Text(text=text):
+                if not messages or messages[-1]["role"] != "user":
+                    messages.append({"role": "user", "content": text})
+                else:
+                    messages[-1]["content"] += "\n" + text
+    return messages
+
+
+def _assistant_message(content: str | list[dict[str, Any]], param: str) -> dict[str, Any]:
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    texts, thoughts, calls = [], [], []
+    for at, block in enumerate(content):
+        read = _read(_OF_ASSISTANT, block, f"{param}[{at}]")
+        match read:
+            case _Text(text=text):
+                texts.append(text)
+            case _Thinking(thinking=text):
+                thoughts.append(text)
+            case _ToolUse():
+                function = {"name": read.name, "arguments": read.input}
+                calls.append({"id": read.id, "type": "function", "function": function})
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) if texts or not calls else None}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _text(content: str | list[dict[str, Any]], param: str) -> str:
+    if isinstance(content, str):
+        return content
+    blocks = [_read(_TEXT, block, f"{param}[{at}]") for at, block in enumerate(content)]
+    return "\n".join(block.text for block in blocks if isinstance(block, _Text))
+
+
+def _read(kinds: Mapping[str, type[OpenShape]], block: dict[str, Any], param: str) -> OpenShape:
+    read = variant(kinds, block, param)
+    refuse_extra(read, {"type": ..., **_HARMLESS_IN_BLOCKS}, f"{param}.")
+    return read
+
+
+def _chat_tool(tool: MessageTool, param: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise InvalidParameter(
+            f"{param}.type: tools of type {tool.type} are not served, only those with an input_schema", f"{param}.type"
+        )
+    if tool.input_schema is None:
+        raise InvalidParameter(f"{param}.input_schema is missing", f"{param}.input_schema")
+    refuse_extra(tool, _HARMLESS_IN_TOOLS, f"{param}.")
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _chat_choice(choice: MessageToolChoice) -> str | dict[str, Any]:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidParameter("tool_choice: a name goes with type tool, and only with it", "tool_choice")
+    if choice.name is not None:
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
+
+
+def _error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    """An error of the OpenAI API in Anthropic's shape, which has no place of its own for the parameter."""
+    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    text, param = body["error"]["message"], body["error"]["param"]
+    message = text if param is None or param in text else f"{param}: {text}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "description": "An error, as Anthropic's API has it.",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+    },
+    "required": ["type", "error"],
+}
+"""For the OpenAPI document."""
+
+
+def is_ours(path: str) -> bool:
+    """Whether errors on this path have Anthropic's shape."""
+    return "/v1/messages" in path
+
+
+def errors_in_shape(scope: Scope, send: Send) -> Send:
+    """`send`, but on these routes whoever refuses a request, from the guard on, does it in Anthropic's shape."""
+    if scope["type"] != "http" or not is_ours(scope["path"]):
+        return send
+    start: AsgiMessage | None = None
+    parts: list[bytes] = []
+
+    async def send_in_shape(message: AsgiMessage) -> None:
+        nonlocal start
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            start = message
+        elif start is None:
+            await send(message)
+        else:
+            parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                await _send_error(start, b"".join(parts), send)
+
+    return send_in_shape
+
+
+async def _send_error(start: AsgiMessage, body: bytes, send: Send) -> None:
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # it is no error of ours then
+        body = json.dumps(_error(start["status"], json.loads(body))).encode()
+    headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+    await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,81 @@
+"""The HTTP application: endpoints, what stands in front of them, errors in one shape."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Receive, Scope, Send
+
+from quire.server.anthropic import messages
+from quire.server.config import ServerOptions, names
+from quire.server.http import errors, sagemaker_vertex, status
+from quire.server.http.api_keys import Keys
+from quire.server.http.middleware import MIB, Guard, Limits, RequestId, RootPath
+from quire.server.http.response import DIRECT_SEND
+from quire.server.http.state import State
+from quire.server.openai import chat, completions, embeddings, responses, tokenize
+
+
+def create_app(state: State, options: ServerOptions | None = None) -> FastAPI:
+    """The application of one served model, with the guards that `options` ask for; without options there are none,
+    as it is asked from inside the process only. Raises `ConfigError` for keys that cannot be read.
+    """
+    app = _App(title="Quire", version=version("quire"))
+    app.state.quire = state
+    for module in (chat, completions, embeddings, messages, responses, tokenize, status, sagemaker_vertex):
+        app.include_router(module.router)
+    errors.install(app)
+    if options is not None:
+        _add_front(app, options, {"/health", "/ping", *sagemaker_vertex.add_vertex(app)})
+    return app
+
+
+class _App(FastAPI):
+    """Hands the server's own `send` on, for what is streamed once the answer has begun (see `answer.DIRECT_SEND`).
+
+    Its document tells the errors that are answered, instead of FastAPI's own (422).
+    """
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        schemas = document["components"]["schemas"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        schemas |= {"Error": errors.SCHEMA, "MessagesError": messages.ERROR_SCHEMA}
+        for path, operations in document["paths"].items():
+            name = "MessagesError" if messages.is_ours(path) else "Error"
+            content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+            for operation in operations.values():
+                if operation["responses"].pop("422", None):
+                    operation["responses"] |= {
+                        "400": {"description": "What is wrong with the request", "content": content},
+                        "default": {"description": "Another error", "content": content},
+                    }
+        return document
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[DIRECT_SEND] = send
+        await super().__call__(scope, receive, messages.errors_in_shape(scope, send))
+
+
+def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> None:
+    """What is added last stands before the others."""
+    app.add_middleware(Limits, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
+    if (keys := Keys.load(options)) is not None:
+        open_paths = open_paths | {options.root_path + path for path in open_paths}
+        app.add_middleware(Guard, keys=keys, open_paths=frozenset(open_paths))
+    if options.allowed_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=names(options.allowed_origins),
+            allow_methods=names(options.allowed_methods),
+            allow_headers=names(options.allowed_headers),
+            allow_credentials=options.allow_credentials,
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(RequestId)
+    if options.root_path:
+        app.add_middleware(RootPath, path=options.root_path)

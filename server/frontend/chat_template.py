@@ -1,0 +1,133 @@
+"""Chat templates: the Jinja text that turns messages into a prompt.
+
+Where it lies and what it may call follow transformers
+(https://huggingface.co/docs/transformers/main/chat_templating_writing); it runs in Jinja's sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.server.frontend.tokenizer import Tokenizer
+
+
+class ChatTemplate:
+    """A compiled template. `source` is its text."""
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        self.source = source
+        self._variables = dict(variables)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template does not parse: line {error.lineno}: {error.message}") from None
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The variables that it looks up."""
+        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt of a conversation; what the template refuses is an `InvalidParameter` for `messages`."""
+        try:
+            return self._template.render(messages=messages, **{**self._variables, **variables})
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise InvalidParameter(f"the chat template refuses these messages: {error}", "messages") from None
+
+
+class ChatTemplates:
+    """The templates of a model: a plain one, and maybe another for requests with tools."""
+
+    def __init__(self, default: ChatTemplate, tool_use: ChatTemplate | None = None) -> None:
+        self._default = default
+        self._tool_use = tool_use
+
+    def choose(self, has_tools: bool) -> ChatTemplate:
+        """The template for a request."""
+        return self._tool_use if has_tools and self._tool_use is not None else self._default
+
+    @staticmethod
+    def load(folder: Path, tokenizer: Tokenizer, override: str | None) -> ChatTemplates | None:
+        """`override` (a file, or the template itself), else what the folder brings; None when it brings none."""
+        sources = {"default": _read_override(override)} if override is not None else _find(folder, tokenizer.config)
+        compiled = {name: ChatTemplate(text, tokenizer.special_tokens) for name, text in sources.items()}
+        if "default" not in compiled:
+            if compiled:
+                raise ConfigError(f"{folder}: of its chat templates ({', '.join(compiled)}) none is named default")
+            return None
+        return ChatTemplates(compiled["default"], compiled.get("tool_use"))
+
+
+def _read_override(value: str) -> str:
+    if "{" in value or "\n" in value:
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {value}: neither a readable file nor a template: {error}") from None
+
+
+def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Name → template: *.jinja files before tokenizer_config.json."""
+    named = {
+        path.stem: path.read_text(encoding="utf-8") for path in (folder / "additional_chat_templates").glob("*.jinja")
+    }
+    if (path := folder / "chat_template.jinja").exists():
+        return named | {"default": path.read_text(encoding="utf-8")}
+    inline = config.get("chat_template")
+    if isinstance(inline, str):
+        return named | {"default": inline}
+    return named | {entry["name"]: entry["template"] for entry in inline or []}
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %} … {% endgeneration %}` marks the assistant's words for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}
+    environment.globals.update(helpers)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as models saw it in training: not escaped for HTML, as Jinja's own filter would."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(format: str) -> str:
+    return datetime.now().strftime(format)

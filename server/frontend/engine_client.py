@@ -1,0 +1,511 @@
+"""The wire to the engine core: requests out, outputs in, and whether the other end is alive."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from quire.engine.config.options import CacheConfig
+from quire.engine.core.launch import Endpoints
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.messages import (
+    Abort,
+    Alive,
+    Dead,
+    EngineStats,
+    FinishReason,
+    Join,
+    Outputs,
+    Probe,
+    Ready,
+    RequestOutput,
+    SamplingParams,
+    Submit,
+    ToCore,
+    ToServer,
+)
+from quire.server.frontend.core_connection import Replica
+from quire.server.frontend.metrics import Metrics
+from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, Stream
+from quire.server.frontend.router import Router
+
+PROBE_SECONDS = 30.0
+"""A step may be long, on a CPU above all."""
+RESTART_SECONDS = (1.0, 60.0)
+"""From the death of a replica to its next start: at first, and at most where it dies again and again."""
+MOST_MOVES = 2
+"""Replicas that a request may lose and still go on at another: it may itself be what they died of."""
+SHUTTING_DOWN = "the server is shutting down"
+"""The reason of an end without trouble."""
+TELL_SECONDS = 2.0
+"""For so long the other API processes can be told of a death; one that starts later asks who is there."""
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class QueueFull(RuntimeError):
+    """More requests wait for the engine than may."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request on the engine's side of the wire, and its times (`time.monotonic`)."""
+
+    stream: Stream
+    arrived: float
+    last_output: float | None = None
+    replica: int = 0
+    submit: Submit | None = None
+    """As it was sent first, where it may go on at another replica; the rest is what that must know."""
+    told: list[int] = field(default_factory=list)
+    num_scored: int = 0
+    """Prompt tokens whose log-probabilities have been told."""
+    num_repeated: int = 0
+    """Of these, those that the replica it moved to will tell again."""
+    num_cached: int | None = None
+    """What its first output said, which is told again with that of the replica it moved to."""
+    moves: int = 0
+
+    @property
+    def resumed(self) -> Submit:
+        """What another replica is sent."""
+        assert self.submit is not None
+        return msgspec.structs.replace(self.submit, output_token_ids=self.told)
+
+
+class EngineClient:
+    """One API process's end of the wire to the engine's replicas; its methods belong to the event loop that made it.
+
+    A request goes to the replica that `Router` chooses. When that dies it goes on at another, behind the tokens told so
+    far: the streams are the same as if nothing had happened. It ends with an error where no replica is left, or where
+    it has lost more than `MOST_MOVES` of them.
+
+    With `max_queue`, requests beyond those that the replicas run at once (`max_num_seqs` each) and so many more are
+    refused. Of the requests of other API processes it knows what the engine tells (see `check_queue`).
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        cores: Mapping[int, subprocess.Popen[bytes]] | None,
+        metrics: Metrics,
+        index: int = 0,
+        *,
+        replicas: Sequence[int] = (0,),
+        max_num_seqs: int = 1,
+        max_queue: int | None = None,
+        cache: CacheConfig | None = None,
+        restart: Callable[[int], subprocess.Popen[bytes]] | None = None,
+        are_coupled: bool = False,
+    ) -> None:
+        """`index` is the API process's place among all.
+
+        `cores` are those that this process watches, ends and, with `restart`, starts again, by replica; None: the
+        engine is another process's, and runs already. `replicas` are those that requests may go to, `cores` or not.
+        Where they `are_coupled`, all end with the first.
+        """
+        self.loop = asyncio.get_running_loop()
+        self.index = index
+        self._max_num_seqs = max_num_seqs
+        self._max_queue = max_queue
+        self._is_owner = cores is not None
+        self._restart = restart
+        self._are_coupled = are_coupled
+        self._metrics = metrics
+        self._running: dict[str, _Running] = {}
+        self._probes: dict[tuple[int, int], asyncio.Future[None]] = {}
+        self._probe_ids = itertools.count()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+        self._ready: asyncio.Future[Ready] = self.loop.create_future()
+        self._failed: asyncio.Future[EngineUnavailable] = self.loop.create_future()
+        self._endpoints = endpoints
+        self._context = zmq.Context()
+        self._responses = self._context.socket(zmq.PULL)
+        self._responses.setsockopt(zmq.LINGER, 0)
+        self._responses.set_hwm(0)
+        self._responses.bind(endpoints.responses[index])
+        self._replicas = {number: Replica(number, endpoints.requests[number], self._context) for number in replicas}
+        self._only = replicas[0] if len(replicas) == 1 else None
+        """The only replica: nothing is to be chosen, and nothing can go on elsewhere."""
+        self._router = Router(replicas, cache=cache, max_num_seqs=max_num_seqs, first=index)
+        self.loop.add_reader(self._responses.FD, self._receive)
+        if cores is None:
+            for replica in self._replicas.values():
+                replica.send(Join(index))
+        for number, core in (cores or {}).items():
+            self._replicas[number].core = core
+            self._begin(self._keep(self._replicas[number]))
+
+    async def ready(self) -> Ready:
+        """Wait until the model is loaded; raises `EngineUnavailable` with the reason when it cannot be.
+
+        The process that starts the replicas waits for each of them; what it then tells is of the last.
+        """
+        await asyncio.wait((self._ready, self._failed), return_when=asyncio.FIRST_COMPLETED)
+        if self._failed.done():
+            raise self._failed.result()
+        return self._ready.result()
+
+    async def failed(self) -> EngineUnavailable:
+        """Wait until the engine is gone, for whatever reason."""
+        return await asyncio.shield(self._failed)
+
+    def check(self) -> None:
+        """Raise `EngineUnavailable` when no request could be served now."""
+        if self._failed.done():
+            raise self._failed.result()
+        if not self._ready.done():
+            raise EngineUnavailable("the model is still loading")
+        if not self._up():
+            raise EngineUnavailable("no replica is there; others are still loading")
+
+    @property
+    def num_open(self) -> int:
+        """Requests of this process that have not ended."""
+        return len(self._running)
+
+    def check_queue(self) -> None:
+        """Raise `QueueFull` when no more requests may wait.
+
+        A request waits when its replica's newest stats do not count it as running; as long as they tell of none that
+        waits, each free place in the running batch is good for one more. Never raised where no request is open here,
+        as the stats may be old then.
+
+        Each API process counts what it has open itself and, of the others', what the stats tell that the engine has
+        last sent to any of them. What several take in between two steps may so be more than one would have taken.
+        """
+        if self._max_queue is None or not self._running:
+            return
+        stats = self._stats().values()
+        # The second, too, are other processes'.
+        num_open = max(len(self._running), sum(each.running + each.waiting for each in stats))
+        num_waiting = num_open - sum(each.running if each.waiting else self._max_num_seqs for each in stats)
+        if num_waiting >= self._max_queue:
+            raise QueueFull(f"{max(0, num_waiting)} requests wait already, and no more than {self._max_queue} may")
+
+    async def probe(self) -> None:
+        """Return once the loop and every rank of a replica have answered; raises `EngineUnavailable` if none does.
+
+        Every live replica is asked. One that does not answer gets no new requests as long as there are others.
+        """
+        self.check()
+        asked = [self._begin(self._probe(self._replicas[number])) for number in self._up()]
+        waiting: set[asyncio.Future[Any]] = {self._failed, *asked}
+        while len(waiting) > 1 and not self._failed.done():
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if any(task in done and task.result() for task in asked):
+                return
+            waiting.add(self._failed)
+        self.check()
+        raise EngineUnavailable(f"the engine has not answered for {PROBE_SECONDS:g} seconds")
+
+    async def _probe(self, replica: Replica) -> bool:
+        """Whether it has answered in time; False, too, when it died meanwhile."""
+        key = replica.number, next(self._probe_ids)
+        answer = self._probes[key] = self.loop.create_future()
+        self._send(Probe(self.index, key[1]), replica.number)
+        try:
+            await asyncio.wait((answer,), timeout=PROBE_SECONDS)
+        finally:
+            del self._probes[key]
+        if not answer.done() and replica.state == "up":
+            replica.is_silent = True
+            logger.warning("%shas not answered for %g seconds", self._name(replica), PROBE_SECONDS)
+        return answer.done() and not answer.cancelled()
+
+    def submit(
+        self,
+        requests: Sequence[tuple[str, list[int], SamplingParams]],
+        priority: int = 0,
+        cache_salt: bytes = b"",
+    ) -> Stream:
+        """Send requests (id, prompt, params) that one reader waits for.
+
+        Raises `EngineUnavailable`, `QueueFull` (for none or all of them), and `InvalidParameter` when an id is in use.
+        """
+        self.check()
+        self.check_queue()
+        stream = Stream(self.abort, [request_id for request_id, _, _ in requests])
+        if taken := next((request_id for request_id, _, _ in requests if request_id in self._running), None):
+            raise InvalidParameter(f"a request with the id {taken} is running", "request_id")
+        now = time.monotonic()
+        for request_id, prompt_ids, params in requests:
+            running = self._running[request_id] = _Running(stream, now)
+            submit = Submit(self.index, request_id, prompt_ids, params, priority, cache_salt)
+            if self._only is not None:
+                running.replica = self._only
+            else:
+                running.submit = submit
+                running.replica = self._router.place(submit, self._stats())
+            self._send(submit, running.replica)
+        if (deadline := DEADLINE.get()) is not None:
+            stream.end_at(deadline)
+        return stream
+
+    def abort(self, request_ids: set[str], reason: FinishReason) -> None:
+        """Free these requests in the engine and forget them; they count as ended for `reason`."""
+        ended: dict[int, list[str]] = {}
+        for request_id in request_ids:
+            running = self._running.pop(request_id, None)
+            if running is not None:
+                self._forget(request_id, running, reason)
+                ended.setdefault(running.replica, []).append(request_id)
+        if not self._failed.done():
+            for replica, ids in ended.items():
+                self._send(Abort(ids), replica)
+
+    def _forget(self, request_id: str, running: _Running, reason: FinishReason) -> None:
+        """Count a request that has left `_running`."""
+        self._metrics.finished(reason, time.monotonic() - running.arrived)
+        if running.submit is not None:
+            self._router.ended(request_id, running.told)
+
+    def fail(self, reason: str) -> None:
+        """Give every open request a terminal error and take no new ones; what runs in the engine is aborted."""
+        if self._failed.done():
+            return
+        for number in {running.replica for running in self._running.values()}:
+            self._send(Abort([i for i, running in self._running.items() if running.replica == number]), number)
+        failure = EngineUnavailable(reason)
+        self._failed.set_result(failure)
+        now = time.monotonic()
+        for running in self._running.values():
+            self._metrics.finished("error", now - running.arrived)
+            running.stream.fail(failure)
+        self._running.clear()
+
+    async def close(self) -> None:
+        """Stop the cores, where they are ours, by force if they do not end in time, and close the wire."""
+        self.fail(SHUTTING_DOWN)
+        self.loop.remove_reader(self._responses.FD)
+        for task in self._tasks.copy():
+            task.cancel()
+        await asyncio.gather(*(replica.end() for replica in self._replicas.values()))
+        for replica in self._replicas.values():
+            replica.close()
+        self._responses.close()
+        self._context.term()
+
+    # --- replicas die and come back ---------------------------------------------------------------------------
+
+    def replica_died(self, replica: int, reason: str) -> None:
+        """A replica is gone; whoever knows says so, on the event loop. The other API processes are told."""
+        if self._replicas[replica].state != "dead" and self._is_owner:
+            self._tell_others(Dead(reason, replica))
+        self._lose(self._replicas[replica], reason)
+
+    def _lose(self, replica: Replica, reason: str) -> None:
+        """Have the requests of a dead replica go on at others, or end them with the reason."""
+        if replica.state == "dead" or self._failed.done():
+            return
+        replica.state = "dead"
+        replica.close()
+        self._metrics.lost(replica.number)
+        if self._is_owner:
+            self._metrics.state(replica.number, replica.state)
+        for (number, _), answer in self._probes.items():
+            if number == replica.number:
+                answer.cancel()
+        reason = f"{self._name(replica)}{reason}"
+        is_left = any(other.state == "up" or self._is_awaited(other) for other in self._replicas.values())
+        is_starting = self._is_owner and not self._ready.done()
+        if not is_left or self._are_coupled or is_starting:  # what cannot be loaded is to be seen at once
+            return self.fail(reason)
+        self._settle()
+        moved = [(i, running) for i, running in self._running.items() if running.replica == replica.number]
+        lost = [i for i, running in moved if not self._move(running)]
+        for request_id in lost:
+            running = self._running.pop(request_id)
+            self._forget(request_id, running, "error")
+            why = "no other replica is there" if not self._up() else f"it has lost {running.moves} replicas so"
+            error = f"{reason}; the request cannot go on, as {why}"
+            running.stream.put(RequestOutput(request_id, [], finish_reason="error", error=error))
+        self._router.lost(replica.number)  # last: what ends is taken for cached
+        logger.error("%s; %d requests go on at others, %d cannot", reason, len(moved) - len(lost), len(lost))
+
+    def _is_awaited(self, replica: Replica) -> bool:
+        """It loads for the first time: the service need not end while it may still be served by this one."""
+        return replica.state == "loading" and not replica.has_served
+
+    def _move(self, running: _Running) -> bool:
+        """Let a request go on at another replica; False if it cannot."""
+        assert running.submit is not None
+        running.moves += 1
+        if running.moves > MOST_MOVES or not (among := self._stats()):
+            return False
+        resumed = running.resumed
+        running.num_repeated = 0 if resumed.output_token_ids else running.num_scored
+        self._router.ended(resumed.request_id, [])
+        running.replica = self._router.place(resumed, among)
+        self._send(resumed, running.replica)
+        return True
+
+    def _rise(self, replica: Replica, ready: Ready) -> None:
+        """A replica is loaded, or has been for long and one that joins is told."""
+        if replica.state == "up" or self._failed.done():
+            return
+        if replica.has_served:
+            logger.info("%sserves again", self._name(replica))
+        replica.state, replica.has_served, replica.is_silent = "up", True, False
+        replica.open()
+        self._router.joined(replica.number)
+        if self._is_owner:
+            self._metrics.state(replica.number, replica.state)
+        self._greeting = ready
+        if ready.stats is not None:
+            self._metrics.take(replica.number, ready.stats)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Be ready once every replica is up; where the engine ran before this process, once one is up."""
+        is_settled = not (self._is_owner and any(map(self._is_awaited, self._replicas.values())))
+        if is_settled and self._up() and not self._ready.done():
+            self._ready.set_result(self._greeting)
+
+    def _up(self) -> list[int]:
+        """The replicas that take requests; those that answer nothing, where there are no others."""
+        up = [replica for replica in self._replicas.values() if replica.state == "up"]
+        return [replica.number for replica in up if not replica.is_silent] or [replica.number for replica in up]
+
+    def _stats(self) -> dict[int, EngineStats]:
+        """What the replicas that take requests have told last."""
+        return {number: self._metrics.of(number) for number in self._up()}
+
+    def _tell_others(self, message: Dead) -> None:
+        """Tell every other API process; who is not there within `TELL_SECONDS` is not told."""
+        frame = msgspec.msgpack.encode(message)
+        for index, address in enumerate(self._endpoints.responses):
+            if index != self.index:
+                with self._context.socket(zmq.PUSH) as socket:
+                    socket.setsockopt(zmq.LINGER, int(TELL_SECONDS * 1000))
+                    socket.connect(address)
+                    socket.send(frame)
+
+    async def _keep(self, replica: Replica) -> None:
+        """Notice a core that ended, with or without a word, and start one again that has served."""
+        least, most = RESTART_SECONDS
+        delay = least
+        while True:
+            begun = time.monotonic()
+            how = await replica.ended()
+            self.replica_died(replica.number, f"the engine core {how}")
+            if self._restart is None or not replica.has_served or self._failed.done():
+                return
+            delay = least if time.monotonic() - begun > most else delay
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, most)
+            logger.info("%sis started again", self._name(replica))
+            try:
+                replica.core = self._restart(replica.number)
+            except Exception as error:
+                logger.error("%scannot be started: %s", self._name(replica), error)
+                continue
+            replica.state = "loading"
+            replica.open()
+            self._metrics.state(replica.number, replica.state)
+
+    def _name(self, replica: Replica) -> str:
+        """What goes before that which is said of it, where there are others."""
+        return "" if self._only is not None else f"replica {replica.number}: "
+
+    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run it beside everything else, until `close` at most."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def _send(self, message: ToCore, replica: int) -> None:
+        self._replicas[replica].send(message)
+
+    def _receive(self) -> None:
+        """Take in all that has arrived: the descriptor tells that more came, not that some is left (ZMQ_FD)."""
+        try:
+            while True:
+                self._take(self._decoder.decode(self._responses.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            pass
+        except Exception as error:  # a bug of ours must not leave requests waiting for ever
+            logger.error("the wire to the engine broke", exc_info=error)
+            self.loop.remove_reader(self._responses.FD)
+            self.fail(f"the wire to the engine broke: {error!r}")
+
+    def _take(self, message: ToServer) -> None:
+        """What a replica says that is not one of ours is dropped, and of a dead one all but that it is back."""
+        replica = self._replicas.get(message.replica)
+        match message:
+            case Outputs() as outputs if replica is not None and replica.state != "dead":
+                replica.is_silent = False
+                self._deliver(outputs)
+            case Alive(probe_id) if replica is not None:
+                replica.is_silent = False
+                if (answer := self._probes.get((message.replica, probe_id))) is not None and not answer.done():
+                    answer.set_result(None)
+            case Ready() as ready if replica is not None:
+                self._rise(replica, ready)
+            case Dead(reason) if replica is not None:
+                self._lose(replica, reason)
+
+    def _deliver(self, news: Outputs) -> None:
+        """Hand a step's outputs out. Those of requests that are forgotten, or at another replica, are dropped."""
+        now = time.monotonic()
+        if news.stats is not None:
+            self._metrics.take(news.replica, news.stats)
+        if news.expert_load is not None:
+            self._metrics.expert_load = news.expert_load
+        earlier: list[float] = []
+        for request_id, token_id in zip(news.request_ids, news.token_ids, strict=True):
+            running = self._running.get(request_id)
+            if running is not None and running.replica == news.replica:
+                if running.last_output is not None:
+                    earlier.append(running.last_output)
+                running.last_output = now
+                if running.submit is not None:
+                    running.told.append(token_id)
+                running.stream.put_token(request_id, token_id)
+        for last_output, count in Counter(earlier).items():  # most had their last output in the same step
+            self._metrics.inter_token_latency.observe(now - last_output, count)
+        for output in news.outputs:
+            running = self._running.get(output.request_id)
+            if running is None or running.replica != news.replica:
+                continue
+            if running.submit is not None:
+                self._remember(running, output)
+            if output.token_ids:
+                if running.last_output is None:
+                    self._metrics.time_to_first_token.observe(now - running.arrived)
+                else:
+                    self._metrics.inter_token_latency.observe(now - running.last_output)
+                running.last_output = now
+            if output.finish_reason is not None:
+                del self._running[output.request_id]
+                self._forget(output.request_id, running, output.finish_reason)
+            running.stream.put(output)
+
+    def _remember(self, running: _Running, output: RequestOutput) -> None:
+        """What another replica must know, should it come to that; and leave out what one before has told."""
+        if (scores := output.prompt_logprobs) is not None:
+            repeated = min(running.num_repeated, len(scores))
+            running.num_repeated -= repeated
+            running.num_scored += len(scores) - repeated
+            output.prompt_logprobs = scores.behind(repeated) if repeated < len(scores) else None
+        if output.token_ids:
+            if running.num_cached is None:
+                running.num_cached = output.num_cached_tokens
+            output.num_cached_tokens = running.num_cached
+            running.told += output.token_ids
+            self._router.began(output.request_id)

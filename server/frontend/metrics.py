@@ -1,0 +1,242 @@
+"""Every Prometheus metric, in one table. Names and meanings are vLLM's, with `quire:` in front."""
+
+from __future__ import annotations
+
+import mmap
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, islice
+from typing import Literal, get_args
+
+from msgspec.structs import astuple, replace
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.engine.protocol.messages import EngineStats, ExpertLoad, FinishReason
+
+# What the engine counts: name, kind, meaning, value.
+ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
+    ("num_requests_running", "gauge", "Requests in the running batch.", lambda s: s.running),
+    ("num_requests_waiting", "gauge", "Requests waiting to be scheduled.", lambda s: s.waiting),
+    (
+        "kv_cache_usage_perc",
+        "gauge",
+        "KV blocks in use, from 0 to 1.",
+        lambda s: s.kv_blocks_used / s.kv_blocks if s.kv_blocks else 0.0,
+    ),
+    ("kv_cache_blocks", "gauge", "KV blocks that there are.", lambda s: s.kv_blocks),
+    (
+        "prefix_cache_queries",
+        "counter",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.prefix_queried_tokens,
+    ),
+    ("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens),
+    ("num_preemptions", "counter", "Requests that lost their KV blocks and start over.", lambda s: s.preemptions),
+    ("prompt_tokens", "counter", "Prompt tokens of the requests begun.", lambda s: s.prompt_tokens),
+    ("generation_tokens", "counter", "Tokens generated.", lambda s: s.generated_tokens),
+    ("engine_steps", "counter", "Steps of the engine loop.", lambda s: s.steps),
+    (
+        "idle_stage_steps",
+        "counter",
+        "Steps in which a pipeline stage had no work although a request waited.",
+        lambda s: s.idle_stage_steps,
+    ),
+)
+
+# What the server times, in seconds: name, meaning, buckets.
+HISTOGRAMS = {
+    "time_to_first_token_seconds": (
+        "From a request's arrival to its first token.",
+        (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
+    ),
+    "inter_token_latency_seconds": (
+        "Between two outputs of a request.",
+        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40, 80),
+    ),
+    "e2e_request_latency_seconds": (
+        "From a request's arrival to its last token.",
+        (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920),
+    ),
+}
+
+
+_EXPERT_SERIES = 4096
+"""Experts of all layers that are told of one by one; of more, there are only the sums of their ranks and layers."""
+
+
+class Times:
+    """A histogram of seconds, in cells that others can read: the counts of its buckets and the sum.
+
+    The client library's own costs some µs for each token of each request.
+    """
+
+    def __init__(self, name: str, cells: memoryview[float]) -> None:
+        self._bounds = HISTOGRAMS[name][1]
+        self._cells = cells
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        at = bisect_left(self._bounds, seconds)
+        self._cells[at] = self._cells[at] + count
+        self._cells[-1] = self._cells[-1] + seconds * count
+
+
+def _layout() -> tuple[dict[str, slice], int]:
+    """Where each group of a process's own numbers stands in its row of the table, and how many they are.
+
+    Behind them stand, for each replica, its newest stats and its state, which the first process alone says.
+    """
+    sizes = {name: len(bounds) + 2 for name, (_, bounds) in HISTOGRAMS.items()}
+    sizes |= {"finished": len(FINISH_REASONS)}
+    ends = list(accumulate(sizes.values()))
+    return {name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)}, ends[-1]
+
+
+FINISH_REASONS: tuple[str, ...] = get_args(FinishReason)
+_AT, _CELLS = _layout()
+_STATS = len(EngineStats.__struct_fields__)
+STATES = ("loading", "up", "dead")
+
+
+class Metrics(Collector):
+    """The metrics of one model, summed over its API processes; each counts in its own row of a table of float64.
+
+    The table is the file at `path`, some pages that all of them map; whoever is asked adds the rows up. What a
+    process has counted stays when it dies, and the next in its place goes on from there. Without a path there is only
+    this process. What the engine counts is told for each replica, with its number as `engine`.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        path: str | None = None,
+        index: int = 0,
+        count: int = 1,
+        replicas: Sequence[int] = (0,),
+    ) -> None:
+        """`index` is the process's place among `count`; `replicas` are the numbers of the engine's."""
+        width = _CELLS + len(replicas) * (_STATS + 1)
+        size = width * 8
+        if path is None:
+            table: mmap.mmap = mmap.mmap(-1, size * count)
+        else:
+            with open(path, "ab+") as file:
+                file.truncate(size * count)
+                table = mmap.mmap(file.fileno(), size * count)
+        cells = memoryview(table).cast("d")
+        self._rows = [cells[row * width : (row + 1) * width] for row in range(count)]
+        starts = [_CELLS + place * (_STATS + 1) for place in range(len(replicas))]
+        self._told = {
+            number: [row[start : start + _STATS] for row in self._rows]
+            for number, start in zip(replicas, starts, strict=True)
+        }
+        """Of each replica, the stats that each process has."""
+        self._states = {
+            number: self._rows[0][start + _STATS : start + _STATS + 1]
+            for number, start in zip(replicas, starts, strict=True)
+        }
+        self._index = index
+        mine = self._rows[index]
+        self._model_name = model_name
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self.time_to_first_token, self.inter_token_latency, self.e2e_latency = (
+            Times(name, mine[_AT[name]]) for name in HISTOGRAMS
+        )
+        self._finished = mine[_AT["finished"]]
+        self.expert_load: ExpertLoad | None = None
+        """The newest; every process hears of it."""
+
+    def finished(self, reason: FinishReason, seconds: float) -> None:
+        """A request ended, so many seconds after it came."""
+        self._finished[FINISH_REASONS.index(reason)] += 1
+        self.e2e_latency.observe(seconds)
+
+    def take(self, replica: int, stats: EngineStats) -> None:
+        """A replica has told this."""
+        self._told[replica][self._index][:] = memoryview(array("d", astuple(stats)))
+
+    def lost(self, replica: int) -> None:
+        """Nothing runs any more on a replica that has died; what it has counted stays."""
+        self.take(replica, replace(self.of(replica), running=0, waiting=0, kv_blocks_used=0))
+
+    def state(self, replica: int, state: Literal["loading", "up", "dead"]) -> None:
+        """For the first process: how a replica is from now on."""
+        self._states[replica][0] = STATES.index(state)
+
+    def of(self, replica: int) -> EngineStats:
+        """The newest that a replica has sent to any of the processes; nothing runs on one that is dead."""
+        rows = [EngineStats(*map(int, row)) for row in self._told[replica]]
+        stats = max(rows, key=lambda stats: (stats.started, stats.steps))
+        if self._states[replica][0] == STATES.index("dead"):
+            stats.running = stats.waiting = stats.kv_blocks_used = 0
+        return stats
+
+    @property
+    def stats(self) -> EngineStats:
+        """The sum over the replicas."""
+        each = [astuple(self.of(replica)) for replica in self._told]
+        return EngineStats(*map(int, map(sum, zip(*each, strict=True))))
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything, read when Prometheus asks."""
+        labels = [self._model_name]
+        stats = {str(replica): self.of(replica) for replica in self._told}
+        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
+        for name, kind, meaning, value in ENGINE_METRICS:
+            family = families[kind](f"quire:{name}", meaning, labels=["model_name", "engine"])
+            for replica, told in stats.items():
+                family.add_metric([*labels, replica], value(told))
+            yield family
+        replicas = GaugeMetricFamily("quire:replicas", "Replicas of the engine.", labels=["model_name", "state"])
+        states = [STATES[int(state[0])] for state in self._states.values()]
+        for state in STATES:
+            replicas.add_metric([*labels, state], states.count(state))
+        yield replicas
+        yield from self._experts(labels)
+        for name, (meaning, bounds) in HISTOGRAMS.items():
+            *counts, seconds = self._sum(name)
+            times = HistogramMetricFamily(f"quire:{name}", meaning, labels=["model_name"])
+            edges = [*(str(float(bound)) for bound in bounds), "+Inf"]
+            times.add_metric(labels, list(zip(edges, accumulate(counts), strict=True)), seconds)
+            yield times
+        meaning = "Requests that ended, by finish reason."
+        finished = CounterMetricFamily("quire:request_success", meaning, labels=["model_name", "finished_reason"])
+        for reason, count in zip(FINISH_REASONS, self._sum("finished"), strict=True):
+            finished.add_metric([*labels, reason], count)
+        yield finished
+
+    def exposition(self) -> bytes:
+        """All of it in the text format that Prometheus scrapes."""
+        return generate_latest(self._registry)
+
+    def _experts(self, labels: list[str]) -> Iterator[Metric]:
+        """How evenly experts are used, where whole ones are spread over ranks."""
+        load = self.expert_load
+        if load is None:
+            return
+        meaning = "What the busiest rank of each layer of experts has to do over the mean of the ranks; 1 is even."
+        imbalance = GaugeMetricFamily("quire:expert_load_imbalance", meaning, labels=["model_name"])
+        imbalance.add_metric(labels, load.imbalance)
+        yield imbalance
+        moved = CounterMetricFamily("quire:experts_moved", "Experts put in another's place.", labels=["model_name"])
+        moved.add_metric(labels, load.moved)
+        yield moved
+        counts = iter(array("q", load.tokens))
+        by_layer = {layer: list(islice(counts, number)) for layer, number in load.layers.items()}
+        meaning = "The share of a layer's most used expert over the mean of its experts, since the start."
+        peak = GaugeMetricFamily("quire:expert_load_peak", meaning, labels=["model_name", "layer"])
+        meaning = "Tokens that went to an expert."
+        tokens = CounterMetricFamily("quire:expert_tokens", meaning, labels=["model_name", "layer", "expert"])
+        for layer, used in by_layer.items():
+            peak.add_metric([*labels, str(layer)], max(used) * len(used) / max(1, sum(used)))
+            for expert, count in enumerate(used):
+                tokens.add_metric([*labels, str(layer), str(expert)], count)
+        yield peak
+        if sum(load.layers.values()) <= _EXPERT_SERIES:
+            yield tokens
+
+    def _sum(self, name: str) -> list[float]:
+        return [sum(column) for column in zip(*(row[_AT[name]] for row in self._rows), strict=True)]

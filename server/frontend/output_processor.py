@@ -1,0 +1,294 @@
+"""Token ids → text, as they come: detokenizer, stop strings, parsers, and all together for one sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from quire.engine.protocol.messages import FinishReason, PromptLogprobs, RequestOutput, SamplingParams, TokenLogprobs
+from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.parsers.events import Content, Event, Reasoning, ToolCall
+from quire.server.parsers.output_parser import OutputParser, Reading
+
+AnswerEnd = FinishReason | Literal["tool_calls"]
+"""Why an answer ended: as the engine says, but `tool_calls` where it stopped and has some."""
+
+_REPLACEMENT = "\ufffd"
+_MAX_PENDING = 16
+"""Tokens that may wait for their text; a character has four bytes at most, so that more of them are garbage."""
+
+
+class Detokenizer:
+    """Incremental decoding of what follows a prompt.
+
+    Let P be the decoded prompt and F the decoded prompt + output. The chunks of `feed` and `flush`, joined, are F
+    without the beginning that it shares with P. So the space that a decoder strips from a first token stays, a
+    character that the prompt began and the output completes is shown whole, and bytes that never become a character
+    are U+FFFD. The one exception: what was shown is never taken back. Byte-fallback decoders replace every byte of a
+    run of byte tokens when one of them is not UTF-8, whole characters in it too; those already shown stay, and only
+    the rest of the run is replaced. (`tokenizers`' DecodeStream raises there, repeats a prompt that ends inside a
+    character, and keeps what is pending at the end.)
+
+    Each call decodes a window: the tokens behind the last text shown (`_context`) and those not shown yet (`_pending`).
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        kept: frozenset[int] = frozenset(),
+    ) -> None:
+        """`kept` are special tokens that are not skipped with the others."""
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens and not kept
+        self._skipped = tokenizer.special_ids - kept if kept else frozenset()
+        self._context = self._prompt_context(prompt_ids)
+        text = self._decode(self._context)
+        self._base = _settled(text)
+        self._owed = text[len(self._base) :]
+        """The prompt's own unfinished tail, not to be shown again."""
+        self._pending: list[int] = []
+        self._pieces = tokenizer.pieces(skip_special_tokens)
+        self._is_even = not self._owed
+        """All text of `_context` has been shown, and nothing is pending."""
+
+    def feed(self, token_id: int) -> str:
+        """The text that this token settles; what ends inside a character waits for the next token."""
+        if self._is_even and (piece := self._pieces[token_id]):
+            self._context, self._base = [token_id], piece
+            return piece
+        self._is_even = False
+        self._pending.append(token_id)
+        text = self._decode(self._context + self._pending)
+        overdue = len(self._pending) >= _MAX_PENDING
+        if text == self._base:
+            if overdue:
+                self._pending.clear()
+            return ""
+        if text.endswith(_REPLACEMENT) and not overdue:
+            return ""
+        new = self._after_base(text)
+        shown = _settled(new)
+        self._context, self._pending = self._pending, []
+        self._base = self._decode(self._context).removesuffix(new[len(shown) :])
+        self._is_even = shown == new
+        return self._without_owed(shown)
+
+    def flush(self) -> str:
+        """The text of the tokens that still wait; nothing may be fed afterwards."""
+        return self._without_owed(self._after_base(self._decode(self._context + self._pending)))
+
+    def _prompt_context(self, prompt_ids: Sequence[int]) -> list[int]:
+        """As much of the prompt's end as decodes to some text and begins on a character."""
+        for count in (8, 32, 128):
+            context = list(prompt_ids[-count:])
+            text = self._decode(context)
+            if len(context) < count or (text and not text.startswith(_REPLACEMENT)):
+                break
+        return context
+
+    def _decode(self, ids: list[int]) -> str:
+        if self._skipped:
+            ids = [token_id for token_id in ids if token_id not in self._skipped]
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+    def _after_base(self, text: str) -> str:
+        if text.startswith(self._base):
+            return text[len(self._base) :]
+        return self._decode(self._pending)
+
+    def _without_owed(self, new: str) -> str:
+        owed, self._owed = self._owed, ""
+        shared = min(len(owed), len(new) - len(new.lstrip(_REPLACEMENT)))
+        return new[shared:]
+
+
+def _settled(text: str) -> str:
+    """The text without the up to three U+FFFD at its end that may still become one character."""
+    tail = len(text) - len(text.rstrip(_REPLACEMENT))
+    return text[: len(text) - min(tail, 3)]
+
+
+class StopStrings:
+    """Finds the stop string that completes first, wherever the chunks are cut.
+
+    Text that could still be the beginning of a stop string is held back. Of two that complete on the same character
+    the longer one counts.
+    """
+
+    def __init__(self, stop: Sequence[str], include: bool) -> None:
+        self._stop = stop
+        self._include = include
+        self._held = ""
+        self.found: str | None = None
+
+    def feed(self, text: str) -> str:
+        """The text that can be shown; once `found` is set, all there is up to the stop string."""
+        text = self._held + text
+        matches = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
+        if matches:
+            end, start, self.found = min(matches)
+            self._held = ""
+            return text[: end if self._include else start]
+        longest = min(len(text), max(map(len, self._stop), default=1) - 1)
+        keep = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, when nothing more will come."""
+        held, self._held = self._held, ""
+        return held
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new in one sequence. `logprobs`, when asked for, has one entry for each of `token_ids`."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: AnswerEnd | None = None
+    stop_reason: int | str | None = None
+    """The stop string or stop token that ended it; None for the end of sequence."""
+    num_cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
+    """When asked for: of the whole prompt, in the first delta with tokens or a finish reason."""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    """Pieces of calls; of each call one at most."""
+
+    @property
+    def says_something(self) -> bool:
+        """Whether there is more to it than tokens that wait for their text."""
+        return bool(self.text or self.logprobs or self.finish_reason or self.reasoning or self.tool_calls)
+
+    @property
+    def is_text(self) -> bool:
+        """Whether there is nothing to show but text."""
+        beside = self.logprobs or self.finish_reason or self.prompt_logprobs or self.reasoning or self.tool_calls
+        return bool(self.text) and not beside
+
+    def extend(self, more: Delta) -> None:
+        """Append what came next in the same sequence."""
+        self.text += more.text
+        self.token_ids += more.token_ids
+        if more.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + more.logprobs
+        self.finish_reason = more.finish_reason
+        self.stop_reason = more.stop_reason
+        self.num_cached_tokens = max(self.num_cached_tokens, more.num_cached_tokens)
+        if more.prompt_logprobs is not None:
+            self.prompt_logprobs = more.prompt_logprobs
+        self.reasoning += more.reasoning
+        for call in more.tool_calls:
+            self._add(call)
+
+    def read(self, events: Sequence[Event]) -> None:
+        """Append what a parser has found."""
+        for event in events:
+            match event:
+                case Content(text):
+                    self.text += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case ToolCall():
+                    self._add(event)
+
+    def _add(self, piece: ToolCall) -> None:
+        if piece.id is None and self.tool_calls and self.tool_calls[-1].index == piece.index:
+            self.tool_calls[-1].arguments += piece.arguments
+        else:
+            self.tool_calls.append(replace(piece))
+
+
+class SequenceText:
+    """One sequence from the engine: its outputs go in, its `Delta`s come out, up to the one with a finish reason."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        index: int,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        reading: Reading | None = None,
+    ) -> None:
+        self._index = index
+        self._params = params
+        special = tokenizer.special_among(reading.markers) if reading and params.skip_special_tokens else {}
+        kept = frozenset(special.values())
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens, kept)
+        self._parser: OutputParser | None = reading.parser(hidden=special) if reading else None
+        self._has_called = False
+        self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._count = 0
+        top = params.prompt_logprobs
+        self._scores = None if top is None else PromptLogprobs(top, b"", b"", b"", b"")
+        """Of the prompt; None once they have been told."""
+
+    def feed(self, output: RequestOutput) -> Delta:
+        """The text of an output. A stop string may end the sequence before the engine does."""
+        if self._params.max_tokens == 0 and output.token_ids:
+            output.token_ids, output.logprobs = [], output.logprobs and []
+            output.finish_reason, output.stop_token_id = "length", None
+        delta = self._text(output)
+        if self._scores is not None:
+            if output.prompt_logprobs is not None:
+                self._scores.extend(output.prompt_logprobs)
+            if output.token_ids or output.finish_reason is not None:
+                delta.prompt_logprobs, self._scores = self._scores, None
+        return delta
+
+    def _text(self, output: RequestOutput) -> Delta:
+        if self._stop is None and self._parser is None and output.finish_reason is None:
+            new = "".join(map(self._detokenizer.feed, output.token_ids))
+            return Delta(self._index, new, output.token_ids, output.logprobs, None, None, output.num_cached_tokens)
+        delta = Delta(self._index, num_cached_tokens=output.num_cached_tokens)
+        text = []
+        for token_id in output.token_ids:
+            self._count += 1
+            delta.token_ids.append(token_id)
+            is_stop_token = output.stop_token_id is not None and len(delta.token_ids) == len(output.token_ids)
+            if is_stop_token and not self._params.include_stop_str_in_output:
+                break
+            text.append(self._show(self._detokenizer.feed(token_id)))
+            if self._stop_string is not None:
+                break
+        if output.finish_reason is not None and self._stop_string is None:
+            text.append(self._show(self._detokenizer.flush()))
+            if self._stop is not None and self._stop.found is None:
+                text.append(self._stop.flush())
+        if output.logprobs is not None:
+            delta.logprobs = output.logprobs[: len(delta.token_ids)]
+        if self._stop_string is not None:
+            delta.finish_reason, delta.stop_reason = "stop", self._stop_string
+        else:
+            delta.finish_reason = output.finish_reason
+            if output.stop_token_id in self._params.stop_token_ids:
+                delta.stop_reason = output.stop_token_id
+        self._read("".join(text), delta)
+        return delta
+
+    def _read(self, text: str, delta: Delta) -> None:
+        if self._parser is None:
+            delta.text = text
+            return
+        delta.read(self._parser.feed(text))
+        if delta.finish_reason is not None:
+            delta.read(self._parser.finish())
+        self._has_called = self._has_called or bool(delta.tool_calls)
+        if self._has_called and delta.finish_reason == "stop":
+            delta.finish_reason = "tool_calls"
+
+    @property
+    def _stop_string(self) -> str | None:
+        return None if self._stop is None else self._stop.found
+
+    def _show(self, text: str) -> str:
+        """The text, past the stop strings once `min_tokens` is reached."""
+        if self._stop is None or self._count < self._params.min_tokens:
+            return text
+        return self._stop.feed(text)

@@ -1,0 +1,125 @@
+"""What comes back for requests, in the order of the wire, to the one who reads it; and how it may end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from quire.engine.protocol.messages import FinishReason, RequestOutput
+
+
+class EngineUnavailable(RuntimeError):
+    """The engine is still loading, has died, or is shutting down; the text says which, and why."""
+
+
+class RequestFailed(RuntimeError):
+    """The engine gave up on one request; the others go on."""
+
+
+class RequestTimedOut(RequestFailed):
+    """The request has taken as long as one may."""
+
+
+class Deadline(NamedTuple):
+    """When a request must have ended, on the event loop's clock, and how long it may take in all."""
+
+    at: float
+    seconds: float
+
+
+DEADLINE: ContextVar[Deadline | None] = ContextVar("deadline", default=None)
+"""Of the request that the running task serves; what it submits is aborted then."""
+
+
+class Stream:
+    """The outputs of the engine requests that belong together. Unread outputs of a request merge into one."""
+
+    def __init__(self, abort: Callable[[set[str], FinishReason], None], request_ids: Sequence[str]) -> None:
+        """`abort` is the client's."""
+        self._abort_at_engine = abort
+        self._open = set(request_ids)
+        self._unread: dict[str, RequestOutput] = {}
+        self._failure: EngineUnavailable | RequestTimedOut | None = None
+        self._reader: asyncio.Future[None] | None = None
+        """Who waits in `get`."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def get(self) -> list[RequestOutput]:
+        """What has come since the last call, at most one output for each request; waits for the first.
+
+        Raises `EngineUnavailable` and `RequestTimedOut` when nothing will come any more.
+        """
+        while not self._unread and self._failure is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        if self._failure is not None:
+            raise self._failure
+        unread, self._unread = self._unread, {}
+        return list(unread.values())
+
+    def stop(self, request_id: str) -> None:
+        """End a request whose stop string was found."""
+        self._abort({request_id}, "stop")
+
+    def close(self) -> None:
+        """Abort all that still runs."""
+        self._abort(self._open.copy(), "abort")
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def end_at(self, deadline: Deadline) -> None:
+        """Abort what still runs then; the reader is told with `RequestTimedOut`."""
+        self._timer = asyncio.get_running_loop().call_at(deadline.at, self._time_out, deadline.seconds)
+
+    def _time_out(self, seconds: float) -> None:
+        if self._open:
+            self._abort(self._open.copy(), "abort")
+            self.fail(RequestTimedOut(f"the request has taken the {seconds:g} seconds that one may take here"))
+
+    def _abort(self, request_ids: set[str], reason: FinishReason) -> None:
+        self._abort_at_engine(request_ids & self._open, reason)
+        self._open -= request_ids
+        for request_id in request_ids:
+            self._unread.pop(request_id, None)
+
+    def put(self, output: RequestOutput) -> None:
+        """Called by the client, in the order of the wire."""
+        earlier = self._unread.get(output.request_id)
+        if earlier is None:
+            self._unread[output.request_id] = output
+        else:
+            earlier.token_ids += output.token_ids
+            if output.logprobs is not None:
+                earlier.logprobs = (earlier.logprobs or []) + output.logprobs
+            if earlier.prompt_logprobs is None:
+                earlier.prompt_logprobs = output.prompt_logprobs
+            elif output.prompt_logprobs is not None:
+                earlier.prompt_logprobs.extend(output.prompt_logprobs)
+            earlier.finish_reason = output.finish_reason
+            earlier.stop_token_id = output.stop_token_id
+            earlier.num_cached_tokens = max(earlier.num_cached_tokens, output.num_cached_tokens)
+            earlier.error = output.error
+        if output.finish_reason is not None:
+            self._open.discard(output.request_id)
+        self._wake()
+
+    def put_token(self, request_id: str, token_id: int) -> None:
+        """The same for an output that is one token and nothing else."""
+        earlier = self._unread.get(request_id)
+        if earlier is None:
+            self._unread[request_id] = RequestOutput(request_id, [token_id])
+        else:
+            earlier.token_ids.append(token_id)
+        self._wake()
+
+    def fail(self, failure: EngineUnavailable | RequestTimedOut) -> None:
+        """Called by the client when the engine is gone: readers wake up with this."""
+        self._failure = failure
+        self._open.clear()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -1,0 +1,200 @@
+"""Which replica a request goes to: the one that will answer it first. Pure bookkeeping, without I/O or a clock.
+
+The unit is a token to compute before the request's own first token. At a replica these are
+
+      the request's tokens that are not cached there
+    + those of the requests that were sent there and have no token yet
+    + `DECODE_TOKENS` for each other request there
+    + the length of an output for each request that has to end before this one can begin
+    + the tokens that it was sent of late beyond `FAIR_SHARE` times an even part
+
+A decode costs others more than the one token that it adds to a step: it reads its context and the weights, and it will
+go on. When as many run as may (`max_num_seqs`), one ends for each output's length of tokens that is computed. A replica
+without room for the request in its KV cache comes after all that have it, as others must end there or start over, and
+no number of tokens says when. The last line is for a prefix that everybody asks for: as long as one replica answers all
+of it at once, nothing else would ever bring it to another. Of replicas that are equal, the one that was sent the fewest
+tokens of late is taken.
+
+What is cached is guessed from what was sent: the hash chains of the prompts (and outputs, once they have ended), the
+latest used, as many blocks as the replica has; another salt is another chain. What is at work is known for the requests
+of this process, and from the replica's newest stats for those of others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from quire.engine.config.options import CacheConfig
+from quire.engine.protocol.messages import EngineStats, Submit
+
+DECODE_TOKENS = 32
+"""Tokens that a request which runs holds up the prompt of another for."""
+FAIR_SHARE = 1.25
+_LATELY = 64
+"""Requests for each replica, after which what was sent counts a third."""
+_FIRST_GUESS = 128.0
+"""Tokens of an output, and of a prompt that another process has sent, before any was seen."""
+_MEMORY = 0.05
+"""The part of the newest in a mean."""
+
+
+@dataclass(slots=True)
+class _Placed:
+    """A request of this process, until it ends."""
+
+    replica: int
+    prompt: list[int]
+    salt: bytes
+    hashes: list[int]
+    pending: int
+    """Tokens to compute before its next; 0 once it has come."""
+    blocks: int
+    """KV blocks that it is going to take until then."""
+
+
+@dataclass(slots=True)
+class _Load:
+    """What this process has sent to a replica."""
+
+    cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
+    """Hashes of blocks, the latest used last."""
+    capacity: int = 0
+    """KV blocks that it has; 0: it has not said."""
+    open: int = 0
+    pending: int = 0
+    blocks: int = 0
+    """The sums over its requests that have not ended."""
+    sent: float = 0.0
+    """Tokens that it was to compute of late, for prompts and outputs."""
+
+
+class Router:
+    """What one API process knows of the replicas' load and caches."""
+
+    def __init__(
+        self, replicas: Sequence[int], *, cache: CacheConfig | None = None, max_num_seqs: int = 1, first: int = 0
+    ) -> None:
+        """Without a `cache` no prefix is. `first` turns the order of equals, so that not all processes begin alike."""
+        self._loads = {number: _Load() for number in replicas}
+        self._order = {number: (place - first) % len(replicas) for place, number in enumerate(replicas)}
+        self._placed: dict[str, _Placed] = {}
+        self._max_num_seqs = max_num_seqs
+        self._block_size = cache.block_size if cache else 0
+        self._num_groups = len(cache.groups) if cache else 1
+        self._num_blocks = cache.num_blocks if cache else 0
+        self._caches = cache is not None and cache.enable_prefix_caching
+        self._output = self._prompt = _FIRST_GUESS
+        """Mean tokens of an output, and of a prompt to compute."""
+
+    def place(self, submit: Submit, stats: Mapping[int, EngineStats]) -> int:
+        """Choose one of the replicas, whose newest stats these are, for a request, which counts as sent from now on."""
+        tokens = submit.prompt_token_ids + submit.output_token_ids
+        hashes: list[int] = []
+        if self._caches:
+            self._extend(hashes, tokens, submit.cache_salt)
+        spares = submit.params.prompt_logprobs is None or bool(submit.output_token_ids)
+        rests = {number: self._rest(number, len(tokens), hashes if spares else []) for number in stats}
+        chosen = min(
+            stats,
+            key=lambda number: (
+                not self._has_room(number, rests[number], stats[number]),
+                rests[number] + self._ahead(number, stats[number]) + self._excess(number, stats),
+                self._loads[number].sent,
+                self._order[number],
+            ),
+        )
+        rest, load = rests[chosen], self._loads[chosen]
+        placed = _Placed(chosen, submit.prompt_token_ids, submit.cache_salt, hashes, rest, self._blocks(rest))
+        self._placed[submit.request_id] = placed
+        load.open += 1
+        load.pending += placed.pending
+        load.blocks += placed.blocks
+        for each in self._loads.values():
+            each.sent *= 1 - 1 / (_LATELY * len(self._loads))
+        load.sent += rest + self._output
+        self._prompt += (rest - self._prompt) * _MEMORY
+        load.capacity = stats[chosen].kv_blocks or load.capacity
+        self._keep(load, hashes)
+        return chosen
+
+    def began(self, request_id: str) -> None:
+        """Its first token has come."""
+        placed = self._placed.get(request_id)
+        if placed is not None and placed.pending:
+            load = self._loads[placed.replica]
+            load.pending -= placed.pending
+            load.blocks -= placed.blocks
+            placed.pending = placed.blocks = 0
+
+    def ended(self, request_id: str, output: list[int]) -> None:
+        """It has ended, was aborted or has lost its replica, with so much output; unknown ids are ignored."""
+        self.began(request_id)
+        placed = self._placed.pop(request_id, None)
+        if placed is None:
+            return
+        load = self._loads[placed.replica]
+        load.open -= 1
+        if output:
+            self._output += (len(output) - self._output) * _MEMORY
+        if self._caches and output:
+            # The last token's KV is not computed.
+            self._extend(placed.hashes, (placed.prompt + output)[:-1], placed.salt)
+            self._keep(load, placed.hashes)
+
+    def lost(self, replica: int) -> None:
+        """It is dead: whatever it had cached is gone."""
+        self._loads[replica].cached.clear()
+
+    def joined(self, replica: int) -> None:
+        """It is there (again): it gets no more than its part of what equals share."""
+        self._loads[replica].sent = max(load.sent for load in self._loads.values())
+
+    def _rest(self, replica: int, length: int, hashes: list[int]) -> int:
+        """Tokens of a request to compute at a replica: at least the last, whose logits are needed."""
+        cached, known = 0, self._loads[replica].cached
+        for digest in hashes:
+            if digest not in known:
+                break
+            cached += self._block_size
+        return max(1, length - cached)
+
+    def _ahead(self, replica: int, stats: EngineStats) -> float:
+        """Tokens to compute at a replica before a new request's turn."""
+        load = self._loads[replica]
+        others = max(0, stats.running + stats.waiting - load.open)
+        there = load.open + others
+        must_end = max(0, there + 1 - self._max_num_seqs)
+        waiting = min(others, stats.waiting)
+        return load.pending + waiting * self._prompt + there * DECODE_TOKENS + must_end * self._output
+
+    def _excess(self, replica: int, among: Iterable[int]) -> float:
+        """What a replica was sent of late beyond its part."""
+        sent = [self._loads[number].sent for number in among]
+        return max(0.0, self._loads[replica].sent - FAIR_SHARE * sum(sent) / len(sent))
+
+    def _has_room(self, replica: int, rest: int, stats: EngineStats) -> bool:
+        total = stats.kv_blocks or self._num_blocks
+        if not total:
+            return True
+        return stats.kv_blocks_used + self._loads[replica].blocks + self._blocks(rest) <= total
+
+    def _extend(self, hashes: list[int], tokens: list[int], salt: bytes) -> None:
+        """Append the missing links of a chain: one for each full block, over its tokens and all before it."""
+        size = self._block_size
+        while (end := (len(hashes) + 1) * size) <= len(tokens):
+            hashes.append(hash((hashes[-1] if hashes else salt, *tokens[end - size : end])))
+
+    def _blocks(self, tokens: int) -> int:
+        """KV blocks for so many more tokens."""
+        return -(-tokens // self._block_size) * self._num_groups if self._block_size else 0
+
+    def _keep(self, load: _Load, hashes: list[int]) -> None:
+        """Take these blocks for cached, the first of the chain longest; the least recently used are forgotten."""
+        for digest in reversed(hashes):
+            load.cached[digest] = None
+            load.cached.move_to_end(digest)
+        total = load.capacity or self._num_blocks
+        while total and len(load.cached) > max(1, total // self._num_groups):
+            load.cached.popitem(last=False)

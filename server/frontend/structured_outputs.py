@@ -1,0 +1,534 @@
+"""What a structured output may be, checked before anything runs: limits, keywords, and whether it compiles at all.
+
+JSON Schema (draft 2020-12, and what earlier drafts name differently) is enforced as a grammar or refused; nothing of
+it is left out in silence. llguidance refuses much by itself. What it would pass over is refused here: keywords that it
+does not know, references that could lead around this check, numbers that a double does not hold, bounds that repeated
+keys would meet. Schemas leave this room rewritten: of the formats, dates are made exact.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from quire.engine.config.options import ModelConfig
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.messages import StructuredOutputs
+from quire.engine.scheduler.grammar import JSON_OPTIONS, Grammars
+from quire.server.frontend.output_stream import EngineUnavailable
+from quire.server.frontend.sandbox import Stoppable, Stopped
+
+MAX_SCHEMA_BYTES = 256 * 1024
+"""Of a JSON schema, and of a grammar."""
+MAX_SCHEMA_DEPTH = 64
+"""Objects and arrays inside one another in a JSON schema."""
+MAX_REGEX_LENGTH = 16 * 1024
+MAX_CHOICES = 10_000
+COMPILE_SECONDS = 3.0
+"""Of processor time that compiling may take; the engine does it again, in a thread that cannot be stopped."""
+MAX_COMPILING = 4
+"""Grammars that are compiled side by side, and no more than there are cores, but two; others wait for one to end."""
+_REMEMBERED = 64
+"""Structured outputs, the latest asked for."""
+_BLAME_SECONDS = 0.5
+"""That may be spent on finding the keyword at fault, by leaving them out one by one."""
+
+_ONE = ("items", "additionalItems", "additionalProperties")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_MAPS = ("properties", "patternProperties")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
+_ENFORCED = {
+    *(*_ONE, *_LISTS, *_MAPS, *_NUMBERS, "type", "$ref", "required", "pattern", "format"),
+    *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+}
+_ANNOTATIONS = {
+    *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
+    *("$defs", "definitions", "$anchor", "contentMediaType", "contentEncoding", "nullable", "discriminator"),
+}
+"""They promise nothing about the value, or (`nullable`) only less than the others."""
+_AT_THE_ROOT = {"$schema", "$id", "id"}
+_COMMON_YEAR = (
+    r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    r"|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_YEAR = r"(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_DATE = rf"(?:{_YEAR}-{_COMMON_YEAR}|{_LEAP_YEAR}-02-29)"
+_TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS: dict[str, dict[str, Any]] = {
+    "date": {"pattern": f"^{_DATE}$"},
+    "time": {"pattern": f"^{_TIME}$"},
+    "date-time": {"pattern": f"^{_DATE}T{_TIME}$"},
+    "hostname": {"format": "hostname", "maxLength": 253},
+    **{name: {"format": name} for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")},
+}
+"""RFC 3339's dates and times, without what many readers refuse: year 0, leap seconds, small t and z. The others are
+llguidance's own."""
+_ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
+_SET_OPERATION = re.compile(r"(?<!\\)(?:\\\\)*\[\^?\]?(?:\\.|[^\]\\])*?(?:\[|&&|--|~~)")
+"""In a character class of the regex engine, an operator; in JSON Schema's (ECMA-262), plain characters."""
+_UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
+"""Characters that JSON could only have as an escape by number."""
+_HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
+_LARK_OPTION = re.compile(r"^[?!]*[a-z_][\w-]*\[[^]\n]*?\b(temperature|stop)\s*=", re.MULTILINE)
+_INLINE_JSON = re.compile(r"%json\s*(?=\{)")
+
+
+Resolved = tuple[StructuredOutputs, str]
+"""What the engine gets, and why it cannot."""
+
+
+@dataclass
+class _Job:
+    """What is being resolved, for all who ask for the same."""
+
+    result: asyncio.Future[Resolved]
+    askers: int = 0
+
+
+class StructuredOutputCheck:
+    """Checks structured outputs for one model; the latest are remembered, with what is wrong with them."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        self._compiler = Stoppable(_compiler, model, COMPILE_SECONDS)
+        cores = len(os.sched_getaffinity(0))
+        self._waiting = ThreadPoolExecutor(min(MAX_COMPILING, max(2, cores)), "structured")
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, Resolved] = OrderedDict()
+        self._jobs: dict[str, _Job] = {}
+        """By what is asked for; of the event loop's thread."""
+
+    async def resolve_aside(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
+        """`resolve`, while other streams go on. What is remembered waits for nothing; what others are waiting for is
+        not compiled twice, and is given up when nobody waits any more."""
+        with _about(param):
+            encoded = _encoded(outputs)
+            return _good(self._remembered(encoded) or await self._joined(encoded))
+
+    def resolve(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
+        """The same for the engine, with schemas as they are enforced. Blocks: mostly for milliseconds, for the first of
+        a process about a second; at most for `COMPILE_SECONDS` of processor time, which by the clock may be ten times
+        as long on a busy machine.
+
+        Raises `InvalidParameter` that names the keyword, about `param`, and `EngineUnavailable` where no process that
+        compiles can be started.
+        """
+        with _about(param):
+            encoded = _encoded(outputs)
+            return _good(self._remembered(encoded) or self._resolved(encoded))
+
+    def close(self) -> None:
+        """End the process that compiles."""
+        self._waiting.shutdown(wait=False, cancel_futures=True)  # first, as a question would start another process
+        self._compiler.close()
+
+    def _remembered(self, encoded: str) -> Resolved | None:
+        with self._lock:
+            if encoded in self._known:
+                self._known.move_to_end(encoded)
+            return self._known.get(encoded)
+
+    async def _joined(self, encoded: str) -> Resolved:
+        """`_resolved`, by a thread, once for all who ask for it meanwhile."""
+        job = self._jobs.get(encoded)
+        if job is None:
+            result = asyncio.get_running_loop().run_in_executor(self._waiting, self._resolved, encoded)
+            job = self._jobs[encoded] = _Job(result)
+        job.askers += 1
+        try:
+            return await asyncio.shield(job.result)
+        finally:
+            job.askers -= 1
+            if not job.askers:
+                job.result.cancel()
+                del self._jobs[encoded]
+
+    def _resolved(self, encoded: str) -> Resolved:
+        """Resolved now, and remembered."""
+        resolved = self._compiled(encoded)
+        with self._lock:
+            self._known[encoded] = resolved
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return resolved
+
+    def _compiled(self, encoded: str) -> Resolved:
+        outputs = _decoded(encoded)
+        _check_sizes(outputs)
+        if outputs.json is not None:
+            outputs.json = _checked_schema(outputs.json)
+        if outputs.grammar is not None:
+            outputs.grammar = _checked_grammar(outputs.grammar)
+        try:
+            return outputs, self._compiler.ask(_encoded(outputs).encode()).decode()
+        except Stopped:
+            what, hint = "it", ""
+            if outputs.json is not None:
+                what, hint = "the schema", ": patterns and lengths that meet in allOf are costly"
+            took = f"takes more than {COMPILE_SECONDS:g} s to compile, or too much memory"
+            return outputs, f"{what} {took}; simplify it{hint}"
+        except OSError as error:
+            raise EngineUnavailable(f"structured outputs cannot be checked now: {error}") from None
+
+
+@contextlib.contextmanager
+def _about(param: str) -> Iterator[None]:
+    """Errors of what is given are about this parameter."""
+    try:
+        yield
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidParameter(f"{param}: {error}", param) from None
+
+
+def _good(resolved: Resolved) -> StructuredOutputs:
+    """What the engine gets; raises ValueError where it cannot."""
+    outputs, reason = resolved
+    if reason:
+        raise ValueError(reason)
+    return outputs
+
+
+def _encoded(outputs: StructuredOutputs) -> str:
+    return json.dumps(msgspec.to_builtins(outputs))
+
+
+def _decoded(encoded: str | bytes) -> StructuredOutputs:
+    """Raises `msgspec.ValidationError`, a ValueError, where types are not those declared."""
+    return msgspec.convert(json.loads(encoded), StructuredOutputs)
+
+
+def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
+    """What tells, in a process of its own, why an output cannot be held to this; nothing where it can."""
+    grammars = Grammars(model)
+    grammars.problem(StructuredOutputs(regex="a"))  # reads the vocabulary
+
+    def problem(question: bytes) -> bytes:
+        outputs = _decoded(question)
+        reason = grammars.problem(outputs)
+        if reason is None:
+            return b""
+        keyword = None if outputs.json is None else _blame(outputs.json, grammars)
+        at = f"the schema's {keyword}: " if keyword else ""
+        reason = at + reason.replace(_ONE_OF, "its alternatives may hold at once; anyOf is supported")
+        return reason.encode(errors="replace")
+
+    return problem
+
+
+def _blame(schema: Any, grammars: Grammars) -> str | None:
+    """The innermost keyword without which the schema could be enforced."""
+    deadline = time.monotonic() + _BLAME_SECONDS
+    for path, holder, keyword in _keywords(schema, ""):
+        if time.monotonic() > deadline:
+            break
+        items = list(holder.items())
+        del holder[keyword]
+        good = grammars.problem(StructuredOutputs(json=schema)) is None
+        holder.clear()
+        holder.update(items)
+        if good and holder in _FORMATS.values():
+            return f"format (at {path.rpartition('/allOf/')[0] or '/'})"
+        if good:
+            return f"{keyword} (at {path or '/'})"
+    return None
+
+
+def _checked_schema(schema: Any) -> dict[str, Any]:
+    """A JSON schema, as an object or its text, as it is enforced, also behind `%json` in a grammar.
+
+    Raises ValueError for what is too large or would not be enforced.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the schema is not JSON: {error}") from None
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
+    _check_depth(schema)
+    if len(json.dumps(schema, ensure_ascii=False).encode(errors="replace")) > MAX_SCHEMA_BYTES:
+        raise ValueError(f"the schema has more than {MAX_SCHEMA_BYTES} bytes")
+    checked = _Walk(schema).result()
+    return {"x-guidance": JSON_OPTIONS, **checked}
+
+
+class _Walk:
+    """One pass over a schema and what its references lead to; its cost grows with the schema's size, no faster."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = {key: value for key, value in root.items() if key not in _AT_THE_ROOT}
+        self._targets: dict[str, Any] = {}
+        """What the references lead to, rewritten, by name."""
+        self._names: dict[str, str] = {"#": "#"}
+        self._by_target: dict[int, str] = {}
+        """Of schemas that references lead to, by identity, as a pointer can be spelled in many ways."""
+        self._ahead: deque[tuple[str, Any, str]] = deque()
+        """Name, schema and path of the targets that are still to be rewritten."""
+        self._namesakes: Counter[str] = Counter()
+
+    def result(self) -> dict[str, Any]:
+        checked: dict[str, Any] = self._schema(self._root, "")
+        while self._ahead:
+            name, target, path = self._ahead.popleft()
+            self._targets[name] = self._schema(target, path)
+        if self._targets:
+            checked["$defs"] = self._targets
+        if not self._is_finite(checked):
+            raise self._refusal("$ref", "", "leads back to itself for ever, so that no value is ever complete")
+        return checked
+
+    def _schema(self, schema: Any, path: str) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise ValueError(f"the schema at {path or '/'} is not an object")
+        result: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            here = f"{path}/{keyword}"
+            if keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
+                if not isinstance(value, list):
+                    raise self._refusal(keyword, path, "must be a list")
+                result[keyword] = [self._schema(each, f"{here}/{at}") for at, each in enumerate(value)]
+            elif keyword in _MAPS:
+                if not isinstance(value, dict):
+                    raise self._refusal(keyword, path, "must be an object")
+                result[keyword] = {name: self._schema(each, f"{here}/{name}") for name, each in value.items()}
+            elif keyword in _ONE:
+                result[keyword] = self._schema(value, here)
+            elif keyword == "$ref":
+                result[keyword] = self._reference(value, path)
+            elif keyword in _ENFORCED:
+                if keyword not in _NUMBERS and not all(map(_fits, _leaves(value))):
+                    raise self._refusal(keyword, path, "has an integer of more than 64 bits")
+                result[keyword] = value
+            elif not (keyword in _ANNOTATIONS or _is_harmless(keyword, value)):
+                raise self._refusal(keyword, path, "is not supported")
+            elif isinstance(value, str) and _HALF_A_PAIR.search(value):
+                raise self._refusal(keyword, path, "has half of a surrogate pair")
+        self._check(schema, path)
+        if "format" in result:
+            result["allOf"] = [*result.get("allOf", ()), _FORMATS[result.pop("format")]]
+        return result
+
+    def _check(self, schema: dict[str, Any], path: str) -> None:
+        """Refuse what llguidance would enforce in part."""
+        if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] not in _FORMATS):
+            raise self._refusal("format", path, f"may be {', '.join(_FORMATS)}, not {schema['format']!r}")
+        literals = {keyword: list(_leaves(schema[keyword])) for keyword in _NUMBERS if keyword in schema}
+        for keyword, values in (*literals.items(), ("properties", schema.get("properties", ()))):
+            if not all(map(_is_exact, values)):
+                raise self._refusal(
+                    keyword, path, "has a number that a double and 64 bits do not hold; up to 2^53 all are exact"
+                )
+            if any(isinstance(value, str) and _UNWRITABLE.search(value) for value in values):
+                raise self._refusal(keyword, path, "has a control character or half of a surrogate pair")
+        for pattern in (schema.get("pattern"), *schema.get("patternProperties", ())):
+            if isinstance(pattern, str) and _SET_OPERATION.search(pattern):
+                keyword = "pattern" if pattern == schema.get("pattern") else "patternProperties"
+                raise self._refusal(keyword, path, r"has [, &&, -- or ~~ in a character class; write \[, \& and so on")
+        if "prefixItems" in schema and ("additionalItems" in schema or isinstance(schema.get("items"), list)):
+            raise self._refusal("prefixItems", path, "does not go with additionalItems or a list of items")
+        least, required = schema.get("minProperties", 0), schema.get("required", ())
+        if isinstance(least, int) and isinstance(required, list | tuple) and least > len(set(map(str, required))) + 1:
+            raise self._refusal(
+                "minProperties", path, "can be at most one more than the required properties, as keys may repeat"
+            )
+
+    def _reference(self, reference: Any, path: str) -> str:
+        """Follow a reference inside the schema, once, and return its new name."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            raise self._refusal("$ref", path, 'may only be "#" or lead into this schema as "#/…"')
+        if reference not in self._names:
+            target: Any = self._root
+            for part in unquote(reference[2:]).split("/"):
+                part = part.replace("~1", "/").replace("~0", "~")
+                try:
+                    target = target[int(part) if isinstance(target, list) else part]
+                except (LookupError, TypeError, ValueError):
+                    raise self._refusal("$ref", path, f"leads nowhere: {reference}") from None
+            if (name := self._by_target.get(id(target))) is None:
+                name = self._new_name(re.sub(r"\W", "_", reference.rpartition("/")[2]) or "_")
+                self._by_target[id(target)] = name
+                self._targets[name] = True  # keeps the order
+                self._ahead.append((name, target, reference[1:]))
+            self._names[reference] = f"#/$defs/{name}"
+        return self._names[reference]
+
+    def _new_name(self, wanted: str) -> str:
+        """A name that no target has."""
+        name = wanted
+        while name in self._targets:
+            self._namesakes[wanted] += 1
+            name = f"{wanted}_{self._namesakes[wanted]}"
+        return name
+
+    def _is_finite(self, root: dict[str, Any]) -> bool:
+        """Whether a value can be complete; True where it is not clear.
+
+        A schema is finite once each of its needs has an alternative that is. So what is finite spreads from the schemas
+        without needs to those that wait for them, and meets each need once.
+        """
+        unmet: dict[int, int] = {}
+        """Of a schema, by identity: how many of its needs have no finite alternative yet."""
+        waiting: dict[int, list[tuple[int, list[Any]]]] = {}
+        """Of a schema: the schemas that need it, and each of these needs with what else would do; emptied once met."""
+        finite: list[int] = []
+        ahead: list[dict[str, Any]] = [root]
+        while ahead:
+            schema = ahead.pop()
+            if id(schema) in unmet:
+                continue
+            needs = [need for need in self._needs(schema, root) if all(isinstance(each, dict) for each in need)]
+            unmet[id(schema)] = len(needs)
+            if not needs:
+                finite.append(id(schema))
+            for need in needs:
+                for each in need:
+                    waiting.setdefault(id(each), []).append((id(schema), need))
+                    ahead.append(each)
+        while finite and unmet[id(root)]:
+            for waiter, need in waiting.get(finite.pop(), ()):
+                if need:
+                    need.clear()
+                    unmet[waiter] -= 1
+                    if not unmet[waiter]:
+                        finite.append(waiter)
+        return not unmet[id(root)]
+
+    def _needs(self, schema: dict[str, Any], root: dict[str, Any]) -> Iterator[list[Any]]:
+        """What must be complete for a value of this schema to be: of each list of schemas, one."""
+        if (reference := schema.get("$ref")) is not None:
+            yield [root if reference == "#" else self._targets[reference.removeprefix("#/$defs/")]]
+        for keyword in ("anyOf", "oneOf"):
+            if options := schema.get(keyword):
+                yield list(options)
+        if schema.get("type") == "object" and isinstance(required := schema.get("required"), list):
+            properties = schema.get("properties", {})
+            yield from ([properties[name]] for name in required if isinstance(name, str) and name in properties)
+        least = schema.get("minItems", 0)
+        if schema.get("type") == "array" and isinstance(least, int) and least > 0:
+            first, rest = schema.get("prefixItems", []), schema.get("items", True)
+            if isinstance(rest, list):
+                first, rest = rest, schema.get("additionalItems", True)
+            yield from ([each] for each in first[:least])
+            if least > len(first):
+                yield [rest]
+        yield from ([each] for each in schema.get("allOf", ()))
+
+    def _refusal(self, keyword: str, path: str, problem: str) -> ValueError:
+        return ValueError(f"the schema's {keyword} (at {path or '/'}) {problem}; it could not be enforced")
+
+
+def _checked_grammar(grammar: str) -> str:
+    """A grammar whose inline schemas are checked, and as they can be enforced."""
+    if option := _LARK_OPTION.search(grammar):
+        raise ValueError(f"the grammar's option {option[1]}= is not supported")
+    parts, end = [], 0
+    for found in _INLINE_JSON.finditer(grammar):
+        if found.start() < end:
+            continue
+        try:
+            schema, after = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the grammar's %json is not JSON: {error}") from None
+        parts += [grammar[end : found.end()], json.dumps(_checked_schema(schema), ensure_ascii=False)]
+        end = after
+    return "".join((*parts, grammar[end:]))
+
+
+def _check_sizes(outputs: StructuredOutputs) -> None:
+    choices = outputs.choice or ["one"]
+    for size, most, what in (
+        (len(outputs.regex or ""), MAX_REGEX_LENGTH, "characters in a regex"),
+        (len(choices), MAX_CHOICES, "choices"),
+        (sum(map(len, choices)), MAX_SCHEMA_BYTES, "characters in all choices"),
+        (len(outputs.grammar or ""), MAX_SCHEMA_BYTES, "characters in a grammar"),
+        (len(outputs.json) if isinstance(outputs.json, str) else 0, MAX_SCHEMA_BYTES, "characters in a schema"),
+    ):
+        if size > most:
+            raise ValueError(f"at most {most} {what}, got {size}")
+    if outputs.choice == []:
+        raise ValueError("choice must not be empty")
+
+
+def _check_depth(schema: Any) -> None:
+    level = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
+        level = [
+            each
+            for one in level
+            for each in (one.values() if isinstance(one, dict) else one)
+            if isinstance(each, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+
+
+def _keywords(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Path, holder and name of every keyword, the innermost first."""
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in list(schema.items()):
+        if keyword in _MAPS or keyword == "$defs":
+            for name, each in list(value.items()):
+                yield from _keywords(each, f"{path}/{keyword}/{name}")
+        elif isinstance(value, list) and (keyword in _LISTS or keyword == "items"):
+            for number, each in enumerate(value):
+                yield from _keywords(each, f"{path}/{keyword}/{number}")
+        elif keyword in _ONE:
+            yield from _keywords(value, f"{path}/{keyword}")
+    for keyword in sorted(schema, key=lambda keyword: keyword == "type"):
+        if keyword in _ENFORCED:
+            yield path, schema, keyword
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The strings, property names, numbers and so on in a value."""
+    match value:
+        case dict():
+            yield from value
+            for each in value.values():
+                yield from _leaves(each)
+        case list():
+            for each in value:
+                yield from _leaves(each)
+        case _:
+            yield value
+
+
+def _fits(value: Any) -> bool:
+    """Whether messages to the engine can hold it."""
+    return not isinstance(value, int) or -(2**63) <= value < 2**64
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether a double holds it, if it is a number, and if it is an integer, 64 bits as well."""
+    match value:
+        case int():
+            return _fits(value) and int(float(value)) == value
+        case float():
+            return math.isfinite(value)
+    return True
+
+
+def _is_harmless(keyword: str, value: Any) -> bool:
+    """A vendor's annotation, or a keyword with a value that demands nothing."""
+    return (keyword.startswith("x-") and keyword != "x-guidance") or (keyword == "uniqueItems" and value is False)

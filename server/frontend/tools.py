@@ -1,0 +1,123 @@
+"""What a request says about tools: which the model may call, which it must, how many."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.parsers.tool_grammar import Tool
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_CHOICES = '"none", "auto", "required", {"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolUse:
+    """`tools` may be called; `required`: one of them must be; `several` calls, or one."""
+
+    tools: tuple[Tool, ...]
+    required: bool = False
+    several: bool = True
+    is_subset: bool = False
+    """The prompt shows tools that may not be called."""
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether the model is to be held to something."""
+        return self.required or self.is_subset or any(tool.strict for tool in self.tools)
+
+
+def read_tools(tools: Sequence[Any]) -> list[Tool]:
+    """The functions of a request's `tools`; raises `InvalidParameter` that names what is wrong with one."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidParameter(f"tools: at most {MAX_TOOLS} may be given, not {len(tools)}", "tools")
+    read = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
+    names = [tool.name for tool in read]
+    if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
+        raise InvalidParameter(f"tools: there are two functions named {twice}", "tools")
+    return read
+
+
+def read_choice(tools: Sequence[Tool], choice: str | Mapping[str, Any] | None, several: bool = True) -> ToolUse | None:
+    """What `tool_choice` makes of the tools; None where nothing is to be called. Raises `InvalidParameter`."""
+    if not tools and choice not in (None, "none", "auto"):
+        raise InvalidParameter("tool_choice needs tools to choose from", "tool_choice")
+    match choice:
+        case None | "auto" | "required":
+            return ToolUse(tools=tuple(tools), required=choice == "required", several=several) if tools else None
+        case "none":
+            return None
+        case {"type": "function", "function": {"name": str(name)}}:
+            return ToolUse(tools=(_named(tools, name),), required=True, several=False)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]}}:
+            chosen = tuple(_allowed(tools, one) for one in allowed)
+            if not chosen:
+                raise InvalidParameter("tool_choice: allowed_tools names no tool", "tool_choice")
+            return ToolUse(tools=chosen, required=mode == "required", several=several, is_subset=True)
+    raise InvalidParameter(f"tool_choice must be {_CHOICES}", "tool_choice")
+
+
+def for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tools as the model is to read them: as given, without what is said to the server alone."""
+    return [
+        {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
+        for tool in tools
+    ]
+
+
+def _allowed(tools: Sequence[Tool], one: Any) -> Tool:
+    match one:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return _named(tools, name)
+    raise InvalidParameter(
+        'tool_choice: each of allowed_tools must be {"type": "function", "function": {"name": …}}', "tool_choice"
+    )
+
+
+def _named(tools: Sequence[Tool], name: str) -> Tool:
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    raise InvalidParameter(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
+
+
+def _tool(tool: Any, param: str) -> Tool:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)} as function}:
+            pass
+        case {"type": "function"}:
+            raise InvalidParameter(f"{param}.function must be an object with a name", f"{param}.function")
+        case {"type": str(kind)}:
+            raise InvalidParameter(f"{param}.type: tools of type {kind} are not served, only function", f"{param}.type")
+        case _:
+            raise InvalidParameter(f'{param} must be {{"type": "function", "function": {{"name": …}}}}', param)
+    param = f"{param}.function"
+    if not _NAME.fullmatch(name):
+        raise InvalidParameter(
+            f"{param}.name must be 1 to 64 letters, digits, underscores, dashes or dots, got {name!r}", f"{param}.name"
+        )
+    strict = function.get("strict")
+    if not isinstance(strict, bool | None):
+        raise InvalidParameter(f"{param}.strict must be true or false", f"{param}.strict")
+    return Tool(name, _schema(function.get("parameters"), f"{param}.parameters"), bool(strict))
+
+
+def _schema(schema: Any, param: str) -> dict[str, Any]:
+    """The schema of a function's arguments: an object's, and by default of one without properties."""
+    match schema:
+        case None:
+            return _NO_ARGUMENTS
+        case {"type": kind} if kind != "object":
+            raise InvalidParameter(f"{param} must be the schema of an object, not of type {kind!r}", param)
+        case {"properties": properties} if not isinstance(properties, dict):
+            raise InvalidParameter(f"{param}.properties must be an object", f"{param}.properties")
+        case {"required": required} if not (isinstance(required, list) and all(isinstance(k, str) for k in required)):
+            raise InvalidParameter(f"{param}.required must be a list of names", f"{param}.required")
+        case dict():
+            return schema
+    raise InvalidParameter(f"{param} must be a JSON schema, an object", param)

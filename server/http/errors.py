@@ -1,0 +1,156 @@
+"""Errors as the OpenAI API words them: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.frontend.engine_client import QueueFull
+from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed, RequestTimedOut
+from quire.server.frontend.renderer import ContextLengthExceeded
+
+RETRY_AFTER_SECONDS = 2
+"""What a client is told that comes when the queue is full."""
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "description": "An error, as the OpenAI API has it.",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "code": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+"""Of `error_object`, for the OpenAPI document."""
+
+
+class ModelNotFound(InvalidParameter):
+    """The request names a model that is not served here."""
+
+
+class ResponseNotFound(InvalidParameter):
+    """The request names a response that is not kept here."""
+
+
+class Refusal(HTTPException):
+    """What is refused before its endpoint has seen it, with an error code of the API's."""
+
+    def __init__(self, status: int, message: str, code: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(status, message, headers)
+        self.code = code
+
+
+def error_object(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The body of an error, also sent as an event where a stream breaks."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body of an error."""
+    match error:
+        case ModelNotFound():
+            return 404, error_object(str(error), "invalid_request_error", error.param, "model_not_found")
+        case ResponseNotFound():
+            return 404, error_object(str(error), "invalid_request_error", error.param, "response_not_found")
+        case ContextLengthExceeded():
+            return 400, error_object(str(error), "invalid_request_error", error.param, "context_length_exceeded")
+        case InvalidParameter():
+            return 400, error_object(str(error), "invalid_request_error", error.param)
+        case RequestValidationError():
+            message, param = _describe_validation(error)
+            return 400, error_object(message, "invalid_request_error", param)
+        case EngineUnavailable():
+            return 503, error_object(str(error), "server_error", code="engine_unavailable")
+        case QueueFull():
+            return 429, error_object(str(error), "rate_limit_error", code="queue_full")
+        case RequestTimedOut():
+            return 504, error_object(str(error), "server_error", code="request_timeout")
+        case RequestFailed():
+            return 500, error_object(str(error), "server_error", code="request_failed")
+        case Refusal():
+            return error.status_code, error_object(error.detail, "invalid_request_error", code=error.code)
+        case HTTPException(status_code=status):
+            return status, error_object(str(error.detail), "invalid_request_error")
+        case _:
+            return 500, error_object("internal server error", "server_error")
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error in this shape."""
+    app.add_exception_handler(ClientDisconnect, _nobody_there)
+    for kind in (
+        *(InvalidParameter, RequestValidationError, HTTPException),
+        *(QueueFull, EngineUnavailable, RequestFailed, Exception),
+    ):
+        app.add_exception_handler(kind, _respond)
+
+
+def json_response(body: Any, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
+    """A response of JSON."""
+    try:
+        content = msgspec.json.encode(body)
+    except UnicodeEncodeError:  # half of a surrogate pair, which came from the client as an escape
+        content = json.dumps(body).encode()
+    return Response(content, status, headers, "application/json")
+
+
+def respond(error: Exception) -> Response:
+    """The response that tells of an error."""
+    status, body = describe(error)
+    return json_response(body, status, _headers(error))
+
+
+def _headers(error: Exception) -> dict[str, str]:
+    match error:
+        case HTTPException(headers=headers):
+            return dict(headers or {})
+        case QueueFull():
+            return {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        case RequestTimedOut():  # OpenAI's clients would ask again, for as long
+            return {"x-should-retry": "false"}
+        case _:
+            return {}
+
+
+async def _respond(request: Request, error: Exception) -> Response:
+    status, body = describe(error)
+    if isinstance(error, HTTPException) and not isinstance(error, Refusal):
+        body["error"]["message"] += f": {request.method} {request.url.path}"
+    return json_response(body, status, _headers(error))
+
+
+async def _nobody_there(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nginx's "client closed request"; it reaches nobody
+
+
+def _describe_validation(error: RequestValidationError) -> tuple[str, str | None]:
+    """The first field at fault, and all that is said about it (a union says something for each of its members)."""
+    problems = error.errors()
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
+    field = first["loc"][1] if len(first["loc"]) > 1 else None
+    if field is None:
+        return f"the body: {first['msg']}", None
+    same = [problem for problem in problems if problem["loc"][1:2] == (field,)]
+    path = str(field)
+    if len(same) == 1:
+        path += "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][2:])
+    said = dict.fromkeys(problem["msg"].removeprefix("Value error, ") for problem in same)
+    return f"{path}: {', or '.join(said)}", path

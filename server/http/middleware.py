@@ -1,0 +1,139 @@
+"""What stands between the socket and the endpoints: request ids, keys, the size of a body, and a deadline.
+
+Plain ASGI, each around the next. None of it does anything for a chunk of a stream, but for one comparison.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Collection, Iterable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.frontend.output_stream import DEADLINE, Deadline
+from quire.server.http.api_keys import Keys
+from quire.server.http.errors import Refusal, respond
+from quire.server.http.in_process import SCOPE_DEADLINE
+
+MIB = 2**20
+
+
+class RequestId:
+    """Every answer has one `X-Request-Id`: the client's, or one of our own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        header = (b"x-request-id", _header(scope, b"x-request-id") or f"req_{uuid.uuid4().hex}".encode())
+
+        def send_with_id(message: Message) -> Awaitable[None]:
+            if message["type"] == "http.response.start" and not _has(message["headers"], header[0]):
+                message = {**message, "headers": [*message["headers"], header]}
+            return send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class RootPath:
+    """Serves every route behind this path, too, whether or not the proxy in front takes it away."""
+
+    def __init__(self, app: ASGIApp, path: str) -> None:
+        self._app = app
+        self._path = path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, "root_path": self._path}, receive, send)
+
+
+class Guard:
+    """Turns away who does not bring a key, except from reading the paths in `open_paths`."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, open_paths: Collection[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._open = open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._is_open(scope) and not self._keys.admit(_key(scope)):
+            refusal = Refusal(
+                401,
+                "an API key is needed, as `Authorization: Bearer KEY`, and this is not a right one",
+                "invalid_api_key",
+                {"WWW-Authenticate": "Bearer"},
+            )
+            await respond(refusal)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        return scope["method"] in ("GET", "HEAD") and scope["path"] in self._open
+
+
+class Limits:
+    """Bounds the bytes of a body, and the seconds that a request may take (None: any).
+
+    Reading the body ends with 413 or 408; what an endpoint submits to the engine after that is bound by `DEADLINE`.
+    """
+
+    def __init__(self, app: ASGIApp, max_body: int, timeout: float | None) -> None:
+        self._app = app
+        self._max_body = max_body
+        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        declared = _header(scope, b"content-length")
+        if declared.isdigit() and int(declared) > self._max_body:
+            return await respond(self._too_large())(scope, receive, send)
+        # What a request asks for inside the process has no longer than it has.
+        deadline: Deadline | None = scope.get(SCOPE_DEADLINE)
+        if deadline is None and self._timeout is not None:
+            deadline = Deadline(asyncio.get_running_loop().time() + self._timeout, self._timeout)
+        DEADLINE.set(deadline)
+        scope = {**scope, SCOPE_DEADLINE: deadline}
+        await self._app(scope, self._bounded(receive, deadline and deadline.at), send)
+
+    def _bounded(self, receive: Receive, deadline: float | None) -> Receive:
+        """The same, up to the body's last byte; what comes after that is not bounded."""
+        size = 0
+        is_whole = False
+
+        async def read() -> Message:
+            nonlocal size, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                text = f"the body has not come within {self._timeout:g} seconds"
+                raise Refusal(408, text, "request_timeout", {"Connection": "close"}) from None
+            size += len(message.get("body", b""))
+            if size > self._max_body:
+                raise self._too_large()
+            is_whole = not message.get("more_body", False)
+            return message
+
+        return read
+
+    def _too_large(self) -> Refusal:
+        return Refusal(413, f"the body is larger than {self._max_body / MIB:g} MiB", "body_too_large")
+
+
+def _has(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bool:
+    return any(header == name for header, _ in headers)
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    return next((value for header, value in scope["headers"] if header == name), b"")
+
+
+def _key(scope: Scope) -> bytes:
+    """The key that a request brings, as OpenAI's clients send it or as Anthropic's do."""
+    scheme, _, key = _header(scope, b"authorization").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")

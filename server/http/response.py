@@ -1,0 +1,230 @@
+"""Sending what is generated, streamed or whole, for as long as the client stays.
+
+Chunks are plain dicts that msgspec encodes: nothing is validated again on the way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from quire.server.frontend.frontend import Generation
+from quire.server.frontend.output_processor import Delta
+from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
+from quire.server.http.errors import describe, json_response
+
+T = TypeVar("T")
+
+DIRECT_SEND = "quire.send"
+"""Key of an ASGI scope: the server's `send`, past the wrappers of all middleware. They have seen the answer begin."""
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Shape(Protocol):
+    """What an endpoint's answers look like."""
+
+    whole: str
+    """The `object` of an answer in one piece."""
+    chunk: str
+    """The `object` of a streamed one's chunks."""
+    tells_tokens: bool
+    """Whether tokens without text are news too."""
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice of a sequence's first chunk, before there is text."""
+
+    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        """A choice of a chunk."""
+
+    def whole_choice(self, delta: Delta) -> dict[str, Any]:
+        """A choice of the whole answer; `delta` is all of the sequence."""
+
+    def beside(self, sequences: Sequence[Delta]) -> dict[str, Any]:
+        """What stands beside the choices: in the whole answer, and (with no sequences) in the opening chunks."""
+
+
+class Usage:
+    """Counts the tokens of a request as its deltas pass; each of the prompts has `n` choices."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], n: int) -> None:
+        self.num_choices = len(prompts) * n
+        self._n = n
+        self._prompt_tokens = sum(map(len, prompts))
+        self._completion_tokens = 0
+        self._cached: dict[int, int] = {}
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Count these too."""
+        for delta in deltas:
+            self._completion_tokens += len(delta.token_ids)
+            # A prompt counts once, however many choices continue it.
+            if delta.num_cached_tokens and delta.index % self._n == 0:
+                self._cached[delta.index] = max(delta.num_cached_tokens, self._cached.get(delta.index, 0))
+
+    def object(self) -> dict[str, Any]:
+        """The `usage` object."""
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+        }
+
+
+class Answer:
+    """The answer to one request."""
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        shape: Shape,
+        usage: Usage,
+        choose: Callable[[list[Delta]], list[Delta]] = lambda sequences: sequences,
+    ) -> None:
+        """`choose` picks the sequences of a whole answer that are shown; `usage` counts all."""
+        self._choose = choose
+        self._id = request_id
+        self._model = model
+        self._shape = shape
+        self._usage = usage
+
+    async def whole(self, generation: Generation, request: Request) -> Response:
+        """The answer in one piece; raises `ClientDisconnect` when nobody waits for it any more."""
+        with generation:
+            return json_response(await while_connected(request.receive, self._collect(generation)))
+
+    def stream(self, generation: Generation, include_usage: bool, continuous: bool = False) -> Response:
+        """The answer as server-sent events, one write for each step of the engine.
+
+        With `include_usage` it ends with the usage; if it is `continuous`, every event tells the usage so far.
+        """
+        return EventStream(generation, partial(self._write_events, generation, include_usage, continuous))
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model,
+            "system_fingerprint": None,
+        }
+
+    async def _collect(self, generation: Generation) -> dict[str, Any]:
+        sequences = [Delta(index) for index in range(self._usage.num_choices)]
+        async for deltas in generation:
+            self._usage.add(deltas)
+            for delta in deltas:
+                sequences[delta.index].extend(delta)
+        if any(sequence.prompt_logprobs for sequence in sequences):  # so many numbers that other streams would wait
+            return await asyncio.to_thread(self._whole, sequences)
+        return self._whole(sequences)
+
+    def _whole(self, sequences: list[Delta]) -> dict[str, Any]:
+        sequences = self._choose(sequences)
+        choices = [self._shape.whole_choice(sequence) for sequence in sequences]
+        beside = self._shape.beside(sequences)
+        return self._head(self._shape.whole) | {"choices": choices, "usage": self._usage.object(), **beside}
+
+    async def _write_events(self, generation: Generation, include_usage: bool, continuous: bool, send: Send) -> None:
+        shape = self._shape
+        head = b"data: " + _encode(self._head(shape.chunk))[:-1] + b',"choices":['
+        tail = self._tail(include_usage, continuous)
+        indices = range(self._usage.num_choices)
+        first_tail = b"]," + _encode(beside)[1:-1] + tail[1:] if (beside := shape.beside(())) else tail
+        openings = filter(None, map(shape.opening, indices))
+        if events := b"".join(head + _encode(opening) + first_tail for opening in openings):
+            await send(part(events))
+        # Where the usage comes with every chunk, what stands around the text is never the same.
+        frames = [None if continuous else _frame(shape, index, head, tail) for index in indices]
+        async for deltas in generation:
+            self._usage.add(deltas)
+            if continuous:
+                tail = self._tail(include_usage, continuous)
+            events = b""
+            for delta in deltas:
+                if delta.is_text and (frame := frames[delta.index]) is not None:
+                    before, after = frame
+                    events += before + _encode(delta.text) + after
+                elif delta.says_something or (shape.tells_tokens and delta.token_ids):
+                    events += head + _encode(shape.chunk_choice(delta)) + tail
+            if events:
+                await send(part(events))
+        if include_usage:
+            await send(part(head + b'],"usage":' + _encode(self._usage.object()) + b"}\n\n"))
+
+    def _tail(self, include_usage: bool, continuous: bool) -> bytes:
+        """What ends a chunk with choices."""
+        if continuous:
+            return b'],"usage":' + _encode(self._usage.object()) + b"}\n\n"
+        return b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+
+def _frame(shape: Shape, index: int, head: bytes, tail: bytes) -> tuple[bytes, bytes] | None:
+    """What stands before and after the text in an event that brings nothing but text; None where more depends on it."""
+    mark = "\0"
+    one, other = (head + _encode(shape.chunk_choice(Delta(index, mark, ids))) + tail for ids in ([0], [1, 2]))
+    before, _, after = one.partition(_encode(mark))
+    return (before, after) if one == other else None
+
+
+class EventStream(Response):
+    """Server-sent events. They end with the client, who leaves no request running behind; an error is an event, too."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, generation: Generation, write_events: Callable[[Send], Awaitable[None]], end: bytes = b"data: [DONE]\n\n"
+    ) -> None:
+        """`end` is what the stream ends with, also after an error."""
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._generation = generation
+        self._write_events = write_events
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._generation, contextlib.suppress(ClientDisconnect):
+            await while_connected(receive, self._send(send, scope.get(DIRECT_SEND, send)))
+
+    async def _send(self, send: Send, send_direct: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            await self._write_events(send_direct)
+        except (RequestFailed, EngineUnavailable) as error:
+            await send_direct(part(b"data: " + _encode(describe(error)[1]) + b"\n\n"))
+        await send({"type": "http.response.body", "body": self._end})
+
+
+def part(body: bytes) -> dict[str, Any]:
+    """A piece of an answer, as ASGI has it; not the last one."""
+    return {"type": "http.response.body", "body": body, "more_body": True}
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,127 @@
+"""The routes that clouds call: `/ping` and `/invocations` (SageMaker), and those that Vertex AI names.
+
+SageMaker: https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.html
+Vertex AI: https://cloud.google.com/vertex-ai/docs/predictions/custom-container-requirements
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.types import Receive, Scope, Send
+
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.server.http import in_process, status
+from quire.server.http.errors import json_response
+from quire.server.http.state import AppState
+
+ROUTES = (
+    ("messages", "/v1/chat/completions"),
+    ("prompt", "/v1/completions"),
+    ("input", "/v1/embeddings"),
+)
+"""Which route a body is for: the first one whose field it has."""
+HEALTH_ROUTE, PREDICT_ROUTE = "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"
+"""Vertex AI sets these in the container's environment."""
+MAX_INSTANCES = 1024
+MAX_COPIED_BYTES = 64 * 2**20
+"""Of `parameters`, which every instance gets, in all instances."""
+
+router = APIRouter()
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(state: AppState) -> Response:
+    """As `/health`."""
+    return await status.health(state)
+
+
+@router.post("/invocations")
+async def invocations(body: dict[str, Any], request: Request) -> Response:
+    """A body for chat (with `messages`), completions (`prompt`) or embeddings (`input`), answered as by that route."""
+    return _Forwarded(request, _route(body, ""), await request.body())
+
+
+def add_vertex(app: FastAPI) -> set[str]:
+    """Add the routes that Vertex AI's variables name, where they are not there anyway.
+
+    Returns the paths of those among them that answer without a key. Raises `ConfigError` for what is not a path.
+    """
+    routes = {name: os.environ.get(name, "") for name in (HEALTH_ROUTE, PREDICT_ROUTE)}
+    for name, path in routes.items():
+        if path and (not path.startswith("/") or "{" in path):
+            raise ConfigError(f"{name}={path} in the environment: a path is expected, as in /predict")
+    health, prediction = routes.values()
+    if prediction and not in_process.serves(app, "POST", prediction):
+        app.add_api_route(prediction, predict, methods=["POST"])
+    if not health or in_process.serves(app, "GET", health):
+        return set()
+    app.add_api_route(health, ping, methods=["GET"])
+    return {health}
+
+
+async def predict(body: dict[str, Any], request: Request) -> Response:
+    """Vertex AI's `{"instances": […], "parameters": {…}}`, each instance a body as for `/invocations`.
+
+    The answer is `{"predictions": […]}`, or the first error. A body without instances is answered as it stands.
+    """
+    if "instances" not in body:
+        return await invocations(body, request)
+    instances = body["instances"]
+    parameters = {} if body.get("parameters") is None else body["parameters"]
+    if not isinstance(instances, list) or not 1 <= len(instances) <= MAX_INSTANCES:
+        raise InvalidParameter(f"instances must be a list of 1 to {MAX_INSTANCES} objects", "instances")
+    if not isinstance(parameters, dict):
+        raise InvalidParameter("parameters must be an object", "parameters")
+    if (copied := len(json.dumps(parameters)) * len(instances)) > MAX_COPIED_BYTES:
+        raise InvalidParameter(
+            f"parameters: for {len(instances)} instances they come to {copied} bytes, more than the {MAX_COPIED_BYTES} "
+            "allowed; send fewer instances, or put what is long into those that need it",
+            "parameters",
+        )
+    asked = [_instance(instance, parameters, f"instances[{at}]") for at, instance in enumerate(instances)]
+    replies = await asyncio.gather(
+        *(in_process.post(request.app, *each, like=request.scope, receive=request.receive) for each in asked)
+    )
+    if failed := next((reply for reply in replies if reply.status != 200), None):
+        return Response(bytes(failed.body), failed.status, media_type="application/json")
+    return json_response({"predictions": [msgspec.Raw(reply.body) for reply in replies]})
+
+
+def _instance(instance: Any, parameters: Mapping[str, Any], where: str) -> tuple[str, bytes]:
+    """Route and body of an instance."""
+    if not isinstance(instance, dict):
+        raise InvalidParameter(f"{where} must be an object", where)
+    body = {**parameters, **instance}
+    if body.get("stream"):
+        raise InvalidParameter(f"{where}: predictions are not streamed; leave `stream` out", where)
+    return _route(body, f"{where}: "), json.dumps(body).encode()
+
+
+def _route(body: Mapping[str, Any], where: str) -> str:
+    for name, path in ROUTES:
+        if name in body:
+            return path
+    fields = ", ".join(f"`{name}`" for name, _ in ROUTES)
+    raise InvalidParameter(f"{where}one of {fields} is expected, which tells the routes apart")
+
+
+class _Forwarded(Response):
+    """What another route answers to this body, streamed if that is."""
+
+    def __init__(self, request: Request, path: str, body: bytes) -> None:
+        super().__init__()
+        self._app = request.app
+        self._path = path
+        self._content = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = in_process.post_scope(self._path, self._content, scope)
+        await self._app(asked, in_process.body_before(self._content, receive), send)

@@ -1,0 +1,64 @@
+"""`/health`, `/metrics`, `/load`, `/version`, `/v1/models`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from quire.server.frontend.output_stream import EngineUnavailable
+from quire.server.http.errors import json_response
+from quire.server.http.state import AppState, State
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(state: AppState) -> Response:
+    """200 when the engine loop and every rank of a replica have just answered; 503 with the reason when none has."""
+    try:
+        await state.service.probe()
+    except EngineUnavailable as error:
+        return json_response({"status": "unavailable", "reason": str(error)}, 503)
+    return json_response({"status": "ok"})
+
+
+@router.get("/metrics")
+async def metrics(state: AppState) -> Response:
+    """The numbers that Prometheus scrapes."""
+    return Response(state.service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/load")
+async def load(state: AppState) -> Response:
+    """How many requests this process has in work, waiting ones among them; the name is vLLM's."""
+    return json_response({"server_load": state.service.client.num_open})
+
+
+@router.get("/version")
+async def version(request: Request) -> Response:
+    """Which Quire this is."""
+    return json_response({"version": request.app.version})
+
+
+@router.get("/v1/models")
+async def models(state: AppState) -> Response:
+    """The served model, under each of its names."""
+    return json_response({"object": "list", "data": [_model(state, name) for name in state.model_names]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, state: AppState) -> Response:
+    """The served model, if this is a name of it."""
+    return json_response(_model(state, state.check_model(name)))
+
+
+def _model(state: State, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "quire",
+        "max_model_len": state.service.config.model.max_model_len,
+    }

@@ -1,0 +1,303 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.messages import SamplingParams
+from quire.server.frontend.conversation import ChatOptions
+from quire.server.frontend.output_processor import Delta
+from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.frontend.tools import ToolUse, read_choice, read_tools
+from quire.server.http.response import Answer, Usage
+from quire.server.http.state import AppState, State
+from quire.server.openai.logprobs import LEAST_LOGPROB, TokenNames, prompt_logprobs_object
+from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, OpenShape
+from quire.server.parsers.events import ToolCall
+from quire.server.parsers.output_parser import Reading
+
+router = APIRouter()
+
+
+class PastFunction(OpenShape):
+    """What was called; `arguments` are JSON."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class PastCall(OpenShape):
+    """A call of an earlier answer."""
+
+    type: Literal["function"] = "function"
+    id: str | None = None
+    function: PastFunction
+
+
+class ChatMessage(OpenShape):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    """A text, or parts of type text; others (images, audio, files) are refused."""
+    name: str | None = None
+    tool_calls: list[PastCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    """The thoughts of an earlier answer, for templates that show them."""
+    reasoning: str | None = None
+    """Another name of `reasoning_content`."""
+
+
+class ChatRequest(GenerationRequest):
+    """The body of a chat completion."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Left out: up to the model's length. Goes before `max_tokens`, which means the same."""
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Functions. Those that are `strict`, required or named are held to their schema."""
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    """false: at most one call."""
+    include_reasoning: bool | None = None
+    """vLLM's: false leaves the model's thoughts out of the answer."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    """What the model's chat template reads; refused where it reads none."""
+    chat_template: str | None = None
+    """vLLM's: a template for this request, on servers with `--trust-request-chat-template`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's: variables of the chat template, such as `enable_thinking`."""
+    documents: list[dict[str, Any]] | None = None
+    """vLLM's: handed to the chat template; refused where it reads none."""
+    add_generation_prompt: bool | None = None
+    """vLLM's: begin the assistant's turn; true if left out."""
+    continue_final_message: bool | None = None
+    """vLLM's: go on with the last message instead of beginning one."""
+    add_special_tokens: bool | None = None
+    """vLLM's: put the tokenizer's special tokens around what the template writes; false if left out."""
+
+    def refuse_unserved(self) -> None:
+        """See `GenerationRequest`; also too many messages, and their fields that would be lost."""
+        super().refuse_unserved()
+        if len(self.messages) > MAX_MESSAGES:
+            raise InvalidParameter(
+                f"messages: at most {MAX_MESSAGES} may be given, not {len(self.messages)}", "messages"
+            )
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidParameter(
+                "continue_final_message goes on with a message, add_generation_prompt begins one: send one of them",
+                "continue_final_message",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidParameter("top_logprobs is only allowed with logprobs: true", "top_logprobs")
+        for at, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                raise InvalidParameter(f"messages[{at}].content is missing", f"messages[{at}].content")
+            for name, value in (message.model_extra or {}).items():
+                if value:
+                    raise InvalidParameter(f"messages[{at}].{name} is not served", f"messages[{at}].{name}")
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that an answer may have."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages, without fields that are not there."""
+        return [message.model_dump(exclude_none=True) for message in self.messages]
+
+    def tool_use(self) -> ToolUse | None:
+        """Which tools the model may or must call; None: none. Raises `InvalidParameter` for what is not understood."""
+        return read_choice(read_tools(self.tools or ()), self.tool_choice, self.parallel_tool_calls is not False)
+
+    def options(self, may_call: bool) -> ChatOptions:
+        """How to render the messages; `may_call`: the model may call tools."""
+        return ChatOptions(
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs or {},
+            documents=self.documents or (),
+            reasoning_effort=self.reasoning_effort,
+            add_generation_prompt=self.add_generation_prompt is not False,
+            continue_final_message=bool(self.continue_final_message),
+            add_special_tokens=bool(self.add_special_tokens),
+            may_call=may_call,
+        )
+
+    @property
+    def continued(self) -> str:
+        """The text that the model continues instead of beginning one of its own."""
+        content = self.messages[-1].content if self.continue_final_message else None
+        return content if isinstance(content, str) else ""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A conversation that the engine can go on with, and how to read what it says."""
+
+    model: str
+    """The name to answer with."""
+    prompt: list[int]
+    params: SamplingParams
+    """As `Renderer.resolve` gives them."""
+    reading: Reading | None
+
+
+async def prepare(state: State, body: ChatRequest, thinking: bool | None = None, *, generates: bool = True) -> Prepared:
+    """What every front end of conversations makes of a request, once it has the shape of chat.
+
+    `thinking` turns the template's switch of thoughts, if it is not None. Raises `InvalidParameter` and, where the
+    engine is to go on, `EngineUnavailable` and `QueueFull`.
+    """
+    model = state.check_model(body.model)
+    body.refuse_unserved()
+    if generates:
+        state.service.check()
+    else:
+        state.service.check_loaded()
+    renderer = state.service.renderer
+    state.check_template(body.chat_template)
+    use = body.tool_use()
+    params = body.sampling_params(
+        renderer.defaults,
+        max_tokens=body.longest,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    renderer.check_logprobs(body.top_logprobs, "top_logprobs")
+    last = renderer.truncation(body.truncate_prompt_tokens, params.max_tokens)
+    options = replace(body.options(may_call=use is not None), thinking=thinking)
+    prompt = await renderer.chat(body.conversation(), body.tools or (), options, last=last)
+    answer, param = params.structured_outputs, body.structured_param
+    if use is not None and answer is not None:
+        await renderer.check_structured(answer, param)
+    reading, grammar = renderer.reading(
+        prompt,
+        use,
+        answer,
+        answer_param=param,
+        continued=body.continued,
+        shows_reasoning=body.include_reasoning is not False,
+    )
+    if grammar is not None:
+        params, param = msgspec.structs.replace(params, structured_outputs=grammar), "tools"
+    renderer.check_length(prompt, params.max_tokens, "messages")
+    return Prepared(model, prompt, await renderer.resolve(params, param), reading)
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request, state: AppState) -> Response:
+    """Answer a conversation."""
+    chat = await prepare(state, body)
+    request_id = body.response_id("chatcmpl")
+    generation = state.service.generate(
+        request_id, [chat.prompt], chat.params, body.priority or 0, body.cache_salt, chat.reading
+    )
+    shape = _Chat(state.service.renderer.tokenizer, body, chat.prompt)
+    answer = Answer(request_id, chat.model, shape, Usage([chat.prompt], chat.params.n))
+    if body.stream:
+        return answer.stream(generation, body.include_usage, body.include_continuous_usage)
+    return await answer.whole(generation, request)
+
+
+class _Chat:
+    """The shape of chat."""
+
+    whole = "chat.completion"
+    chunk = "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, prompt: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._top = body.top_logprobs or 0
+        self._name = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._prompt = prompt
+        self._prompt_top = body.prompt_logprobs
+        self.tells_tokens = bool(body.return_token_ids)
+
+    def beside(self, sequences: Sequence[Delta]) -> dict[str, Any]:
+        found: dict[str, Any] = {"prompt_token_ids": self._prompt} if self.tells_tokens else {}
+        if sequences and self._prompt_top is not None and (scores := sequences[0].prompt_logprobs) is not None:
+            found["prompt_logprobs"] = prompt_logprobs_object(self._tokenizer, self._prompt, scores, self._prompt_top)
+        return found
+
+    def _ending(self, delta: Delta) -> dict[str, Any]:
+        """The fields that end a choice, of a chunk or whole."""
+        ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        return ending | {"token_ids": delta.token_ids} if self.tells_tokens else ending
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        return {
+            "index": delta.index,
+            "delta": _said(delta),
+            "logprobs": self._logprobs(delta),
+            **self._ending(delta),
+        }
+
+    def whole_choice(self, delta: Delta) -> dict[str, Any]:
+        return {
+            "index": delta.index,
+            "message": {"role": "assistant", "content": None, "refusal": None} | _whole(delta),
+            "logprobs": self._logprobs(delta),
+            **self._ending(delta),
+        }
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if delta.logprobs is None:
+            return None
+        content = []
+        for token_id, at in zip(delta.token_ids, delta.logprobs, strict=True):
+            likeliest = list(zip(at.top_ids, at.top_logprobs, strict=True))[: self._top]
+            top = [self._token(*entry) for entry in likeliest]
+            content.append(self._token(token_id, at.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": self._name(token_id),
+            "logprob": max(logprob, LEAST_LOGPROB),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
+        }
+
+
+def _said(delta: Delta) -> dict[str, Any]:
+    """The fields of a message, as far as there is something in them. Thoughts go by both names that clients read."""
+    said: dict[str, Any] = {}
+    if delta.reasoning:
+        said["reasoning_content"] = said["reasoning"] = delta.reasoning
+    if delta.text:
+        said["content"] = delta.text
+    if delta.tool_calls:
+        said["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.tool_calls]
+    return said
+
+
+def _whole(delta: Delta) -> dict[str, Any]:
+    """The fields of a whole message; its content is null where calls or thoughts are all that there is."""
+    said = _said(delta)
+    if not said:
+        said["content"] = ""
+    if delta.tool_calls:
+        said["tool_calls"] = [_call(call) for call in delta.tool_calls]
+    return said
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    if call.id is None:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -1,0 +1,266 @@
+"""`/v1/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.messages import MAX_N, SamplingParams, TokenLogprobs
+from quire.server.frontend.output_processor import Delta, Detokenizer
+from quire.server.frontend.renderer import Prompt
+from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.http.response import Answer, Usage
+from quire.server.http.state import AppState
+from quire.server.openai.logprobs import LEAST_LOGPROB, TokenNames, prompt_logprobs_object
+from quire.server.openai.protocol import MAX_SEQUENCES, GenerationRequest, Int64, ManyTokenIds, Texts, TokenIds
+
+router = APIRouter()
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of a completion."""
+
+    prompt: str | Texts | TokenIds | ManyTokenIds
+    """Also token ids. Must not be left out: there is no document to begin."""
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    """As many as `--max-logprobs` allows."""
+    best_of: Annotated[Int64 | None, Field(description=f"At most {MAX_N}. Not in streams, unless it is n.")] = None
+    echo: bool | None = False
+    add_special_tokens: bool | None = None
+    """vLLM's: put the tokenizer's special tokens around a text; true if left out."""
+
+    def refuse_unserved(self) -> None:
+        """See `GenerationRequest`; also `best_of` where it cannot be."""
+        super().refuse_unserved()
+        if self.best_of is not None and not self.shown <= self.best_of <= MAX_N:
+            raise InvalidParameter(f"best_of must be from n to {MAX_N}, got {self.best_of}", "best_of")
+        if self.candidates != self.shown and self.stream:
+            raise InvalidParameter("best_of greater than n cannot be streamed; leave stream out", "best_of")
+
+    @property
+    def shown(self) -> int:
+        """Choices of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def candidates(self) -> int:
+        """Sequences that are generated for each prompt; the best of them are shown."""
+        return self.shown if self.best_of is None else self.best_of
+
+    def params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """The engine's parameters, with the log-probabilities that echo and best_of need."""
+        params = self.sampling_params(defaults, n=self.candidates)
+        if self.candidates != self.shown:
+            params.logprobs = self.logprobs or 0
+        if self.echo and self.logprobs is not None:
+            params.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
+        return params
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts, one or many."""
+        prompts = self._prompts()
+        if len(prompts) * self.candidates > MAX_SEQUENCES:
+            name = "n" if self.best_of is None else "best_of"
+            raise InvalidParameter(
+                f"{name}: {len(prompts)} prompts × {self.candidates} are more than the {MAX_SEQUENCES} sequences "
+                "allowed",
+                name,
+            )
+        return prompts
+
+    def _prompts(self) -> list[Prompt]:
+        match self.prompt:
+            case str(text):
+                return [text]
+            case [int(), *_]:
+                return [self.prompt]  # type: ignore[list-item]  # the pattern says list[int]
+            case []:
+                raise InvalidParameter("prompt must not be empty", "prompt")
+            case _:
+                return list(self.prompt)  # type: ignore[arg-type]
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, request: Request, state: AppState) -> Response:
+    """Continue one or more prompts."""
+    model = state.check_model(body.model)
+    body.refuse_unserved()
+    state.service.check()
+    renderer = state.service.renderer
+    params = body.params(renderer.defaults)
+    last = renderer.truncation(body.truncate_prompt_tokens, params.max_tokens)
+    special = body.add_special_tokens is not False
+    given = body.prompts()
+    prompts = await renderer.prompts(given, add_special_tokens=special, last=last)
+    for prompt in prompts:
+        renderer.check_length(prompt, params.max_tokens, "prompt")
+    echoes = None
+    if body.echo:
+        texts = [prompt if isinstance(prompt, str) and last is None else None for prompt in given]
+        echoes = await asyncio.to_thread(_spell, renderer.tokenizer, prompts, texts, special, params)
+
+    params = await renderer.resolve(params, body.structured_param)
+    request_id = body.response_id("cmpl")
+    generation = state.service.generate(request_id, prompts, params, body.priority or 0, body.cache_salt)
+    shape = _Completion(renderer.tokenizer, body, prompts, echoes)
+    answer = Answer(request_id, model, shape, Usage(prompts, params.n), shape.best)
+    if body.stream:
+        return answer.stream(generation, body.include_usage, body.include_continuous_usage)
+    return await answer.whole(generation, request)
+
+
+class _Echo(NamedTuple):
+    """A prompt as it stands in front of its continuations."""
+
+    text: str
+    offsets: list[int]
+    """Where each of its tokens begins in the text."""
+
+
+def _spell(
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    texts: Sequence[str | None],
+    add_special_tokens: bool,
+    params: SamplingParams,
+) -> list[_Echo]:
+    """Each prompt's text as it was given, or else decoded. A character that its output may complete is left to that."""
+    echoes = []
+    for ids, text in zip(prompts, texts, strict=True):
+        if text is not None:
+            echoes.append(_Echo(text, tokenizer.offsets(text, add_special_tokens=add_special_tokens)))
+            continue
+        detokenizer, pieces, offsets = Detokenizer(tokenizer, (), params.skip_special_tokens), "", []
+        for token_id in ids:
+            offsets.append(len(pieces))
+            pieces += detokenizer.feed(token_id)
+        echoes.append(_Echo(pieces + ("" if params.max_tokens else detokenizer.flush()), offsets))
+    return echoes
+
+
+class _Completion:
+    """The shape of completions."""
+
+    whole = chunk = "text_completion"
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        body: CompletionRequest,
+        prompts: Sequence[list[int]],
+        echoes: Sequence[_Echo] | None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._body = body
+        self._prompts = prompts
+        self._echoes = echoes
+        self._n = body.shown
+        self._name = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids), prefix="bytes:")
+        self._spelled: dict[int, tuple[int, Detokenizer]] = {}
+        """Characters of a choice's text so far, and what goes on from there."""
+        self.tells_tokens = bool(body.return_token_ids)
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The prompt's token ids, and its text unless that comes with log-probabilities."""
+        echo = self._echo(index) if self._body.logprobs is None else None
+        if echo is None and not self.tells_tokens:
+            return None
+        return self._choice(Delta(index, "" if echo is None else echo.text), None) | self._prompt_ids(index)
+
+    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+        echo = None if delta.prompt_logprobs is None else self._echo(delta.index)
+        return self._choice(delta, echo)
+
+    def whole_choice(self, delta: Delta) -> dict[str, Any]:
+        choice = self._choice(delta, self._echo(delta.index)) | self._prompt_ids(delta.index)
+        top = self._body.prompt_logprobs
+        if top is not None and delta.prompt_logprobs is not None:
+            prompt = self._prompts[delta.index // self._n]
+            choice["prompt_logprobs"] = prompt_logprobs_object(self._tokenizer, prompt, delta.prompt_logprobs, top)
+        return choice
+
+    def beside(self, sequences: Sequence[Delta]) -> dict[str, Any]:
+        return {}
+
+    def best(self, sequences: list[Delta]) -> list[Delta]:
+        """Of each prompt's candidates the `n` with the highest log-probability per token, numbered anew."""
+        candidates = self._body.candidates
+        if candidates == self._n:
+            return sequences
+        chosen: list[Delta] = []
+        for first in range(0, len(sequences), candidates):
+            chosen += sorted(sequences[first : first + candidates], key=_mean_logprob, reverse=True)[: self._n]
+        for index, delta in enumerate(chosen):
+            delta.index = index
+        return chosen
+
+    def _echo(self, index: int) -> _Echo | None:
+        return None if self._echoes is None else self._echoes[index // self._n]
+
+    def _prompt_ids(self, index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompts[index // self._n]} if self.tells_tokens else {}
+
+    def _choice(self, delta: Delta, echo: _Echo | None) -> dict[str, Any]:
+        choice = {
+            "index": delta.index,
+            "text": delta.text if echo is None else echo.text + delta.text,
+            "logprobs": self._logprobs(delta, echo),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        return choice | {"token_ids": delta.token_ids} if self.tells_tokens else choice
+
+    def _logprobs(self, delta: Delta, echo: _Echo | None) -> dict[str, Any] | None:
+        if delta.logprobs is None or self._body.logprobs is None:
+            return None
+        token_ids, places, offsets = delta.token_ids, [*delta.logprobs], self._offsets(delta)
+        if echo is not None and delta.prompt_logprobs is not None:
+            prompt = self._prompts[delta.index // self._n]
+            token_ids, offsets = prompt + token_ids, echo.offsets + offsets
+            places = delta.prompt_logprobs.rows() + places
+        tokens = [self._name(token_id) for token_id in token_ids]
+        scores = [max(at.logprob, LEAST_LOGPROB) for at in places]
+        tops = (
+            [self._top(token, at) for token, at in zip(tokens[-len(places) :], places, strict=True)] if places else []
+        )
+        unscored = [None] * (len(tokens) - len(places))  # nothing stands before a prompt's first token
+        return {
+            "tokens": tokens,
+            "token_logprobs": unscored + scores,
+            "top_logprobs": unscored + tops,
+            "text_offset": offsets,
+        }
+
+    def _offsets(self, delta: Delta) -> list[int]:
+        """Where each token begins in the text of its choice, echo included."""
+        end, detokenizer = self._spelled.get(delta.index) or self._begin(delta.index)
+        offsets = []
+        for token_id in delta.token_ids:
+            offsets.append(end)
+            end += len(detokenizer.feed(token_id))
+        self._spelled[delta.index] = end, detokenizer
+        return offsets
+
+    def _begin(self, index: int) -> tuple[int, Detokenizer]:
+        skip = self._body.skip_special_tokens is not False
+        echo = self._echo(index)
+        return len(echo.text) if echo else 0, Detokenizer(self._tokenizer, self._prompts[index // self._n], skip)
+
+    def _top(self, token: str, at: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens, and the one that stands here if it is not among them; of one text the likelier."""
+        count = self._body.logprobs
+        top: dict[str, float] = {}
+        for token_id, logprob in zip(at.top_ids[:count], at.top_logprobs, strict=False):
+            top.setdefault(self._name(token_id), max(logprob, LEAST_LOGPROB))
+        top.setdefault(token, max(at.logprob, LEAST_LOGPROB))
+        return top
+
+
+def _mean_logprob(sequence: Delta) -> float:
+    logprobs = [at.logprob for at in sequence.logprobs or ()]
+    return sum(logprobs) / max(1, len(logprobs))

@@ -1,0 +1,147 @@
+"""`/v1/embeddings`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict, Field
+
+from quire.engine.config.pooling import Pooling
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.messages import RequestOutput
+from quire.server.frontend.embedding_output import VectorOptions, to_json
+from quire.server.frontend.renderer import EmbeddingOptions, Prompt
+from quire.server.http.errors import json_response
+from quire.server.http.response import while_connected
+from quire.server.http.state import AppState
+from quire.server.openai.protocol import MAX_PROMPTS, Int64, ManyTokenIds, OpenShape, Texts, TokenIds, tell_others
+
+router = APIRouter()
+
+_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    # vLLM's, with the values that ask for nothing
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "messages": (),
+    "mm_processor_kwargs": ({},),
+    "padding": ("do_not_pad",),
+}
+
+
+class EmbeddingRequest(OpenShape):
+    """What is to be embedded, and how."""
+
+    model_config = ConfigDict(json_schema_extra=tell_others((), _NOT_SERVED))
+
+    input: Annotated[
+        str | Texts | TokenIds | ManyTokenIds,
+        Field(description=f"At most {MAX_PROMPTS}; also token ids, of this model's own tokenizer, as they are."),
+    ]
+    model: str | None = None
+    """May be left out: one model is served."""
+    encoding_format: Literal["float", "base64"] | None = None
+    """base64: of float32, little-endian. Left out: float."""
+    dimensions: Annotated[Int64, Field(ge=1)] | None = None
+    """Only the first so many numbers, of models that declare a Matryoshka representation."""
+    user: str | None = None
+    """Without effect."""
+    normalize: bool | None = None
+    """vLLM's: bring vectors to length 1, or not; left out: as the model declares."""
+    use_activation: bool | None = None
+    """vLLM's newer name of `normalize`."""
+    truncate_prompt_tokens: Int64 | None = None
+    """vLLM's: keep so many tokens of a longer input; -1: as many as the model takes. Left out: it is refused."""
+    truncation_side: Literal["left", "right"] | None = None
+    """vLLM's: the end of a longer input that goes; right if left out."""
+    add_special_tokens: bool | None = None
+    """vLLM's: put the tokenizer's special tokens around a text; true if left out."""
+    prompt_name: str | None = None
+    """sentence-transformers': which of the model's prompts goes before the texts; left out: its default, if any."""
+    priority: Int64 | None = None
+    """vLLM's: lower runs first, on servers with `--scheduling-policy priority`."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """vLLM's: requests share cached prefixes only with those of the same salt."""
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = None
+    """vLLM's: what the response's id ends with."""
+
+    def refuse_unserved(self) -> None:
+        """Raise `InvalidParameter` for the first field that asks for something not served."""
+        for name, value in (self.model_extra or {}).items():
+            if name in _NOT_SERVED and (value is None or value in _NOT_SERVED[name]):
+                continue
+            why = "is not served" if name in _NOT_SERVED else "is not a parameter of this API"
+            raise InvalidParameter(f"{name} {why}", name)
+        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
+            raise InvalidParameter("normalize and use_activation are one thing; send one of them", "normalize")
+
+    def inputs(self) -> dict[str, Prompt]:
+        """One or many, by their names in errors; raises `InvalidParameter` for none."""
+        match self.input:
+            case str(text):
+                return {"input": text}
+            case [int(), *_]:
+                return {"input": self.input}  # type: ignore[dict-item]  # the pattern says list[int]
+            case []:
+                raise InvalidParameter("input must not be empty: there is nothing to embed", "input")
+        return {f"input[{at}]": each for at, each in enumerate(self.input)}  # type: ignore[misc]  # no lone number
+
+    def vectors(self) -> VectorOptions:
+        """How vectors are to be told."""
+        normalize = self.use_activation if self.normalize is None else self.normalize
+        return VectorOptions(dimensions=self.dimensions, normalize=normalize)
+
+    def rendering(self) -> EmbeddingOptions:
+        """How inputs become tokens."""
+        return EmbeddingOptions(
+            add_special_tokens=self.add_special_tokens is not False,
+            truncate=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side or "right",
+            prompt_name=self.prompt_name,
+        )
+
+
+@router.post("/v1/embeddings")
+async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) -> Response:
+    """Vectors of one or more texts, by a model that embeds."""
+    model = state.check_model(body.model)
+    body.refuse_unserved()
+    service = state.service
+    service.check(embeds=True)
+    pooling = service.renderer.pooling
+    assert pooling is not None
+    vectors, rendering, inputs = body.vectors(), body.rendering(), body.inputs()
+    vectors.check(pooling)
+    prompts = await service.renderer.embeddings(inputs, rendering)
+    request_id = f"embd-{body.request_id or uuid.uuid4().hex}"
+    with service.embed(request_id, prompts, body.priority or 0, body.cache_salt) as embedding:
+        outputs = await while_connected(request.receive, embedding.vectors())
+    data = await asyncio.to_thread(_data, outputs, pooling, vectors, body.encoding_format == "base64")
+    tokens = sum(map(len, prompts))
+    return json_response(
+        {
+            "id": request_id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": model,
+            "data": data,
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        }
+    )
+
+
+def _data(
+    outputs: Sequence[RequestOutput], pooling: Pooling, options: VectorOptions, as_base64: bool
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": to_json(options.finish(output.vector or b"", pooling), as_base64=as_base64),
+        }
+        for index, output in enumerate(outputs)
+    ]

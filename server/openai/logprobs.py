@@ -1,0 +1,48 @@
+"""Tokens and their log-probabilities as the APIs show them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.engine.protocol.messages import PromptLogprobs
+from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.llm_outputs import Logprob, prompt_logprobs
+
+LEAST_LOGPROB = -9999.0
+"""JSON has no minus infinity; this is the API's number for it."""
+
+
+class TokenNames:
+    r"""The text that stands for a token: its own, or with `as_ids` token:123.
+
+    A token that holds a part of a character has no text; as OpenAI does, its bytes are shown, as \xf0\x9f behind
+    `prefix`. So different tokens have different names, bar those that decode to the same text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool, prefix: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+        self._prefix = prefix
+
+    def __call__(self, token_id: int) -> str:
+        if self._as_ids:
+            return f"token:{token_id}"
+        text = self._tokenizer.token_text(token_id)
+        if "\ufffd" not in text or (raw := self._tokenizer.token_bytes(token_id)) == text.encode():
+            return text
+        return self._prefix + "".join(chr(byte) if 0x20 <= byte < 0x7F else f"\\x{byte:02x}" for byte in raw)
+
+
+def prompt_logprobs_object(
+    tokenizer: Tokenizer, prompt: Sequence[int], scores: PromptLogprobs, num_top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: null for the prompt's first token; for others its score and the likeliest ones'."""
+    return [
+        None if at is None else {str(token_id): _object(entry) for token_id, entry in at.items()}
+        for at in prompt_logprobs(tokenizer, prompt, scores, num_top)
+    ]
+
+
+def _object(entry: Logprob) -> dict[str, Any]:
+    return entry._asdict() | {"logprob": max(entry.logprob, LEAST_LOGPROB)}

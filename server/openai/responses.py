@@ -1,0 +1,468 @@
+"""`/v1/responses`: OpenAI's newer API (https://platform.openai.com/docs/api-reference/responses).
+
+A request becomes one of chat, and what chat says becomes items. What a reasoning model thinks stands in its items in
+plain text (`content`), so that there is nothing to be encrypted or summarized.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+from starlette.types import Send
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.frontend.frontend import Generation
+from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
+from quire.server.http.content_blocks import Block, BlockEvent, Blocks, Closed, Grown, Opened
+from quire.server.http.errors import ResponseNotFound, json_response
+from quire.server.http.response import EventStream, part, while_connected
+from quire.server.http.response_store import Kept
+from quire.server.http.state import AppState, State
+from quire.server.openai.chat import ChatRequest, Prepared, prepare
+from quire.server.openai.protocol import ClosedShape, Int64, OpenShape, refuse_extra, renamed, variant
+from quire.server.openai.responses_input import Turns, is_json_object
+
+router = APIRouter()
+
+_HARMLESS: Mapping[str, Any] = {
+    "background": (False,),
+    "user": ...,
+    "safety_identifier": ...,
+    "prompt_cache_key": ...,
+    "prompt_cache_retention": ...,
+    "prompt_cache_options": ...,
+    "service_tier": ("auto", "default"),
+    "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    ".function": "",
+}
+"""What chat calls otherwise."""
+_INCLUDABLE = ("reasoning.encrypted_content",)
+"""What clients that keep their conversations ask for, to send the thoughts back. They are given as they are."""
+
+_Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Tool(OpenShape):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseTextFormat(ClosedShape):
+    """What the text is held to."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """The `response_format` of chat."""
+        given = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+        if self.type != "json_schema" and given:
+            raise InvalidParameter(f"text.format: {next(iter(given))} goes with type json_schema", "text.format")
+        for name in ("name", "schema") if self.type == "json_schema" else ():
+            if name not in given:
+                raise InvalidParameter(f"text.format.{name} is missing", f"text.format.{name}")
+        return {"type": self.type, **({"json_schema": given} if given else {})}
+
+
+class ResponseText(ClosedShape):
+    """What the text is to be like."""
+
+    format: ResponseTextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseReasoning(ClosedShape):
+    """How the model is to think. Summaries are not made: the thoughts themselves are told."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: None = None
+
+
+class ResponsesRequest(OpenShape):
+    """The body of a request for a response."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: ResponseText | None = None
+    reasoning: ResponseReasoning | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    include: list[str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's, as in chat."""
+
+    def conversation(self, state: State) -> Turns:
+        """The messages of chat up to the answer, without instructions; raises `InvalidParameter`."""
+        refuse_extra(self, _HARMLESS)
+        if other := next((name for name in self.include or () if name not in _INCLUDABLE), None):
+            raise InvalidParameter(f"include: {other} is not served", "include")
+        turns = Turns([] if self.previous_response_id is None else _earlier(self.previous_response_id, state))
+        if isinstance(self.input, str):
+            turns.add({"role": "user", "content": self.input}, "input")
+        else:
+            for at, item in enumerate(self.input):
+                turns.add(item, f"input[{at}]")
+        return turns
+
+    def places(self, turns: Turns) -> list[str]:
+        """Where the messages of chat come from."""
+        return [*([] if self.instructions is None else ["instructions"]), *turns.places]
+
+    def as_chat(self, conversation: list[dict[str, Any]]) -> ChatRequest:
+        """The same in the shape of chat; raises `InvalidParameter`."""
+        instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        fields: dict[str, Any] = {}
+        if self.tools:
+            fields["tools"] = [_chat_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)]
+        if self.text is not None and self.text.format is not None:
+            fields["response_format"] = self.text.format.as_chat()
+        return ChatRequest.model_validate(
+            {
+                "model": self.model,
+                "messages": [*instructions, *conversation],
+                "max_tokens": self.max_output_tokens,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "tool_choice": _chat_choice(self.tool_choice),
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "reasoning_effort": self.reasoning and self.reasoning.effort,
+                "chat_template_kwargs": self.chat_template_kwargs,
+                **fields,
+            }
+        )
+
+    def told_again(self) -> dict[str, Any]:
+        """The fields of the response that say what was asked for."""
+        text, extra = self.text and self.text.format, self.model_extra or {}
+        nothing = {"description": None, "parameters": None, "strict": False}
+        return {
+            "background": False,
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": extra.get("prompt_cache_key"),
+            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "safety_identifier": extra.get("safety_identifier"),
+            "service_tier": "default",
+            "store": self.store is not False,
+            "text": {"format": text.model_dump(by_alias=True, exclude_none=True) if text else {"type": "text"}},
+            "tool_choice": "auto" if self.tool_choice is None else self.tool_choice,
+            "tools": [nothing | tool for tool in self.tools or ()],
+            "top_logprobs": 0,
+            "truncation": "disabled",
+            "user": extra.get("user"),
+        }
+
+
+@router.post("/v1/responses")
+async def create_response(body: ResponsesRequest, request: Request, state: AppState) -> Response:
+    """Answer a conversation, or go on with an earlier response."""
+    turns = body.conversation(state)
+    asked = body.as_chat(turns.messages)
+    with renamed(_NAMES, body.places(turns)):
+        chat = await prepare(state, asked)
+    response = _Response(body, chat, turns.messages, state)
+    generation = state.service.generate(response.id, [chat.prompt], chat.params, reading=chat.reading)
+    if body.stream:
+        return EventStream(generation, partial(response.write_events, generation), end=b"")
+    with generation:
+        return json_response(await while_connected(request.receive, response.whole(generation)))
+
+
+@router.get("/v1/responses/{response_id}")
+async def get_response(response_id: str, state: AppState, stream: bool = False) -> Response:
+    """A response that is kept, or being streamed."""
+    if stream:
+        raise InvalidParameter("stream: responses are streamed where they are made, and not again", "stream")
+    if (running := state.responses.running.get(response_id)) is not None:
+        return json_response(running.object())
+    return Response(_kept(response_id, state, "response_id").response, media_type="application/json")
+
+
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(response_id: str, state: AppState) -> Response:
+    """End a response that is being streamed."""
+    if (running := state.responses.running.get(response_id)) is not None:
+        running.cancel()
+        return json_response(running.object())
+    kept = msgspec.json.decode(_kept(response_id, state, "response_id").response)
+    if kept["status"] != "cancelled":
+        raise InvalidParameter(f"response {response_id} is {kept['status']}; there is nothing to cancel", "response_id")
+    return json_response(kept)
+
+
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: str, state: AppState) -> Response:
+    """Forget a response; one that is being streamed ends."""
+    if (running := state.responses.running.get(response_id)) is not None:
+        running.cancel()
+        state.responses.delete(response_id)
+    elif not state.responses.delete(response_id):
+        raise _not_found(response_id, state, "response_id")
+    return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+class _Response:
+    """A response on its way."""
+
+    def __init__(
+        self, body: ResponsesRequest, chat: Prepared, conversation: list[dict[str, Any]], state: State
+    ) -> None:
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._store = state.responses
+        self._prompt_tokens = len(chat.prompt)
+        self._said = Blocks()
+        self._status: _Status = "in_progress"
+        self._task: asyncio.Task[Any] | None = None
+        self._number = 0
+        """Of the next event."""
+        self._fields: dict[str, Any] = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "model": chat.model,
+            "error": None,
+            "incomplete_details": None,
+            "temperature": chat.params.temperature,
+            "top_p": chat.params.top_p,
+            **body.told_again(),
+        }
+        try:
+            _encode(self._fields)
+            self._conversation = _encode(conversation) if body.store is not False else None
+        except (UnicodeEncodeError, OverflowError, ValueError, RecursionError) as error:
+            raise InvalidParameter(f"the request cannot be told again as JSON: {error}") from None
+
+    def object(self) -> dict[str, Any]:
+        """The response as far as it has come."""
+        blocks = self._said.blocks
+        statuses = {"in_progress": "in_progress", "completed": "completed"}
+        output = [self._item(block, "completed") for block in blocks[:-1]]
+        output += [self._item(block, statuses.get(self._status, "incomplete")) for block in blocks[-1:]]
+        usage = None if self._status == "in_progress" else self._usage()
+        return self._fields | {"status": self._status, "output": output, "usage": usage}
+
+    def cancel(self) -> None:
+        """End the stream here."""
+        assert self._task is not None
+        self._end("cancelled")
+        self._task.cancel()
+
+    async def whole(self, generation: Generation) -> dict[str, Any]:
+        async for deltas in generation:
+            for _ in self._said.feed(deltas):
+                pass
+        self._complete()
+        return self.object()
+
+    async def write_events(self, generation: Generation, send: Send) -> None:
+        """The events of a stream. It can be cancelled by id until it has ended."""
+        self._task = asyncio.current_task()
+        self._store.running[self.id] = self
+        try:
+            begun = {"response": self.object()}
+            await send(part(self._sse("response.created", begun) + self._sse("response.in_progress", begun)))
+            async for deltas in generation:
+                if events := b"".join(map(self._events, self._said.feed(deltas))):
+                    await send(part(events))
+            self._complete()
+        except (RequestFailed, EngineUnavailable) as error:
+            self._fields["error"] = {"code": "server_error", "message": str(error)}
+            self._end("failed")
+        except asyncio.CancelledError:
+            if self._status != "cancelled":  # the client has left
+                self._end("cancelled")
+                raise
+            assert self._task is not None
+            self._task.uncancel()
+            generation.close()
+        events = b"".join(map(self._events, self._said.close()))
+        last = self._status if self._status in ("completed", "failed") else "incomplete"
+        await send(part(events + self._sse(f"response.{last}", {"response": self.object()})))
+
+    def _complete(self) -> None:
+        if self._said.finish_reason == "length":
+            self._fields["incomplete_details"] = {"reason": "max_output_tokens"}
+            self._end("incomplete")
+        else:
+            self._fields["completed_at"] = int(time.time())
+            self._end("completed")
+
+    def _end(self, status: _Status) -> None:
+        """Nothing will be added; what asked to be kept is."""
+        self._status = status
+        self._store.running.pop(self.id, None)
+        if self._conversation is not None:
+            answer = b"".join(b"," + _encode(message) for message in self._messages())
+            beginning = self._conversation[:-1] if self._conversation != b"[]" else b"["
+            self._store.keep(self.id, Kept(_encode(self.object()), beginning + answer + b"]"))
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """What was said, as the messages of chat; without a call that was cut off."""
+        turns = Turns([])
+        for block in self._said.blocks:
+            match block.kind:
+                case "reasoning":
+                    turns.think(block.text)
+                case "text":
+                    turns.say(block.text)
+                case "call" if is_json_object(block.text):
+                    turns.call(block.call_id, block.name, block.text)
+        return turns.messages
+
+    def _usage(self) -> dict[str, Any]:
+        said = self._said
+        return {
+            "input_tokens": self._prompt_tokens,
+            "input_tokens_details": {"cached_tokens": said.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": said.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": said.num_reasoning_tokens},
+            "total_tokens": self._prompt_tokens + said.num_tokens,
+        }
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        content = [_part(block)] if block.text else []
+        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        match block.kind:
+            case "reasoning":
+                return item | {"type": "reasoning", "summary": [], "content": content, "encrypted_content": None}
+            case "text":
+                return item | {"type": "message", "role": "assistant", "content": content}
+            case "call":
+                arguments = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+                return item | {"type": "function_call", **arguments}
+
+    def _item_id(self, block: Block) -> str:
+        prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[block.kind]
+        return f"{prefix}_{self.id.removeprefix('resp_')}{block.index:02}"
+
+    def _events(self, event: BlockEvent) -> bytes:
+        block = event.block
+        at: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        if block.kind != "call":
+            at["content_index"] = 0
+        beside: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        match event:
+            case Opened():
+                item = {"output_index": block.index, "item": self._item(block, "in_progress")}
+                added = self._sse("response.output_item.added", item)
+                if block.kind == "call":
+                    return added
+                return added + self._sse("response.content_part.added", {**at, "part": _part(block)})
+            case Grown(text=text):
+                return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "delta": text, **beside})
+            case Closed():
+                whole = {"text": block.text}
+                if block.kind == "call":
+                    whole = {"name": block.name, "arguments": block.text}
+                done = self._sse(f"{_GROWS[block.kind]}.done", {**at, **whole, **beside})
+                if block.kind != "call":
+                    done += self._sse("response.content_part.done", {**at, "part": _part(block)})
+                status = "completed" if self._status in ("in_progress", "completed") else "incomplete"
+                item = {"output_index": block.index, "item": self._item(block, status)}
+                return done + self._sse("response.output_item.done", item)
+
+    def _sse(self, name: str, fields: dict[str, Any]) -> bytes:
+        number, self._number = self._number, self._number + 1
+        data = _encode({"type": name, "sequence_number": number, **fields})
+        return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
+
+
+_GROWS = {
+    "reasoning": "response.reasoning_text",
+    "text": "response.output_text",
+    "call": "response.function_call_arguments",
+}
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _chat_tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
+    read = variant({"function": _Tool}, tool, param)
+    refuse_extra(read, {"type": ..., "defer_loading": (False,), "allowed_callers": (["direct"],)}, f"{param}.")
+    function = read.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
+    return {"type": "function", "function": function}
+
+
+def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    match choice:
+        case None | "none" | "auto" | "required":
+            return choice
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [_nested(one) for one in tools]}}
+    raise InvalidParameter(
+        'tool_choice must be "none", "auto", "required", {"type": "function", "name": …} or '
+        '{"type": "allowed_tools", "mode": …, "tools": …}',
+        "tool_choice",
+    )
+
+
+def _nested(choice: Any) -> Any:
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+    return choice
+
+
+def _earlier(response_id: str, state: State) -> list[dict[str, Any]]:
+    if response_id in state.responses.running:
+        raise InvalidParameter(f"response {response_id} has not ended yet", "previous_response_id")
+    return _kept(response_id, state, "previous_response_id").messages()
+
+
+def _kept(response_id: str, state: State, param: str) -> Kept:
+    if (kept := state.responses.get(response_id)) is None:
+        raise _not_found(response_id, state, param)
+    return kept
+
+
+def _not_found(response_id: str, state: State, param: str) -> ResponseNotFound:
+    count = state.service.place.count
+    others = f", and each of the {count} API processes knows its own only" if count > 1 else ""
+    return ResponseNotFound(
+        f"no response {response_id} is kept here: the newest are, in memory, but for those with store: false{others}",
+        param,
+    )

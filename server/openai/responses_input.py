@@ -1,0 +1,136 @@
+"""The items of `/v1/responses`, which become messages of chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.openai.protocol import OpenShape, refuse_extra, variant
+
+_HARMLESS_IN_ITEMS: Mapping[str, Any] = {
+    "type": ...,
+    "id": ...,
+    "status": ...,
+    "phase": ...,
+    "encrypted_content": ...,
+    "summary": ...,
+    "caller": ({"type": "direct"},),
+}
+_HARMLESS_IN_PARTS: Mapping[str, Any] = {"type": ..., "annotations": ..., "logprobs": ...}
+
+
+class _Part(OpenShape):
+    text: str
+
+
+class _Refusal(OpenShape):
+    refusal: str
+
+
+class _Message(OpenShape):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[dict[str, Any]]
+
+
+class _Reasoning(OpenShape):
+    content: list[dict[str, Any]] | None = None
+
+
+class _Call(OpenShape):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _CallOutput(OpenShape):
+    call_id: str
+    output: str | list[dict[str, Any]]
+
+
+_ITEMS: dict[str, type[OpenShape]] = {
+    "message": _Message,
+    "reasoning": _Reasoning,
+    "function_call": _Call,
+    "function_call_output": _CallOutput,
+}
+_PARTS: dict[str, type[OpenShape]] = {"input_text": _Part, "output_text": _Part, "refusal": _Refusal}
+
+
+class Turns:
+    """Items, one after the other, become messages of chat: thoughts, text and calls in a row are one of the model's."""
+
+    def __init__(self, messages: list[dict[str, Any]]) -> None:
+        self.messages = messages
+        self.places = ["previous_response_id"] * len(messages)
+        """For each message, the first item that it is made of."""
+
+    def add(self, item: dict[str, Any], param: str) -> None:
+        """An item of the input; raises `InvalidParameter` where it is none, or has what is not served."""
+        read = variant(_ITEMS, item, param, default="message")
+        refuse_extra(read, _HARMLESS_IN_ITEMS, f"{param}.")
+        self._add(read, param)
+        self.places += [param] * (len(self.messages) - len(self.places))
+
+    def _add(self, item: OpenShape, param: str) -> None:
+        match item:
+            case _Message(role="assistant"):
+                self.say(_text(item.content, f"{param}.content"))
+            case _Message():
+                self.messages.append({"role": item.role, "content": _text(item.content, f"{param}.content")})
+            case _Reasoning():
+                self.think(_thoughts(item.content or (), f"{param}.content"))
+            case _Call():
+                if not is_json_object(item.arguments):
+                    raise InvalidParameter(f"{param}.arguments must be a JSON object", f"{param}.arguments")
+                self.call(item.call_id, item.name, item.arguments)
+            case _CallOutput():
+                text = _text(item.output, f"{param}.output")
+                self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+
+    def think(self, text: str) -> None:
+        """Thoughts come before what they lead to."""
+        if text:
+            self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
+
+    def say(self, text: str) -> None:
+        """Text comes before calls."""
+        self._turn("content", "tool_calls")["content"] = text
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        """Calls come last."""
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._turn().setdefault("tool_calls", []).append(call)
+
+    def _turn(self, *without: str) -> dict[str, Any]:
+        """The model's last message, or another one if that has some of these."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") != "assistant" or any(name in last for name in without):
+            self.messages.append({"role": "assistant"})
+        return self.messages[-1]
+
+
+def _text(content: str | list[dict[str, Any]], param: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for at, given in enumerate(content):
+        where = f"{param}[{at}]"
+        read = variant(_PARTS, given, where)
+        refuse_extra(read, _HARMLESS_IN_PARTS, f"{where}.")
+        texts.append(read.refusal if isinstance(read, _Refusal) else read.text if isinstance(read, _Part) else "")
+    return "\n".join(texts)
+
+
+def _thoughts(content: list[dict[str, Any]] | tuple[()], param: str) -> str:
+    parts = [variant({"reasoning_text": _Part}, given, f"{param}[{at}]") for at, given in enumerate(content)]
+    return "\n".join(read.text for read in parts)
+
+
+def is_json_object(text: str) -> bool:
+    """Whether these are arguments of a call, whole; none at all are."""
+    try:
+        return isinstance(json.loads(text or "{}"), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,77 @@
+"""`/tokenize` and `/detokenize`; the shapes are vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import Field, ValidationError
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.http.errors import json_response
+from quire.server.http.state import AppState
+from quire.server.openai.chat import ChatRequest
+from quire.server.openai.protocol import ClosedShape, OpenShape
+
+router = APIRouter()
+
+
+class TokenizeRequest(OpenShape):
+    """A `prompt`, or the `messages` (and `tools`) of a chat, of which any other field may stand here, too."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    """The tokenizer's, around the text; None: for a prompt, but not for a chat, whose template has them."""
+    return_token_strs: bool | None = False
+
+    def chat(self) -> ChatRequest:
+        """The chat that this would be; what chat refuses is refused here."""
+        mine = {"prompt", "return_token_strs"}
+        try:
+            return ChatRequest.model_validate(self.model_dump(exclude_unset=True, exclude=mine))
+        except ValidationError as error:
+            raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
+
+
+class DetokenizeRequest(ClosedShape):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
+    """Token ids of a prompt or a chat, which may be longer than the model can take."""
+    state.check_model(body.model)
+    state.service.check_loaded()
+    renderer = state.service.renderer
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidParameter("either prompt or messages is expected", "prompt")
+    if body.prompt is not None:
+        for name in body.model_extra or ():
+            raise InvalidParameter(f"{name} is not a parameter of /tokenize with a prompt", name)
+        tokens = await renderer.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    else:
+        chat = body.chat()
+        chat.refuse_unserved()
+        state.check_template(chat.chat_template)
+        options = chat.options(may_call=chat.tool_use() is not None)
+        last = renderer.truncation(chat.truncate_prompt_tokens, chat.longest)
+        tokens = await renderer.tokenize_chat(chat.conversation(), chat.tools or (), options)
+        tokens = tokens if last is None else tokens[-last:]
+    strings = await renderer.names(tokens) if body.return_token_strs else None
+    return json_response(
+        {"count": len(tokens), "max_model_len": renderer.max_model_len, "tokens": tokens, "token_strs": strings}
+    )
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, state: AppState) -> Response:
+    """The text of token ids, special tokens included."""
+    state.check_model(body.model)
+    state.service.check_loaded()
+    return json_response({"prompt": await state.service.renderer.detokenize(body.tokens, "tokens")})

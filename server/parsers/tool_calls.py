@@ -1,0 +1,333 @@
+"""Calls in a model's text, as `formats` describes them.
+
+What is no call stays content: text that only begins like a call, calls that are cut off before their arguments, calls
+of functions that were not offered. Once a call has begun to stream it stands: should its text break off or go wrong,
+its arguments end there, incomplete on purpose (a client that reads them sees it), and what follows is content again.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Collection
+
+from quire.server.parsers.events import Content, ToolCall
+from quire.server.parsers.incremental import (
+    CutOff,
+    Machine,
+    Malformed,
+    Steps,
+    any_of,
+    beginning_of,
+    decoded,
+    space_before,
+)
+from quire.server.parsers.tool_formats import ToolFormat
+
+_NAME = re.compile(r"[\w.-]*")
+_ID = re.compile(r"\w*")
+_ARGUMENTS = ("arguments", "parameters")
+_PYTHON = re.compile(r"""["'()\[\]{},]""")
+_IN_QUOTES = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "'\""}
+
+
+def tool_parser(
+    format: ToolFormat, names: Collection[str], *, hidden: Collection[str] = (), limit: int | None = None
+) -> ToolParser:
+    """A parser for one answer.
+
+    `names` are the functions that may be called; `hidden` the markers that the user does not want to see where they
+    open no call; `limit` the number of calls that are given out.
+    """
+    kind = _PythonicParser if format.python else ToolParser
+    return kind(format.read_as or format, names, hidden, limit)
+
+
+class ToolParser(Machine):
+    """Splits a text into content and calls; see `tool_parser`."""
+
+    def __init__(self, format: ToolFormat, names: Collection[str], hidden: Collection[str], limit: int | None) -> None:
+        self._format = format
+        self._names = names
+        self._limit = limit
+        self._marker = any_of((*format.markers, *hidden))
+        self._half_marker = beginning_of((*format.markers, *hidden))
+        self._hidden_marker = any_of(hidden)
+        self._longest = max(map(len, (*format.markers, *hidden)), default=0)
+        self._count = 0
+        self._is_closing = False
+        """A call's arguments are complete: what follows, up to the next call, are the format's own pieces."""
+        super().__init__()
+
+    def _run(self) -> Steps[None]:
+        if self._format.bare and (yield from self._begins_bare()):
+            yield from self._try_block()
+        while (yield from self._content_up_to_a_block()):
+            yield from self._try_block()
+
+    def _begins_bare(self) -> Steps[bool]:
+        try:
+            first = yield from self._peek()
+        except CutOff:
+            first = ""
+        self._pos = 0
+        return first == self._format.bare
+
+    def _content_up_to_a_block(self) -> Steps[bool]:
+        """Give out content; returns, behind an opening marker, whether there is one."""
+        while True:
+            if found := self._marker.search(self._text):
+                marker, end = found[0], found.start()
+                if marker in self._format.markers:
+                    space = space_before(self._text, end)
+                    self._say(end - space)
+                    self._pos = space + len(marker)
+                    return True
+                self._say(end)
+                self._text = self._text[len(marker) :]
+                continue
+            if self._ended:
+                self._say(len(self._text))
+                return False
+            half = self._half_marker.search(self._text, max(0, len(self._text) - self._longest))
+            end = half.start() if half else len(self._text)
+            self._say(end - space_before(self._text, end))
+            yield
+
+    def _try_block(self) -> Steps[None]:
+        """Read a block; where it is none, what was taken for its marker is content."""
+        behind_marker, calls_before = self._pos, self._count
+        self._is_closing = False
+        try:
+            yield from self._block()
+            self._drop()
+            yield from self._peek()  # white space at the very end is the format's own
+            self._pos = 0
+        except Malformed as error:
+            if self._count == calls_before:
+                marker = self._hidden_marker.sub("", self._text[:behind_marker])
+                self._text = marker + self._text[behind_marker:]
+                self._say(len(marker))
+            elif self._is_closing and isinstance(error, CutOff):
+                self._text = ""
+            self._pos = 0
+
+    def _block(self) -> Steps[None]:
+        first = yield from self._peek()
+        in_list = first == "["
+        self._pos += in_list
+        read = self._object if first in "[{" else self._named
+        separator = "," if in_list else self._format.separator
+        while True:
+            yield from self._peek()
+            self._is_closing = False
+            yield from read()
+            self._is_closing = True
+            self._drop()
+            if separator is None or not (yield from self._goes_on(separator.strip())):
+                break
+        close = self._format.close.strip()
+        if in_list:
+            yield from self._expect("]")
+        if close and not (in_list and close == "]"):
+            yield from self._expect(close)
+
+    def _goes_on(self, separator: str) -> Steps[bool]:
+        """Whether another call follows; the separator is read then."""
+        yield from self._peek()
+        if separator:
+            return (yield from self._take(separator))
+        begin = self._pos
+        found = yield from self._take(self._format.before)
+        self._pos = begin
+        return found
+
+    def _object(self) -> Steps[None]:
+        """A call as a JSON object, its keys in any order."""
+        yield from self._expect("{")
+        name = arguments = None
+        is_out = False
+        while True:
+            yield from self._peek()
+            key = yield from self._string()
+            yield from self._expect(":")
+            first = yield from self._peek()
+            if key == "name" and name is None:
+                name = self._known((yield from self._string()))
+            elif key in _ARGUMENTS and arguments is None and name is not None and first == "{":
+                arguments, is_out = "", True
+                yield from self._arguments(name)
+            elif key in _ARGUMENTS and arguments is None:
+                arguments = _arguments_in((yield from self._value()))
+            elif self._format.bare and key not in ("id", "type"):
+                raise Malformed  # an answer in JSON, not a call
+            else:
+                yield from self._value()
+            yield from self._peek()
+            if not (yield from self._take(",")):
+                break
+        yield from self._expect("}")
+        if name is None:
+            raise Malformed
+        if not is_out:
+            self._begin(name)
+            self._show_arguments(arguments or "{}")
+
+    def _named(self) -> Steps[None]:
+        """A call as its pieces stand."""
+        format = self._format
+        if format.is_object:
+            raise Malformed
+        if not (yield from self._take(format.before)):
+            raise Malformed
+        yield from self._peek()
+        name = self._known((yield from self._match(_NAME)))
+        if "[CALL_ID]" in format.inner and (yield from self._take("[CALL_ID]")):
+            yield from self._match(_ID)
+        yield from self._expect(format.between.strip())
+        if (yield from self._peek()) != "{":
+            raise Malformed
+        yield from self._arguments(name)
+        if format.after:
+            yield from self._expect(format.after.strip())
+
+    def _arguments(self, name: str) -> Steps[None]:
+        """Give out a call whose arguments come next, while they come."""
+        self._begin(name)
+        yield from self._nested(self._show_arguments)
+        self._is_closing = True
+
+    def _begin(self, name: str) -> None:
+        """From here on the call stands."""
+        self._drop()
+        self._count += 1
+        self._call(ToolCall(self._count - 1, "", self._format.new_id(), name))
+
+    def _show_arguments(self, text: str) -> None:
+        self._call(ToolCall(self._count - 1, text))
+
+    def _call(self, piece: ToolCall) -> None:
+        if self._limit is None or piece.index < self._limit:
+            self._events.append(piece)
+
+    def _known(self, name: str) -> str:
+        if name not in self._names:
+            raise Malformed
+        return name
+
+    def _say(self, length: int) -> None:
+        """The first characters are content."""
+        if length:
+            self._events.append(Content(self._text[:length]))
+            self._text = self._text[length:]
+
+
+class _PythonicParser(ToolParser):
+    """Calls with Python's keyword arguments, each of which is given out when it is complete."""
+
+    def _block(self) -> Steps[None]:
+        yield from self._expect("[")
+        while True:
+            yield from self._peek()
+            self._is_closing = False
+            name = self._known((yield from self._match(_NAME)))
+            yield from self._expect("(")
+            yield from self._keywords(name)
+            self._is_closing = True
+            self._drop()
+            yield from self._peek()
+            if not (yield from self._take(",")):
+                break
+        yield from self._expect("]")
+        self._drop()
+        yield from self._peek()
+        yield from self._take("<|python_end|>")
+
+    def _keywords(self, name: str) -> Steps[None]:
+        """The arguments of a call, behind the opening parenthesis, and the closing one."""
+        is_out = False
+        while (yield from self._peek()) != ")":
+            key = yield from self._match(_NAME)
+            if not key.isidentifier():
+                raise Malformed
+            yield from self._expect("=")
+            value = _json_of((yield from self._literal()))
+            if not is_out:
+                self._begin(name)
+            self._show_arguments(f'{", " if is_out else "{"}"{key}": {value}')
+            is_out = True
+            self._drop()
+            if (yield from self._peek()) != ")":
+                yield from self._expect(",")
+        self._pos += 1
+        if is_out:
+            self._show_arguments("}")
+        else:
+            self._begin(name)
+            self._show_arguments("{}")
+
+    def _literal(self) -> Steps[str]:
+        """The text of a value, up to the comma or parenthesis behind it."""
+        begin, depth, quote = self._pos, 0, ""
+        while True:
+            found = (_IN_QUOTES[quote] if quote else _PYTHON).search(self._text, self._pos)
+            if found is None:
+                is_half_escape = bool(quote) and self._text.endswith("\\", self._pos)
+                self._pos = len(self._text) - is_half_escape
+                yield from self._more()
+                continue
+            if not quote and not depth and found[0] in ",)":
+                self._pos = found.start()
+                return self._text[begin : self._pos]
+            self._pos = found.end()
+            match found[0]:
+                case "'" | '"' as mark:
+                    quote = "" if quote else mark
+                case "(" | "[" | "{":
+                    depth += 1
+                case ")" | "]" | "}":
+                    depth -= 1
+
+
+def _arguments_in(text: str) -> str:
+    """Arguments that could not be streamed: written before the name, as a string with JSON in it, or null."""
+    value = decoded(text)
+    if isinstance(value, str):
+        text, value = value, decoded(value)
+    if value is None:
+        return "{}"
+    if not isinstance(value, dict) or not _is_utf8(text):
+        raise Malformed
+    return text
+
+
+def _json_of(text: str) -> str:
+    """The JSON of a value that is written as in JSON or as in Python. Raises `Malformed`."""
+    try:
+        value = decoded(text)
+    except Malformed:
+        value = _python_value(text.strip())
+    try:
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return written if _is_utf8(written) else json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        raise Malformed from None
+
+
+def _python_value(text: str) -> object:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about backslashes in what the model wrote
+            return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        raise Malformed from None
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

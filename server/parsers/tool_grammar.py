@@ -1,0 +1,216 @@
+"""Grammars that hold a model to a tool format, in llguidance's Lark notation.
+
+The notation: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. A marker that is one token of the
+tokenizer stands as `<[id]>`: text in a grammar does not match such tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.parsers.incremental import any_of
+from quire.server.parsers.reasoning import ReasoningFormat
+from quire.server.parsers.tool_formats import ToolFormat
+
+TokenId = Callable[[str], int | None]
+"""The id of a marker that is one added token; None for one that is plain text."""
+
+_SAYS_NOTHING = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | {
+    "$schema", "$id", "title", "description", "default", "examples", "strict",
+}  # fmt: skip
+"""What keyword arguments can be held to of a schema, and what asks for nothing."""
+
+_AT_THE_ROOT = {"$schema", "$id", "id"}
+"""Keywords that only a whole schema may have."""
+
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose value names schemas."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. `parameters` is the JSON schema of its arguments, an object's."""
+
+    name: str
+    parameters: dict[str, Any]
+    strict: bool = False
+
+
+def tool_grammar(
+    format: ToolFormat,
+    tools: Sequence[Tool],
+    token_id: TokenId,
+    *,
+    required: bool,
+    several: bool,
+    answer: Any = None,
+    reasoning: ReasoningFormat | None = None,
+    is_thinking: bool = False,
+) -> str:
+    """What an answer with calls of these tools looks like.
+
+    `required`: calls and nothing else, their arguments as the schemas say. Else free text too, or with `answer` (a JSON
+    schema) what that describes instead of calls; and only those tools that are `strict` are held to their schemas.
+    `several` calls, or one; in front of all, where the model thinks, its thoughts (`is_thinking`: the prompt has opened
+    them). Raises `InvalidParameter` for schemas that keyword arguments cannot be held to.
+    """
+    is_either = answer is not None and not required
+    grammar = _Grammar(format, token_id, as_json=is_either and format.bare == "{")
+    for tool in tools:
+        is_held = required or tool.strict
+        grammar.add_tool(tool.name, tool.parameters if is_held else {"type": "object"})
+    grammar.add_blocks(several)
+    if is_either:
+        grammar.rules.append(f"answer: %json {json.dumps(answer)}")
+        body = "(calls | answer)"
+    else:
+        body = "calls" if required else grammar.free_text(several, reasoning.open if reasoning else None)
+    if reasoning is not None:
+        thoughts = f"{grammar.text_up_to('thoughts', reasoning.close)} SPACE"
+        body = f"{thoughts} {body}" if is_thinking else f"({grammar.marker(reasoning.open)} {thoughts})? {body}"
+    rules = [f"start: {body}", *grammar.rules, r"TEXT: /(.|\n)*/", r"SPACE: /\s{0,4}/"]
+    return "\n".join(rules) + "\n"
+
+
+class _Grammar:
+    """Rules, as they are added."""
+
+    def __init__(self, format: ToolFormat, token_id: TokenId, as_json: bool) -> None:
+        """`as_json`: a call is written as JSON that may be spaced in any way, not as the format's own text.
+
+        That is for calls beside other JSON: a lexeme that begins like a longer one, as `{` does like the text of a
+        call, would be taken for the longer one.
+        """
+        self.rules: list[str] = []
+        self._format = format
+        self._as_json = as_json
+        self._token_id = token_id
+        self._split = re.compile(f"({any_of(format.all_markers).pattern})")
+        self._calls: list[str] = []
+
+    def literal(self, text: str) -> str:
+        """This text, as an expression, whose markers may be tokens; empty for none."""
+        parts = [part for part in self._split.split(text) if part]
+        return " ".join(self.marker(part) if self._split.fullmatch(part) else _quoted(part) for part in parts)
+
+    def marker(self, text: str) -> str:
+        """A marker, as a token where it is one."""
+        token = self._token_id(text)
+        return _quoted(text) if token is None else f"<[{token}]>"
+
+    def add_tool(self, name: str, schema: dict[str, Any]) -> None:
+        """A call of this function."""
+        index, format = len(self._calls), self._format
+        self._calls.append(f"call_{index}")
+        if self._as_json:
+            self.rules.append(f"call_{index}: %json {json.dumps(self._object(name, schema))}")
+            return
+        if format.python:
+            self.rules.append(f"args_{index}: {' | '.join(self._keywords(index, name, schema))}")
+        else:
+            self.rules.append(f"args_{index}: %json {json.dumps({'type': 'object', **schema})}")
+        before, after = self.literal(f"{format.before}{name}{format.between}"), self.literal(format.after)
+        self.rules.append(f"call_{index}: {before} args_{index} {after}")
+
+    def _object(self, name: str, schema: dict[str, Any]) -> dict[str, Any]:
+        """The schema of a call, for formats in which it is an object."""
+        key, _, _ = self._format.between.removeprefix('", "').partition('"')
+        inner = {keyword: value for keyword, value in schema.items() if keyword not in _AT_THE_ROOT}
+        arguments = _moved({"type": "object", **inner}, f"/properties/{key}")
+        return {
+            "type": "object",
+            "properties": {"name": {"const": name}, key: arguments},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+
+    def add_blocks(self, several: bool) -> None:
+        """`calls`: one block or more. `rest`: a block without its marker."""
+        format = self._format
+        calls = "call"
+        if several and format.separator is not None:
+            calls = f"call ({self.literal(format.separator)} call)*"
+        marker = format.markers[0] if format.open.startswith(format.markers[0]) else ""
+        rest = f"{self.literal(format.open.removeprefix(marker))} {calls} {self.literal(format.close)}"
+        block = f"{self.literal(marker)} rest"
+        again = f"({self.literal(format.gap)} {block})*" if several and format.separator is None else ""
+        self.rules += [f"call: {' | '.join(self._calls)}", f"rest: {rest}", f"calls: {block} {again}"]
+
+    def free_text(self, several: bool, opener: str | None) -> str:
+        """Text with calls in it; for formats without a marker, calls or text, which does not begin with `opener`."""
+        format = self._format
+        if format.bare:
+            but = rf" & ~/\s*{_pattern(opener)}(.|\n)*/" if opener else ""
+            self.rules.append(rf"PLAIN: /\s*[^\s\{format.bare}](.|\n)*/{but}")
+            return "(calls | PLAIN)?"
+        block = f"{self.text_up_to('head', format.markers[0])} rest"
+        return f"({block})* TEXT" if several else f"({block} | TEXT)"
+
+    def text_up_to(self, name: str, marker: str) -> str:
+        """Free text and the first `marker` behind it, be that a token or spelled out."""
+        self.rules.append(f"{name}_text[lazy]: TEXT {_quoted(marker)}")
+        token = self._token_id(marker)
+        return f"{name}_text" if token is None else f"({name}_text | TEXT <[{token}]>)"
+
+    def _keywords(self, index: int, name: str, schema: dict[str, Any]) -> Iterator[str]:
+        """Keyword arguments in the schema's order: an alternative for each that may be the first."""
+        if unheld := sorted(schema.keys() - _SAYS_NOTHING):
+            raise InvalidParameter(
+                f"tools: {unheld[0]} in the parameters of {name}: this model's calls have keyword arguments, which can "
+                "be held to properties and required alone",
+                "tools",
+            )
+        required = schema.get("required", [])
+        properties = dict(schema.get("properties", {}))
+        properties |= {key: {} for key in required if key not in properties}
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        items: list[tuple[str, bool]] = []
+        for key, value in properties.items():
+            if not key.isidentifier():
+                raise InvalidParameter(
+                    f"tools: {key!r} in the parameters of {name}: this model's calls have keyword arguments, which "
+                    "need names that are identifiers",
+                    "tools",
+                )
+            rule = f"value_{index}_{len(items)}"
+            self.rules.append(f"{rule}: %json {json.dumps({**value, **shared} if isinstance(value, dict) else value)}")
+            items.append((f"{_quoted(key + '=')} {rule}", key in required))
+        for first, (item, is_required) in enumerate(items):
+            others = (f'", " {other}' if must else f'(", " {other})?' for other, must in items[first + 1 :])
+            yield " ".join((item, *others))
+            if is_required:
+                return
+        yield '""'
+
+
+def _moved(schema: Any, path: str) -> Any:
+    """A schema that stands at this path of another one; its references lead to the same as before."""
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[keyword] = f"#{path}{value[1:]}"
+        elif keyword in _OF_SCHEMAS and isinstance(value, dict):
+            moved[keyword] = {name: _moved(each, path) for name, each in value.items()}
+        elif isinstance(value, list) and keyword in ("allOf", "anyOf", "oneOf", "prefixItems", "items"):
+            moved[keyword] = [_moved(each, path) for each in value]
+        elif keyword in ("items", "additionalItems", "additionalProperties"):
+            moved[keyword] = _moved(value, path)
+        else:
+            moved[keyword] = value
+    return moved
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _pattern(text: str) -> str:
+    """A regular expression, between slashes, for this text."""
+    return re.escape(text).replace("/", "\\/")
