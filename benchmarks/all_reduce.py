@@ -30,7 +30,7 @@ from quire import kernels
 from quire.engine.config.options import ParallelConfig
 from quire.engine.distributed import connect
 from quire.engine.distributed.communicator import GroupParallel
-from quire.engine.distributed.cpu_communicator import HostParallel
+from quire.engine.distributed.cpu_communicator import CpuParallel
 
 SIZES = [1 << power for power in range(12, 23)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,7 +54,7 @@ def measure(rank: int, size: int, init_method: str, rounds: int, results: Connec
     links = connect(grid, rank, init_method, torch.device("cpu"), timedelta(seconds=60))
     links.tp.settle()
     tp = links.tp
-    if not isinstance(tp, HostParallel) or tp.memory is None:
+    if not isinstance(tp, CpuParallel) or tp.memory is None:
         raise SystemExit("the ranks do not share memory: is there a compiler?")
     rows = []
     for name, dtype in DTYPES.items():

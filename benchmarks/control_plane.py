@@ -23,10 +23,10 @@ import msgspec
 import torch
 
 from quire.engine.config.options import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from quire.engine.models.model_spec import Architecture, Attention, FeedForward, Layer, Norm
-from quire.engine.protocol.messages import SamplingParams, StepPlan, StepResult, Submit
+from quire.engine.models.model_spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
+from quire.engine.protocol.messages import EngineCoreRequest, ModelRunnerOutput, SamplingParams, SchedulerOutput
 from quire.engine.scheduler.scheduler import Scheduler
-from quire.engine.worker.input_batch import RequestStates
+from quire.engine.worker.input_batch import InputBatch
 
 SIZES = (1, 32, 64, 256, 1024)
 BLOCK = 16
@@ -37,14 +37,14 @@ PARTS = ("schedule", "encode", "update", "encode_outputs")
 
 
 def config(requests: int, length: int) -> EngineConfig:
-    norm = Norm(eps=1e-6)
-    layer = Layer(
-        attention=Attention(num_heads=4, num_kv_heads=4, head_dim=8, scale=0.35, rope=None),
+    norm = NormSpec(eps=1e-6)
+    layer = LayerSpec(
+        attention=AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=8, scale=0.35, rope=None),
         attention_norm=norm,
-        feed_forward=FeedForward(size=64),
+        feed_forward=MLPSpec(size=64),
         feed_forward_norm=norm,
     )
-    architecture = Architecture(
+    architecture = ModelSpec(
         name="LlamaForCausalLM",
         hidden_size=32,
         vocab_size=32000,
@@ -89,16 +89,16 @@ def measure(requests: int, steps: int) -> dict[str, float]:
     """Median microseconds of each part of a step with so many requests decoding."""
     length = PROMPT + BLOCK + steps * 2
     scheduler = Scheduler(config(requests, length))
-    states = RequestStates(requests, length, BLOCK)
+    states = InputBatch(requests, length, BLOCK)
     encode = msgspec.msgpack.Encoder().encode
-    decode = msgspec.msgpack.Decoder(StepPlan).decode
+    decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
     for index in range(requests):
         # Prompts of different lengths: about one decode in 16 needs a block in each step.
         prompt = [3 + (index * 31 + place) % 1000 for place in range(PROMPT + index % BLOCK)]
         request_id = f"chatcmpl-{index:032x}-0"
-        scheduler.add(Submit(0, request_id, prompt, SamplingParams(max_tokens=None, temperature=0.0)))
+        scheduler.add(EngineCoreRequest(0, request_id, prompt, SamplingParams(max_tokens=None, temperature=0.0)))
     parts: dict[str, list[float]] = {name: [] for name in (*PARTS, "step", "worker")}
-    in_flight: deque[StepPlan] = deque()
+    in_flight: deque[SchedulerOutput] = deque()
     clock = time.perf_counter
     gc.collect()
     gc.freeze()
@@ -120,7 +120,7 @@ def measure(requests: int, steps: int) -> dict[str, float]:
             continue
         plan = in_flight.popleft()
         sampled = len(plan.scheduled) and plan.scheduled[0].num_tokens > 1
-        result = StepResult(plan.step, [7] * plan.num_rows)
+        result = ModelRunnerOutput(plan.step, [7] * plan.num_rows)
         if sampled:  # still prefilling: only the last chunk of a prompt samples
             ends = {request.slot for request in scheduler.decoding}
             result.token_ids = [7] * len(plan.decodes) + [7 if row.slot in ends else -1 for row in plan.scheduled]

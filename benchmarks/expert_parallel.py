@@ -33,10 +33,10 @@ from torch import Tensor
 from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed import connect
-from quire.engine.distributed.expert_group import GroupPeers, Pending
+from quire.engine.distributed.expert_group import ProcessGroupExpertCommunicator, Transfer
 from quire.engine.executor.nodes import set_interfaces
-from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
-from quire.engine.worker.model_runner import Runner
+from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.worker.model_runner import ModelRunner
 
 BACKENDS: tuple[Literal["allgather_reducescatter", "all_to_all"], ...] = ("allgather_reducescatter", "all_to_all")
 MODEL = {
@@ -78,7 +78,7 @@ class Network:
 class Slow:
     """Rows that are not here before their time."""
 
-    rows: Pending
+    rows: Transfer
     network: Network
     due: float
 
@@ -91,16 +91,16 @@ class Slow:
 
 def slow_down(network: Network) -> None:
     """Have every exchange between processes take as long as over the network."""
-    start = GroupPeers.start
+    start = ProcessGroupExpertCommunicator.start
 
-    def slow(self: GroupPeers, x: Tensor, sent: list[int], received: list[int]) -> Pending:
+    def slow(self: ProcessGroupExpertCommunicator, x: Tensor, sent: list[int], received: list[int]) -> Transfer:
         pending, row = start(self, x, sent, received), x.shape[1] * x.element_size()
         crossing = max(sum(sent) - sent[self.rank], sum(received) - received[self.rank]) * row
         takes = network.latency + crossing / network.bandwidth
         network.under_way += takes
         return Slow(pending, network, time.perf_counter() + takes)
 
-    GroupPeers.start = slow  # type: ignore[assignment, method-assign]
+    ProcessGroupExpertCommunicator.start = slow  # type: ignore[assignment, method-assign]
 
 
 class Step(NamedTuple):
@@ -118,7 +118,7 @@ def work(config: EngineConfig, network: Network, tokens: int, rounds: int, pipe:
     slow_down(network)
     parallel, cpu = config.parallel, torch.device("cpu")
     links = connect(parallel, 0, parallel.init_method, cpu)
-    runner = Runner(config, 0, links, cpu)
+    runner = ModelRunner(config, 0, links, cpu)
     blocks = list(range(-(-tokens // config.cache.block_size)))
     prompt = [(7 * at + 13 * parallel.replica) % 250 + 3 for at in range(tokens)]
     steps: dict[str, list[Step]] = {"one piece": [], "halves": []}
@@ -127,8 +127,10 @@ def work(config: EngineConfig, network: Network, tokens: int, rounds: int, pipe:
         for way, measured in steps.items():
             network.under_way = network.waited = 0.0
             runner._split_tokens = 1 if way == "halves" else None
-            request = NewRequest(0, prompt, tokens, 0, blocks, SamplingParams(temperature=0.0))
-            plan = StepPlan(number, [0] if number else [], [request], [Scheduled(0, tokens, [], [])], has_work=True)
+            request = NewRequestData(0, prompt, tokens, 0, blocks, SamplingParams(temperature=0.0))
+            plan = SchedulerOutput(
+                number, [0] if number else [], [request], [CachedRequestData(0, tokens, [], [])], has_work=True
+            )
             began = time.perf_counter()
             runner.launch(plan).result()
             if turn:  # the first warms up

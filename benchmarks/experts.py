@@ -19,25 +19,27 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import linear
-from quire.kernels.experts import ExpertByExpert, PanelExperts
+from quire.kernels.experts import ExpertByExpert, TiledExperts
 
 COPIES = 4
 TOKENS = (1, 8, 32, 512)
-KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], kernels.Linear]]] = {
-    "float32": (torch.float32, linear.Panels),
-    "bfloat16": (torch.bfloat16, linear.Panels),
-    "int8": (torch.float32, linear.Int8),
+KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], kernels.PackedLinear]]] = {
+    "float32": (torch.float32, linear.TiledLinear),
+    "bfloat16": (torch.bfloat16, linear.TiledLinear),
+    "int8": (torch.float32, linear.Int8Linear),
 }
 
 
-def copies(kind: str, num_experts: int, hidden: int, size: int) -> Iterator[tuple[kernels.Experts, kernels.Experts]]:
+def copies(
+    kind: str, num_experts: int, hidden: int, size: int
+) -> Iterator[tuple[kernels.PackedExperts, kernels.PackedExperts]]:
     """Layers, fused and as a loop each."""
     dtype, pack = KINDS[kind]
     for _ in range(COPIES):
         gate_up, down = torch.randn(num_experts, 2 * size, hidden), torch.randn(num_experts, hidden, size)
         gate_up, down = gate_up.to(dtype), down.to(dtype)
         loop = ExpertByExpert([*map(pack, gate_up)], [*map(pack, down)], "silu", None, None)
-        fused = PanelExperts(gate_up, down, "silu", None, None, is_int8=kind == "int8")
+        fused = TiledExperts(gate_up, down, "silu", None, None, is_int8=kind == "int8")
         yield fused, loop
 
 

@@ -51,13 +51,13 @@ def core(requests: str, responses: list[str], pace: float) -> None:
 
     from quire.engine.config.options import DEMO_MODEL
     from quire.engine.protocol.messages import (
-        Abort,
+        AbortRequests,
+        EngineCoreOutput,
+        EngineCoreOutputs,
+        EngineCoreRequest,
+        EngineReady,
         EngineStats,
-        Outputs,
-        Ready,
-        RequestOutput,
         Shutdown,
-        Submit,
         ToCore,
     )
     from quire.server.frontend.tokenizer import Tokenizer
@@ -71,7 +71,7 @@ def core(requests: str, responses: list[str], pace: float) -> None:
     outboxes = [context.socket(zmq.PUSH) for _ in responses]
     for outbox, address in zip(outboxes, responses, strict=True):
         outbox.connect(address)
-        outbox.send(msgspec.msgpack.encode(Ready({})))
+        outbox.send(msgspec.msgpack.encode(EngineReady({})))
     decode = msgspec.msgpack.Decoder(ToCore).decode
     encode = msgspec.msgpack.Encoder().encode
     running: dict[str, tuple[int, int]] = {}
@@ -81,17 +81,19 @@ def core(requests: str, responses: list[str], pace: float) -> None:
     while True:
         while inbox.poll(0 if running else 1000):
             match decode(inbox.recv()):
-                case Submit(client=client, request_id=request_id, params=params):
+                case EngineCoreRequest(client=client, request_id=request_id, params=params):
                     running[request_id] = (client, params.max_tokens or LENGTH)
-                    outboxes[client].send(encode(Outputs([RequestOutput(request_id, [next(tokens)])], stats)))
-                case Abort(request_ids):
+                    outboxes[client].send(
+                        encode(EngineCoreOutputs([EngineCoreOutput(request_id, [next(tokens)])], stats))
+                    )
+                case AbortRequests(request_ids):
                     for request_id in request_ids:
                         running.pop(request_id, None)
                 case Shutdown():
                     return
         tick = max(tick + max(1e-3, pace * len(running)), time.perf_counter())
         time.sleep(max(0.0, tick - time.perf_counter()))
-        steps = [Outputs(stats=stats) for _ in responses]
+        steps = [EngineCoreOutputs(stats=stats) for _ in responses]
         for request_id, (client, left) in list(running.items()):
             step = steps[client]
             if left > 1:
@@ -100,7 +102,7 @@ def core(requests: str, responses: list[str], pace: float) -> None:
                 step.token_ids.append(next(tokens))
             else:
                 del running[request_id]
-                step.outputs.append(RequestOutput(request_id, [next(tokens)], finish_reason="length"))
+                step.outputs.append(EngineCoreOutput(request_id, [next(tokens)], finish_reason="length"))
         for outbox, step in zip(outboxes, steps, strict=True):
             if step.request_ids or step.outputs:
                 outbox.send(encode(step))

@@ -24,10 +24,12 @@ LAYERS = ((1152, 896), (896, 896), (9728, 896), (896, 4864))
 """Output and input features."""
 COPIES = 6
 ROWS = (1, 4, 8, 16, 32, 64, 128, 256, 512)
-KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], kernels.Linear], Callable[[Tensor], kernels.Linear]]] = {
-    "float32": (torch.float32, linear.Panels, linear.OneDNN),
-    "bfloat16": (torch.bfloat16, linear.Panels, linear.OneDNN),
-    "int8": (torch.float32, linear.Int8, linear.Int8OneDNN),
+KINDS: dict[
+    str, tuple[torch.dtype, Callable[[Tensor], kernels.PackedLinear], Callable[[Tensor], kernels.PackedLinear]]
+] = {
+    "float32": (torch.float32, linear.TiledLinear, linear.OneDNNLinear),
+    "bfloat16": (torch.bfloat16, linear.TiledLinear, linear.OneDNNLinear),
+    "int8": (torch.float32, linear.Int8Linear, linear.Int8OneDNNLinear),
 }
 
 

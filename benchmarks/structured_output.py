@@ -30,9 +30,9 @@ from quire import kernels
 from quire.engine import executor as executors
 from quire.engine.config.options import DEMO_MODEL, EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.executor import Executor, Pending
-from quire.engine.protocol.messages import SamplingParams, StepPlan, StructuredOutputs, Submit
-from quire.engine.scheduler.grammar import Grammars
+from quire.engine.executor import Executor, StepFuture
+from quire.engine.protocol.messages import EngineCoreRequest, SamplingParams, SchedulerOutput, StructuredOutputs
+from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.scheduler import Scheduler
 
 REQUESTS = 32
@@ -75,8 +75,10 @@ def run(
         is_bound = index < constrained
         params = SamplingParams(max_tokens=None, ignore_eos=True, structured_outputs=ENDLESS if is_bound else None)
         grammar = scheduler.grammars.compile(ENDLESS) if is_bound else None
-        scheduler.add(Submit(0, f"{'bound' if is_bound else 'free'}-{index}", [5 + index, 6, 7], params), grammar)
-    in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        scheduler.add(
+            EngineCoreRequest(0, f"{'bound' if is_bound else 'free'}-{index}", [5 + index, 6, 7], params), grammar
+        )
+    in_flight: deque[tuple[SchedulerOutput, StepFuture]] = deque()
     tokens = {"free": 0, "bound": 0}
     begun, done = 0.0, -10
     while done < steps:
@@ -142,7 +144,7 @@ def steps(config: EngineConfig, rounds: int, count: int) -> dict[str, float]:
 
 def masks(config: EngineConfig) -> dict[str, float]:
     """Microseconds to compute and to apply the masks of a step."""
-    grammars = Grammars(config.model)
+    grammars = GrammarCompiler(config.model)
     figures: dict[str, float] = {}
     for number in CONSTRAINED[1:]:
         many = [grammars.compile(ENDLESS) for _ in range(number)]
@@ -155,7 +157,7 @@ def masks(config: EngineConfig) -> dict[str, float]:
 
 def compiling(config: EngineConfig) -> dict[str, float]:
     """Milliseconds until a grammar and its first mask are there."""
-    grammars = Grammars(config.model)
+    grammars = GrammarCompiler(config.model)
     begun = time.perf_counter()
     grammars.compile(ENDLESS)
     figures = {"the vocabulary, once": (time.perf_counter() - begun) * 1e3}

@@ -26,9 +26,9 @@ from quire import kernels
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed import connect
-from quire.engine.distributed.cpu_communicator import HostParallel
-from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
-from quire.engine.worker.model_runner import Runner
+from quire.engine.distributed.cpu_communicator import CpuParallel
+from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.worker.model_runner import ModelRunner
 
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -57,14 +57,14 @@ def serve(config: EngineConfig, rank: int, init_method: str, threads: int, pipe:
     cpu = torch.device("cpu")
     ready = kernels.prepare("cpu")
     links = connect(config.parallel, rank, init_method, cpu)
-    runner = Runner(config, rank, links, cpu)
+    runner = ModelRunner(config, rank, links, cpu)
     ready()
     links.tp.settle()
-    memory = links.tp.memory if isinstance(links.tp, HostParallel) else None
+    memory = links.tp.memory if isinstance(links.tp, CpuParallel) else None
     pipe.send(memory is not None)
     while (message := pipe.recv()) is not None:
         if isinstance(message, bool):
-            assert isinstance(links.tp, HostParallel)
+            assert isinstance(links.tp, CpuParallel)
             links.tp.memory = memory if message else None
             continue
         begun = time.perf_counter()
@@ -98,10 +98,10 @@ class Layout:
         for pipe in self._pipes:
             pipe.send(shared)
 
-    def seconds(self, new: list[NewRequest], scheduled: list[Scheduled], released: list[int]) -> float:
+    def seconds(self, new: list[NewRequestData], scheduled: list[CachedRequestData], released: list[int]) -> float:
         """Of one step: the slowest rank's."""
         for pipe in self._pipes:
-            pipe.send(StepPlan(self._step, released, new, scheduled))
+            pipe.send(SchedulerOutput(self._step, released, new, scheduled))
         self._step += 1
         return max([float(pipe.recv()) for pipe in self._pipes])
 
@@ -112,11 +112,11 @@ class Layout:
             process.join()
 
 
-def requests(rows: int, tokens: int, room: int) -> list[NewRequest]:
+def requests(rows: int, tokens: int, room: int) -> list[NewRequestData]:
     """Prompts of `tokens` each, with blocks for `room` tokens."""
     blocks = -(-room // BLOCK)
     return [
-        NewRequest(
+        NewRequestData(
             slot=row,
             token_ids=[(7 * row + place) % 31000 + 5 for place in range(tokens)],
             num_prompt_tokens=tokens,
@@ -130,7 +130,7 @@ def requests(rows: int, tokens: int, room: int) -> list[NewRequest]:
 
 def prefill(layout: Layout, tokens: int) -> float:
     """Seconds for one prompt."""
-    spent = layout.seconds(requests(1, tokens, tokens), [Scheduled(0, tokens, [], [])], [])
+    spent = layout.seconds(requests(1, tokens, tokens), [CachedRequestData(0, tokens, [], [])], [])
     layout.seconds([], [], [0])
     return spent
 
@@ -138,8 +138,8 @@ def prefill(layout: Layout, tokens: int) -> float:
 def decode(layout: Layout, rows: int, steps: int) -> float:
     """Seconds of a step in which each of `rows` requests goes forward by a token: the median."""
     new = requests(rows, CONTEXT, CONTEXT + steps)
-    layout.seconds(new, [Scheduled(row, CONTEXT, [], []) for row in range(rows)], [])
-    spent = [layout.seconds([], [Scheduled(row, 1, [9], []) for row in range(rows)], []) for _ in range(steps)]
+    layout.seconds(new, [CachedRequestData(row, CONTEXT, [], []) for row in range(rows)], [])
+    spent = [layout.seconds([], [CachedRequestData(row, 1, [9], []) for row in range(rows)], []) for _ in range(steps)]
     layout.seconds([], [], list(range(rows)))
     return statistics.median(spent)
 

@@ -8,20 +8,20 @@ the reference. Nothing of Quire is imported here.
 from __future__ import annotations
 
 from quire.kernels import reference
-from quire.kernels.backends import AttentionLayer, AttentionNeeds, HostRows, Unavailable
+from quire.kernels.backends import AttentionLayer, AttentionNeeds, BackendUnavailable, HostRows
 from quire.kernels.cache import allocate_kv_cache, kv_cache_dtype
 from quire.kernels.dispatch import by_device, paged_attention, prepare
-from quire.kernels.experts import Experts, fused_experts, pack_experts
-from quire.kernels.linear import Linear, Quantization, pack_gated, pack_linear
+from quire.kernels.experts import PackedExperts, fused_experts, pack_experts
+from quire.kernels.linear import PackedLinear, Quantization, pack_gated, pack_linear
 
 __all__ = [
     "AttentionLayer",
     "AttentionNeeds",
-    "Experts",
+    "BackendUnavailable",
     "HostRows",
-    "Linear",
+    "PackedExperts",
+    "PackedLinear",
     "Quantization",
-    "Unavailable",
     "act_mul",
     "activate",
     "add_rms_norm",

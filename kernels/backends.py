@@ -17,14 +17,14 @@ from torch import Tensor
 
 from quire.kernels import reference
 from quire.kernels.cache import FP8_CAPABILITY, allocate_kv_cache
-from quire.kernels.flashinfer import FlashInfer, Missing, Wrong
+from quire.kernels.flashinfer import FlashInfer, FlashInferMissing, FlashInferWrong
 
 logger = logging.getLogger(__name__)
 
 AttentionBackend = Literal["auto", "triton", "flashinfer", "reference"]
 
 
-class Unavailable(ValueError):
+class BackendUnavailable(ValueError):
     """A backend was asked for by name and cannot serve. The text says why, and what to do."""
 
 
@@ -80,7 +80,7 @@ def choose(
     """Who is to be asked before the platform's `own` paged attention, for queries of `dtype`.
 
     `trouble` is what is wrong with the Triton kernel, so that `own` is the reference; "" where it is right. One line
-    of the log says who serves and why. Raises `Unavailable` where the backend asked for cannot serve.
+    of the log says who serves and why. Raises `BackendUnavailable` where the backend asked for cannot serve.
     """
     backend = needs.backend
     if backend == "reference":
@@ -88,17 +88,17 @@ def choose(
         return _reference
     if device.type == "cpu":
         if backend != "auto":
-            raise Unavailable(f"--attention-backend {backend} needs a GPU; leave it out, or take reference")
+            raise BackendUnavailable(f"--attention-backend {backend} needs a GPU; leave it out, or take reference")
         return None
     if device.type == "cuda" and needs.cache_dtype == torch.float8_e4m3fn:
         capability = torch.cuda.get_device_capability(device)
         if capability < FP8_CAPABILITY:
-            raise Unavailable(
+            raise BackendUnavailable(
                 f"--kv-cache-dtype fp8 needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or "
                 f"more, and {device} has {capability[0]}.{capability[1]}; use --kv-cache-dtype int8, or auto"
             )
     if backend == "triton" and trouble:
-        raise Unavailable(
+        raise BackendUnavailable(
             f"--attention-backend triton: its kernel does not work on {device}: {trouble}; take auto, or reference"
         )
     if backend == "triton" or not needs.layers:
@@ -106,10 +106,12 @@ def choose(
         return None
     try:
         return _with_flashinfer(device, dtype, needs, own, trouble)
-    except Missing as error:
+    except FlashInferMissing as error:
         if backend == "flashinfer":
-            raise Unavailable(f"--attention-backend flashinfer: {error}; take triton, or leave the flag out") from None
-        level = logging.WARNING if isinstance(error, Wrong) else logging.INFO
+            raise BackendUnavailable(
+                f"--attention-backend flashinfer: {error}; take triton, or leave the flag out"
+            ) from None
+        level = logging.WARNING if isinstance(error, FlashInferWrong) else logging.INFO
         logger.log(level, "attention on %s: by %s (flashinfer is not used: %s)", device, _own_name(trouble), error)
         return None
 
@@ -125,22 +127,22 @@ def _reference(*args: Any, host: HostRows | None = None, **options: Any) -> Tens
 def _with_flashinfer(
     device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, own: Callable[..., Tensor], trouble: str
 ) -> FlashInfer | None:
-    """It, for the prompts, the decodes, or both. Raises `Missing` where it can serve no layer."""
+    """It, for the prompts, the decodes, or both. Raises `FlashInferMissing` where it can serve no layer."""
     lacks = {layer: FlashInfer.lacks(layer, dtype, needs.cache_dtype) for layer in needs.layers}
     fit = [layer for layer, lack in lacks.items() if not lack]
     left = ", ".join(sorted({lack for lack in lacks.values() if lack}))
     if not fit:
-        raise Missing(f"it does not serve {left}")
+        raise FlashInferMissing(f"it does not serve {left}")
     found = FlashInfer(device)
     for layer in fit:
         for queries in (1, 17):
             if wrong := found.compare(_case(device, dtype, needs, layer, [(40, 1), (0, queries), (600, 1)])):
-                raise Wrong(f"it fails its self-check: {wrong}")
+                raise FlashInferWrong(f"it fails its self-check: {wrong}")
     try:
         times = [_compare_times(device, dtype, needs, layer, own, found) for layer in fit]
     except Exception as error:  # whatever a compiler or a driver finds at sizes that were not tried before
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise Wrong(f"it cannot be timed: {text}"[:400]) from error
+        raise FlashInferWrong(f"it cannot be timed: {text}"[:400]) from error
     parts, chosen = [], []
     for number, kind in enumerate(("prompts", "decodes")):
         theirs, ours = (sum(each[number][who] for each in times) for who in (0, 1))
@@ -158,7 +160,7 @@ def _with_flashinfer(
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     """A call of paged attention."""
 
     args: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
@@ -172,7 +174,7 @@ def _case(
     needs: AttentionNeeds,
     layer: AttentionLayer,
     requests: list[tuple[int, int]],
-) -> Case:
+) -> AttentionCase:
     """Random numbers for requests of (context, queries), their blocks shuffled."""
     noise = torch.Generator().manual_seed(0)
     counts = np.array([count for _, count in requests])
@@ -201,7 +203,7 @@ def _case(
         options["slopes"] = 2.0 ** -torch.linspace(1.0, 8.0, layer.heads, device=device)
     cache = cache.expand(2, *cache.shape[1:]) if layer.is_latent else cache
     args = (query, cache, tables, torch.from_numpy(lengths).to(device), starts, layer.scale)
-    return Case(args, options, HostRows(counts, lengths, {}))
+    return AttentionCase(args, options, HostRows(counts, lengths, {}))
 
 
 def check_cases(
@@ -213,7 +215,7 @@ def check_cases(
         yield functools.partial(_run, case)
 
 
-def _run(case: Case, operation: Callable[..., Tensor]) -> Tensor:
+def _run(case: AttentionCase, operation: Callable[..., Tensor]) -> Tensor:
     return operation(*case.args, **case.options)
 
 

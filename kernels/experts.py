@@ -23,7 +23,7 @@ _act_mul = by_device(reference.act_mul)
 _packed_experts = by_device(packed.packed_experts)
 
 
-class Experts(ABC):
+class PackedExperts(ABC):
     """Experts in the form that the device multiplies by."""
 
     @abstractmethod
@@ -56,7 +56,7 @@ def pack_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     quantization: linear.Quantization | None = None,
-) -> Experts:
+) -> PackedExperts:
     """The experts of `gate_up` `[experts, 2 * size, hidden]` and `down` `[experts, hidden, size]`; see `fused_experts`.
 
     The two may be overwritten: experts are most of a model, so packed ones take the place of those that they are made
@@ -64,15 +64,15 @@ def pack_experts(
     """
     biases = (gate_up_bias, down_bias)
     packing = linear.packing(gate_up[0], quantization)
-    if packing is linear.Plain:
+    if packing is linear.PlainLinear:
         return PlainExperts(gate_up, down, activation, *biases)
-    if packing is linear.Panels or packing is linear.Int8:
-        return PanelExperts(gate_up, down, activation, *biases, is_int8=packing is linear.Int8)
+    if packing is linear.TiledLinear or packing is linear.Int8Linear:
+        return TiledExperts(gate_up, down, activation, *biases, is_int8=packing is linear.Int8Linear)
     products = [[linear.pack_linear(weight, quantization) for weight in weights] for weights in (gate_up, down)]
     return ExpertByExpert(products[0], products[1], activation, *biases)
 
 
-class PlainExperts(Experts):
+class PlainExperts(PackedExperts):
     """Weights as they are."""
 
     def __init__(
@@ -88,7 +88,7 @@ class PlainExperts(Experts):
         return _of_place(self._weights, place)
 
 
-class PanelExperts(Experts):
+class TiledExperts(PackedExperts):
     """All experts' panels in one tensor: of float32, of bfloat16, or of bytes."""
 
     def __init__(
@@ -147,13 +147,13 @@ def _widened(weight: Tensor, padding: int) -> Tensor:
     return F.pad(weight, (0, padding)) if padding else weight
 
 
-class ExpertByExpert(Experts):
+class ExpertByExpert(PackedExperts):
     """A call of two packed linear layers for every expert that has rows."""
 
     def __init__(
         self,
-        gate_up: Sequence[linear.Linear],
-        down: Sequence[linear.Linear],
+        gate_up: Sequence[linear.PackedLinear],
+        down: Sequence[linear.PackedLinear],
         activation: str,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,

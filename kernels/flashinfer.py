@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.kernels import reference
 
 if TYPE_CHECKING:
-    from quire.kernels.backends import AttentionLayer, Case, HostRows
+    from quire.kernels.backends import AttentionCase, AttentionLayer, HostRows
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +34,11 @@ _AHEAD = 3
 """Wrappers of a kind that are made at once: steps in flight, and one more."""
 
 
-class Missing(RuntimeError):
+class FlashInferMissing(RuntimeError):
     """FlashInfer cannot be used. The text says why."""
 
 
-class Wrong(Missing):
+class FlashInferWrong(FlashInferMissing):
     """It can be used, and does not do what the reference does."""
 
 
@@ -65,14 +65,15 @@ class FlashInfer:
     """FlashInfer on one device: called like `reference.paged_attention`, None where it leaves the call to others.
 
     It leaves to them what `lacks` names, steps that cannot be planned on the host (`HostRows.plans`), and what a CUDA
-    graph records, which would outlive a plan. Raises `Missing` where it is not installed or cannot be imported.
+    graph records, which would outlive a plan. Raises `FlashInferMissing` where it is not installed or cannot be
+    imported.
     """
 
     def __init__(self, device: torch.device) -> None:
         try:
             self._library = importlib.import_module("flashinfer")
         except Exception as error:  # it looks for compilers and drivers while it is imported
-            raise Missing(f"it cannot be imported ({error}); pip install 'quire[flashinfer]'") from error
+            raise FlashInferMissing(f"it cannot be imported ({error}); pip install 'quire[flashinfer]'") from error
         self.serves_prompts = self.serves_decodes = True
         self._device = device
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -208,7 +209,7 @@ class FlashInfer:
             make = functools.partial(library.BatchDecodeWithPagedKVCacheWrapper, use_tensor_cores=True)
         return _Wrapper(make(self._workspace, kv_layout="HND"), self._device)
 
-    def compare(self, case: Case) -> str:
+    def compare(self, case: AttentionCase) -> str:
         """What is wrong with what it makes of a call; "" where that is what the reference makes, within precision."""
         step = 8 * torch.finfo(case.args[0].dtype).eps
         try:

@@ -38,7 +38,7 @@ INT4_GROUPS = (128, 64, 32)
 """Weights that share a scale: the largest of these that divides the input features."""
 
 
-class Linear(ABC):
+class PackedLinear(ABC):
     """A weight in the form that the device multiplies by."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class Linear(ABC):
             mine.copy_(theirs)
 
 
-def pack_linear(weight: Tensor, quantization: Quantization | None = None) -> Linear:
+def pack_linear(weight: Tensor, quantization: Quantization | None = None) -> PackedLinear:
     """The matmul by `weight` `[out, in]`, which need not be kept. Quantized ones are for CPUs.
 
     int8: one scale for each output feature, and one for each row of `x`, found when it comes (W8A8, dynamic).
@@ -64,30 +64,30 @@ def pack_linear(weight: Tensor, quantization: Quantization | None = None) -> Lin
     return packing(weight, quantization)(weight)
 
 
-def pack_gated(weight: Tensor, activation: str, quantization: Quantization | None = None) -> Linear:
+def pack_gated(weight: Tensor, activation: str, quantization: Quantization | None = None) -> PackedLinear:
     """The matmul by `weight` `[2 * size, in]`, gates before ups, and `act_mul` of that: it returns `[rows, size]`."""
     pack = packing(weight, quantization)
-    if pack is Panels or pack is Int8:
+    if pack is TiledLinear or pack is Int8Linear:
         return pack(weight, activation)
-    return Gated(pack(weight), activation)
+    return PackedGatedLinear(pack(weight), activation)
 
 
-def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tensor], Linear]:
+def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tensor], PackedLinear]:
     """The class below that packs weights like this one, `[out, in]`."""
     if weight.device.type != "cpu":
-        return Plain
+        return PlainLinear
     if quantization == "int4":
-        return Int4
+        return Int4Linear
     if quantization == "int8":
-        return Int8 if _is_ours("vnni") else Int8OneDNN
+        return Int8Linear if _is_ours("vnni") else Int8OneDNNLinear
     if weight.dtype == torch.float32:
-        return Panels if _is_ours("f") else OneDNN if _has_onednn() else Plain
+        return TiledLinear if _is_ours("f") else OneDNNLinear if _has_onednn() else PlainLinear
     if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _is_ours("bf16"):
-        return Panels
+        return TiledLinear
     if weight.dtype == torch.bfloat16 and _has_onednn() and (torch.cpu._is_avx512_bf16_supported() or _has_tiles()):
-        return OneDNN
+        return OneDNNLinear
     # oneDNN emulates bfloat16 where the processor does not have it, at half the speed of float32.
-    return Widened
+    return WidenedLinear
 
 
 def _is_ours(extension: Literal["f", "bf16", "vnni"]) -> bool:
@@ -121,7 +121,7 @@ def _padded(x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, -rows % step)) if rows % step else x
 
 
-class Plain(Linear):
+class PlainLinear(PackedLinear):
     """torch's own matmul."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -134,10 +134,10 @@ class Plain(Linear):
         return [self._weight]
 
 
-class Gated(Linear):
+class PackedGatedLinear(PackedLinear):
     """A product of gates and ups, and their activation behind it."""
 
-    def __init__(self, product: Linear, activation: str) -> None:
+    def __init__(self, product: PackedLinear, activation: str) -> None:
         self._product, self._activation = product, activation
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -150,7 +150,7 @@ class Gated(Linear):
         self._product.restore(state)
 
 
-class Panels(Linear):
+class TiledLinear(PackedLinear):
     """Our own, of float32 or bfloat16; sums are float32. Gates and ups are activated while they are in registers."""
 
     def __init__(self, weight: Tensor, activation: str = "") -> None:
@@ -165,7 +165,7 @@ class Panels(Linear):
         return [self._weight]
 
 
-class OneDNN(Linear):
+class OneDNNLinear(PackedLinear):
     """Prepacked by oneDNN; sums are float32."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -183,7 +183,7 @@ class OneDNN(Linear):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(dense, _ROWS_HINT)
 
 
-class Widened(Linear):
+class WidenedLinear(PackedLinear):
     """16-bit weights where the processor has no 16-bit arithmetic: widened in the cache; float32 sums."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -206,7 +206,7 @@ def word_panels(weight: Tensor, gated: bool = False) -> Tensor:
     return _panels(weight.detach(), 4 // weight.element_size(), gated)
 
 
-class Int8(Linear):
+class Int8Linear(PackedLinear):
     """Our own products of 8-bit integers: exact but for the rounding of weights and of `x` to 255 steps.
 
     Gates and ups are activated while they are in registers.
@@ -224,7 +224,7 @@ class Int8(Linear):
         return [self._weight, self._scales]
 
 
-class Int8OneDNN(Linear):
+class Int8OneDNNLinear(PackedLinear):
     """The same by oneDNN."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -251,7 +251,7 @@ class Int8OneDNN(Linear):
         self._scales.copy_(scales)
 
 
-class Int4(Linear):
+class Int4Linear(PackedLinear):
     """Groups of 4-bit weights, for decode, where reading the weights takes the time; `x` and the sums are float32."""
 
     def __init__(self, weight: Tensor) -> None:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
-    from quire.server.llm import LLM, AsyncLLM, EmbeddingResult, RequestResult
+    from quire.server.llm import LLM, AsyncLLM, EmbeddingRequestOutput, RequestOutput
 
-__all__ = ["LLM", "AsyncLLM", "EmbeddingResult", "RequestResult", "SamplingParams", "StructuredOutputs"]
+__all__ = ["LLM", "AsyncLLM", "EmbeddingRequestOutput", "RequestOutput", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"
 
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 from starlette.routing import Route
 
 from quire.server.app import create_app
-from quire.server.frontend.frontend import Service
-from quire.server.http.state import State
+from quire.server.frontend.frontend import Frontend
+from quire.server.http.state import ServedModel
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
 COMMAND = ".venv/bin/python scripts/api_docs.py"
@@ -52,7 +52,7 @@ def main() -> None:
 
 def render() -> str:
     """The page as Markdown."""
-    app = create_app(State(cast(Service, None), ("",)))  # no route is called
+    app = create_app(ServedModel(cast(Frontend, None), ("",)))  # no route is called
     document = app.openapi()
     schemas: dict[str, Schema] = document.get("components", {}).get("schemas", {})
     operations: list[tuple[str, Schema]] = [

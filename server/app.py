@@ -12,14 +12,20 @@ from starlette.types import Receive, Scope, Send
 from quire.server.anthropic import messages
 from quire.server.config import ServerOptions, names
 from quire.server.http import errors, sagemaker_vertex, status
-from quire.server.http.api_keys import Keys
-from quire.server.http.middleware import MIB, Guard, Limits, RequestId, RootPath
+from quire.server.http.api_keys import ApiKeys
+from quire.server.http.middleware import (
+    MIB,
+    ApiKeyMiddleware,
+    LimitsMiddleware,
+    RequestIdMiddleware,
+    RootPathMiddleware,
+)
 from quire.server.http.response import DIRECT_SEND
-from quire.server.http.state import State
+from quire.server.http.state import ServedModel
 from quire.server.openai import chat, completions, embeddings, responses, tokenize
 
 
-def create_app(state: State, options: ServerOptions | None = None) -> FastAPI:
+def create_app(state: ServedModel, options: ServerOptions | None = None) -> FastAPI:
     """The application of one served model, with the guards that `options` ask for; without options there are none,
     as it is asked from inside the process only. Raises `ConfigError` for keys that cannot be read.
     """
@@ -63,10 +69,10 @@ class _App(FastAPI):
 
 def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> None:
     """What is added last stands before the others."""
-    app.add_middleware(Limits, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
-    if (keys := Keys.load(options)) is not None:
+    app.add_middleware(LimitsMiddleware, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
+    if (keys := ApiKeys.load(options)) is not None:
         open_paths = open_paths | {options.root_path + path for path in open_paths}
-        app.add_middleware(Guard, keys=keys, open_paths=frozenset(open_paths))
+        app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=frozenset(open_paths))
     if options.allowed_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -76,6 +82,6 @@ def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> No
             allow_credentials=options.allow_credentials,
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestId)
+    app.add_middleware(RequestIdMiddleware)
     if options.root_path:
-        app.add_middleware(RootPath, path=options.root_path)
+        app.add_middleware(RootPathMiddleware, path=options.root_path)

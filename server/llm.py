@@ -18,27 +18,27 @@ from tqdm import tqdm
 
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
-from quire.engine.protocol.messages import RequestOutput, SamplingParams
-from quire.server.frontend.conversation import ChatOptions, Message
+from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
+from quire.server.frontend.conversation import ChatTemplateOptions, Message
 from quire.server.frontend.dp_coordinator import meet
 from quire.server.frontend.embedding_output import VectorOptions
-from quire.server.frontend.frontend import Service
-from quire.server.frontend.output_processor import Delta, SequenceText
+from quire.server.frontend.frontend import Frontend
+from quire.server.frontend.output_processor import OutputProcessor, TextDelta
 from quire.server.frontend.renderer import ChatFormats, EmbeddingOptions, Prompt
 from quire.server.frontend.tools import ToolUse, read_choice, read_tools
 from quire.server.llm_outputs import (
-    Completion,
-    EmbeddingResult,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     Logprob,
-    RequestResult,
-    Vector,
+    RequestOutput,
     completion,
     prompt_logprobs,
 )
 from quire.server.parsers.events import ToolCall
-from quire.server.parsers.output_parser import Reading
+from quire.server.parsers.output_parser import OutputFormat
 
-__all__ = ["LLM", "AsyncLLM", "Completion", "EmbeddingResult", "Logprob", "RequestResult", "ToolCall"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput", "ToolCall"]
 
 PromptLike = str | list[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with one of them as `prompt` or `prompt_token_ids`, and perhaps a `cache_salt`."""
@@ -66,16 +66,16 @@ class AsyncLLM:
         fetch_weights(asked, self.config)
         self._chat_template = chat_template
         self._log_level = log_level
-        self._starting: asyncio.Task[Service] | None = None
+        self._starting: asyncio.Task[Frontend] | None = None
 
-    async def start(self) -> Service:
+    async def start(self) -> Frontend:
         """Load the model; raises `EngineUnavailable` with the reason when that fails."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
 
-    async def _start(self) -> Service:
-        service = await Service.start(
+    async def _start(self) -> Frontend:
+        service = await Frontend.start(
             self.config,
             name=str(self.config.model.path),
             formats=ChatFormats(self._chat_template),
@@ -95,14 +95,14 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[RequestResult]:
+    ) -> AsyncIterator[RequestOutput]:
         """Continue a prompt. Each result holds all so far; the last one is `finished`.
 
         Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed`
         and `EngineUnavailable`.
         """
         service = await self.start()
-        request = _Request(service, await _render(service, prompt, sampling_params), request_id, priority)
+        request = _OfflineRequest(service, await _render(service, prompt, sampling_params), request_id, priority)
         async for _ in request.run():
             yield request.result()
 
@@ -113,10 +113,10 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         **chat: Any,
-    ) -> AsyncIterator[RequestResult]:
+    ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation; otherwise like `generate`. `chat` are the options that `LLM.chat` names."""
-        service, how = await self.start(), _Chat.of(**chat)
-        request = _Request(service, await how.render(service, messages, sampling_params), request_id, priority)
+        service, how = await self.start(), _ChatPrompt.of(**chat)
+        request = _OfflineRequest(service, await how.render(service, messages, sampling_params), request_id, priority)
         async for _ in request.run():
             yield request.result()
 
@@ -132,7 +132,7 @@ class AsyncLLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
-    ) -> EmbeddingResult:
+    ) -> EmbeddingRequestOutput:
         """The vector of a prompt, by a model that embeds (`runner`); the options are those of `/v1/embeddings`.
 
         Cancelling the task aborts the request. Raises as `generate`.
@@ -197,7 +197,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
-    ) -> list[RequestResult]:
+    ) -> list[RequestOutput]:
         """Continue one prompt or many, with params for all or for each; results in the order of the prompts.
 
         Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are aborted then.
@@ -217,13 +217,13 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> list[RequestResult]:
+    ) -> list[RequestOutput]:
         """Answer one conversation or many; otherwise like `generate`.
 
         The model may call `tools` (those of the OpenAI API), and must where `tool_choice` says so. `tool_calls` of a
         result are what it calls; its `text` is all that the model has written, calls included.
         """
-        how = _Chat.of(
+        how = _ChatPrompt.of(
             tools,
             tool_choice,
             chat_template=chat_template,
@@ -245,7 +245,7 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
-    ) -> list[EmbeddingResult]:
+    ) -> list[EmbeddingRequestOutput]:
         """The vectors of one prompt or many, by a model that embeds; otherwise like `AsyncLLM.embed`."""
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         rendering = EmbeddingOptions(
@@ -271,12 +271,12 @@ class LLM:
 
     async def _run_all(
         self,
-        render: Callable[[Any, SamplingParams | None], Coroutine[Any, Any, _Rendered]],
+        render: Callable[[Any, SamplingParams | None], Coroutine[Any, Any, _RenderedPrompt]],
         prompts: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
         use_tqdm: bool,
-    ) -> list[RequestResult]:
+    ) -> list[RequestOutput]:
         params = [sampling_params] * len(prompts) if not isinstance(sampling_params, Sequence) else sampling_params
         priorities = [0] * len(prompts) if priority is None else priority
         for what, given in (("sampling_params", params), ("priority", priorities)):
@@ -286,7 +286,7 @@ class LLM:
         with contextlib.ExitStack() as stack, tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
             requests = []
             for one, rank in zip(rendered, priorities, strict=True):
-                requests.append(_Request(self._service, one, None, rank))
+                requests.append(_OfflineRequest(self._service, one, None, rank))
                 stack.callback(requests[-1].close)
             async with asyncio.TaskGroup() as group:
                 for request in requests:
@@ -295,10 +295,10 @@ class LLM:
 
     async def _embed_all(
         self, prompts: Sequence[PromptLike], rendering: EmbeddingOptions, vectors: VectorOptions, use_tqdm: bool
-    ) -> list[EmbeddingResult]:
+    ) -> list[EmbeddingRequestOutput]:
         with tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
 
-            async def one(prompt: PromptLike) -> EmbeddingResult:
+            async def one(prompt: PromptLike) -> EmbeddingRequestOutput:
                 result = await _embed(self._service, prompt, rendering, vectors)
                 bar.update()
                 return result
@@ -324,23 +324,23 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, llm: AsyncL
     loop.close()
 
 
-class _Rendered(NamedTuple):
+class _RenderedPrompt(NamedTuple):
     """A prompt: its text, if there is one, what the engine gets, and how calls in the answer are to be read."""
 
     text: str | None
     ids: list[int]
     params: SamplingParams
     cache_salt: str | None = None
-    reading: Reading | None = None
+    reading: OutputFormat | None = None
 
 
-class _Request:
+class _OfflineRequest:
     """One request of the Python API: its sequences, growing. Submitted when it is made."""
 
     def __init__(
         self,
-        service: Service,
-        prompt: _Rendered,
+        service: Frontend,
+        prompt: _RenderedPrompt,
         request_id: str | None,
         priority: int,
     ) -> None:
@@ -351,7 +351,7 @@ class _Request:
         self._ids = prompt.ids
         self._params = params
         self._reading = prompt.reading
-        self._sequences = [Delta(index) for index in range(params.n)]
+        self._sequences = [TextDelta(index) for index in range(params.n)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._generation = service.generate(self._id, [prompt.ids], params, priority, prompt.cache_salt)
 
@@ -373,12 +373,12 @@ class _Request:
         """Abort what still runs."""
         self._generation.close()
 
-    def result(self) -> RequestResult:
+    def result(self) -> RequestOutput:
         """All so far."""
         scores = self._sequences[0].prompt_logprobs
         if scores is not None and self._prompt_logprobs is None:
             self._prompt_logprobs = prompt_logprobs(self._tokenizer, self._ids, scores)
-        return RequestResult(
+        return RequestOutput(
             request_id=self._id,
             prompt=self._prompt,
             prompt_token_ids=self._ids,
@@ -388,19 +388,19 @@ class _Request:
             prompt_logprobs=self._prompt_logprobs,
         )
 
-    def _calls(self, sequence: Delta) -> list[ToolCall]:
+    def _calls(self, sequence: TextDelta) -> list[ToolCall]:
         """What an answer calls, once it has ended; its text is left as it is."""
         if self._reading is None or sequence.finish_reason is None:
             return []
-        whole = RequestOutput(self._id, list(sequence.token_ids), finish_reason="stop")
-        return SequenceText(self._tokenizer, 0, self._ids, self._params, self._reading).feed(whole).tool_calls
+        whole = EngineCoreOutput(self._id, list(sequence.token_ids), finish_reason="stop")
+        return OutputProcessor(self._tokenizer, 0, self._ids, self._params, self._reading).feed(whole).tool_calls
 
 
 @dataclass(frozen=True)
-class _Chat:
+class _ChatPrompt:
     """How conversations are rendered, and what the model may call."""
 
-    options: ChatOptions
+    options: ChatTemplateOptions
     tools: Sequence[Mapping[str, Any]]
     use: ToolUse | None
 
@@ -411,13 +411,17 @@ class _Chat:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> _Chat:
+    ) -> _ChatPrompt:
         """From the options of `LLM.chat`; raises `InvalidParameter` for what is not understood of tools."""
         use = read_choice(read_tools(tools or ()), tool_choice)
         kwargs = chat_template_kwargs or {}
-        return _Chat(ChatOptions(may_call=use is not None, chat_template_kwargs=kwargs, **options), tools or (), use)
+        return _ChatPrompt(
+            ChatTemplateOptions(may_call=use is not None, chat_template_kwargs=kwargs, **options), tools or (), use
+        )
 
-    async def render(self, service: Service, messages: Sequence[Message], params: SamplingParams | None) -> _Rendered:
+    async def render(
+        self, service: Frontend, messages: Sequence[Message], params: SamplingParams | None
+    ) -> _RenderedPrompt:
         """A conversation."""
         renderer = service.renderer
         ids = await renderer.chat(messages, self.tools, self.options)
@@ -432,7 +436,7 @@ class _Chat:
             )
             if grammar is not None:
                 params, param = msgspec.structs.replace(params, structured_outputs=grammar), "tools"
-        return _Rendered(None, ids, await renderer.resolve(params, param), reading=reading)
+        return _RenderedPrompt(None, ids, await renderer.resolve(params, param), reading=reading)
 
 
 def _is_one_prompt(prompts: Any) -> bool:
@@ -441,25 +445,25 @@ def _is_one_prompt(prompts: Any) -> bool:
     )
 
 
-def _given(service: Service, params: SamplingParams | None) -> SamplingParams:
+def _given(service: Frontend, params: SamplingParams | None) -> SamplingParams:
     return SamplingParams(**service.renderer.defaults) if params is None else params
 
 
-async def _render(service: Service, prompt: PromptLike, params: SamplingParams | None) -> _Rendered:
+async def _render(service: Frontend, prompt: PromptLike, params: SamplingParams | None) -> _RenderedPrompt:
     given, salt = _taken_apart(prompt)
     ids = await service.renderer.prompt(given)
     resolved = await service.renderer.resolve(_given(service, params))
-    return _Rendered(given if isinstance(given, str) else None, ids, resolved, salt)
+    return _RenderedPrompt(given if isinstance(given, str) else None, ids, resolved, salt)
 
 
 async def _embed(
-    service: Service,
+    service: Frontend,
     prompt: PromptLike,
     rendering: EmbeddingOptions,
     vectors: VectorOptions,
     request_id: str | None = None,
     priority: int = 0,
-) -> EmbeddingResult:
+) -> EmbeddingRequestOutput:
     service.check(embeds=True)
     pooling = service.renderer.pooling
     assert pooling is not None
@@ -469,11 +473,11 @@ async def _embed(
     request_id = request_id or uuid.uuid4().hex
     with service.embed(request_id, [ids], priority, salt) as embedding:
         (output,) = await embedding.vectors()
-    return EmbeddingResult(
+    return EmbeddingRequestOutput(
         request_id=request_id,
         prompt=given if isinstance(given, str) else None,
         prompt_token_ids=ids,
-        outputs=Vector(vectors.finish(output.vector or b"", pooling).tolist()),
+        outputs=EmbeddingOutput(vectors.finish(output.vector or b"", pooling).tolist()),
         num_cached_tokens=output.num_cached_tokens,
     )
 

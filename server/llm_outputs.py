@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from quire.engine.protocol.messages import PromptLogprobs, TokenLogprobs
-from quire.server.frontend.output_processor import AnswerEnd, Delta
+from quire.server.frontend.output_processor import AnswerEnd, TextDelta
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.parsers.events import ToolCall
 
@@ -21,7 +21,7 @@ class Logprob(NamedTuple):
 
 
 @dataclass
-class Completion:
+class CompletionOutput:
     """One of the `n` continuations of a prompt."""
 
     index: int
@@ -37,13 +37,13 @@ class Completion:
 
 
 @dataclass
-class RequestResult:
+class RequestOutput:
     """A prompt and what came of it. `prompt` is None when the request brought token ids or messages."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    outputs: list[Completion]
+    outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared."""
@@ -52,32 +52,32 @@ class RequestResult:
 
 
 @dataclass
-class Vector:
+class EmbeddingOutput:
     """What a prompt is embedded as."""
 
     embedding: list[float]
 
 
 @dataclass
-class EmbeddingResult:
+class EmbeddingRequestOutput:
     """A prompt and its vector. `prompt` is None when the request brought token ids."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    outputs: Vector
+    outputs: EmbeddingOutput
     finished: bool = True
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache spared."""
 
 
-def completion(tokenizer: Tokenizer, sequence: Delta, tool_calls: list[ToolCall]) -> Completion:
+def completion(tokenizer: Tokenizer, sequence: TextDelta, tool_calls: list[ToolCall]) -> CompletionOutput:
     """A sequence as the Python API shows it; a copy."""
     logprobs = None
     if sequence.logprobs is not None:
         pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
         logprobs = [_by_token(tokenizer, sampled, at) for sampled, at in pairs]
-    return Completion(
+    return CompletionOutput(
         index=sequence.index,
         text=sequence.text,
         token_ids=list(sequence.token_ids),

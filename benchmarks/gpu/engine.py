@@ -11,8 +11,8 @@ from typing import Any
 from quire.engine import executor
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.executor import Pending
-from quire.engine.protocol.messages import SamplingParams, StepPlan, Submit
+from quire.engine.executor import StepFuture
+from quire.engine.protocol.messages import EngineCoreRequest, SamplingParams, SchedulerOutput
 from quire.engine.scheduler.scheduler import Scheduler
 
 
@@ -20,7 +20,7 @@ from quire.engine.scheduler.scheduler import Scheduler
 class Step:
     """A plan whose result has come back."""
 
-    plan: StepPlan
+    plan: SchedulerOutput
     ended: float
     """`time.perf_counter`"""
 
@@ -47,13 +47,13 @@ class Engine:
     def add(self, name: str, prompt: list[int], output: int, **params: Any) -> None:
         """A request that does not end before its `output` tokens; greedy unless `params` say otherwise."""
         asked = SamplingParams(**({"temperature": 0.0} | params), max_tokens=output, ignore_eos=True)
-        refusal = self.scheduler.add(Submit(0, name, prompt, asked.for_engine(seed=0)))
+        refusal = self.scheduler.add(EngineCoreRequest(0, name, prompt, asked.for_engine(seed=0)))
         assert refusal is None, refusal
         self.outputs[name] = []
 
     def steps(self) -> Iterator[Step]:
-        """Run until no request is left, with as many plans in flight as the core has (`Core.run`)."""
-        in_flight: deque[tuple[StepPlan, Pending]] = deque()
+        """Run until no request is left, with as many plans in flight as the core has (`EngineCore.run`)."""
+        in_flight: deque[tuple[SchedulerOutput, StepFuture]] = deque()
         depth = self.config.scheduler.depth
         while in_flight or self.scheduler.has_requests:
             plan = self.scheduler.schedule()

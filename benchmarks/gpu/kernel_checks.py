@@ -63,7 +63,7 @@ def check(lab: Lab) -> Iterator[Record]:
     operations = dict.fromkeys(name for name, _, _ in kernel_calls.calls(torch.device("cpu"), torch.float32, tiny=True))
     check_one, met = functools.partial(_check_operation, lab), set[str]()
     with contextlib.ExitStack() as stack:
-        each = map
+        each: Any = map
         if lab.device == "cuda":
             spawn = multiprocessing.get_context("spawn")
             each = stack.enter_context(ProcessPoolExecutor(_PROCESSES, spawn, max_tasks_per_child=1)).map
@@ -82,7 +82,7 @@ def _with_flashinfer(device: torch.device) -> Note:
     wanted = kernels.AttentionNeeds(layers, cache_dtype=torch.bfloat16, backend="flashinfer")
     try:
         kernels.prepare(device, torch.bfloat16, wanted)()
-    except kernels.Unavailable as error:
+    except kernels.BackendUnavailable as error:
         kernels.prepare(device, torch.bfloat16)()
         return Note(str(error))
     return Note("what is checked as chosen is FlashInfer's, where it serves")

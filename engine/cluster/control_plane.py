@@ -71,7 +71,7 @@ class Hello(msgspec.Struct, kw_only=True):
     """What its user wants to say besides."""
 
 
-class Ended(Exception):
+class LinkEnded(Exception):
     """The leader has ended, refused us, or is lost; the text says why.
 
     An end without trouble has no reason; the text is empty then.
@@ -83,7 +83,7 @@ class Ended(Exception):
 
 
 @dataclass
-class _Peer:
+class _FollowerLink:
     identity: bytes
     hello: Hello
     fd: int
@@ -92,7 +92,7 @@ class _Peer:
 
 
 @dataclass
-class _Socket:
+class _FramedSocket:
     """A ZMQ socket, and what its thread waits for besides: the bell of other threads, and connections that close."""
 
     kind: int
@@ -174,7 +174,7 @@ class Leader:
         """
         self._expected = tuple(expected)
         self._on_lost, self._on_message, self._on_join, self._noun = on_lost, on_message, on_join, noun
-        self._socket = _Socket(zmq.ROUTER, ipv6=sockets.has_dualstack_ipv6())
+        self._socket = _FramedSocket(zmq.ROUTER, ipv6=sockets.has_dualstack_ipv6())
         self._socket.zmq.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             if port:
@@ -186,7 +186,7 @@ class Leader:
                 f"{noun}s cannot join at port {port} of this host: {os.strerror(error.errno or 0).lower()}; "
                 f"choose another with {flag}"
             ) from None
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, _FollowerLink] = {}
         """Those that are here; only the thread changes it."""
         self._changed = threading.Condition()
         self._lost: dict[int, str] = {}
@@ -323,7 +323,7 @@ class Leader:
             self._socket.closed.discard(fd)  # that of one before it
             with self._changed:
                 self._lost.pop(number, None)
-                self._peers[number] = _Peer(identity, hello, fd, time.monotonic())
+                self._peers[number] = _FollowerLink(identity, hello, fd, time.monotonic())
                 self._changed.notify_all()
             logger.info("%s has joined", hello.name)
             if self._on_join is not None:
@@ -340,7 +340,7 @@ class Leader:
                 self._lose(peer, f"{peer.hello.name} was lost: nothing was heard of it for {LOST_SECONDS:.0f} s")
         self._socket.closed.clear()
 
-    def _lose(self, peer: _Peer, reason: str) -> None:
+    def _lose(self, peer: _FollowerLink, reason: str) -> None:
         number = peer.hello.number
         with self._changed:
             del self._peers[number]
@@ -377,17 +377,17 @@ class Follower:
         """Join, trying again until the leader is there.
 
         `leader` is what errors call it, `remedy` what they say when it does not answer within `seconds`
-        (`ConfigError`). Raises `Ended` when it refuses us.
+        (`ConfigError`). Raises `LinkEnded` when it refuses us.
         """
         self._leader, self._on_lost = leader or f"the host at {address}:{port}", on_lost
         self._hello = msgspec.msgpack.encode(hello)
-        self._inbox: SimpleQueue[bytes | Ended] = SimpleQueue()
+        self._inbox: SimpleQueue[bytes | LinkEnded] = SimpleQueue()
         self._answered = threading.Event()
         self._is_welcome = False
-        self.ended: Ended | None = None
+        self.ended: LinkEnded | None = None
         """What `receive` will raise once it has given the messages before."""
         self._heard = 0.0
-        self._socket = _Socket(zmq.DEALER, ipv6=":" in address)
+        self._socket = _FramedSocket(zmq.DEALER, ipv6=":" in address)
         self._socket.zmq.setsockopt(zmq.RECONNECT_IVL, 200)
         self._socket.zmq.connect(f"tcp://{f'[{address}]' if ':' in address else address}:{port}")
         self._thread = threading.Thread(target=self._run, daemon=True, name="cluster-follower")
@@ -404,12 +404,12 @@ class Follower:
         logger.info("%s has joined %s", hello.name, self._leader)
 
     def receive(self, timeout: float | None) -> bytes:
-        """The next message; raises `TimeoutError`, and `Ended` from the leader's end on."""
+        """The next message; raises `TimeoutError`, and `LinkEnded` from the leader's end on."""
         try:
             message = self._inbox.get(timeout=timeout)
         except Empty:
             raise TimeoutError from None
-        if isinstance(message, Ended):
+        if isinstance(message, LinkEnded):
             self._inbox.put(message)
             raise message
         return message
@@ -461,7 +461,7 @@ class Follower:
             self._is_welcome = True
             self._answered.set()
         elif kind == _END:
-            self._end(Ended(body.decode(errors="replace")))
+            self._end(LinkEnded(body.decode(errors="replace")))
             self._answered.set()
         return kind == _END
 
@@ -474,11 +474,11 @@ class Follower:
         else:
             return False
         reason = f"{self._leader} was lost: {how}"
-        self._end(Ended(reason))
+        self._end(LinkEnded(reason))
         self._on_lost(reason)
         return True
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, ended: LinkEnded) -> None:
         self.ended = ended
         self._inbox.put(ended)
 

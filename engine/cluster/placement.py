@@ -19,14 +19,14 @@ class ClusterNode:
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShare:
     """The ranks of one host."""
 
     node: ClusterNode
     ranks: range
 
 
-def place(nodes: Sequence[ClusterNode], tp: int, pp: int, unit: str, owner: str = "the Ray cluster") -> list[Share]:
+def place(nodes: Sequence[ClusterNode], tp: int, pp: int, unit: str, owner: str = "the Ray cluster") -> list[NodeShare]:
     """Share `tp × pp` ranks out to few hosts, in order: each stage of `tp` ranks is whole on one of them.
 
     A stage is cut only where no host, even an empty one, could hold it. Raises `ConfigError`, with what there is on
@@ -48,7 +48,7 @@ def place(nodes: Sequence[ClusterNode], tp: int, pp: int, unit: str, owner: str 
     largest = sorted(nodes, key=lambda node: -node.free)  # stable: their order decides among equals
     held = max(node.total for node in nodes) >= tp
     piece = tp if held else 1
-    shares: list[Share] = []
+    shares: list[NodeShare] = []
     start = 0
     while start < needed:
         left = [node for node in largest if node.free >= piece and node not in [share.node for share in shares]]
@@ -58,12 +58,12 @@ def place(nodes: Sequence[ClusterNode], tp: int, pp: int, unit: str, owner: str 
         enough = [node for node in left if node.free >= needed - start]
         node = min(enough, key=lambda node: node.free) if enough else left[0]
         count = min(node.free // piece * piece, needed - start)
-        shares.append(Share(node, range(start, start + count)))
+        shares.append(NodeShare(node, range(start, start + count)))
         start += count
     return shares
 
 
-def cut_stages(shares: Sequence[Share], tp: int) -> list[int]:
+def cut_stages(shares: Sequence[NodeShare], tp: int) -> list[int]:
     """Stages whose ranks are on several hosts."""
     return sorted(
         {share.ranks.start // tp for share in shares if share.ranks.start % tp}

@@ -1,8 +1,8 @@
 """What a Ray cluster has to run on, asked within seconds, and refused in one line where it will not do.
 
 Ray itself retries for long and tells its troubles to the log, so it is asked by a process of its own (`python -m
-quire.engine.cluster.ray_cluster`: a `Question` on its standard input, an `Answer` on its standard output), which is
-read as it goes and ended when its time is over. Nothing else here imports Ray.
+quire.engine.cluster.ray_cluster`: a `ClusterQuery` on its standard input, an `ClusterReport` on its standard output),
+which is read as it goes and ended when its time is over. Nothing else here imports Ray.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import msgspec
 
 from quire.engine.cluster import control_plane
 from quire.engine.cluster.control_plane import Hello, Leader
-from quire.engine.cluster.placement import ClusterNode, Share, cut_stages, place
+from quire.engine.cluster.placement import ClusterNode, NodeShare, cut_stages, place
 from quire.engine.config import devices, model_files
 from quire.engine.config.devices import Devices
-from quire.engine.config.options import EngineOptions, RayPlace
+from quire.engine.config.options import EngineOptions, RayPlacement
 from quire.engine.protocol.errors import ConfigError
 
 Kind = Literal["cpu", "cuda"]
@@ -46,7 +46,7 @@ _ONE_TOKEN = "give every node and this process the same RAY_AUTH_TOKEN, or all o
 logger = logging.getLogger(__name__)
 
 
-class Question(msgspec.Struct):
+class ClusterQuery(msgspec.Struct):
     """What is to run."""
 
     model: str
@@ -58,7 +58,7 @@ class Question(msgspec.Struct):
     """Placement group that the ranks are to go to, in hex."""
 
 
-class Answer(msgspec.Struct, kw_only=True):
+class ClusterReport(msgspec.Struct, kw_only=True):
     """Where it can run, or why it cannot."""
 
     error: str | None = None
@@ -80,17 +80,17 @@ class Answer(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Placed:
+class RayResources:
     """Where the ranks go, and what they find there."""
 
-    place: RayPlace
+    place: RayPlacement
     shares: tuple[int, ...]
     """Ranks of each node. Node 0 is the engine core, and has none; its host may be another node, too."""
     devices: Devices | None
     """As large as the smallest of all nodes, each for one rank; None: to be found on this one."""
 
 
-def find(options: EngineOptions) -> Placed | None:
+def find(options: EngineOptions) -> RayResources | None:
     """The places of all ranks in the Ray cluster, if that is who runs them; None: this host does.
 
     Raises `ConfigError` when Ray is asked for, and cannot.
@@ -130,14 +130,14 @@ def find(options: EngineOptions) -> Placed | None:
         free // share if answer.kind == "cpu" else free
         for free, share in zip(answer.memory, answer.shares, strict=True)
     ]
-    return Placed(
-        RayPlace(answer.address, answer.head, group, tuple(answer.nodes), tuple(answer.bundles)),
+    return RayResources(
+        RayPlacement(answer.address, answer.head, group, tuple(answer.nodes), tuple(answer.bundles)),
         (0, *answer.shares),
         Devices(answer.kind, sum(answer.shares), min(per_rank)),
     )
 
 
-def ask(options: EngineOptions, group: str | None = None) -> Answer:
+def ask(options: EngineOptions, group: str | None = None) -> ClusterReport:
     """Have the cluster looked at; raises `ConfigError` within seconds, whatever is wrong with it."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
@@ -146,7 +146,7 @@ def ask(options: EngineOptions, group: str | None = None) -> Answer:
             "RAY_ADDRESS=HEAD:6379 or none"
         )
     local = Path(options.model).expanduser()
-    question = Question(
+    question = ClusterQuery(
         str(local.absolute()) if local.is_dir() else options.model,
         options.revision,
         options.tensor_parallel_size,
@@ -162,7 +162,7 @@ def ask(options: EngineOptions, group: str | None = None) -> Answer:
         child.stdin.write(msgspec.json.encode(question))
         child.stdin.close()
         try:
-            answer = msgspec.json.decode(_read(child, where), type=Answer)
+            answer = msgspec.json.decode(_read(child, where), type=ClusterReport)
         finally:
             child.kill()
     if answer.error is not None:
@@ -293,7 +293,7 @@ def _explain(ray: Any, address: str, error: Exception) -> str:
     return f"the Ray cluster{where} cannot be joined: {text}"
 
 
-def _answer(question: Question, on_connected: Callable[[], object]) -> Answer:
+def _answer(question: ClusterQuery, on_connected: Callable[[], object]) -> ClusterReport:
     """In the child."""
     import ray as typed
     from ray._private import state
@@ -329,7 +329,7 @@ def _answer(question: Question, on_connected: Callable[[], object]) -> Answer:
     shares = place(nodes, question.tp, question.pp, unit, owner)
     kind: Kind = "cuda" if wants_gpus else "cpu"
     memory = _look_at(ray, question, shares, kind, here)
-    return Answer(
+    return ClusterReport(
         address=context.gcs_address,
         head=next(node["NodeManagerAddress"] for node in alive if node["NodeID"] == here),
         kind=kind,
@@ -357,7 +357,7 @@ def _bundles(ray: Any, group: str, unit: str) -> dict[str, list[int]]:
     return found
 
 
-def _look_at(ray: Any, question: Question, shares: Sequence[Share], kind: Kind, here: str) -> list[int]:
+def _look_at(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], kind: Kind, here: str) -> list[int]:
     """See that every node can run its ranks as this host would; returns the free memory of each."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -428,10 +428,10 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what libraries print is not the answer
     try:
-        question = msgspec.json.decode(sys.stdin.buffer.read(), type=Question)
+        question = msgspec.json.decode(sys.stdin.buffer.read(), type=ClusterQuery)
         answer = _answer(question, lambda: os.write(answers, _CONNECTED))
     except ConfigError as error:
-        answer = Answer(error=str(error))
+        answer = ClusterReport(error=str(error))
     os.write(answers, msgspec.json.encode(answer))
     os._exit(0)
 

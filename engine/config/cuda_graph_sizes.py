@@ -12,8 +12,8 @@ from quire.engine.config.options import (
     ParallelConfig,
     SchedulerConfig,
 )
-from quire.engine.models.encoder_spec import Encoder
-from quire.engine.models.model_spec import Architecture, BuiltArchitecture
+from quire.engine.models.encoder_spec import EncoderSpec
+from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 _STEPS = ((8, 64), (16, 128), (32, 256), (64, 1024), (128, 1 << 20))
@@ -45,9 +45,9 @@ def _reason(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig
     """Why nothing is captured; empty: it is."""
     if options.enforce_eager:
         return "--enforce-eager"
-    if isinstance(model.architecture, Encoder) or model.pooling is not None:
+    if isinstance(model.architecture, EncoderSpec) or model.pooling is not None:
         return "a model that embeds has no decode steps"
-    if isinstance(model.architecture, BuiltArchitecture):
+    if isinstance(model.architecture, TransformersModelSpec):
         return "transformers' implementation of a model may wait for the device"
     if parallel.is_coupled:
         return "replicas that share experts exchange tokens in numbers that differ from step to step"
@@ -81,7 +81,7 @@ def _usual(most: int) -> tuple[int, ...]:
     return tuple(sorted({*(size for size in sizes if size < most), most}))
 
 
-def estimate(config: EngineConfig, arch: Architecture) -> int:
+def estimate(config: EngineConfig, arch: ModelSpec) -> int:
     """Bytes of a rank's graphs, about: their inputs, what the largest one computes in, and what the driver keeps.
 
     `arch` is that of a rank. A tape computes where any step does.

@@ -88,7 +88,7 @@ def _gpu_links(count: int) -> topology.Links:
     with _visible_gpus() as handles:
         if len(handles) == count:
             return topology.read(handles)
-    return ((topology.Link.UNKNOWN,) * count,) * count
+    return ((topology.LinkType.UNKNOWN,) * count,) * count
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from quire.engine.config.options import CacheGroup
-from quire.engine.models.model_spec import Architecture
+from quire.engine.models.model_spec import ModelSpec
 
 _SLACK = 1.1
 """So much more memory may be taken to have fewer groups, as each is one more block table to keep."""
 
 
-class CacheShape(NamedTuple):
+class KVCacheShape(NamedTuple):
     """What a rank keeps of a token for a layer."""
 
     sides: int
@@ -30,29 +30,29 @@ class CacheShape(NamedTuple):
     """Of each head and side."""
 
 
-class CacheSpec(NamedTuple):
+class KVCacheSpec(NamedTuple):
     """What a layer keeps, and for how long."""
 
-    shape: CacheShape
+    shape: KVCacheShape
     window: int | None
     """Keys that a query sees, its own included; None: all."""
 
 
-class Place(NamedTuple):
+class LayerPlacement(NamedTuple):
     """Where a layer's cache is: its group, and which of the planes of its shape."""
 
     group: int
     plane: int
 
 
-def cache_specs(arch: Architecture, tp: int, max_model_len: int) -> list[CacheSpec]:
+def cache_specs(arch: ModelSpec, tp: int, max_model_len: int) -> list[KVCacheSpec]:
     """What each layer keeps on one of `tp` ranks. A window that no request outgrows is none."""
-    layers = [(CacheShape(*layer.attention.kv_shape(tp)), layer.attention.window) for layer in arch.layers]
-    return [CacheSpec(shape, window if window and window < max_model_len else None) for shape, window in layers]
+    layers = [(KVCacheShape(*layer.attention.kv_shape(tp)), layer.attention.window) for layer in arch.layers]
+    return [KVCacheSpec(shape, window if window and window < max_model_len else None) for shape, window in layers]
 
 
 def group_layers(
-    specs: Sequence[CacheSpec], stages: Sequence[range], most_blocks: Callable[[CacheGroup], int]
+    specs: Sequence[KVCacheSpec], stages: Sequence[range], most_blocks: Callable[[CacheGroup], int]
 ) -> tuple[CacheGroup, ...]:
     """Cut the layers of each kind into groups; the stages have the same groups, each its own layers in them.
 
@@ -78,27 +78,27 @@ def group_layers(
     return next(groups for groups, cost in zip(cuts, costs, strict=True) if cost <= _SLACK * min(costs))
 
 
-def _share(specs: Sequence[CacheSpec], stage: range, window: int | None, at: int, number: int) -> tuple[int, ...]:
+def _share(specs: Sequence[KVCacheSpec], stage: range, window: int | None, at: int, number: int) -> tuple[int, ...]:
     """The layers of group `at`, of `number` groups that the stage's layers with this window are cut into."""
     mine = [layer for layer in stage if specs[layer].window == window]
     return tuple(mine[len(mine) * at // number : len(mine) * (at + 1) // number])
 
 
-def count_planes(specs: Sequence[CacheSpec], groups: Iterable[CacheGroup], stage: int) -> Counter[CacheShape]:
+def count_planes(specs: Sequence[KVCacheSpec], groups: Iterable[CacheGroup], stage: int) -> Counter[KVCacheShape]:
     """Planes of each shape on the ranks of a stage: as many as the group with most layers of that shape needs."""
-    planes: Counter[CacheShape] = Counter()
+    planes: Counter[KVCacheShape] = Counter()
     for group in groups:
         planes |= Counter(specs[layer].shape for layer in group.layers[stage])
     return planes
 
 
-def place_layers(specs: Sequence[CacheSpec], groups: Iterable[CacheGroup], stage: int) -> dict[int, Place]:
+def place_layers(specs: Sequence[KVCacheSpec], groups: Iterable[CacheGroup], stage: int) -> dict[int, LayerPlacement]:
     """Where each layer of a stage finds its cache."""
     places = {}
     for number, group in enumerate(groups):
-        taken: Counter[CacheShape] = Counter()
+        taken: Counter[KVCacheShape] = Counter()
         for layer in group.layers[stage]:
             shape = specs[layer].shape
-            places[layer] = Place(number, taken[shape])
+            places[layer] = LayerPlacement(number, taken[shape])
             taken[shape] += 1
     return places

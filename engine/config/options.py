@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine.config.pooling import Pooling
-from quire.engine.config.topology import Crossed
-from quire.engine.models.families.quantized import Quantized
-from quire.engine.models.model_spec import Architecture
+from quire.engine.config.topology import CrossedLinks
+from quire.engine.models.families.quantized import QuantizedCheckpoint
+from quire.engine.models.model_spec import ModelSpec
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INT4_GROUPS = (128, 64, 32)
@@ -171,7 +171,7 @@ class ModelConfig:
 
     path: Path
     tokenizer: Path
-    architecture: Architecture
+    architecture: ModelSpec
     dtype: str
     quantization: Literal["int8", "int4"] | None
     max_model_len: int
@@ -183,7 +183,7 @@ class ModelConfig:
     """Likeliest tokens that a request may ask for at each position; -1: all."""
     pooling: Pooling | None = None
     """The model embeds, and this is how; None: it generates."""
-    quantized: Quantized | None = None
+    quantized: QuantizedCheckpoint | None = None
     """How the checkpoint is quantized; its weights are held in `dtype` nevertheless, or as `quantization` says."""
 
 
@@ -204,7 +204,7 @@ class ExpertParallelConfig:
 
 
 @dataclass(frozen=True)
-class RayPlace:
+class RayPlacement:
     """Where Ray runs the ranks."""
 
     address: str
@@ -238,11 +238,11 @@ class ParallelConfig:
     """Address and port of host 0, which the other nodes join."""
     shares: tuple[int, ...] = ()
     """Ranks of each node; empty: each has as many."""
-    ray: RayPlace | None = None
+    ray: RayPlacement | None = None
     """None: Ray does not run the ranks."""
     devices: tuple[int, ...] = ()
     """Device of each rank on this host, in the order of ranks (and of local replicas); empty: 0, 1, 2, …"""
-    links: Crossed = dataclasses.field(default_factory=Crossed)
+    links: CrossedLinks = dataclasses.field(default_factory=CrossedLinks)
     """What those have to cross to reach each other."""
     timeout: float = 600.0
     """Seconds that a rank waits for another in an exchange."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Literal
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE, Devices
 from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig
-from quire.engine.models.model_spec import Architecture, BuiltArchitecture, Experts
+from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.engine.cluster.ray_cluster import Placed
+    from quire.engine.cluster.ray_cluster import RayResources
 
 
 def ranks_here(options: EngineOptions) -> int:
@@ -40,7 +40,7 @@ def ranks_here(options: EngineOptions) -> int:
     return ranks // nodes * len(_local_replicas(options))
 
 
-def groups_here(options: EngineOptions, placed: Placed | None = None) -> tuple[int, ...]:
+def groups_here(options: EngineOptions, placed: RayResources | None = None) -> tuple[int, ...]:
     """Sizes of the groups of this host's ranks that share layers, in the order of ranks; raises as `ranks_here`."""
     tp, node = options.tensor_parallel_size, options.node_rank
     if placed is not None:
@@ -55,7 +55,9 @@ def groups_of(ranks: range, tp: int) -> tuple[int, ...]:
     return tuple(Counter(rank // tp for rank in ranks).values())
 
 
-def resolve(options: EngineOptions, arch: Architecture, found: Devices, placed: Placed | None = None) -> ParallelConfig:
+def resolve(
+    options: EngineOptions, arch: ModelSpec, found: Devices, placed: RayResources | None = None
+) -> ParallelConfig:
     """The grid; `placed` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     executor = "ray" if placed is not None else choose_executor(options)
@@ -103,16 +105,16 @@ def _check_sharing(options: EngineOptions, ranks: int, replicas: range, found: D
         )
 
 
-def _links(parallel: ParallelConfig, found: Devices) -> topology.Crossed:
+def _links(parallel: ParallelConfig, found: Devices) -> topology.CrossedLinks:
     network = topology.fast_network() if parallel.nodes > 1 else None
     if not found.order or parallel.ranks_per_device > 1:
-        return topology.Crossed(network=network)
+        return topology.CrossedLinks(network=network)
     groups = groups_of(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
     everywhere = groups * len(parallel.local_replicas)
     return replace(topology.crossed(found.links, found.order, everywhere, len(groups)), network=network)
 
 
-def lines(parallel: ParallelConfig, arch: Architecture) -> list[str]:
+def lines(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
     """The grid as `serve` prints it: hosts, what each group crosses, replicas and experts; nothing of a single rank."""
     return [
         *_hosts(parallel),
@@ -166,7 +168,7 @@ def _crossings(parallel: ParallelConfig) -> list[str]:
                 f"active here: use --tensor-parallel-size {fitting} --pipeline-parallel-size "
                 f"{parallel.world_size // fitting}"
             )
-        if not is_cut and links.tensor is topology.Link.SOCKETS:
+        if not is_cut and links.tensor is topology.LinkType.SOCKETS:
             warnings.append(
                 "warning: tensor parallel crosses the link between processors, in every layer: a smaller "
                 "--tensor-parallel-size with more --pipeline-parallel-size may be faster"
@@ -177,7 +179,7 @@ def _crossings(parallel: ParallelConfig) -> list[str]:
     return [f"  {'; '.join(parts)}"] * bool(parts) + warnings
 
 
-def _over(link: topology.Link | None) -> str:
+def _over(link: topology.LinkType | None) -> str:
     return "" if link is None else f" over {link.text}"
 
 
@@ -189,13 +191,13 @@ def _replicas(parallel: ParallelConfig) -> list[str]:
     return [f"  {parallel.replicas} replicas, which {step}: {on_host} on this host, each with the ranks below"]
 
 
-def _spread(parallel: ParallelConfig, arch: Architecture) -> list[str]:
+def _spread(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
     """How experts lie on the ranks."""
     if (experts := parallel.experts) is None:
         return []
     ranks = parallel.replicas * parallel.tensor_parallel_size
     counts = sorted(
-        {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, Experts)}
+        {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)}
     )
     copies = f" and {experts.redundant} copies" * bool(experts.redundant)
     which = f" ({parallel.replicas} replicas × {parallel.tensor_parallel_size})" * parallel.is_coupled
@@ -247,19 +249,19 @@ def _local_replicas(options: EngineOptions) -> range:
     return local
 
 
-def _experts(options: EngineOptions, arch: Architecture, ranks: int) -> ExpertParallelConfig | None:
+def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParallelConfig | None:
     """`ranks` are those that a layer's experts are spread over."""
     if not options.enable_expert_parallel:
         for name in ("enable_eplb", "enable_dbo"):
             if getattr(options, name):
                 raise ConfigError(f"--{name.replace('_', '-')} is about --enable-expert-parallel, which is not given")
         return None
-    if isinstance(arch, BuiltArchitecture):
+    if isinstance(arch, TransformersModelSpec):
         raise ConfigError(
             f"--enable-expert-parallel: {arch.name} is run by transformers' implementation (--model-impl), which keeps "
             "its experts to itself; leave it out"
         )
-    counts = {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, Experts)}
+    counts = {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)}
     if not counts:
         raise ConfigError(f"--enable-expert-parallel: {arch.name} has no experts; leave it out")
     if options.enable_dbo and options.data_parallel_size == 1:
@@ -294,7 +296,7 @@ def _experts(options: EngineOptions, arch: Architecture, ranks: int) -> ExpertPa
     )
 
 
-def on_a_rank(arch: Architecture, parallel: ParallelConfig) -> Architecture:
+def on_a_rank(arch: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
     """The architecture whose sizes, for the ranks of a stage, are those of a rank of this grid."""
     if parallel.experts is None:
         return arch

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from quire.engine.config import cuda_graph_sizes, devices, model_files, parallel_config, pooling
 from quire.engine.config.devices import Devices
-from quire.engine.config.kv_cache_groups import CacheShape, cache_specs, count_planes, group_layers
+from quire.engine.config.kv_cache_groups import KVCacheShape, cache_specs, count_planes, group_layers
 from quire.engine.config.options import (
     DTYPE_BYTES,
     INT4_GROUPS,
@@ -26,14 +26,14 @@ from quire.engine.config.options import (
     SchedulerConfig,
 )
 from quire.engine.config.pooling import Pooling
-from quire.engine.models.encoder_spec import Encoder
+from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES, from_hf_config, transformers_backend
 from quire.engine.models.families.quantized import quantized
-from quire.engine.models.model_spec import Architecture, BuiltArchitecture, Experts, Matrices, SpreadExperts
+from quire.engine.models.model_spec import ExpertParallelMoESpec, MatrixShape, ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.engine.cluster.ray_cluster import Placed
+    from quire.engine.cluster.ray_cluster import RayResources
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ _CPU_KV_CACHE_BYTES = 4 << 30
 """On CPU the KV cache of all ranks together stops here unless --kv-cache-memory-bytes asks for more."""
 
 
-def resolve(options: EngineOptions, placed: Placed | None = None) -> EngineConfig:
+def resolve(options: EngineOptions, placed: RayResources | None = None) -> EngineConfig:
     """Fix every open choice; raises `ConfigError` with numbers and a remedy for what cannot be served.
 
     `placed` is for a node of a Ray cluster: where the ranks are has been found on another.
@@ -130,7 +130,7 @@ class Sizes:
         )
 
 
-def _activations(config: EngineConfig, arch: Architecture) -> int:
+def _activations(config: EngineConfig, arch: ModelSpec) -> int:
     """Numbers that a rank holds of the largest step's tokens; its experts may be those of every replica's tokens."""
     parallel, tokens, tp = (
         config.parallel,
@@ -139,25 +139,25 @@ def _activations(config: EngineConfig, arch: Architecture) -> int:
     )
     coming = tokens * parallel.replicas if parallel.is_coupled else tokens
     inner = max(
-        each.width(tp) * (coming if isinstance(each, SpreadExperts) else tokens)
+        each.width(tp) * (coming if isinstance(each, ExpertParallelMoESpec) else tokens)
         for each in {layer.feed_forward for layer in arch.layers}
     )
     count = 6 * tokens * arch.hidden_size + 3 * inner
     if parallel.is_coupled:
-        most = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, Experts))
+        most = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))
         leaving = tokens // tp * min(most, parallel.expert_ranks)  # each token to every rank where it has an expert
         count += 8 * max(coming, leaving) * arch.hidden_size
     return count
 
 
-def _moving_bytes(config: EngineConfig, arch: Architecture) -> int:
+def _moving_bytes(config: EngineConfig, arch: ModelSpec) -> int:
     """Room for the experts of a layer that change places: one that leaves, one that comes, one laid beside."""
     if config.parallel.experts is None or not config.parallel.experts.is_balanced:
         return 0
     alone = {
         replace(each.feed_forward, shared=None, places=1)
         for each in arch.layers
-        if isinstance(each.feed_forward, SpreadExperts)
+        if isinstance(each.feed_forward, ExpertParallelMoESpec)
     }
     width, quantization = DTYPE_BYTES[config.model.dtype], config.model.quantization
     return 3 * max(
@@ -165,7 +165,7 @@ def _moving_bytes(config: EngineConfig, arch: Architecture) -> int:
     )
 
 
-def _kv_block_bytes(cache: CacheConfig, planes: Counter[CacheShape]) -> int:
+def _kv_block_bytes(cache: CacheConfig, planes: Counter[KVCacheShape]) -> int:
     """Bytes of a block: room for the layers of any group."""
     width = DTYPE_BYTES.get(cache.dtype, 1)
     scale = 0 if cache.dtype in DTYPE_BYTES else 4
@@ -182,7 +182,7 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     )
     width, last = DTYPE_BYTES[model.dtype], stage == len(stages) - 1
     matrices = [each for number in stages[stage] for each in arch.layers[number].matrices(arch.hidden_size, tp)]
-    head = Matrices(arch.vocab_per_rank(tp), arch.hidden_size)
+    head = MatrixShape(arch.vocab_per_rank(tp), arch.hidden_size)
     embedded = stage == 0 and arch.tie_embeddings
     kept = arch.stage_parameters(stages, stage, tp) - sum(math.prod(each) for each in matrices)
     kept -= math.prod(head) * (last and not embedded)
@@ -191,7 +191,7 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     if last and model.pooling is None and not (embedded and parallel.device == "cuda"):
         packed += packed_bytes(*head[:2], model.quantization and "int8", width)
     mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
-    wide = sum(mixture.wide(arch.hidden_size) for mixture in mixtures if isinstance(mixture, Experts))
+    wide = sum(mixture.wide(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
     return kept * width + wide * (4 - width) + packed
 
 
@@ -229,7 +229,7 @@ def plan_text(config: EngineConfig) -> str:
         f"{'up to ' * config.scheduler.is_tuned}{config.scheduler.max_num_batched_tokens:,} tokens a step"
     )
     lines = [
-        f"{arch.name} from {model.path}{', by transformers' * isinstance(arch, BuiltArchitecture)}",
+        f"{arch.name} from {model.path}{', by transformers' * isinstance(arch, TransformersModelSpec)}",
         f"{model.dtype}{stored}{weights} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
         *parallel_config.lines(parallel, arch),
@@ -352,14 +352,14 @@ def _resolve_model(options: EngineOptions, found: Devices) -> ModelConfig:
     )
 
 
-def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> tuple[Architecture, Pooling | None]:
+def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> tuple[ModelSpec, Pooling | None]:
     """What the model is, and how it embeds if it does."""
     names = hf_config.get("architectures") or []
     # A decoder without its head, as AutoModel saves it, is named so: Qwen3Model.
     whole = [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
     is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in whole)
     arch = _implementation(options, path, {**hf_config, "architectures": whole} if is_headless else hf_config)
-    if isinstance(arch, Encoder):
+    if isinstance(arch, EncoderSpec):
         if options.runner == "generate":
             raise ConfigError(f"{arch.name} is an encoder and cannot generate text; leave --runner generate out")
         if options.pipeline_parallel_size > 1:
@@ -379,7 +379,7 @@ def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any])
     return arch, pooling.read(path, hf_config, arch.hidden_size, default="lasttoken")
 
 
-def _implementation(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> Architecture:
+def _implementation(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> ModelSpec:
     """The model by our own families, or as transformers builds it."""
     ours = None
     names = hf_config.get("architectures") or []
@@ -391,7 +391,7 @@ def _implementation(options: EngineOptions, path: Path, hf_config: dict[str, Any
                 raise
             ours = error
     quantized(hf_config)
-    request = transformers_backend.Request(
+    request = transformers_backend.DescribeRequest(
         path=path,
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
@@ -411,7 +411,7 @@ def _implementation(options: EngineOptions, path: Path, hf_config: dict[str, Any
 
 def _may_reuse_prefixes(model: ModelConfig) -> bool:
     """Whether what the prefix cache spares is not needed: pooling may want the hidden states of all tokens."""
-    if isinstance(model.architecture, Encoder):
+    if isinstance(model.architecture, EncoderSpec):
         return False
     return model.pooling is None or not model.pooling.needs_all_tokens
 
@@ -422,7 +422,7 @@ def _check_attention(options: EngineOptions, model: ModelConfig, found: Devices)
     if backend == "auto":
         return
     asked = f"--attention-backend {backend}"
-    if isinstance(model.architecture, Encoder):
+    if isinstance(model.architecture, EncoderSpec):
         raise ConfigError(f"{asked}: encoders, which keep no KV, have one implementation of attention; leave it out")
     if found.kind == "cpu" and backend != "reference":
         raise ConfigError(f"{asked} needs a GPU; leave it out for the CPU's own kernels, or compare with reference")
@@ -443,7 +443,7 @@ def _check_cache(options: EngineOptions, dtype: str, found: Devices) -> None:
             )
 
 
-def _check_quantization(model: ModelConfig, arch: Architecture, tp: int, found: Devices) -> None:
+def _check_quantization(model: ModelConfig, arch: ModelSpec, tp: int, found: Devices) -> None:
     """`arch` is that of a rank."""
     if model.quantization is None:
         return
@@ -466,7 +466,7 @@ def _choose_dtype(options: EngineOptions, found: Devices, hf_config: dict[str, A
     return named if named in DTYPE_BYTES else "bfloat16"
 
 
-def _choose_length(options: EngineOptions, arch: Architecture, pools: Pooling | None) -> int:
+def _choose_length(options: EngineOptions, arch: ModelSpec, pools: Pooling | None) -> int:
     """The model's own length, unless a shorter one is asked for; for vectors, what they are made for."""
     asked = options.max_model_len
     if asked is not None and asked > arch.max_position:
@@ -490,12 +490,12 @@ def _eos_token_ids(path: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
 
 def _resolve_scheduler(options: EngineOptions, model: ModelConfig, found: Devices) -> SchedulerConfig:
     # The tokens of an encoder see all of their prompt, which therefore goes into one step.
-    is_chunked = options.enable_chunked_prefill and not isinstance(model.architecture, Encoder)
+    is_chunked = options.enable_chunked_prefill and not isinstance(model.architecture, EncoderSpec)
     least = 1 if is_chunked else model.max_model_len
     asked = options.max_num_batched_tokens
     budget = max(_STEP_TOKENS[found.kind], least) if asked == "auto" else asked
     if budget < least:
-        why = "an encoder" if isinstance(model.architecture, Encoder) else "--no-enable-chunked-prefill"
+        why = "an encoder" if isinstance(model.architecture, EncoderSpec) else "--no-enable-chunked-prefill"
         raise ConfigError(
             f"{why} needs --max-num-batched-tokens of at least the model length ({least}), "
             f"got {budget}; or lower --max-model-len"

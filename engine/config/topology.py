@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Link(IntEnum):
+class LinkType(IntEnum):
     """What lies between two devices; the greater, the faster."""
 
     UNKNOWN = 0
@@ -29,52 +29,54 @@ class Link(IntEnum):
 
 
 _TEXTS = {
-    Link.UNKNOWN: "a link that the driver does not name",
-    Link.SOCKETS: "PCIe and the link between processors",
-    Link.PCIE: "PCIe through the processor",
-    Link.SWITCH: "PCIe switches",
-    Link.NVLINK: "NVLink",
+    LinkType.UNKNOWN: "a link that the driver does not name",
+    LinkType.SOCKETS: "PCIe and the link between processors",
+    LinkType.PCIE: "PCIe through the processor",
+    LinkType.SWITCH: "PCIe switches",
+    LinkType.NVLINK: "NVLink",
 }
 
-Links = tuple[tuple[Link, ...], ...]
+Links = tuple[tuple[LinkType, ...], ...]
 """Row and column are devices; the diagonal means nothing."""
 
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
-class Crossed:
+class CrossedLinks:
     """The slowest link between the devices that the ranks of this host have got; None where none is crossed or known.
 
     `network` is the fast network between hosts, if this host has one.
     """
 
-    tensor: Link | None = None
-    pipeline: Link | None = None
+    tensor: LinkType | None = None
+    pipeline: LinkType | None = None
     network: str | None = None
 
 
 def read(handles: Sequence[Any]) -> Links:
     """The links between the devices of these NVML handles; NVML is initialized. What it will not tell is UNKNOWN."""
-    return tuple(tuple(_link(one, other) if one is not other else Link.NVLINK for other in handles) for one in handles)
+    return tuple(
+        tuple(_link(one, other) if one is not other else LinkType.NVLINK for other in handles) for one in handles
+    )
 
 
-def _link(one: Any, other: Any) -> Link:
+def _link(one: Any, other: Any) -> LinkType:
     import pynvml
 
     try:
         # True of pairs behind NVSwitches, too.
         if pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK:
-            return Link.NVLINK
+            return LinkType.NVLINK
     except pynvml.NVMLError:
         pass
     try:
         ancestor = pynvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
     except pynvml.NVMLError:
-        return Link.UNKNOWN
+        return LinkType.UNKNOWN
     if ancestor <= pynvml.NVML_TOPOLOGY_MULTIPLE:
-        return Link.SWITCH
-    return Link.PCIE if ancestor <= pynvml.NVML_TOPOLOGY_NODE else Link.SOCKETS
+        return LinkType.SWITCH
+    return LinkType.PCIE if ancestor <= pynvml.NVML_TOPOLOGY_NODE else LinkType.SOCKETS
 
 
 def arrange(links: Links, groups: Sequence[int]) -> tuple[int, ...]:
@@ -98,7 +100,7 @@ def _cost(links: Links, devices: tuple[int, ...], left: Sequence[int]) -> tuple[
     return -min(inside, default=0), -sum(inside), sum(outside), devices
 
 
-def crossed(links: Links, order: Sequence[int], groups: Sequence[int], stages: int) -> Crossed:
+def crossed(links: Links, order: Sequence[int], groups: Sequence[int], stages: int) -> CrossedLinks:
     """What ranks with the devices `order` cross: `groups` are their sizes, `stages` of them make a replica."""
     ends = [sum(groups[: number + 1]) for number in range(len(groups))]
     parts = [order[end - size : end] for size, end in zip(groups, ends, strict=True)]
@@ -109,7 +111,7 @@ def crossed(links: Links, order: Sequence[int], groups: Sequence[int], stages: i
         if number % stages
         for one, other in zip(parts[number - 1], parts[number], strict=False)
     ]
-    return Crossed(min(inside, default=None), min(between, default=None))
+    return CrossedLinks(min(inside, default=None), min(between, default=None))
 
 
 def fast_network(folder: Path = _INFINIBAND) -> str | None:

@@ -29,27 +29,27 @@ from quire.engine import log, process
 from quire.engine.config.options import EngineConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.core.wave import Wave
-from quire.engine.executor import Executor, Pending, WorkerError
+from quire.engine.executor import Executor, StepFuture, WorkerError
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import (
     LOST_TOUCH,
-    Abort,
-    Alive,
-    Dead,
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDead,
+    EngineReady,
     EngineStats,
     ExpertLoad,
-    Fault,
     Join,
-    Outputs,
     Probe,
-    Ready,
-    RequestOutput,
+    ProbeReply,
+    ReplicaFailed,
+    SchedulerOutput,
     Shutdown,
-    StepPlan,
-    Submit,
+    StartWave,
     ToCore,
     ToServer,
-    Wake,
 )
 from quire.engine.scheduler.grammar import Grammar, GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
@@ -72,17 +72,17 @@ class RankEnded:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class GrammarCompiled:
     """To the loop, from the thread that compiled a request's grammar; or could not, and this is why."""
 
-    submit: Submit
+    submit: EngineCoreRequest
     grammar: Grammar | str
 
 
-Inbound = ToCore | Compiled | RankEnded | Exception
+Inbound = ToCore | GrammarCompiled | RankEnded | Exception
 
 
-class Wire:
+class EngineCoreIO:
     """The sockets of the core, each owned by one thread; the loop sees two queues."""
 
     def __init__(self, endpoints: Endpoints, replica: int = 0) -> None:
@@ -90,7 +90,7 @@ class Wire:
         """The other replicas, whose cores may be written to."""
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
         self._endpoints = endpoints
-        self._outbox: SimpleQueue[tuple[str, ToServer | Wake | Fault] | None] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[str, ToServer | StartWave | ReplicaFailed] | None] = SimpleQueue()
         """Addresses, and what is for them."""
         self._context = zmq.Context()
         self.num_clients = len(endpoints.responses)
@@ -101,7 +101,7 @@ class Wire:
     def send(self, client: int, message: ToServer) -> None:
         self._outbox.put((self._endpoints.responses[client], message))
 
-    def send_peers(self, message: Wake | Fault) -> None:
+    def send_peers(self, message: StartWave | ReplicaFailed) -> None:
         """To the cores of all other replicas."""
         for replica in self.peers:
             self._outbox.put((self._endpoints.requests[replica], message))
@@ -144,27 +144,29 @@ class Wire:
             socket.close()
 
 
-class Core:
+class EngineCore:
     """The loop of one replica: requests in, plans to the workers, outputs out."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, wire: Wire, ready: Ready | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor, wire: EngineCoreIO, ready: EngineReady | None = None
+    ) -> None:
         self.replica = config.parallel.replica
-        self.ready = ready or Ready({}, self.replica)
+        self.ready = ready or EngineReady({}, self.replica)
         self.scheduler = Scheduler(config)
         self.ready.stats = self.snapshot()
         self.executor = executor
         self.wire = wire
         self.depth = config.scheduler.depth
-        self.in_flight: deque[tuple[StepPlan, Pending, float]] = deque()
+        self.in_flight: deque[tuple[SchedulerOutput, StepFuture, float]] = deque()
         """Plans in their order, and when they were handed out (`time.perf_counter`)."""
         self.result_taken = 0.0
-        self.outputs: dict[int, Outputs] = {}
+        self.outputs: dict[int, EngineCoreOutputs] = {}
         """Outputs of this turn, by API process."""
         self.stats_sent = time.monotonic()
         self.expert_load: ExpertLoad | None = None
         """The newest, until it is sent with the stats."""
         self.probes: list[Probe] = []
-        self.compiling: dict[str, Submit] = {}
+        self.compiling: dict[str, EngineCoreRequest] = {}
         """Requests whose grammar is not there yet; they join the scheduler with it."""
         self._compilers = ThreadPoolExecutor(_COMPILERS, "compile")
         self.wave = Wave(self.depth) if config.parallel.is_coupled else None
@@ -200,7 +202,7 @@ class Core:
             self.wave.take(is_active=result.is_wave_active)
         self.deliver(self.scheduler.update(plan, result))
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self) -> SchedulerOutput | None:
         """The next plan; with nothing to run, a sign of life if somebody asks for one."""
         if self.wave is not None:
             return self.schedule_together(self.wave)
@@ -209,11 +211,11 @@ class Core:
             plan = self.scheduler.sign_of_life()
         return plan
 
-    def schedule_together(self, wave: Wave) -> StepPlan | None:
+    def schedule_together(self, wave: Wave) -> SchedulerOutput | None:
         """The next plan of the wave, without rows if there is nothing to run; None while none is under way."""
         has_work = self.scheduler.has_requests and not self.stopping
         if wave.begin(has_work=has_work or bool(self.probes)):
-            self.wire.send_peers(Wake(wave.number))
+            self.wire.send_peers(StartWave(wave.number))
         if not wave.goes_on:
             return None
         wave.hand_out()
@@ -238,15 +240,15 @@ class Core:
 
     def handle(self, message: Inbound) -> None:
         match message:
-            case Submit() if message.params.structured_outputs is not None:
+            case EngineCoreRequest() if message.params.structured_outputs is not None:
                 self.compile(message)
-            case Submit():
+            case EngineCoreRequest():
                 self.add(message)
-            case Compiled(submit=submit):
+            case GrammarCompiled(submit=submit):
                 if self.compiling.get(submit.request_id) is submit:
                     del self.compiling[submit.request_id]
                     self.add(submit, message.grammar)
-            case Abort():
+            case AbortRequests():
                 self.abort(message.request_ids)
             case Join():
                 self.abort([submit.request_id for submit in self.submits() if submit.client == message.client])
@@ -254,10 +256,10 @@ class Core:
                 self.wire.send(message.client, msgspec.structs.replace(self.ready, stats=self.snapshot()))
             case Probe():
                 self.probes.append(message)
-            case Wake(wave=number):
+            case StartWave(wave=number):
                 assert self.wave is not None
                 self.wave.wake(number)
-            case Fault():
+            case ReplicaFailed():
                 self.wire.inbox.put(message)  # for `first_cause`
                 raise WorkerError(LOST_TOUCH)
             case Shutdown():
@@ -268,16 +270,18 @@ class Core:
             case Exception():
                 raise message  # somebody waits for an answer to what could not be read
 
-    def add(self, submit: Submit, grammar: Grammar | str | None = None) -> None:
+    def add(self, submit: EngineCoreRequest, grammar: Grammar | str | None = None) -> None:
         """Hand a request to the scheduler; a grammar that could not be compiled ends it."""
         if isinstance(grammar, str):
-            refusal: RequestOutput | None = RequestOutput(submit.request_id, [], finish_reason="error", error=grammar)
+            refusal: EngineCoreOutput | None = EngineCoreOutput(
+                submit.request_id, [], finish_reason="error", error=grammar
+            )
         else:
             refusal = self.scheduler.add(submit, grammar)
         if refusal is not None:
             self.tell(submit.client, refusal)
 
-    def compile(self, submit: Submit) -> None:
+    def compile(self, submit: EngineCoreRequest) -> None:
         """Have a request's grammar compiled in a thread, while the others go on."""
         outputs, grammars, inbox = submit.params.structured_outputs, self.scheduler.grammars, self.wire.inbox
         assert outputs is not None
@@ -287,11 +291,11 @@ class Core:
 
         def work() -> None:
             try:
-                inbox.put(Compiled(submit, grammars.compile(outputs)))
+                inbox.put(GrammarCompiled(submit, grammars.compile(outputs)))
             except GrammarError as error:
-                inbox.put(Compiled(submit, f"structured output: {error}"))
+                inbox.put(GrammarCompiled(submit, f"structured output: {error}"))
             except BaseException as error:  # the client waits for an answer
-                inbox.put(Compiled(submit, f"structured output: {type(error).__name__}: {error}"))
+                inbox.put(GrammarCompiled(submit, f"structured output: {type(error).__name__}: {error}"))
 
         self._compilers.submit(work)
 
@@ -299,19 +303,19 @@ class Core:
         """End these requests, those that wait for their grammar included; unknown ids are ignored."""
         for request_id in request_ids:
             if (submit := self.compiling.pop(request_id, None)) is not None:
-                self.tell(submit.client, RequestOutput(request_id, [], finish_reason="abort"))
+                self.tell(submit.client, EngineCoreOutput(request_id, [], finish_reason="abort"))
             ended = self.scheduler.abort(request_id)
             if ended is not None:
                 self.tell(ended[0].client, ended[1])
 
-    def submits(self) -> list[Submit]:
+    def submits(self) -> list[EngineCoreRequest]:
         """Every request that has had no terminal message yet."""
         return [*(request.submit for request in self.scheduler.requests.values()), *self.compiling.values()]
 
-    def tell(self, client: int, output: RequestOutput) -> None:
-        self.outputs.setdefault(client, Outputs()).outputs.append(output)
+    def tell(self, client: int, output: EngineCoreOutput) -> None:
+        self.outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
-    def deliver(self, news: dict[int, Outputs]) -> None:
+    def deliver(self, news: dict[int, EngineCoreOutputs]) -> None:
         """The outputs of a step, beside what this turn has told already."""
         for client, outputs in news.items():
             if (earlier := self.outputs.get(client)) is not None:
@@ -320,7 +324,7 @@ class Core:
 
     def answer_probes(self) -> None:
         for probe in self.probes:
-            self.wire.send(probe.client, Alive(probe.probe_id, self.replica))
+            self.wire.send(probe.client, ProbeReply(probe.probe_id, self.replica))
         self.probes.clear()
 
     def send(self) -> None:
@@ -332,7 +336,7 @@ class Core:
         if now - self.stats_sent >= _STATS_SECONDS:
             self.stats_sent = now
             for client in range(self.wire.num_clients):
-                self.outputs.setdefault(client, Outputs()).expert_load = self.expert_load
+                self.outputs.setdefault(client, EngineCoreOutputs()).expert_load = self.expert_load
             self.expert_load = None
         if self.outputs:
             stats = self.snapshot()
@@ -349,23 +353,23 @@ class Core:
         """Give every request its terminal message."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
         for submit in self.submits():
-            self.tell(submit.client, RequestOutput(submit.request_id, [], finish_reason="error", error=reason))
+            self.tell(submit.client, EngineCoreOutput(submit.request_id, [], finish_reason="error", error=reason))
         self.send()
 
 
 def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
-    """Run the core; returns the exit code. Whatever goes wrong reaches every API process as `Dead`."""
+    """Run the core; returns the exit code. Whatever goes wrong reaches every API process as `EngineDead`."""
     age, started = process.age(), time.perf_counter()
     replica = config.parallel.replica
-    wire = Wire(endpoints, replica)
+    wire = EngineCoreIO(endpoints, replica)
     threading.Thread(target=_watch_stdin, args=(wire,), daemon=True, name="stdin-watch").start()
     executor: Executor | None = None
-    core: Core | None = None
+    core: EngineCore | None = None
     trouble: str | None = None
     try:
         executor = executors.start(config, log_level, on_end=lambda: wire.inbox.put(RankEnded()))
         seconds = {"start engine": age, **executor.seconds}
-        core = Core(executor.config, executor, wire, Ready(seconds, replica))
+        core = EngineCore(executor.config, executor, wire, EngineReady(seconds, replica))
         gc.collect()
         gc.freeze()
         seconds["engine in all"] = time.perf_counter() - started + age
@@ -379,28 +383,28 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     if trouble is not None and config.parallel.is_coupled:
         trouble = first_cause(trouble, wire, replica)
     if core is not None and (trouble is None or config.parallel.replicas == 1):
-        core.end(trouble or "the engine was shut down")  # else `Dead` alone: what runs here may go on at another
+        core.end(trouble or "the engine was shut down")  # else `EngineDead` alone: what runs here may go on at another
     if trouble is not None:
-        wire.broadcast(Dead(trouble, replica))
+        wire.broadcast(EngineDead(trouble, replica))
     wire.close()
     if executor is not None:
         executor.close(trouble or "")
     return 0 if trouble is None else 1
 
 
-def first_cause(trouble: str, wire: Wire, replica: int) -> str | None:
+def first_cause(trouble: str, wire: EngineCoreIO, replica: int) -> str | None:
     """What has ended the replicas that share experts, as all are told; None if they are being shut down.
 
     The one with the cause says it to the others, which have only lost touch. Whoever says nothing has it.
     """
-    wire.send_peers(Fault(replica, trouble))
+    wire.send_peers(ReplicaFailed(replica, trouble))
     if LOST_TOUCH not in trouble:
         return f"replica {replica}: {trouble}"
     silent, deadline = set(wire.peers), time.monotonic() + _HEAR_SECONDS
     while silent and (seconds := deadline - time.monotonic()) > 0:
         with contextlib.suppress(Empty):
             match wire.inbox.get(timeout=seconds):
-                case Fault(replica=other, reason=reason):
+                case ReplicaFailed(replica=other, reason=reason):
                     if LOST_TOUCH not in reason:
                         return f"replica {other}: {reason}"
                     silent.discard(other)
@@ -411,7 +415,7 @@ def first_cause(trouble: str, wire: Wire, replica: int) -> str | None:
     return f"replica{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))} ended or hung: {trouble}"
 
 
-def _watch_stdin(wire: Wire) -> None:
+def _watch_stdin(wire: EngineCoreIO) -> None:
     """Standard input closes when the starting process ends, however it ends."""
     while os.read(0, 4096):
         pass

@@ -66,8 +66,8 @@ def replica_config(config: EngineConfig, replica: int, master: tuple[str, int] |
 def start_core(config: EngineConfig, endpoints: Endpoints, log_level: str = "info") -> subprocess.Popen[bytes]:
     """Start the core as a process of its own (not a fork: the caller's `__main__` is not imported again).
 
-    It ends by itself when this process does, because its standard input closes. It sends `Ready`, or `Dead` with the
-    reason, to every API process.
+    It ends by itself when this process does, because its standard input closes. It sends `EngineReady`, or `EngineDead`
+    with the reason, to every API process.
     """
     command = [
         sys.executable,

@@ -4,7 +4,7 @@ Every step of one is a step of all, since each brings the tokens of the others t
 one another to agree on that; each follows a rule that comes to the same everywhere, as the result of a step says to all
 of them whether anybody had work in it:
 
-- A wave begins at a core that has work, which wakes the others (`Wake`), or with being woken.
+- A wave begins at a core that has work, which wakes the others (`StartWave`), or with being woken.
 - Its first `depth` steps are run by all. After them, step n is run if somebody had work in step n - depth: that result
   is the last one that a core has when it is about to hand out step n.
 - So all end a wave after the same step. Who is woken for the next wave before it has taken the last results of this one

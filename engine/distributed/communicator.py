@@ -65,7 +65,7 @@ class GroupParallel(Parallel):
         return x
 
 
-class ThroughHost(GroupParallel):
+class HostStagedParallel(GroupParallel):
     """The ranks of a gloo group whose tensors lie on a GPU that several of them share: gloo sees copies on the host."""
 
     def all_reduce(self, x: Tensor) -> Tensor:

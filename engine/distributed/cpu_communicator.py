@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class HostParallel(GroupParallel):
+class CpuParallel(GroupParallel):
     """The ranks of a gloo group. Invariant: either all of them have `memory`, or none has."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:

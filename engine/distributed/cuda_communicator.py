@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.engine.distributed import symmetric_memory, watchdog
 from quire.engine.distributed.communicator import GroupParallel
-from quire.engine.distributed.symmetric_memory import MOST_BYTES, UNIT, Way
+from quire.engine.distributed.symmetric_memory import MOST_BYTES, UNIT, AllReduceAlgorithm
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +30,14 @@ _GAIN = 0.95
 """A way is taken where it needs at most so much of NCCL's time."""
 
 
-class DeviceParallel(GroupParallel):
+class CudaParallel(GroupParallel):
     """The ranks of a NCCL group. Invariant: each has the same `table`, so that all go the same way."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, is_custom: bool = True) -> None:
         """`is_custom`: whether symmetric memory may serve, once `settle` has found it right."""
         super().__init__(group)
         self._device, self._is_custom = device, is_custom
-        self.table: dict[torch.dtype, list[Way | None]] = {}
+        self.table: dict[torch.dtype, list[AllReduceAlgorithm | None]] = {}
         """The way of sums of each type that have up to `SIZES[number]` bytes; None: NCCL's."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class DeviceParallel(GroupParallel):
             raise watchdog.failed("all_gather", x, self._group, error) from error
         return parts.movedim(0, -2).flatten(-2)
 
-    def way(self, dtype: torch.dtype, length: int) -> Way | None:
+    def way(self, dtype: torch.dtype, length: int) -> AllReduceAlgorithm | None:
         """How a sum of so many bytes is made; None: by NCCL."""
         ways = self.table.get(dtype)
         if ways is None or not 0 < length <= MOST_BYTES or length % UNIT:
@@ -79,9 +79,9 @@ class DeviceParallel(GroupParallel):
             for dtype, chosen in self.table.items():
                 logger.info("sums of a stage in %s: %s", str(dtype).removeprefix("torch."), told(chosen))
 
-    def _ways(self) -> tuple[list[Way], str]:
+    def _ways(self) -> tuple[list[AllReduceAlgorithm], str]:
         """Those that the ranks have, or why there are none."""
-        ways: list[Way] = []
+        ways: list[AllReduceAlgorithm] = []
         reason = symmetric_memory.obstacle(self._exchange(symmetric_memory.here(self._device)))
         if reason:
             return ways, reason
@@ -98,18 +98,20 @@ class DeviceParallel(GroupParallel):
         names = self._exchange([way.name for way in ways])
         return [way for way in ways if all(way.name in theirs for theirs in names)], self._first(reason)
 
-    def _tables(self, right: dict[torch.dtype, list[Way]]) -> dict[torch.dtype, list[Way | None]]:
+    def _tables(
+        self, right: dict[torch.dtype, list[AllReduceAlgorithm]]
+    ) -> dict[torch.dtype, list[AllReduceAlgorithm | None]]:
         """`table`; what goes for a type goes for others that the same ways are right for, too."""
-        tables: dict[torch.dtype, list[Way | None]] = {}
+        tables: dict[torch.dtype, list[AllReduceAlgorithm | None]] = {}
         for dtype, ways in right.items():
             like = next((other for other in tables if right[other] == ways), None)
             if ways:
                 tables[dtype] = self._fastest(ways, dtype) if like is None else tables[like]
         return tables
 
-    def _right(self, ways: list[Way]) -> dict[torch.dtype, list[Way]]:
+    def _right(self, ways: list[AllReduceAlgorithm]) -> dict[torch.dtype, list[AllReduceAlgorithm]]:
         """The ways that sum numbers of each type as NCCL does, on every rank to the same bits."""
-        right: dict[torch.dtype, list[Way]] = {}
+        right: dict[torch.dtype, list[AllReduceAlgorithm]] = {}
         for dtype in _DTYPES:
             right[dtype] = []
             for way in ways:
@@ -124,7 +126,7 @@ class DeviceParallel(GroupParallel):
                     logger.info("%s sums of %s are not used: %s", way.name, name, reasons[0])
         return right
 
-    def _tried(self, way: Way, dtype: torch.dtype) -> tuple[str, int]:
+    def _tried(self, way: AllReduceAlgorithm, dtype: torch.dtype) -> tuple[str, int]:
         """What is wrong with the way's sums of this type, "" if nothing, and a digest of their bits."""
         wrong, digest = "", 0
         for x in self._samples(dtype):
@@ -143,9 +145,9 @@ class DeviceParallel(GroupParallel):
         for length in _CHECKED:
             yield torch.randn(length // dtype.itemsize, generator=noise).to(self._device, dtype)
 
-    def _fastest(self, ways: list[Way], dtype: torch.dtype) -> list[Way | None]:
+    def _fastest(self, ways: list[AllReduceAlgorithm], dtype: torch.dtype) -> list[AllReduceAlgorithm | None]:
         """For sums of each of `SIZES`, by the slowest rank."""
-        chosen: list[Way | None] = []
+        chosen: list[AllReduceAlgorithm | None] = []
         for size in SIZES:
             x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=self._device)
             runs = [super().all_reduce, *(way.run for way in ways)]
@@ -165,7 +167,7 @@ class DeviceParallel(GroupParallel):
         return everyone
 
 
-def told(chosen: Sequence[Way | None]) -> str:
+def told(chosen: Sequence[AllReduceAlgorithm | None]) -> str:
     """The sizes that go each way, in words."""
     names = ["NCCL" if way is None else way.name for way in chosen]
     steps = zip(pairwise([*names, "NCCL"]), SIZES, strict=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Table = tuple[tuple[int, ...], ...]
-"""The experts of each rank, as `Placement.experts`: by their numbers in the model, place by place."""
+"""The experts of each rank, as `ExpertPlacement.experts`: by their numbers in the model, place by place."""
 
 SLACK = 0.05
 """So much more than the mean, as a share of it, a rank may have to do."""
@@ -105,7 +105,7 @@ class _Draft:
 
 
 @dataclass(frozen=True)
-class Spot:
+class ExpertSlot:
     """Where an expert lies: a place of a rank, or beside them (`place` None), where there is room for one."""
 
     rank: int
@@ -113,39 +113,39 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Move:
+class ExpertMove:
     """An expert is copied from one spot to another, which is overwritten."""
 
-    source: Spot
-    target: Spot
+    source: ExpertSlot
+    target: ExpertSlot
 
 
-def moves(now: Table, then: Table) -> list[Move]:
+def moves(now: Table, then: Table) -> list[ExpertMove]:
     """What makes `then` of `now`, one after the other.
 
     Nothing is overwritten before all that need it have it. Where places change their experts in a ring, one of them is
     laid beside first; no rank has more than one beside it at a time.
     """
-    spots: dict[int, list[Spot]] = {}
+    spots: dict[int, list[ExpertSlot]] = {}
     for rank, experts in enumerate(now):
         for place, expert in enumerate(experts):
-            spots.setdefault(expert, []).append(Spot(rank, place))
-    sources: dict[Spot, Spot] = {}
-    readers: dict[Spot, list[Spot]] = {}
+            spots.setdefault(expert, []).append(ExpertSlot(rank, place))
+    sources: dict[ExpertSlot, ExpertSlot] = {}
+    readers: dict[ExpertSlot, list[ExpertSlot]] = {}
     for rank, experts in enumerate(then):
         for place, expert in enumerate(experts):
             if now[rank][place] != expert:
-                target, holders = Spot(rank, place), spots[expert]
+                target, holders = ExpertSlot(rank, place), spots[expert]
                 source = min(holders, key=lambda spot: (len(readers.get(spot, ())), spot.rank))
                 sources[target] = source
                 readers.setdefault(source, []).append(target)
-    ordered: list[Move] = []
+    ordered: list[ExpertMove] = []
 
-    def fill(target: Spot) -> None:
+    def fill(target: ExpertSlot) -> None:
         """Then what it came from may be filled, if nobody else needs it."""
         while True:
             source = sources.pop(target)
-            ordered.append(Move(source, target))
+            ordered.append(ExpertMove(source, target))
             readers[source].remove(target)
             if readers[source] or source not in sources:
                 return
@@ -156,21 +156,21 @@ def moves(now: Table, then: Table) -> list[Move]:
     while sources:  # rings only: each spot has one reader
         first = next(iter(sources))
         (reader,) = readers.pop(first)
-        beside = Spot(first.rank, None)
-        ordered.append(Move(first, beside))
+        beside = ExpertSlot(first.rank, None)
+        ordered.append(ExpertMove(first, beside))
         sources[reader], readers[beside], readers[first] = beside, [reader], []
         fill(first)
     return ordered
 
 
-def rounds(steps: Sequence[Move]) -> list[list[Move]]:
+def rounds(steps: Sequence[ExpertMove]) -> list[list[ExpertMove]]:
     """The same moves, as many at once as can be: in a round each rank sends one expert and receives one at most.
 
     What is laid beside goes first in its round; then all are read, and only then are places overwritten.
     """
-    made: list[list[Move]] = []
+    made: list[list[ExpertMove]] = []
     senders, receivers = set[int](), set[int]()
-    written, read = set[Spot](), set[Spot]()
+    written, read = set[ExpertSlot](), set[ExpertSlot]()
     for move in steps:
         source, target = move.source, move.target
         lays_beside = target.place is None

@@ -15,14 +15,14 @@ from quire.engine.distributed import watchdog
 from quire.engine.distributed.communicator import Parallel
 
 
-class Pending(Protocol):
+class Transfer(Protocol):
     """Rows on their way."""
 
     def wait(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Arrived:
+class CompletedTransfer:
     """Rows that are here."""
 
     rows: Tensor
@@ -31,7 +31,7 @@ class Arrived:
         return self.rows
 
 
-class Peers:
+class ExpertCommunicator:
     """One rank among `size` that exchange rows; this one is alone. All of them make the same calls in the same order.
 
     Rows are `[rows, columns]`, of any type, and each of the counts may be 0. Several exchanges may be under way.
@@ -40,21 +40,21 @@ class Peers:
     rank: int = 0
     size: int = 1
 
-    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
         """Send the first `sent[0]` rows to rank 0, the next to rank 1, …; what waits are theirs, in the same order."""
-        return Arrived(x)
+        return CompletedTransfer(x)
 
     def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self.start(x, sent, received).wait()
 
-    def start_gather(self, x: Tensor, counts: Sequence[int]) -> Pending:
+    def start_gather(self, x: Tensor, counts: Sequence[int]) -> Transfer:
         """Every rank's rows, in the order of ranks; `counts` are theirs."""
         return self.start(x.repeat(self.size, 1), [len(x)] * self.size, counts)
 
-    def start_sum(self, x: Tensor, counts: Sequence[int]) -> Pending:
+    def start_sum(self, x: Tensor, counts: Sequence[int]) -> Transfer:
         """`x` has `counts[rank]` rows for each rank; what waits is the sum of what all have for this one."""
         mine = counts[self.rank]
-        return Sum(self.start(x, counts, [mine] * self.size), mine)
+        return SumTransfer(self.start(x, counts, [mine] * self.size), mine)
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
         """What every rank tells: equally many integers each. Nothing waits for a device."""
@@ -62,10 +62,10 @@ class Peers:
 
 
 @dataclass(frozen=True)
-class Sum:
+class SumTransfer:
     """The sum of equally long runs of rows, in float32 and in the order of ranks, so that it is always the same."""
 
-    parts: Pending
+    parts: Transfer
     length: int
 
     def wait(self) -> Tensor:
@@ -79,7 +79,7 @@ class Sum:
         return total.to(rows.dtype)
 
 
-class GroupPeers(Peers):
+class ProcessGroupExpertCommunicator(ExpertCommunicator):
     """The ranks of a torch process group; `host` is one of the same ranks that exchanges tensors on CPUs.
 
     Where `group` does no more than that either, rows go through the host.
@@ -88,7 +88,7 @@ class GroupPeers(Peers):
     def __init__(self, group: dist.ProcessGroup, host: dist.ProcessGroup) -> None:
         self.rank, self.size, self._group, self._host = group.rank(), group.size(), group, host
 
-    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
         device = x.device
         x = (x.cpu() if dist.get_backend(self._group) == "gloo" else x).contiguous()
         rows = torch.empty((sum(received), x.shape[1]), dtype=x.dtype, device=x.device)
@@ -97,7 +97,7 @@ class GroupPeers(Peers):
             rows.view(torch.uint8), x.view(torch.uint8), list(received), list(sent), group=self._group, async_op=True
         )
         assert work is not None
-        return UnderWay(work, rows, x, self._group, device)
+        return PendingTransfer(work, rows, x, self._group, device)
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
         everyone = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size)]
@@ -110,7 +110,7 @@ class GroupPeers(Peers):
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class PendingTransfer:
     """Rows that a process group is exchanging."""
 
     work: dist.Work
@@ -135,9 +135,9 @@ class ExpertGroup:
 
     config: ExpertParallelConfig
     tp: Parallel
-    dp: Peers
+    dp: ExpertCommunicator
     """The rank of the same position in each replica's stage, in the order of replicas."""
-    everyone: Peers
+    everyone: ExpertCommunicator
     """All of the group; `everyone.rank == rank`."""
 
     @property

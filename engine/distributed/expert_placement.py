@@ -8,7 +8,7 @@ from quire.engine.config.options import ExpertParallelConfig
 
 
 @dataclass(frozen=True)
-class Placement:
+class ExpertPlacement:
     """The experts of each rank, by their numbers in the model; every rank has equally many, and each is somewhere.
 
     One that stands in several places has copies. A place is numbered over all ranks: `rank * places + its index`.
@@ -18,14 +18,14 @@ class Placement:
     """`[ranks][places]`"""
 
     @staticmethod
-    def initial(num_experts: int, ranks: int, config: ExpertParallelConfig) -> Placement:
+    def initial(num_experts: int, ranks: int, config: ExpertParallelConfig) -> ExpertPlacement:
         """Where they are before anything is known of their load; the first `config.redundant` ones are doubled."""
         numbers = [number % num_experts for number in range(num_experts + config.redundant)]
         places = len(numbers) // ranks
         assert places * ranks == len(numbers)
         if config.placement == "round_robin":
-            return Placement(tuple(tuple(numbers[rank::ranks]) for rank in range(ranks)))
-        return Placement(tuple(tuple(numbers[rank * places : (rank + 1) * places]) for rank in range(ranks)))
+            return ExpertPlacement(tuple(tuple(numbers[rank::ranks]) for rank in range(ranks)))
+        return ExpertPlacement(tuple(tuple(numbers[rank * places : (rank + 1) * places]) for rank in range(ranks)))
 
     @property
     def places(self) -> int:

@@ -21,7 +21,7 @@ def tell_all(subject: str, mine: str) -> list[str]:
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         what = f"what ranks say of {subject}"
-        raise watchdog.ExchangeError(watchdog.described(what, None, reason, is_late=True)) from error
+        raise watchdog.CollectiveError(watchdog.described(what, None, reason, is_late=True)) from error
     return [each.decode() for each in told]
 
 

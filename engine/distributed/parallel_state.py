@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from quire.engine.config.options import ParallelConfig
 from quire.engine.distributed import watchdog
-from quire.engine.distributed.communicator import Parallel, ThroughHost
-from quire.engine.distributed.cpu_communicator import HostParallel
-from quire.engine.distributed.cuda_communicator import DeviceParallel
-from quire.engine.distributed.expert_group import ExpertGroup, GroupPeers, Peers
+from quire.engine.distributed.communicator import HostStagedParallel, Parallel
+from quire.engine.distributed.cpu_communicator import CpuParallel
+from quire.engine.distributed.cuda_communicator import CudaParallel
+from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup, ProcessGroupExpertCommunicator
 from quire.engine.distributed.pipeline import Pipeline
 
 _LAST_RESORT = timedelta(seconds=30)
@@ -24,7 +24,7 @@ _LAST_RESORT = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
-class Links:
+class ParallelState:
     """What a rank is connected to: the ranks of its stage, the stages before and after, and who shares its experts."""
 
     tp: Parallel
@@ -51,7 +51,7 @@ def connect(
     init_method: str | None,
     device: torch.device,
     timeout: timedelta = timedelta(minutes=30),
-) -> Links:
+) -> ParallelState:
     """Join the grid as `rank` of the configuration's replica; returns when the others of the grid have joined too.
 
     The grid is that of all replicas where they share experts, and otherwise this replica's. `init_method` is torch's
@@ -68,8 +68,12 @@ def connect(
     pipeline = Pipeline(stage, stages, world_rank, width, device, through)
     if world_size == 1:
         alone = Parallel()
-        experts = None if config.experts is None else ExpertGroup(config.experts, alone, Peers(), Peers())
-        return Links(alone, pipeline, experts)
+        experts = (
+            None
+            if config.experts is None
+            else ExpertGroup(config.experts, alone, ExpertCommunicator(), ExpertCommunicator())
+        )
+        return ParallelState(alone, pipeline, experts)
     if backend == "nccl":
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, which `watchdog.watch` reads
     timeouts = {"gloo": timeout, "nccl": timeout + _LAST_RESORT}
@@ -92,10 +96,10 @@ def connect(
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def peers(ranks: tuple[int, ...]) -> Peers:
+    def peers(ranks: tuple[int, ...]) -> ExpertCommunicator:
         if len(ranks) == 1:
-            return Peers()
-        return GroupPeers(group_of(ranks), group_of(ranks, "gloo"))
+            return ExpertCommunicator()
+        return ProcessGroupExpertCommunicator(group_of(ranks), group_of(ranks, "gloo"))
 
     of_stage = tuple(  # in each replica
         tuple(range(first, first + width)) for first in range(stage * width, world_size, config.world_size)
@@ -104,13 +108,13 @@ def connect(
     if width > 1:
         group = group_of(of_stage[replica])
         if backend == "nccl":
-            tp = DeviceParallel(group, device, config.custom_all_reduce)
+            tp = CudaParallel(group, device, config.custom_all_reduce)
         else:
-            tp = HostParallel(group, timeout) if device.type == "cpu" else ThroughHost(group)
+            tp = CpuParallel(group, timeout) if device.type == "cpu" else HostStagedParallel(group)
     if config.experts is None:
-        return Links(tp, pipeline, timeout=timeout)
+        return ParallelState(tp, pipeline, timeout=timeout)
     dp, everyone = peers(tuple(ranks[position] for ranks in of_stage)), peers(sum(of_stage, ()))
-    return Links(tp, pipeline, ExpertGroup(config.experts, tp, dp, everyone), timeout)
+    return ParallelState(tp, pipeline, ExpertGroup(config.experts, tp, dp, everyone), timeout)
 
 
 def _backend(config: ParallelConfig, device: torch.device) -> str:

@@ -81,4 +81,4 @@ def _wait(work: dist.Work, what: str, message: Tensor) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise watchdog.ExchangeError(f"waiting for {what} ({list(message.shape)}): {error}") from error
+        raise watchdog.CollectiveError(f"waiting for {what} ({list(message.shape)}): {error}") from error

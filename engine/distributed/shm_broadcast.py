@@ -10,7 +10,7 @@ _HEADER = struct.Struct("<I?")
 """Bytes in this slot, and whether the message goes on in the next."""
 
 
-class Ring:
+class ShmBroadcast:
     """`slots` pieces of shared memory, for messages of any size: a long one takes several slots.
 
     Invariant: a slot is written only after every reader has copied its last content out. Each reader has two

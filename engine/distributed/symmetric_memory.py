@@ -29,7 +29,7 @@ _TRIES, _RUNS, _HEAD_START = 3, 10, 2_000_000
 
 
 @dataclass(frozen=True)
-class Way:
+class AllReduceAlgorithm:
     """How to sum. `run` takes a contiguous 1-D tensor of at most `MOST_BYTES` and gives another."""
 
     name: str
@@ -37,7 +37,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Place:
+class SymmetricBuffer:
     """Where a rank is."""
 
     host: tuple[str, str] | None
@@ -47,12 +47,12 @@ class Place:
     """Devices that its own can read."""
 
 
-def here(device: torch.device) -> Place:
+def here(device: torch.device) -> SymmetricBuffer:
     """This rank's place."""
     assert device.index is not None
     others = (other for other in range(torch.cuda.device_count()) if other != device.index)
     reached = (other for other in others if torch.cuda.can_device_access_peer(device.index, other))
-    return Place(host(), device.index, (device.index, *reached))
+    return SymmetricBuffer(host(), device.index, (device.index, *reached))
 
 
 def host() -> tuple[str, str] | None:
@@ -63,7 +63,7 @@ def host() -> tuple[str, str] | None:
         return None
 
 
-def obstacle(places: Sequence[Place]) -> str:
+def obstacle(places: Sequence[SymmetricBuffer]) -> str:
     """Why ranks there cannot share memory; "" where nothing speaks against it."""
     devices = {place.device for place in places}
     if len({place.host for place in places}) > 1 or places[0].host is None:
@@ -83,7 +83,7 @@ def allocate(device: torch.device) -> Tensor:
     return symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
 
 
-def share(memory: Tensor, group: dist.ProcessGroup) -> list[Way]:
+def share(memory: Tensor, group: dist.ProcessGroup) -> list[AllReduceAlgorithm]:
     """The ways to sum, once every rank of the group has called this with its memory."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -104,12 +104,16 @@ def share(memory: Tensor, group: dist.ProcessGroup) -> list[Way]:
         return ops.two_shot_all_reduce_(filled(x), "sum", name).clone()  # type: ignore[no-any-return]
 
     ways = [
-        Way("one-shot", lambda x: ops.one_shot_all_reduce_copy(mine(x), x, "sum", name)),
-        Way("two-shot", two_shot),
+        AllReduceAlgorithm("one-shot", lambda x: ops.one_shot_all_reduce_copy(mine(x), x, "sum", name)),
+        AllReduceAlgorithm("two-shot", two_shot),
     ]
     if _is_multicast(memory.device):
-        ways.append(Way("multicast one-shot", lambda x: ops.multimem_one_shot_all_reduce(filled(x), "sum", name)))
-        ways.append(Way("multicast two-shot", lambda x: ops.multimem_all_reduce_(filled(x), "sum", name).clone()))
+        ways.append(
+            AllReduceAlgorithm("multicast one-shot", lambda x: ops.multimem_one_shot_all_reduce(filled(x), "sum", name))
+        )
+        ways.append(
+            AllReduceAlgorithm("multicast two-shot", lambda x: ops.multimem_all_reduce_(filled(x), "sum", name).clone())
+        )
     return ways
 
 

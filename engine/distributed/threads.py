@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.distributed.expert_group import Arrived, Peers, Pending
+from quire.engine.distributed.expert_group import CompletedTransfer, ExpertCommunicator, Transfer
 
 
 class ThreadParallel(Parallel):
@@ -35,20 +35,20 @@ class ThreadParallel(Parallel):
         return self._exchange(x)[0]
 
 
-class ThreadPeers(Peers):
+class ThreadExpertCommunicator(ExpertCommunicator):
     """Rows through a list that the ranks share, a barrier before and after each exchange, which is over at once."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, shared: list[list[Tensor]]) -> None:
         self.rank, self.size, self._barrier, self._shared = rank, size, barrier, shared
 
-    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Pending:
+    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
         assert sum(sent) == len(x)
         self._shared[self.rank] = [part.clone() for part in x.split_with_sizes(list(sent))]
         self._barrier.wait(60)
         parts = [leaving[self.rank] for leaving in self._shared]
         self._barrier.wait(60)
         assert [len(part) for part in parts] == list(received)
-        return Arrived(torch.cat(parts))
+        return CompletedTransfer(torch.cat(parts))
 
     def tell(self, numbers: Sequence[int]) -> list[list[int]]:
         ones = [1] * self.size

@@ -24,16 +24,16 @@ _HINTS = {
 _SLOW = "; where a rank is only slow, raise --distributed-timeout-seconds"
 
 
-class ExchangeError(dist.DistError):
+class CollectiveError(dist.DistError):
     """An exchange between ranks that failed or took too long."""
 
 
-def failed(what: str, x: Tensor, group: dist.ProcessGroup | None, error: RuntimeError) -> ExchangeError:
+def failed(what: str, x: Tensor, group: dist.ProcessGroup | None, error: RuntimeError) -> CollectiveError:
     """The error for `what` on `x` among the ranks of `group`; None: all."""
     words = str(error).strip()
     reason = words.splitlines()[0] if words else type(error).__name__
     text = f"{what} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-    return ExchangeError(described(text, group, reason, is_late="timed out" in reason.lower()))
+    return CollectiveError(described(text, group, reason, is_late="timed out" in reason.lower()))
 
 
 def described(what: str, group: dist.ProcessGroup | None, reason: str, *, is_late: bool) -> str:
@@ -65,7 +65,7 @@ def absent(ranks: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingCollective:
     """An exchange under way."""
 
     number: int
@@ -75,7 +75,7 @@ class Pending:
     """None: not known."""
 
 
-def watch(timeout: float, report: Callable[[str], None], pending: Callable[[], Sequence[Pending]]) -> None:
+def watch(timeout: float, report: Callable[[str], None], pending: Callable[[], Sequence[PendingCollective]]) -> None:
     """Have a thread `report` an exchange that stays `pending` for longer than `timeout` seconds, once.
 
     A GPU's exchanges need this: the host that has launched one does not wait for it. torch has a watchdog for them as
@@ -99,17 +99,17 @@ def watch(timeout: float, report: Callable[[str], None], pending: Callable[[], S
     threading.Thread(target=run, daemon=True, name="exchange-watch").start()
 
 
-def on_device() -> list[Pending]:
+def on_device() -> list[PendingCollective]:
     """What NCCL has under way on this rank's GPU; nothing where torch is built without NCCL."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
     return [] if dump is None else unfinished(dump(True, True))
 
 
-def unfinished(trace: bytes | str) -> list[Pending]:
+def unfinished(trace: bytes | str) -> list[PendingCollective]:
     """Of the trace of torch's flight recorder, in JSON: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"""
     entries: list[dict[str, Any]] = json.loads(trace).get("entries", [])
     return [
-        Pending(
+        PendingCollective(
             number=entry["record_id"],
             text=f"{entry['profiling_name']} of {entry['input_sizes']} {', '.join(entry['input_dtypes'])}",
             group=_group(entry["process_group"][0]),

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import StepPlan, StepResult
+from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 STEP_TIMEOUT = 600.0
 """Seconds that a step may compute; a rank alone that takes longer counts as hung."""
@@ -22,7 +22,7 @@ class WorkerError(RuntimeError):
     """A rank died, hung or failed; the text names it."""
 
 
-def patience(plan: StepPlan, config: EngineConfig) -> float:
+def patience(plan: SchedulerOutput, config: EngineConfig) -> float:
     """Seconds after which a step that does not come back counts as hung.
 
     Ranks that wait for others give up before, whatever they have computed until then: their errors name the exchange
@@ -38,10 +38,10 @@ def patience(plan: StepPlan, config: EngineConfig) -> float:
     return parallel.timeout + _LATER + (0.0 if parallel.device == "cuda" else STEP_TIMEOUT)
 
 
-class Pending(Protocol):
+class StepFuture(Protocol):
     """A step under way."""
 
-    def result(self) -> StepResult:
+    def result(self) -> ModelRunnerOutput:
         """Wait for it; raises `WorkerError`."""
 
 
@@ -53,7 +53,7 @@ class Executor(Protocol):
     seconds: dict[str, float]
     """Where their start-up time went."""
 
-    def submit(self, plan: StepPlan) -> Pending:
+    def submit(self, plan: SchedulerOutput) -> StepFuture:
         """Hand a plan to every rank. Results are to be taken in the same order."""
 
     def check(self) -> None:
@@ -83,9 +83,9 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
 
             return UniExecutor(config)
         case "mp" if config.parallel.nodes > 1:
-            from quire.engine.executor.nodes import NodesExecutor
+            from quire.engine.executor.nodes import MultiNodeExecutor
 
-            return NodesExecutor(config, log_level, on_end)
+            return MultiNodeExecutor(config, log_level, on_end)
         case "mp":
             from quire.engine.executor.mp import MpExecutor
 

@@ -22,10 +22,10 @@ from typing import Any
 import msgspec
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.distributed.shm_broadcast import Ring
+from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.executor import WorkerError
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import StepResult, WorkerFailed, WorkerReady
+from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
 
 _GRACE = 1.0
 """Seconds to look for the rank that died first, once the first trouble shows: its neighbours complain too."""
@@ -44,14 +44,14 @@ def _run(*arguments: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class LocalStepFuture:
     """A step under way. `receive` takes the next result that comes, as steps are asked for in their order."""
 
-    receive: Callable[[int, float], StepResult]
+    receive: Callable[[int, float], ModelRunnerOutput]
     step: int
     timeout: float
 
-    def result(self) -> StepResult:
+    def result(self) -> ModelRunnerOutput:
         result = self.receive(self.step, self.timeout)
         assert result.step == self.step, "results are to be taken in the order of plans"
         return result
@@ -78,18 +78,18 @@ class LocalRanks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["quire.engine.worker.worker", __name__])
         self.ranks = ranks
-        self.arrived: deque[StepResult] = deque()
+        self.arrived: deque[ModelRunnerOutput] = deque()
         self.seconds: dict[str, float] = {}
         """Of the slowest rank that is loaded."""
         self.num_blocks = 0
         """KV blocks of every rank, once all are loaded; 0: those of the configuration."""
         self._loading = set(ranks)
-        self._ring = Ring(context, readers=len(ranks))
+        self._ring = ShmBroadcast(context, readers=len(ranks))
         self._progress = context.RawArray("q", [-1] * len(ranks))
         """What each rank has come to, written by the rank: 2 × step of the oldest plan under way; when none is, one
         more than that of the last."""
-        self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | StepResult] = msgspec.msgpack.Decoder(
-            WorkerReady | WorkerFailed | StepResult
+        self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | ModelRunnerOutput] = (
+            msgspec.msgpack.Decoder(WorkerReady | WorkerFailed | ModelRunnerOutput)
         )
         self._processes: dict[int, BaseProcess] = {}
         self._pipes: list[Connection] = []
@@ -156,7 +156,7 @@ class LocalRanks:
                     continue
                 has_news = True
                 match message:
-                    case StepResult():
+                    case ModelRunnerOutput():
                         self.arrived.append(message)
                     case WorkerReady(seconds, num_blocks):
                         self.num_blocks = num_blocks  # all ranks of a replica say the same

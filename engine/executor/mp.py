@@ -11,8 +11,8 @@ import msgspec
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.executor import WorkerError, patience
-from quire.engine.executor.local_ranks import LocalRanks, Waiting, name_late, ranks_text
-from quire.engine.protocol.messages import StepPlan, StepResult
+from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, name_late, ranks_text
+from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 
 class MpExecutor:
@@ -35,10 +35,10 @@ class MpExecutor:
         self.config = config.with_blocks(self._ranks.num_blocks)
         self.seconds = self._ranks.seconds
 
-    def submit(self, plan: StepPlan) -> Waiting:
+    def submit(self, plan: SchedulerOutput) -> LocalStepFuture:
         # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
         self._ranks.write(self._encode(plan), while_waiting=self.check)
-        return Waiting(self.receive, plan.step, patience(plan, self.config))
+        return LocalStepFuture(self.receive, plan.step, patience(plan, self.config))
 
     def close(self, reason: str = "") -> None:
         """Ask every rank to end, and kill those that do not; in trouble, kill them all at once."""
@@ -47,7 +47,7 @@ class MpExecutor:
         else:
             self._ranks.close()
 
-    def receive(self, step: int, timeout: float) -> StepResult:
+    def receive(self, step: int, timeout: float) -> ModelRunnerOutput:
         """The next result; raises `WorkerError` when a rank dies, fails or hangs instead."""
         arrived = self._ranks.arrived
         if not arrived and not self._ranks.poll(timeout):

@@ -28,14 +28,14 @@ import msgspec
 
 from quire.engine import log, process
 from quire.engine.cluster import control_plane
-from quire.engine.cluster.control_plane import Ended, Follower, Hello, Leader
-from quire.engine.cluster.ray_cluster import Placed
+from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
+from quire.engine.cluster.ray_cluster import RayResources
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.executor import WorkerError, patience
-from quire.engine.executor.local_ranks import LocalRanks, RankFailed, Waiting, name_late, ranks_text
+from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, RankFailed, name_late, ranks_text
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import StepPlan, StepResult
+from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 _GRACE = 2.0
 """Seconds to find out whose trouble came first, when it may have spread: a node takes a second for its own ranks."""
@@ -56,7 +56,7 @@ _NODES_OWN = frozenset(
 logger = logging.getLogger("quire.engine.executor.nodes")
 
 
-class Offer(msgspec.Struct, kw_only=True):
+class NodeOffer(msgspec.Struct, kw_only=True):
     """What a node can do, in its `Hello`."""
 
     terms: dict[str, str] = {}
@@ -66,7 +66,7 @@ class Offer(msgspec.Struct, kw_only=True):
     """Why it cannot begin at all."""
 
 
-class Begin(msgspec.Struct):
+class NodeStart(msgspec.Struct):
     """The first message to a node; plans follow."""
 
     num_blocks: int
@@ -95,16 +95,16 @@ class NodeFailed(msgspec.Struct, tag=True, array_like=True):
     user_error: bool = False
 
 
-class Lost(msgspec.Struct):
+class NodeLost(msgspec.Struct):
     """The node itself is gone."""
 
     reason: str
 
 
-FromNode = NodeReady | NodeProgress | NodeFailed | StepResult
+FromNode = NodeReady | NodeProgress | NodeFailed | ModelRunnerOutput
 
 
-class NodesExecutor:
+class MultiNodeExecutor:
     """The ranks of node 0, and through their nodes those of the others."""
 
     def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
@@ -112,18 +112,18 @@ class NodesExecutor:
         self.mine = introduce(config.options, offer(config), config)
         set_interfaces(config)
         self._on_end = on_end
-        self._inbox: SimpleQueue[tuple[int, FromNode | Lost]] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[int, FromNode | NodeLost]] = SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
         self._encode = msgspec.msgpack.Encoder().encode
-        self._arrived: deque[StepResult] = deque()
+        self._arrived: deque[ModelRunnerOutput] = deque()
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
         self._names = {0: self.mine.name}
         self._ranks: LocalRanks | None = None
         self._leader = Leader(
             parallel.master[1],
             range(1, parallel.nodes),
-            on_lost=lambda number, reason: self._put(number, Lost(reason)),
+            on_lost=lambda number, reason: self._put(number, NodeLost(reason)),
             on_message=lambda number, body: self._put(number, self._decode(body)),
         )
         try:
@@ -135,7 +135,7 @@ class NodesExecutor:
             joined = time.monotonic()
             init_method = self._meeting_point(config)
             for number in hellos:
-                self._leader.send(number, msgspec.msgpack.encode(Begin(num_blocks, init_method)))
+                self._leader.send(number, msgspec.msgpack.encode(NodeStart(num_blocks, init_method)))
             self._ranks = LocalRanks(self.config, parallel.ranks_of(0), init_method, log_level, on_end)
             self._ranks.listen(self._bell, self._take)
             self._loading = set(hellos)
@@ -160,7 +160,7 @@ class NodesExecutor:
         """The KV blocks that every node has; raises `ConfigError` for a node that cannot serve, or not the same."""
         offers = {0: offer(config)}
         for number, hello in sorted(hellos.items()):
-            offers[number] = theirs = msgspec.msgpack.decode(hello.body, type=Offer)
+            offers[number] = theirs = msgspec.msgpack.decode(hello.body, type=NodeOffer)
             for name, ours in self.mine.versions.items():
                 if hello.versions.get(name) != ours:
                     self._leader.check(self.mine, hello)
@@ -189,16 +189,16 @@ class NodesExecutor:
             )
         return num_blocks
 
-    def submit(self, plan: StepPlan) -> Waiting:
+    def submit(self, plan: SchedulerOutput) -> LocalStepFuture:
         assert self._ranks is not None
         encoded = self._encode(plan)
         for number in range(1, self.config.parallel.nodes):
             self._leader.send(number, encoded)
         # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
         self._ranks.write(encoded, while_waiting=self.check)
-        return Waiting(self.receive, plan.step, patience(plan, self.config))
+        return LocalStepFuture(self.receive, plan.step, patience(plan, self.config))
 
-    def receive(self, step: int, timeout: float) -> StepResult:
+    def receive(self, step: int, timeout: float) -> ModelRunnerOutput:
         """The next result; raises `WorkerError` when a rank or a node dies, fails or hangs instead."""
         deadline = time.monotonic() + timeout
         while not self._arrived:
@@ -219,12 +219,12 @@ class NodesExecutor:
             self._ranks = None
             os.close(self._bell)
 
-    def _put(self, number: int, message: FromNode | Lost) -> None:
+    def _put(self, number: int, message: FromNode | NodeLost) -> None:
         """From the leader's thread. A core that is idle is told of trouble besides."""
         self._inbox.put((number, message))
         with contextlib.suppress(OSError):
             os.eventfd_write(self._bell, 1)
-        if isinstance(message, NodeFailed | Lost):
+        if isinstance(message, NodeFailed | NodeLost):
             self._on_end()
 
     def _poll(self, timeout: float | None) -> bool:
@@ -246,7 +246,7 @@ class NodesExecutor:
             except Empty:
                 return
             match message:
-                case StepResult():
+                case ModelRunnerOutput():
                     self._arrived.append(message)
                 case NodeReady(seconds, num_blocks):
                     self._loading.discard(number)
@@ -258,7 +258,7 @@ class NodesExecutor:
                     raise ConfigError(f"{self._names[number]}: {reason}")
                 case NodeFailed(reason, is_certain):
                     raise WorkerError(self._blame(number, RankFailed(reason, is_certain=is_certain)))
-                case Lost(reason):
+                case NodeLost(reason):
                     raise WorkerError(reason)
 
     def _blame(self, number: int, failure: RankFailed) -> str:
@@ -275,7 +275,7 @@ class NodesExecutor:
                 break
             with contextlib.suppress(Empty):
                 match self._inbox.get(timeout=0.05):
-                    case other, Lost(reason):
+                    case other, NodeLost(reason):
                         return reason
                     case other, NodeFailed(reason, is_certain):
                         unheard.discard(other)
@@ -295,7 +295,7 @@ class NodesExecutor:
         return " and ".join(texts)
 
 
-def serve_node(options: EngineOptions, log_level: str, placed: Placed | None = None) -> int:
+def serve_node(options: EngineOptions, log_level: str, placed: RayResources | None = None) -> int:
     """Run the ranks of node `options.node_rank` until node 0 ends; returns the exit code, 1 when there was trouble.
 
     `placed` says which they are, where Ray has chosen. Raises `ConfigError` when they cannot begin;
@@ -310,11 +310,11 @@ def serve_node(options: EngineOptions, log_level: str, placed: Placed | None = N
         raise
     try:
         node = Node(config, log_level)
-    except Ended as refusal:
+    except LinkEnded as refusal:
         raise ConfigError(refusal.reason) from None
     try:
         node.serve()
-    except Ended as end:
+    except LinkEnded as end:
         if end.reason:
             logger.error("%s", end.reason)
         else:
@@ -340,8 +340,8 @@ class Node:
         )
 
     def serve(self) -> None:
-        """Returns never; raises `Ended`."""
-        begin = msgspec.msgpack.decode(self._follower.receive(None), type=Begin)
+        """Returns never; raises `LinkEnded`."""
+        begin = msgspec.msgpack.decode(self._follower.receive(None), type=NodeStart)
         config = replace(self._config, cache=replace(self._config.cache, num_blocks=begin.num_blocks))
         ranks = config.parallel.ranks_of(config.parallel.node)
         self._ranks = LocalRanks(config, ranks, begin.init_method, self._log_level, on_end=lambda: None)
@@ -356,7 +356,7 @@ class Node:
                 self._ranks.write(plan, while_waiting=self._check)
 
     def _check(self) -> None:
-        """Raise `Ended` once node 0 has ended, or was told that our ranks have and did not answer."""
+        """Raise `LinkEnded` once node 0 has ended, or was told that our ranks have and did not answer."""
         if (ended := self._follower.ended) is not None:
             raise ended
         if self._failure is not None:
@@ -365,7 +365,7 @@ class Node:
                 while (left := deadline - time.monotonic()) > 0:
                     self._follower.receive(left)
             self._farewell = self._failure.reason
-            raise Ended(self._failure.reason)
+            raise LinkEnded(self._failure.reason)
 
     def _send_results(self, ranks: LocalRanks) -> None:
         """In a thread: whatever the ranks say goes to node 0."""
@@ -402,7 +402,7 @@ class Node:
         self._follower.close(self._farewell)
 
 
-def offer(config: EngineConfig) -> Offer:
+def offer(config: EngineConfig) -> NodeOffer:
     """What this node can do."""
     options, model = config.options, config.model
     terms = {
@@ -421,10 +421,10 @@ def offer(config: EngineConfig) -> Offer:
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "kv_cache_dtype": config.cache.dtype,
     }
-    return Offer(terms={name: str(value) for name, value in terms.items()}, num_blocks=config.cache.num_blocks)
+    return NodeOffer(terms={name: str(value) for name, value in terms.items()}, num_blocks=config.cache.num_blocks)
 
 
-def introduce(options: EngineOptions, offered: Offer, config: EngineConfig | None) -> Hello:
+def introduce(options: EngineOptions, offered: NodeOffer, config: EngineConfig | None) -> Hello:
     """This node, as the others know it; without a `config` it cannot begin. Raises as `address_towards`."""
     return Hello(
         name=f"node {options.node_rank} ({control_plane.address_towards(options.master_addr)})",
@@ -457,8 +457,8 @@ def _join(options: EngineOptions, hello: Hello, seconds: float) -> Follower:
 
 def _tell(options: EngineOptions, error: str) -> None:
     """Let node 0 know why this one cannot begin, if it is there."""
-    with contextlib.suppress(ConfigError, Ended):
-        follower = _join(options, introduce(options, Offer(error=error), None), _TELLING)
+    with contextlib.suppress(ConfigError, LinkEnded):
+        follower = _join(options, introduce(options, NodeOffer(error=error), None), _TELLING)
         try:
             follower.receive(_TELLING)
         except TimeoutError:

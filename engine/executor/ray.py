@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from quire.engine import log, process
 from quire.engine.cluster import ray_cluster
-from quire.engine.cluster.ray_cluster import Placed
-from quire.engine.config.options import EngineConfig, RayPlace
-from quire.engine.executor.nodes import Lost, NodesExecutor, serve_node
+from quire.engine.cluster.ray_cluster import RayResources
+from quire.engine.config.options import EngineConfig, RayPlacement
+from quire.engine.executor.nodes import MultiNodeExecutor, NodeLost, serve_node
 from quire.engine.protocol.errors import ConfigError
 
 GROUP_SECONDS = 15.0
@@ -49,7 +49,7 @@ class _Told(NamedTuple):
     """A free one there."""
 
 
-class RayExecutor(NodesExecutor):
+class RayExecutor(MultiNodeExecutor):
     """The ranks of a replica on nodes that Ray has started. Node 0 is the core, and has no ranks."""
 
     def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
@@ -71,7 +71,7 @@ class RayExecutor(NodesExecutor):
         assert parallel.ray is not None
         for node in range(1, parallel.nodes):
             options = replace(config.options, node_rank=node, master_port=self._leader.port, device=parallel.device)
-            placed = Placed(parallel.ray, parallel.shares, None)
+            placed = RayResources(parallel.ray, parallel.shares, None)
             self._actors.run(node, (options, log_level, placed), self._node_ended)
 
     def _meeting_point(self, config: EngineConfig) -> str:
@@ -79,7 +79,7 @@ class RayExecutor(NodesExecutor):
 
     def _node_ended(self, node: int, reason: str) -> None:
         self._leader.give_up(node, reason)
-        self._put(node, Lost(reason))
+        self._put(node, NodeLost(reason))
 
     def close(self, reason: str = "") -> None:
         self._actors.is_closing = True  # nodes end with the leader
@@ -98,7 +98,7 @@ class Actors:
         self._ray: Any = ray
         parallel = config.parallel
         assert parallel.ray is not None
-        self._place: RayPlace = parallel.ray
+        self._place: RayPlacement = parallel.ray
         self._resource = "GPU" if parallel.device == "cuda" else "CPU"
         self._node_of = [node for node in range(1, parallel.nodes) for _ in parallel.ranks_of(node)]
         """Of each rank."""

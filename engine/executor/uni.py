@@ -12,11 +12,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.executor import Pending, WorkerError, patience
-from quire.engine.protocol.messages import StepPlan, StepResult
+from quire.engine.executor import StepFuture, WorkerError, patience
+from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
-    from quire.engine.worker.async_copies import Launched
+    from quire.engine.worker.async_copies import AsyncOutput
 
 T = TypeVar("T")
 
@@ -25,23 +25,23 @@ _GRACE = 5.0
 
 
 @dataclass(frozen=True)
-class Done:
+class FinishedStep:
     """A step that ran inside `submit`."""
 
-    step_result: StepResult
+    step_result: ModelRunnerOutput
 
-    def result(self) -> StepResult:
+    def result(self) -> ModelRunnerOutput:
         return self.step_result
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningStep:
     """A step that the rank's thread launches; what goes wrong comes out of `result`."""
 
-    future: Future[StepResult | None]
+    future: Future[ModelRunnerOutput | None]
     timeout: float
 
-    def result(self) -> StepResult:
+    def result(self) -> ModelRunnerOutput:
         try:
             result = self.future.result(self.timeout)
         except TimeoutError:
@@ -65,7 +65,7 @@ class UniExecutor:
 
         imported = time.perf_counter()
         self._work: SimpleQueue[tuple[Callable[[], None], Future[Any]] | None] = SimpleQueue()
-        self._launched: SimpleQueue[tuple[Launched, Future[StepResult | None]] | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[AsyncOutput, Future[ModelRunnerOutput | None]] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         load = partial(Worker, config, rank=0, init_method=config.parallel.init_method)
         if config.scheduler.depth == 1:
@@ -78,14 +78,14 @@ class UniExecutor:
         self.config = config.with_blocks(self._worker.num_blocks)
         self.seconds = {"import torch": imported - begun, **self._worker.seconds}
 
-    def submit(self, plan: StepPlan) -> Pending:
+    def submit(self, plan: SchedulerOutput) -> StepFuture:
         if self._threads:
-            future: Future[StepResult | None] = Future()
+            future: Future[ModelRunnerOutput | None] = Future()
             self._work.put((partial(self._launch, plan, future), future))
-            return Running(future, patience(plan, self.config))
+            return RunningStep(future, patience(plan, self.config))
         result = self._worker.launch(plan).result()
         assert result is not None
-        return Done(result)
+        return FinishedStep(result)
 
     def check(self) -> None:
         """The rank lives as long as this process."""
@@ -104,7 +104,7 @@ class UniExecutor:
         self._work.put((lambda: future.set_result(work()), future))
         return future
 
-    def _launch(self, plan: StepPlan, future: Future[StepResult | None]) -> None:
+    def _launch(self, plan: SchedulerOutput, future: Future[ModelRunnerOutput | None]) -> None:
         self._launched.put((self._worker.launch(plan), future))
 
     def _run(self) -> None:

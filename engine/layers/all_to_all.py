@@ -16,7 +16,7 @@ from torch import Tensor
 from quire.engine.distributed.expert_group import ExpertGroup
 
 
-class Routed(NamedTuple):
+class RoutedTokens(NamedTuple):
     """Tokens and where they are to go."""
 
     x: Tensor
@@ -24,13 +24,13 @@ class Routed(NamedTuple):
     weights: Tensor
     """Float32 `[tokens, top_k]`"""
     places: Tensor
-    """Int64 `[tokens, top_k]`, numbered as in `Placement`."""
+    """Int64 `[tokens, top_k]`, numbered as in `ExpertPlacement`."""
 
 
-class Exchange(Protocol):
+class ExpertDispatch(Protocol):
     """The tokens of one layer and step, under way."""
 
-    def arrived(self) -> Routed:
+    def arrived(self) -> RoutedTokens:
         """The tokens that this rank computes what it can of; places of other ranks are among theirs."""
 
     def give_back(self, out: Tensor) -> None:
@@ -40,13 +40,13 @@ class Exchange(Protocol):
         """`[tokens of the replica, hidden_size]`, to be summed over the ranks of the replica's stage."""
 
 
-class Here:
+class LocalDispatch:
     """Every rank has all tokens, and computes its part of the sum."""
 
-    def __init__(self, routed: Routed) -> None:
+    def __init__(self, routed: RoutedTokens) -> None:
         self._routed = routed
 
-    def arrived(self) -> Routed:
+    def arrived(self) -> RoutedTokens:
         return self._routed
 
     def give_back(self, out: Tensor) -> None:
@@ -56,15 +56,15 @@ class Here:
         return self._out
 
 
-class ToAllRanks:
+class AllGatherDispatch:
     """The tokens of all replicas go to every rank; each replica gets back the sum for its own."""
 
-    def __init__(self, group: ExpertGroup, routed: Routed, replica_tokens: Sequence[int]) -> None:
+    def __init__(self, group: ExpertGroup, routed: RoutedTokens, replica_tokens: Sequence[int]) -> None:
         assert replica_tokens[group.dp.rank] == len(routed.x)
         self._group, self._counts, self._like = group, replica_tokens, routed
         self._coming = group.dp.start_gather(_packed(routed), replica_tokens)
 
-    def arrived(self) -> Routed:
+    def arrived(self) -> RoutedTokens:
         rows = self._coming.wait()
         del self._coming
         return _unpacked(rows, self._like)
@@ -76,13 +76,13 @@ class ToAllRanks:
         return self._back.wait()
 
 
-class ToTheirRanks:
+class AllToAllDispatch:
     """Each token goes to every rank where it has experts, once; the ranks of a stage send a share of the tokens each.
 
     `routed` is this rank's share: the tokens from `first` on, of the `tokens` of its replica.
     """
 
-    def __init__(self, group: ExpertGroup, routed: Routed, places: int, first: int, tokens: int) -> None:
+    def __init__(self, group: ExpertGroup, routed: RoutedTokens, places: int, first: int, tokens: int) -> None:
         """`places` are those of each rank."""
         self._group, self._like, self._first, self._tokens = group, routed, first, tokens
         goes = routed.x.new_zeros((len(routed.x), group.size), dtype=torch.bool)
@@ -91,10 +91,10 @@ class ToTheirRanks:
         counts, ones = goes.sum(0), [1] * group.size
         self._sent = counts.tolist()
         self._received = group.everyone.exchange(counts[:, None], ones, ones)[:, 0].tolist()
-        leaving = Routed(*(part[self._senders] for part in routed))
+        leaving = RoutedTokens(*(part[self._senders] for part in routed))
         self._coming = group.everyone.start(_packed(leaving), self._sent, self._received)
 
-    def arrived(self) -> Routed:
+    def arrived(self) -> RoutedTokens:
         rows = self._coming.wait()
         del self._coming
         return _unpacked(rows, self._like)
@@ -114,13 +114,13 @@ def share(tokens: int, rank: int, size: int) -> slice:
     return slice(min(tokens, rank * length), min(tokens, (rank + 1) * length))
 
 
-def _packed(routed: Routed) -> Tensor:
+def _packed(routed: RoutedTokens) -> Tensor:
     """A token's numbers in one row of bytes, so that there is one message; the widest come first, to be aligned."""
     parts = routed.weights, routed.places.int(), routed.x
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
-def _unpacked(rows: Tensor, like: Routed) -> Routed:
+def _unpacked(rows: Tensor, like: RoutedTokens) -> RoutedTokens:
     widths = [*[like.weights.shape[1] * 4] * 2, like.x.shape[1] * like.x.element_size()]
     weights, places, x = (part.contiguous() for part in rows.split_with_sizes(widths, dim=1))
-    return Routed(x.view(like.x.dtype), weights.view(torch.float32), places.view(torch.int32).long())
+    return RoutedTokens(x.view(like.x.dtype), weights.view(torch.float32), places.view(torch.int32).long())

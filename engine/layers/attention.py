@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.config.options import EngineConfig
 from quire.engine.distributed import Parallel
-from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, divided, kv_heads
+from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided, kv_heads
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
 from quire.engine.layers.weight import Weight
 from quire.engine.models import model_spec
@@ -76,9 +76,9 @@ class LayerCache(NamedTuple):
 
 
 class Attention(nn.Module):
-    """The attention that `quire.engine.models.model_spec.Attention` describes."""
+    """The attention that `quire.engine.models.model_spec.AttentionSpec` describes."""
 
-    def __init__(self, spec: model_spec.Attention, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
         parts = (
@@ -138,9 +138,9 @@ def attention_needs(config: EngineConfig) -> kernels.AttentionNeeds:
     )
 
 
-def _kernel_layer(spec: model_spec.Attention | model_spec.LatentAttention, tp: int) -> kernels.AttentionLayer:
+def _kernel_layer(spec: model_spec.AttentionSpec | model_spec.MLASpec, tp: int) -> kernels.AttentionLayer:
     sides, kv_heads, size = spec.kv_shape(tp)
-    if isinstance(spec, model_spec.LatentAttention):
+    if isinstance(spec, model_spec.MLASpec):
         return kernels.AttentionLayer(spec.num_heads // tp, kv_heads, size, spec.scale, is_latent=sides == 1)
     return kernels.AttentionLayer(
         *(spec.num_heads // tp, kv_heads, size, spec.scale, spec.window or 0, spec.softcap),
@@ -149,7 +149,7 @@ def _kernel_layer(spec: model_spec.Attention | model_spec.LatentAttention, tp: i
     )
 
 
-def _head_norm(spec: model_spec.Attention, part: Part, parallel: Parallel) -> nn.Module | None:
+def _head_norm(spec: model_spec.AttentionSpec, part: Partition, parallel: Parallel) -> nn.Module | None:
     """What normalizes queries or keys."""
     if spec.qk_norm is None:
         return None

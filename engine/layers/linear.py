@@ -14,7 +14,7 @@ from quire.engine.layers.weight import Shard, Weight, whole
 
 
 @dataclass(frozen=True)
-class Part:
+class Partition:
     """This rank's output features of one checkpoint tensor: `length` of `total`, from `start` on."""
 
     name: str
@@ -27,32 +27,32 @@ class Part:
         return Shard((self.total, *columns), self.start, self.length, offset=offset, part=self.name)
 
 
-def divided(name: str, total: int, parallel: Parallel) -> Part:
+def divided(name: str, total: int, parallel: Parallel) -> Partition:
     """An even share of the output features."""
     length = total // parallel.size
     assert length * parallel.size == total
-    return Part(name, total, parallel.rank * length, length)
+    return Partition(name, total, parallel.rank * length, length)
 
 
-def kv_heads(name: str, heads: int, head_dim: int, parallel: Parallel) -> Part:
+def kv_heads(name: str, heads: int, head_dim: int, parallel: Parallel) -> Partition:
     """An even share of the KV heads; with fewer heads than ranks, one head that neighbours hold as well."""
     length = max(1, heads // parallel.size)
     first = parallel.rank * heads // parallel.size
-    return Part(name, heads * head_dim, first * head_dim, length * head_dim)
+    return Partition(name, heads * head_dim, first * head_dim, length * head_dim)
 
 
 class Linear(nn.Module):
     """`x @ weight.T + bias`. Once its weight is filled, it takes the form that the device multiplies by fastest."""
 
     weight: Weight
-    _product: kernels.Linear | None = None
+    _product: kernels.PackedLinear | None = None
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Replace the weight by its packed form; the parameter is left empty."""
         self._product = self._packed(quantization)
         self.weight.data = self.weight.data.new_empty(0)
 
-    def _packed(self, quantization: kernels.Quantization | None) -> kernels.Linear:
+    def _packed(self, quantization: kernels.Quantization | None) -> kernels.PackedLinear:
         return kernels.pack_linear(self.weight, quantization)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -63,7 +63,7 @@ class Linear(nn.Module):
 class ColumnParallelLinear(Linear):
     """`x @ weight.T + bias` for this rank's output features; the parts' outputs stand one after the other."""
 
-    def __init__(self, in_features: int, parts: Sequence[Part], *, bias: bool) -> None:
+    def __init__(self, in_features: int, parts: Sequence[Partition], *, bias: bool) -> None:
         super().__init__()
         rows = sum(part.length for part in parts)
         self.weight = Weight((rows, in_features), *_stacked(parts, (in_features,)))
@@ -77,11 +77,11 @@ class ColumnParallelLinear(Linear):
 class GatedLinear(ColumnParallelLinear):
     """`act_mul(x @ weight.T + bias)` of gates and ups, which are the parts (Shazeer 2020)."""
 
-    def __init__(self, in_features: int, gate: Part, up: Part, activation: str, *, bias: bool) -> None:
+    def __init__(self, in_features: int, gate: Partition, up: Partition, activation: str, *, bias: bool) -> None:
         super().__init__(in_features, (gate, up), bias=bias)
         self._activation = activation
 
-    def _packed(self, quantization: kernels.Quantization | None) -> kernels.Linear:
+    def _packed(self, quantization: kernels.Quantization | None) -> kernels.PackedLinear:
         return kernels.pack_gated(self.weight, self._activation, quantization)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class GatedLinear(ColumnParallelLinear):
         return out if self._product is not None else kernels.act_mul(out, self._activation)
 
 
-def _stacked(parts: Sequence[Part], columns: tuple[int, ...]) -> list[Shard]:
+def _stacked(parts: Sequence[Partition], columns: tuple[int, ...]) -> list[Shard]:
     shards, offset = [], 0
     for part in parts:
         shards.append(part.shard(*columns, offset=offset))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.distributed import Parallel
 from quire.engine.layers.attention import Batch, HostRows
-from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, divided
+from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided
 from quire.engine.layers.norm import make_norm
 from quire.engine.models import model_spec
 
@@ -33,20 +33,20 @@ class PerHeadUp(ColumnParallelLinear):
         """Nothing: see above."""
 
 
-class LatentAttention(nn.Module):
-    """The attention that `quire.engine.models.model_spec.LatentAttention` describes."""
+class MLA(nn.Module):
+    """The attention that `quire.engine.models.model_spec.MLASpec` describes."""
 
-    def __init__(self, spec: model_spec.LatentAttention, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.MLASpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._spec = spec
         self._heads = spec.num_heads // parallel.size
         row = spec.latent_dim + spec.rope.dim
         queries = divided("", spec.num_heads * spec.head_dim, parallel)
         keys_and_values = divided("", spec.num_heads * (spec.plain_dim + spec.value_dim), parallel)
-        parts = [Part("kv", row, 0, row)]
+        parts = [Partition("kv", row, 0, row)]
         self.query_norm = None
         if spec.query_latent_dim is not None:
-            parts.insert(0, Part("q", spec.query_latent_dim, 0, spec.query_latent_dim))
+            parts.insert(0, Partition("q", spec.query_latent_dim, 0, spec.query_latent_dim))
             self.query_norm = make_norm(spec.norm, spec.query_latent_dim)
         self.down = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
         self.query = ColumnParallelLinear(spec.query_latent_dim or hidden_size, [queries], bias=False)

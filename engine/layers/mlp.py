@@ -10,10 +10,10 @@ from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, RowPar
 from quire.engine.models import model_spec
 
 
-class FeedForward(nn.Module):
+class MLP(nn.Module):
     """`down(activation(gate(x)) * up(x))` (Shazeer 2020), or `down(activation(up(x)))`."""
 
-    def __init__(self, spec: model_spec.FeedForward, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.MLPSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._activation = None if spec.is_gated else spec.activation
         gate, up = (divided(name, spec.size, parallel) for name in ("gate", "up"))

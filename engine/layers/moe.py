@@ -10,17 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.distributed import ExpertGroup, Parallel, Placement
-from quire.engine.layers.all_to_all import Exchange, Here, Routed, ToAllRanks, ToTheirRanks, share
+from quire.engine.distributed import ExpertGroup, ExpertPlacement, Parallel
+from quire.engine.layers.all_to_all import (
+    AllGatherDispatch,
+    AllToAllDispatch,
+    ExpertDispatch,
+    LocalDispatch,
+    RoutedTokens,
+    share,
+)
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
-from quire.engine.layers.mlp import FeedForward
+from quire.engine.layers.mlp import MLP
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models import model_spec
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalExperts:
     """What a rank has of a layer's experts: some of them, and of each the same slice of its inner features."""
 
     experts: tuple[int, ...]
@@ -29,17 +36,17 @@ class Held:
     slices: int = 1
 
 
-def slice_of_each(num_experts: int, parallel: Parallel) -> Held:
+def slice_of_each(num_experts: int, parallel: Parallel) -> LocalExperts:
     """Tensor parallelism inside every expert."""
-    return Held(tuple(range(num_experts)), parallel.rank, parallel.size)
+    return LocalExperts(tuple(range(num_experts)), parallel.rank, parallel.size)
 
 
 @dataclass(frozen=True)
-class Begun:
+class MoEInFlight:
     """A layer's work on a batch, between `begin` and `end`."""
 
     x: Tensor
-    exchange: Exchange
+    exchange: ExpertDispatch
     shared: Tensor | None = None
 
 
@@ -52,25 +59,25 @@ class MixtureOfExperts(nn.Module):
     """
 
     def __init__(
-        self, spec: model_spec.Experts, hidden_size: int, parallel: Parallel, group: ExpertGroup | None = None
+        self, spec: model_spec.MoESpec, hidden_size: int, parallel: Parallel, group: ExpertGroup | None = None
     ) -> None:
         super().__init__()
         self._parallel, self._group = parallel, group
         self._num_experts = spec.num_experts
-        self.placement: Placement | None = None
+        self.placement: ExpertPlacement | None = None
         self.tokens = torch.zeros(spec.num_experts, dtype=torch.int64)
         """How many have gone to each expert since the start, if experts are spread: a token counts on one rank only."""
-        self.router = Router(spec, hidden_size)
+        self.router = ExpertRouter(spec, hidden_size)
         held = slice_of_each(spec.num_experts, parallel)
         if group is not None:
-            placement = Placement.initial(spec.num_experts, group.size, group.config)
-            held = Held(placement.experts[group.rank])
+            placement = ExpertPlacement.initial(spec.num_experts, group.size, group.config)
+            held = LocalExperts(placement.experts[group.rank])
             self.place(placement)
         self.experts = Experts(spec, hidden_size, held)
-        self.shared = None if spec.shared is None else FeedForward(spec.shared, hidden_size, parallel)
+        self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, parallel)
         self.shared_gate = SharedGate(hidden_size) if spec.shared_gate else None
 
-    def place(self, placement: Placement) -> None:
+    def place(self, placement: ExpertPlacement) -> None:
         """From now on tokens go by `placement`, as they do on all ranks of the group; the weights are there already."""
         copies, device = placement.copies(self._num_experts), self.router.weight.device
         most = sum(map(len, copies)) - self._num_experts + 1  # that one expert can have, wherever they are
@@ -88,35 +95,35 @@ class MixtureOfExperts(nn.Module):
         """`[tokens, hidden_size]` → the same, on every rank. Without `group`, nothing is asked of the batch."""
         return self.end(self.compute(self.begin(x, batch)))
 
-    def begin(self, x: Tensor, batch: Batch | None = None) -> Begun:
+    def begin(self, x: Tensor, batch: Batch | None = None) -> MoEInFlight:
         """Route the tokens, and send them off."""
         group = self._group
         if group is None or self.placement is None:
-            return Begun(x, Here(Routed(x, *self.router(x))))
+            return MoEInFlight(x, LocalDispatch(RoutedTokens(x, *self.router(x))))
         if group.dp.size == 1:
-            return Begun(x, Here(self._routed(x, batch, slice(None))))
+            return MoEInFlight(x, LocalDispatch(self._routed(x, batch, slice(None))))
         assert batch is not None
         if group.config.all2all == "allgather_reducescatter":
-            return Begun(x, ToAllRanks(group, self._routed(x, batch, slice(None)), batch.replica_tokens))
+            return MoEInFlight(x, AllGatherDispatch(group, self._routed(x, batch, slice(None)), batch.replica_tokens))
         own = share(len(x), group.tp.rank, group.tp.size)
         routed = self._routed(x[own], batch, own)
-        return Begun(x, ToTheirRanks(group, routed, self.placement.places, own.start, len(x)))
+        return MoEInFlight(x, AllToAllDispatch(group, routed, self.placement.places, own.start, len(x)))
 
-    def compute(self, begun: Begun) -> Begun:
+    def compute(self, begun: MoEInFlight) -> MoEInFlight:
         """What this rank has of the shared expert; then its experts' outputs, which are sent back."""
         shared = self._shared(begun.x)
         x, weights, places = begun.exchange.arrived()
         if self._group is not None and self.placement is not None:
             places = places - self._group.rank * self.placement.places
         begun.exchange.give_back(self.experts(x, weights, places))
-        return Begun(begun.x, begun.exchange, shared)
+        return MoEInFlight(begun.x, begun.exchange, shared)
 
-    def end(self, begun: Begun) -> Tensor:
+    def end(self, begun: MoEInFlight) -> Tensor:
         """The sum, once everything has come back."""
         out = begun.exchange.combined()
         return self._parallel.all_reduce(out if begun.shared is None else out + begun.shared)
 
-    def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> Routed:
+    def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> RoutedTokens:
         """`x` are the tokens `own` of the batch. Which copy of an expert a token has depends on its position alone."""
         weights, experts = self.router(x)
         if own != slice(None) or self._parallel.rank == 0:
@@ -125,10 +132,10 @@ class MixtureOfExperts(nn.Module):
                 counted *= batch.slots[own, None] >= 0  # the others are padding
             self.tokens.index_add_(0, experts.flatten(), counted.flatten())
         if self._copies is None:
-            return Routed(x, weights, self._places[experts, 0])
+            return RoutedTokens(x, weights, self._places[experts, 0])
         assert batch is not None
         copy = batch.positions[own, None] % self._copies[experts]
-        return Routed(x, weights, self._places[experts, copy])
+        return RoutedTokens(x, weights, self._places[experts, copy])
 
     def _shared(self, x: Tensor) -> Tensor | None:
         if self.shared is None:
@@ -137,7 +144,7 @@ class MixtureOfExperts(nn.Module):
         return shared if self.shared_gate is None else shared * self.shared_gate(x)
 
 
-class WholeLinear(Linear):
+class ReplicatedLinear(Linear):
     """A few features that decide much: every rank has them all, in float32 whatever the model is quantized to."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
@@ -157,7 +164,7 @@ class WholeLinear(Linear):
         return self._product(x.float(), bias)
 
 
-class SharedGate(WholeLinear):
+class SharedGate(ReplicatedLinear):
     """How much of the shared expert's output a token gets."""
 
     def __init__(self, hidden_size: int) -> None:
@@ -168,10 +175,10 @@ class SharedGate(WholeLinear):
         return self.logits(x).sigmoid().to(x.dtype)
 
 
-class Router(WholeLinear):
+class ExpertRouter(ReplicatedLinear):
     """Which experts a token goes to. All ranks choose alike: their logits are the same, and so is who wins a tie."""
 
-    def __init__(self, spec: model_spec.Experts, hidden_size: int) -> None:
+    def __init__(self, spec: model_spec.MoESpec, hidden_size: int) -> None:
         super().__init__(hidden_size, spec.num_experts, bias=spec.router_bias)
         self._spec = spec
         self.correction_bias = None
@@ -195,7 +202,7 @@ class Router(WholeLinear):
         )
 
 
-class Matrices(nn.Module):
+class ExpertMatrices(nn.Module):
     """One linear layer of every expert that the rank has, `[experts, rows, columns]`, and its biases."""
 
     def __init__(self, shape: tuple[int, ...], shards: list[Shard], bias_shards: list[Shard] | None) -> None:
@@ -207,10 +214,10 @@ class Matrices(nn.Module):
 class Experts(nn.Module):
     """The experts that a rank has. Once all weights are filled, they take the form that the device multiplies by."""
 
-    def __init__(self, spec: model_spec.Experts, hidden_size: int, held: Held) -> None:
+    def __init__(self, spec: model_spec.MoESpec, hidden_size: int, held: LocalExperts) -> None:
         super().__init__()
         self._spec, self._held = spec, held
-        self._product: kernels.Experts | None = None
+        self._product: kernels.PackedExperts | None = None
         size, numbers = spec.size // held.slices, list(enumerate(held.experts))
         assert size * held.slices == spec.size
         start = held.slice * size
@@ -226,10 +233,10 @@ class Experts(nn.Module):
             Shard((hidden_size, spec.size), start, size, dim=1, expert=expert, place=place) for place, expert in numbers
         ]
         down_biases = [Shard((hidden_size,), 0, hidden_size, expert=expert, place=place) for place, expert in numbers]
-        self.gate_up = Matrices(
+        self.gate_up = ExpertMatrices(
             (len(numbers), 2 * size, hidden_size), gates_and_ups(hidden_size), gates_and_ups() if spec.bias else None
         )
-        self.down = Matrices((len(numbers), hidden_size, size), downs, down_biases if spec.bias else None)
+        self.down = ExpertMatrices((len(numbers), hidden_size, size), downs, down_biases if spec.bias else None)
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
         """Replace the weights by their packed form, made in their memory where it fits; parameters are left empty."""

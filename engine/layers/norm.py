@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.distributed import Parallel
 from quire.engine.layers.weight import Shard, Weight, whole
-from quire.engine.models.model_spec import Norm
+from quire.engine.models.model_spec import NormSpec
 
 
 class RMSNorm(nn.Module):
     """`x / rms(x) * (weight + offset)` over the last dimension."""
 
-    def __init__(self, norm: Norm, size: int) -> None:
+    def __init__(self, norm: NormSpec, size: int) -> None:
         super().__init__()
         self._norm = norm
         self.weight = Weight((size,), whole(size))
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """`(x - mean(x)) / deviation(x) * weight + bias` over the last dimension, in float32."""
 
-    def __init__(self, norm: Norm, size: int) -> None:
+    def __init__(self, norm: NormSpec, size: int) -> None:
         super().__init__()
         self._eps = norm.eps
         self.weight = Weight((size,), whole(size))
@@ -46,14 +46,14 @@ class LayerNorm(nn.Module):
         return self(residual), residual
 
 
-def make_norm(norm: Norm, size: int) -> RMSNorm | LayerNorm:
+def make_norm(norm: NormSpec, size: int) -> RMSNorm | LayerNorm:
     return RMSNorm(norm, size) if norm.kind == "rms" else LayerNorm(norm, size)
 
 
 class PerHeadNorm(nn.Module):
     """Normalization of each head by itself, with weights of its own (Command R+)."""
 
-    def __init__(self, norm: Norm, shard: Shard, head_dim: int) -> None:
+    def __init__(self, norm: NormSpec, shard: Shard, head_dim: int) -> None:
         super().__init__()
         self._norm, self._head_dim = norm, head_dim
         self.weight = Weight((shard.length,), shard)
@@ -68,7 +68,7 @@ class PerHeadNorm(nn.Module):
 class AcrossHeadsNorm(nn.Module):
     """RMSNorm of all heads' features together, the heads being cut over the ranks (OLMo 2)."""
 
-    def __init__(self, norm: Norm, shard: Shard, parallel: Parallel) -> None:
+    def __init__(self, norm: NormSpec, shard: Shard, parallel: Parallel) -> None:
         super().__init__()
         self._norm, self._parallel = norm, parallel
         self.weight = Weight((shard.length,), shard)

@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from quire.engine.models.model_spec import Rope
+from quire.engine.models.model_spec import RopeSpec
 
 
 class Rotary:
     """The turns of one kind of layer; None turns nothing. Positions go up to `max_length`."""
 
-    def __init__(self, rope: Rope | None, max_length: int) -> None:
+    def __init__(self, rope: RopeSpec | None, max_length: int) -> None:
         with torch.device("cpu"):  # on the meta device, arithmetic would import half of torch
             frequencies = torch.empty(0, dtype=torch.float32) if rope is None else inverse_frequencies(rope, max_length)
         self._frequencies = frequencies.to(torch.get_default_device())
@@ -26,7 +26,7 @@ class Rotary:
         return turns if self._amplitude == 1.0 else turns * self._amplitude
 
 
-def inverse_frequencies(rope: Rope, max_length: int) -> Tensor:
+def inverse_frequencies(rope: RopeSpec, max_length: int) -> Tensor:
     """Radians per position, float32 `[rope.dim / 2]`: the same for every sequence of up to `max_length`."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     frequencies = 1.0 / rope.theta**exponents
@@ -46,13 +46,13 @@ def inverse_frequencies(rope: Rope, max_length: int) -> Tensor:
             return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
 
 
-def _ntk_theta(rope: Rope, max_length: int) -> float:
+def _ntk_theta(rope: RopeSpec, max_length: int) -> float:
     """A base that stretches the longest wave only, by as much as `max_length` is beyond the trained length."""
     stretch = rope.factor * max(max_length / rope.original_max_position, 1.0) - (rope.factor - 1)
     return rope.theta * float(stretch ** (rope.dim / (rope.dim - 2)))
 
 
-def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
+def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     """Llama 3.1's scaling: long waves slowed down by `factor`, short ones kept, a ramp between.
 
     Source: https://github.com/meta-llama/llama-models, `apply_scaling`.
@@ -63,7 +63,7 @@ def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
     return kept * frequencies + (1 - kept) * frequencies / rope.factor
 
 
-def _yarn(rope: Rope, frequencies: Tensor) -> Tensor:
+def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     """YaRN (Peng et al. 2023): as Llama 3's, with a ramp over the pairs between `beta_fast` and `beta_slow` turns."""
 
     def feature(turns: float) -> float:

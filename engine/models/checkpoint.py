@@ -14,13 +14,13 @@ from torch import Tensor
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.family import Family
-from quire.engine.models.model_spec import Architecture, Attention, Experts, LatentAttention, Layer, Rope
+from quire.engine.models.model_spec import AttentionSpec, LayerSpec, MLASpec, ModelSpec, MoESpec, RopeSpec
 
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredSlice:
     """Where the whole tensor that a shard is cut from lies in the checkpoint."""
 
     name: str
@@ -70,7 +70,7 @@ def _cover(rows: Rows) -> tuple[slice, Rows | None]:
     return slice(first, last + 1), rows - first
 
 
-def find(path: str, weight: Weight, arch: Architecture) -> Iterator[tuple[Shard, Stored]]:
+def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, StoredSlice]]:
     """The checkpoint's tensor behind each shard of the parameter `path`, such as layers.3.attention.qkv.weight."""
     family = FAMILIES[arch.name]
     module, _, kind = path.rpartition(".")
@@ -80,7 +80,7 @@ def find(path: str, weight: Weight, arch: Architecture) -> Iterator[tuple[Shard,
     module = re.sub(r"\.\d+", "", module)
     layer = None if number is None else arch.layers[int(number[0])]
     names, sizes = family.names_of(arch), {shard.part: shard.shape[0] for shard in weight.shards}
-    parts: dict[str, tuple[str, Stored]] = {}
+    parts: dict[str, tuple[str, StoredSlice]] = {}
     """The name, still to be formatted, and the tensor of a part's first shard: others differ in their expert."""
     for shard in weight.shards:
         if shard.part not in parts:
@@ -94,12 +94,12 @@ def find(path: str, weight: Weight, arch: Architecture) -> Iterator[tuple[Shard,
 
 def _stored(
     family: Family,
-    layer: Layer | None,
+    layer: LayerSpec | None,
     module: str,
     shard: Shard,
     joint: dict[str, int] | None,
     is_stacked: bool,
-) -> Stored:
+) -> StoredSlice:
     """All but the name. `joint` are the sizes of the parts in one tensor, where there are several."""
     shape = (sum(joint.values()) if joint else shard.shape[0], *shard.shape[1:])
     if is_transposed := len(shape) == 2 and family.is_transposed(module):
@@ -107,13 +107,13 @@ def _stored(
     is_stacked = is_stacked and shard.expert is not None
     if is_stacked:
         assert layer is not None
-        assert isinstance(layer.feed_forward, Experts)
+        assert isinstance(layer.feed_forward, MoESpec)
         shape = (layer.feed_forward.num_experts, *shape)
     is_grid = False
-    if layer is not None and isinstance(layer.attention, Attention) and layer.attention.qk_norm_over == "each head":
+    if layer is not None and isinstance(layer.attention, AttentionSpec) and layer.attention.qk_norm_over == "each head":
         is_grid = module in ("layers.attention.query_norm", "layers.attention.key_norm")
         shape = (shape[0] // layer.attention.head_dim, layer.attention.head_dim) if is_grid else shape
-    return Stored(
+    return StoredSlice(
         name="",
         shape=shape,
         rows=_rows(family, layer, module, shard, joint),
@@ -133,7 +133,9 @@ def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> tuple[
     return name, "{part}" not in name
 
 
-def _rows(family: Family, layer: Layer | None, module: str, shard: Shard, joint: dict[str, int] | None) -> Rows | None:
+def _rows(
+    family: Family, layer: LayerSpec | None, module: str, shard: Shard, joint: dict[str, int] | None
+) -> Rows | None:
     """The checkpoint's rows of a module's part, which may stand behind others in one tensor."""
     rows = None
     if layer is not None:
@@ -147,10 +149,10 @@ def _rows(family: Family, layer: Layer | None, module: str, shard: Shard, joint:
     return before + (np.arange(shard.shape[0]) if rows is None else rows)
 
 
-def _turned_first(layer: Layer, module: str, shard: Shard) -> Rows | None:
+def _turned_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
     """The rows of queries and keys in the order that ours have: what is turned comes first, pairs in halves."""
     attention, name = layer.attention, module.removeprefix("layers.attention.")
-    if isinstance(attention, LatentAttention):
+    if isinstance(attention, MLASpec):
         if name == "query":
             return _per_head(shard.shape[0], attention.head_dim, attention.plain_dim, attention.rope)
         if name == "down" and shard.part == "kv":
@@ -162,7 +164,7 @@ def _turned_first(layer: Layer, module: str, shard: Shard) -> Rows | None:
     return None
 
 
-def _per_head(rows: int, head: int, first: int, rope: Rope) -> Rows:
+def _per_head(rows: int, head: int, first: int, rope: RopeSpec) -> Rows:
     """For heads of `head` rows, of which those from `first` on are turned: these, in halves, and then the others."""
     turned = np.arange(first, first + rope.dim)
     if rope.is_interleaved:

@@ -16,8 +16,8 @@ from torch import Tensor
 from quire.engine.config import model_files
 from quire.engine.config.model_files import TensorInfo
 from quire.engine.config.options import ModelConfig
-from quire.engine.models.dequantize import MXFP4_GROUP, Fp8, Mxfp4, Sliceable
-from quire.engine.models.families.quantized import Quantized
+from quire.engine.models.dequantize import MXFP4_GROUP, Fp8Slices, Mxfp4Slices, Sliceable
+from quire.engine.models.families.quantized import QuantizedCheckpoint
 from quire.engine.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
 """What is added to the names of quantized tensors."""
 
 
-class Files(Protocol):
+class CheckpointFiles(Protocol):
     """The checkpoint as it is stored."""
 
     headers: dict[str, TensorInfo]
@@ -90,7 +90,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
     return content
 
 
-def open_files(folder: Path, load_format: str) -> Files:
+def open_files(folder: Path, load_format: str) -> CheckpointFiles:
     """The weights in a folder."""
     return TorchFiles(folder) if load_format == "pt" else SafetensorsFiles(folder)
 
@@ -110,9 +110,9 @@ class Checkpoint:
             case "FP8":
                 assert self._quantized is not None
                 scales = self._view(name + FP8_SCALES)
-                return Fp8(self._view(name), scales, self._quantized.block, self._dtype)
+                return Fp8Slices(self._view(name), scales, self._quantized.block, self._dtype)
             case "MXFP4":
-                return Mxfp4(self._view(name + MXFP4_BLOCKS), self._view(name + MXFP4_SCALES), self._dtype)
+                return Mxfp4Slices(self._view(name + MXFP4_BLOCKS), self._view(name + MXFP4_SCALES), self._dtype)
         return self._view(name)
 
     def _view(self, name: str) -> Tensor:
@@ -131,7 +131,7 @@ def _by_needed_name(headers: dict[str, TensorInfo], prefix: str, needed: set[str
     return {needed_name(name): info for name, info in headers.items()}
 
 
-def _dequantized(headers: dict[str, TensorInfo], quantized: Quantized | None) -> dict[str, TensorInfo]:
+def _dequantized(headers: dict[str, TensorInfo], quantized: QuantizedCheckpoint | None) -> dict[str, TensorInfo]:
     """What the headers say once quantized tensors, where their scales fit them, stand for what they are made from."""
     found = dict(headers)
     for name, info in headers.items() if quantized else ():

@@ -1,4 +1,4 @@
-"""One pipeline stage of a decoder. What differs between families is in the `Architecture`."""
+"""One pipeline stage of a decoder. What differs between families is in the `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from quire.engine.distributed import ExpertGroup, Parallel
 from quire.engine.layers.attention import Attention, Batch, LayerCache
 from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from quire.engine.layers.mla import LatentAttention
-from quire.engine.layers.mlp import FeedForward
+from quire.engine.layers.mla import MLA
+from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.layers.norm import LayerNorm, RMSNorm, make_norm
 from quire.engine.layers.rotary import Rotary
 from quire.engine.layers.weight import Weight, whole
 from quire.engine.models import model_spec
-from quire.engine.models.model_spec import Architecture
+from quire.engine.models.model_spec import ModelSpec
 
 
 class DecoderLayer(nn.Module):
     """Attention and a feed-forward, one after the other or side by side, added to the residual stream."""
 
     def __init__(
-        self, spec: model_spec.Layer, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
+        self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -102,7 +102,7 @@ class DecoderLayer(nn.Module):
         return x if self.spec.residual_multiplier == 1.0 else x * self.spec.residual_multiplier
 
 
-def _norm(spec: model_spec.Norm | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
+def _norm(spec: model_spec.NormSpec | None, hidden_size: int) -> RMSNorm | LayerNorm | None:
     return None if spec is None else make_norm(spec, hidden_size)
 
 
@@ -121,26 +121,24 @@ def _apply(norm: RMSNorm | LayerNorm | None, x: Tensor) -> Tensor:
     return out
 
 
-def _attention(
-    spec: model_spec.Attention | model_spec.LatentAttention, hidden_size: int, parallel: Parallel
-) -> nn.Module:
+def _attention(spec: model_spec.AttentionSpec | model_spec.MLASpec, hidden_size: int, parallel: Parallel) -> nn.Module:
     match spec:
-        case model_spec.Attention():
+        case model_spec.AttentionSpec():
             return Attention(spec, hidden_size, parallel)
-        case model_spec.LatentAttention():
-            return LatentAttention(spec, hidden_size, parallel)
+        case model_spec.MLASpec():
+            return MLA(spec, hidden_size, parallel)
 
 
 def _feed_forward(
-    spec: model_spec.FeedForward | model_spec.Experts,
+    spec: model_spec.MLPSpec | model_spec.MoESpec,
     hidden_size: int,
     parallel: Parallel,
     experts: ExpertGroup | None,
-) -> FeedForward | MixtureOfExperts:
+) -> MLP | MixtureOfExperts:
     match spec:
-        case model_spec.FeedForward():
-            return FeedForward(spec, hidden_size, parallel)
-        case model_spec.Experts():
+        case model_spec.MLPSpec():
+            return MLP(spec, hidden_size, parallel)
+        case model_spec.MoESpec():
             return MixtureOfExperts(spec, hidden_size, parallel, experts)
 
 
@@ -166,7 +164,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        arch: Architecture,
+        arch: ModelSpec,
         layers: range,
         max_length: int,
         parallel: Parallel,
@@ -187,7 +185,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
         )
-        self.can_stop_at_ends = last and isinstance(arch.layers[layers.stop - 1].attention, model_spec.Attention)
+        self.can_stop_at_ends = last and isinstance(arch.layers[layers.stop - 1].attention, model_spec.AttentionSpec)
         """Whether batches may have `only_ends`."""
         if last:
             tied = self.embedding.weight if self.embedding is not None and arch.tie_embeddings else None
@@ -226,7 +224,7 @@ class Decoder(nn.Module):
             x, residual = yield from layer.in_phases(x, residual, *place)
         return x if residual is None else residual + x
 
-    def _turns(self, batch: Batch) -> dict[model_spec.Rope | None, Tensor]:
+    def _turns(self, batch: Batch) -> dict[model_spec.RopeSpec | None, Tensor]:
         return {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
 
     def _embed(self, batch: Batch) -> Tensor:

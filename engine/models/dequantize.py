@@ -22,7 +22,7 @@ class Sliceable(Protocol):
     def __getitem__(self, cut: tuple[slice, ...], /) -> Tensor: ...
 
 
-class Fp8:
+class Fp8Slices:
     """`values` `[rows, columns]`, of 8 bits, times the scale of their block of `scales`; the product is float32's.
 
     Source: `weight_dequant` in inference/kernel.py of github.com/deepseek-ai/DeepSeek-V3.
@@ -45,7 +45,7 @@ class Fp8:
         return out
 
 
-class Mxfp4:
+class Mxfp4Slices:
     """Stacked matrices `[experts, columns, rows]` of 4-bit floats in groups, each with a power of 2 as its scale.
 
     `blocks` is uint8 `[experts, rows, groups, 16]`, `scales` uint8 `[experts, rows, groups]`, an exponent plus 127.

@@ -19,7 +19,7 @@ from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models import encoder_spec, model_spec
 
 
-class Table(nn.Module):
+class EmbeddingTable(nn.Module):
     """An embedding that every rank holds whole."""
 
     def __init__(self, rows: int, size: int) -> None:
@@ -30,7 +30,7 @@ class Table(nn.Module):
 class DistanceBias(nn.Module):
     """What each of this rank's heads adds to a score for the distance from query to key (Raffel et al. 2020)."""
 
-    def __init__(self, arch: encoder_spec.Encoder, parallel: Parallel) -> None:
+    def __init__(self, arch: encoder_spec.EncoderSpec, parallel: Parallel) -> None:
         super().__init__()
         part = divided("", arch.layers[0].attention.num_heads, parallel)
         heads = part.length
@@ -55,10 +55,10 @@ def _buckets(distances: Tensor, count: int, furthest: int = 128) -> Tensor:
     )
 
 
-class Attention(nn.Module):
+class EncoderAttention(nn.Module):
     """Attention of every token to all tokens of its prompt, the heads cut over the ranks."""
 
-    def __init__(self, spec: model_spec.Attention, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._head_dim, self._scale = spec.head_dim, spec.scale
         width = spec.num_heads * spec.head_dim
@@ -74,10 +74,10 @@ class Attention(nn.Module):
         return out
 
 
-class FeedForward(nn.Module):
+class EncoderMLP(nn.Module):
     """`down(activation(up(x)))`, the inner features cut over the ranks."""
 
-    def __init__(self, spec: model_spec.FeedForward, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.MLPSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._activation = spec.activation
         self.up = ColumnParallelLinear(hidden_size, [divided("", spec.size, parallel)], bias=spec.bias)
@@ -92,15 +92,15 @@ class FeedForward(nn.Module):
 class EncoderLayer(nn.Module):
     """Attention and feed-forward, each added to the residual stream, which is normalized then."""
 
-    def __init__(self, spec: model_spec.Layer, hidden_size: int, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        assert isinstance(spec.attention, model_spec.Attention)
-        assert isinstance(spec.feed_forward, model_spec.FeedForward)
+        assert isinstance(spec.attention, model_spec.AttentionSpec)
+        assert isinstance(spec.feed_forward, model_spec.MLPSpec)
         assert spec.attention_post_norm is not None
         assert spec.feed_forward_post_norm is not None
-        self.attention = Attention(spec.attention, hidden_size, parallel)
+        self.attention = EncoderAttention(spec.attention, hidden_size, parallel)
         self.attention_post_norm = make_norm(spec.attention_post_norm, hidden_size)
-        self.feed_forward = FeedForward(spec.feed_forward, hidden_size, parallel)
+        self.feed_forward = EncoderMLP(spec.feed_forward, hidden_size, parallel)
         self.feed_forward_post_norm = make_norm(spec.feed_forward_post_norm, hidden_size)
 
     def forward(self, x: Tensor, starts: Tensor, biases: Tensor | None) -> Tensor:
@@ -113,14 +113,14 @@ class EncoderLayer(nn.Module):
 class Encoder(nn.Module):
     """The whole model, behind the interface of `Decoder`. It keeps no KV. Parameters are uninitialized."""
 
-    def __init__(self, arch: encoder_spec.Encoder, parallel: Parallel) -> None:
+    def __init__(self, arch: encoder_spec.EncoderSpec, parallel: Parallel) -> None:
         super().__init__()
         assert arch.norm is not None
         width = arch.hidden_size
         self._padding_id = arch.padding_id
         self.embedding = VocabParallelEmbedding(arch.vocab_size, width, parallel)
-        self.positions = Table(arch.position_embeddings, width)
-        self.token_types = Table(arch.token_types, width) if arch.token_types else None
+        self.positions = EmbeddingTable(arch.position_embeddings, width)
+        self.token_types = EmbeddingTable(arch.token_types, width) if arch.token_types else None
         self.norm = make_norm(arch.norm, width)
         self.distance_bias = DistanceBias(arch, parallel) if arch.relative_buckets else None
         self.layers = nn.ModuleDict(

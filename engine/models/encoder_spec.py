@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.engine.models.model_spec import Architecture, Attention
+from quire.engine.models.model_spec import AttentionSpec, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeAttention(Attention):
+class EncoderAttentionSpec(AttentionSpec):
     """Every token of a prompt sees every other one. Nothing is kept."""
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
-        """See `Attention`."""
+        """See `AttentionSpec`."""
         return 0, self.kv_heads_per_rank(tp), self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoder(Architecture):
+class EncoderSpec(ModelSpec):
     """The numbers that fix every shape of an encoder.
 
     The norms behind attention and feed-forward are of the residual stream, to which these have been added; `norm` is of
@@ -37,6 +37,6 @@ class Encoder(Architecture):
     """MPNet's: buckets of distances, for each of which every head has a bias on its scores; 0: none."""
 
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
-        """See `Architecture`; an encoder is one stage."""
+        """See `ModelSpec`; an encoder is one stage."""
         biases = self.relative_buckets * self.layers[0].attention.num_heads // tp
         return super().stage_parameters(stages, stage, tp) + self.token_types * self.hidden_size + biases

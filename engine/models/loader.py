@@ -29,13 +29,13 @@ from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models import encoder_spec
-from quire.engine.models.checkpoint import Stored, find
+from quire.engine.models.checkpoint import StoredSlice, find
 from quire.engine.models.checkpoint_files import FP8_SCALES, Checkpoint, open_files
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.families import FAMILIES
-from quire.engine.models.model_spec import BuiltArchitecture
-from quire.engine.models.staging import Staging
+from quire.engine.models.model_spec import TransformersModelSpec
+from quire.engine.models.staging import PinnedStaging
 from quire.engine.protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _AHEAD_SHARE, _AHEAD_BYTES = 32, 1 << 30
 """What is filled and not yet packed is at most this part of the rank's weights, and so many bytes."""
 
 Model: TypeAlias = "Decoder | TransformersDecoder | Encoder"
-Place = tuple[Weight, Shard, Stored]
+Place = tuple[Weight, Shard, StoredSlice]
 """A slice of a checkpoint tensor: where it goes, and how it lies in that tensor."""
 Needed = dict[str, list[Place]]
 """By the checkpoint tensor."""
@@ -94,7 +94,7 @@ def load_model(
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)):
         decoder = build(model, stage, parallel, experts)
-    is_dummy, is_built = model.load_format == "dummy", isinstance(model.architecture, BuiltArchitecture)
+    is_dummy, is_built = model.load_format == "dummy", isinstance(model.architecture, TransformersModelSpec)
     if not isinstance(decoder, Decoder | Encoder):
         decoder.find(None if is_dummy else Checkpoint(model, "", ()).headers.keys())
     needed = needed_tensors(decoder, model)
@@ -113,7 +113,7 @@ def load_model(
         _fill(units, partial(_read, checkpoint), readers=_READERS, bar=bar)
     else:
         readers = max(_READERS, min(_GPU_READERS, len(os.sched_getaffinity(0)) // config.parallel.ranks_here))
-        read = partial(_read, checkpoint, staging=Staging(device))
+        read = partial(_read, checkpoint, staging=PinnedStaging(device))
         _fill(units, read, readers=readers, bar=bar)
     return decoder
 
@@ -121,11 +121,11 @@ def load_model(
 def build(model: ModelConfig, layers: range, parallel: Parallel, experts: ExpertGroup | None = None) -> Model:
     """The model, or a stage of it, uninitialized; where it makes vectors, without a head."""
     arch = model.architecture
-    if isinstance(arch, BuiltArchitecture):
+    if isinstance(arch, TransformersModelSpec):
         from quire.engine.models.transformers_backend.decoder import TransformersDecoder  # which imports slowly
 
         return TransformersDecoder.of(model, arch, layers, parallel, torch.get_default_device())
-    if isinstance(arch, encoder_spec.Encoder):
+    if isinstance(arch, encoder_spec.EncoderSpec):
         return Encoder(arch, parallel)
     decoder = Decoder(arch, layers, model.max_model_len, parallel, experts)
     if model.pooling is not None and hasattr(decoder, "head"):
@@ -295,12 +295,12 @@ def _size(place: Place) -> int:
     return shard.elements * weight.element_size()
 
 
-def _read(checkpoint: Checkpoint, place: Place, staging: Staging | None = None) -> None:
+def _read(checkpoint: Checkpoint, place: Place, staging: PinnedStaging | None = None) -> None:
     weight, shard, stored = place
     _put(weight, shard, stored.arranged(shard, checkpoint[stored.name][stored.slice(shard)]), staging)
 
 
-def _put(weight: Weight, shard: Shard, values: Tensor, staging: Staging | None = None) -> None:
+def _put(weight: Weight, shard: Shard, values: Tensor, staging: PinnedStaging | None = None) -> None:
     """Fill the shard's place; the padding after the last shard becomes zero."""
     target = weight.data[shard.target]
     if staging is None:

@@ -1,6 +1,6 @@
 """A decoder as numbers: what each of its layers is made of, and what that takes on a rank. No torch here.
 
-`quire.engine.models.families` makes an `Architecture` of Hugging Face's `config.json`; `quire.engine.models` builds
+`quire.engine.models.families` makes an `ModelSpec` of Hugging Face's `config.json`; `quire.engine.models` builds
 modules. Every layer has a description of its own (equal ones are one object), so that windows, dense first layers or
 layers without positions are no special cases anywhere. Sizes are in features and parameters; `hidden` is the model's
 width.
@@ -21,7 +21,7 @@ KEYS_AND_VALUES_AT_ONCE = 1 << 24
 """Numbers of keys and values that latent attention makes of its cache at once."""
 
 
-class Matrices(NamedTuple):
+class MatrixShape(NamedTuple):
     """`number` weights `[rows, columns]` of linear layers on one rank."""
 
     rows: int
@@ -30,7 +30,7 @@ class Matrices(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Norm:
+class NormSpec:
     """Normalization: by root mean square (Zhang & Sennrich 2019), or by mean and variance (Ba et al. 2016)."""
 
     eps: float
@@ -44,7 +44,7 @@ class Norm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rope:
+class RopeSpec:
     """Rotary positions (Su et al. 2021) of a head's first `dim` features. `kind` is transformers' rope_type."""
 
     theta: float
@@ -71,14 +71,14 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class AttentionSpec:
     """Grouped-query attention (Ainslie et al. 2023) over `num_kv_heads` heads of keys and values."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
-    rope: Rope | None
+    rope: RopeSpec | None
     window: int | None = None
     """Keys that a query sees, its own included; None: all."""
     softcap: float = 0.0
@@ -89,7 +89,7 @@ class Attention:
     """Scores fall with the distance (Press et al. 2022), by slopes times this; 0: they do not."""
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: Norm | None = None
+    qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "each head", "all heads"] = "head"
     """A head's features with one weight for all heads, or one for each; or the features of all heads together."""
 
@@ -97,10 +97,10 @@ class Attention:
         """KV heads held by each rank; with fewer heads than ranks, each head is replicated."""
         return max(1, self.num_kv_heads // tp)
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
-        yield Matrices((heads + 2 * self.kv_heads_per_rank(tp)) * self.head_dim, hidden)
-        yield Matrices(hidden, heads * self.head_dim)
+        yield MatrixShape((heads + 2 * self.kv_heads_per_rank(tp)) * self.head_dim, hidden)
+        yield MatrixShape(hidden, heads * self.head_dim)
 
     def vectors(self, hidden: int, tp: int) -> int:
         """Parameters beside the matrices."""
@@ -128,7 +128,7 @@ class Attention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class MLASpec:
     """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come out of one vector a token.
 
     The cache holds that vector, `latent_dim` numbers, and the rotary part of the key, which all heads share.
@@ -142,8 +142,8 @@ class LatentAttention:
     """Features of a head's queries and keys that are not turned; `rope.dim` more are."""
     value_dim: int
     scale: float
-    rope: Rope
-    norm: Norm
+    rope: RopeSpec
+    norm: NormSpec
     bias: bool = False
     window: int | None = None
 
@@ -151,11 +151,11 @@ class LatentAttention:
     def head_dim(self) -> int:
         return self.plain_dim + self.rope.dim
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
-        yield Matrices((self.query_latent_dim or 0) + self.latent_dim + self.rope.dim, hidden)
-        yield Matrices(heads * self.head_dim, self.query_latent_dim or hidden)
-        yield Matrices(hidden, heads * self.value_dim)
+        yield MatrixShape((self.query_latent_dim or 0) + self.latent_dim + self.rope.dim, hidden)
+        yield MatrixShape(heads * self.head_dim, self.query_latent_dim or hidden)
+        yield MatrixShape(hidden, heads * self.value_dim)
 
     def vectors(self, hidden: int, tp: int) -> int:
         """Parameters beside the matrices; what makes keys and values is among them, as it is never quantized."""
@@ -164,7 +164,7 @@ class LatentAttention:
         return count + self.norm.parameters(self.latent_dim) + self.norm.parameters(self.query_latent_dim or 0)
 
     def workspace(self, length: int, tp: int) -> int:
-        """See `Attention`: the sequence's vectors, and keys and values of some heads, which are made and padded."""
+        """See `AttentionSpec`: the sequence's vectors, and keys and values of some heads, which are made and padded."""
         return length * (self.latent_dim + self.rope.dim) + 3 * min(
             KEYS_AND_VALUES_AT_ONCE, 2 * length * self.num_heads // tp * self.head_dim
         )
@@ -180,7 +180,7 @@ class LatentAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeedForward:
+class MLPSpec:
     """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
 
     size: int
@@ -192,9 +192,9 @@ class FeedForward:
         """Inner features of a token on one rank."""
         return self.size // tp
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
-        yield Matrices((1 + self.is_gated) * self.size // tp, hidden)
-        yield Matrices(hidden, self.size // tp)
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
+        yield MatrixShape((1 + self.is_gated) * self.size // tp, hidden)
+        yield MatrixShape(hidden, self.size // tp)
 
     def vectors(self, hidden: int, tp: int) -> int:
         """Parameters beside the matrices."""
@@ -207,7 +207,7 @@ class FeedForward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class MoESpec:
     """A mixture of experts: a router chooses `top_k` of `num_experts` gated feed-forwards for each token."""
 
     num_experts: int
@@ -230,7 +230,7 @@ class Experts:
     router_bias: bool = False
     bias: bool = False
     """Of the experts' own linear layers."""
-    shared: FeedForward | None = None
+    shared: MLPSpec | None = None
     """What every token passes, beside its experts."""
     shared_gate: bool = False
     """Weigh the shared output by `sigmoid(x @ gate)`."""
@@ -253,10 +253,10 @@ class Experts:
         _, size = self.held(tp)
         return self.top_k * size + (0 if self.shared is None else self.shared.width(tp))
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         number, size = self.held(tp)
-        yield Matrices(2 * size, hidden, number)
-        yield Matrices(hidden, size, number)
+        yield MatrixShape(2 * size, hidden, number)
+        yield MatrixShape(hidden, size, number)
         if self.shared is not None:
             yield from self.shared.matrices(hidden, tp)
 
@@ -280,7 +280,7 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpreadExperts(Experts):
+class ExpertParallelMoESpec(MoESpec):
     """A mixture whose experts are spread over ranks as a whole; sizes are those of one rank."""
 
     places: int
@@ -296,26 +296,26 @@ class SpreadExperts(Experts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class LayerSpec:
     """Attention and a feed-forward, each with norms before and after (None: none), added to the residual stream."""
 
-    attention: Attention | LatentAttention
-    feed_forward: FeedForward | Experts
-    attention_norm: Norm | None
-    attention_post_norm: Norm | None = None
-    feed_forward_norm: Norm | None
-    feed_forward_post_norm: Norm | None = None
+    attention: AttentionSpec | MLASpec
+    feed_forward: MLPSpec | MoESpec
+    attention_norm: NormSpec | None
+    attention_post_norm: NormSpec | None = None
+    feed_forward_norm: NormSpec | None
+    feed_forward_post_norm: NormSpec | None = None
     is_parallel: bool = False
     """Both start from the same residual stream; without a feed_forward_norm, even from the same normalized one."""
     residual_multiplier: float = 1.0
     """On what is added to the residual stream."""
 
     @property
-    def norms(self) -> list[Norm]:
+    def norms(self) -> list[NormSpec]:
         norms = (self.attention_norm, self.attention_post_norm, self.feed_forward_norm, self.feed_forward_post_norm)
         return [norm for norm in norms if norm is not None]
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         """The linear layers' weights on one rank."""
         yield from self.attention.matrices(hidden, tp)
         yield from self.feed_forward.matrices(hidden, tp)
@@ -328,7 +328,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
+class ModelSpec:
     """The numbers that fix every shape of a decoder."""
 
     name: str
@@ -336,8 +336,8 @@ class Architecture:
     hidden_size: int
     vocab_size: int
     max_position: int
-    layers: tuple[Layer, ...]
-    norm: Norm | None
+    layers: tuple[LayerSpec, ...]
+    norm: NormSpec | None
     """Before the head."""
     tie_embeddings: bool
     position_embeddings: int = 0
@@ -356,15 +356,15 @@ class Architecture:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def spread(self, ranks: int, redundant: int) -> Architecture:
+    def spread(self, ranks: int, redundant: int) -> ModelSpec:
         """The same with the experts of each layer, and `redundant` copies, spread evenly over `ranks`."""
 
-        def of(layer: Layer) -> Layer:
+        def of(layer: LayerSpec) -> LayerSpec:
             mixture = layer.feed_forward
-            if not isinstance(mixture, Experts):
+            if not isinstance(mixture, MoESpec):
                 return layer
             places = (mixture.num_experts + redundant) // ranks
-            return replace(layer, feed_forward=SpreadExperts(**vars(mixture), places=places))
+            return replace(layer, feed_forward=ExpertParallelMoESpec(**vars(mixture), places=places))
 
         made = {layer: of(layer) for layer in set(self.layers)}
         return replace(self, layers=tuple(made[layer] for layer in self.layers))
@@ -405,16 +405,16 @@ class Architecture:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuiltLayer(Layer):
+class TransformersLayerSpec(LayerSpec):
     """A layer as transformers builds it. Sizes are those of one rank, for the layout that it was measured in."""
 
-    attention_norm: Norm | None = None
-    feed_forward_norm: Norm | None = None
-    linears: tuple[Matrices, ...]
+    attention_norm: NormSpec | None = None
+    feed_forward_norm: NormSpec | None = None
+    linears: tuple[MatrixShape, ...]
     others: int
     """Parameters beside the linear layers' matrices."""
 
-    def matrices(self, hidden: int, tp: int) -> Iterator[Matrices]:
+    def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         yield from self.linears
 
     def parameters(self, hidden: int, tp: int) -> int:
@@ -422,10 +422,10 @@ class BuiltLayer(Layer):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuiltArchitecture(Architecture):
+class TransformersModelSpec(ModelSpec):
     """A model as transformers builds it, measured in one tensor-parallel layout, whose ranks its sizes are of."""
 
-    layers: tuple[BuiltLayer, ...]
+    layers: tuple[TransformersLayerSpec, ...]
     head_rows: int
     """Of the head, on a rank."""
     before: int

@@ -11,7 +11,7 @@ PART_BYTES = 8 << 20
 """Of a pinned buffer. Each reading thread has two, which is all that a host needs besides its page cache."""
 
 
-class Staging(threading.local):
+class PinnedStaging(threading.local):
     """Of each thread its own: while the GPU fetches one buffer, the thread fills the other."""
 
     def __init__(self, device: torch.device) -> None:

@@ -166,8 +166,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 # --- server → engine core -------------------------------------------------------------------------------------
 
 
-class Submit(msgspec.Struct, tag=True, array_like=True):
-    """A request. The answer is any number of `RequestOutput`s, the last one with a finish reason.
+class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
+    """A request. The answer is any number of `EngineCoreOutput`s, the last one with a finish reason.
 
     A model that embeds answers with one, and no parameter concerns it.
     """
@@ -184,21 +184,21 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     """Output that another replica has given before it died: it goes on behind them, and does not tell them again."""
 
 
-class Abort(msgspec.Struct, tag=True, array_like=True):
+class AbortRequests(msgspec.Struct, tag=True, array_like=True):
     """The client went away, or its stop string was found: free everything. Unknown ids are ignored."""
 
     request_ids: list[str]
 
 
 class Probe(msgspec.Struct, tag=True, array_like=True):
-    """Are the loop and every rank alive? Answered with `Alive` once every rank has done a step."""
+    """Are the loop and every rank alive? Answered with `ProbeReply` once every rank has done a step."""
 
     client: int
     probe_id: int
 
 
 class Join(msgspec.Struct, tag=True, array_like=True):
-    """An API process has begun: abort what one before it in this place has left, and answer with `Ready`."""
+    """An API process has begun: abort what one before it in this place has left, and answer with `EngineReady`."""
 
     client: int
 
@@ -207,20 +207,20 @@ class Shutdown(msgspec.Struct, tag=True, array_like=True):
     """Stop the engine core; what still runs is aborted."""
 
 
-class Wake(msgspec.Struct, tag=True, array_like=True):
+class StartWave(msgspec.Struct, tag=True, array_like=True):
     """From one core to the others whose replicas share its experts: begin to step, as wave number `wave`."""
 
     wave: int
 
 
-class Fault(msgspec.Struct, tag=True, array_like=True):
+class ReplicaFailed(msgspec.Struct, tag=True, array_like=True):
     """From one core to the others whose replicas share its experts: it ends, and they cannot go on without it."""
 
     replica: int
     reason: str
 
 
-ToCore = Submit | Abort | Probe | Join | Shutdown | Wake | Fault
+ToCore = EngineCoreRequest | AbortRequests | Probe | Join | Shutdown | StartWave | ReplicaFailed
 
 
 # --- engine core → server -------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
         ]
 
 
-class RequestOutput(msgspec.Struct, array_like=True):
+class EngineCoreOutput(msgspec.Struct, array_like=True):
     """New tokens of a request. Exactly one output of each request has a `finish_reason`: the last."""
 
     request_id: str
@@ -334,7 +334,7 @@ class ExpertLoad(msgspec.Struct, array_like=True):
     """Experts that were put in another's place since the start."""
 
 
-class Ready(msgspec.Struct, tag=True, array_like=True):
+class EngineReady(msgspec.Struct, tag=True, array_like=True):
     """The model is loaded and the workers answer."""
 
     seconds: dict[str, float]
@@ -344,13 +344,13 @@ class Ready(msgspec.Struct, tag=True, array_like=True):
     """As they are now: the KV cache may be larger or smaller than it was planned."""
 
 
-class Outputs(msgspec.Struct, tag=True, array_like=True):
+class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
     """What a step brought to this API process; one message, however many requests.
 
     A request stands either in `outputs` or, where it has one more token and nothing else to tell, in the two columns.
     """
 
-    outputs: list[RequestOutput] = []
+    outputs: list[EngineCoreOutput] = []
     """First and last outputs, and those with log-probabilities."""
     stats: EngineStats | None = None
     """None: as before."""
@@ -362,31 +362,31 @@ class Outputs(msgspec.Struct, tag=True, array_like=True):
     """None: as before, or there is none."""
 
 
-class Alive(msgspec.Struct, tag=True, array_like=True):
+class ProbeReply(msgspec.Struct, tag=True, array_like=True):
     """The answer to a `Probe`."""
 
     probe_id: int
     replica: int = 0
 
 
-class Dead(msgspec.Struct, tag=True, array_like=True):
+class EngineDead(msgspec.Struct, tag=True, array_like=True):
     """The engine cannot go on; the reason names the rank. Nothing follows."""
 
     reason: str
     replica: int = 0
 
 
-ToServer = Ready | Outputs | Alive | Dead
+ToServer = EngineReady | EngineCoreOutputs | ProbeReply | EngineDead
 
 
 # --- engine core ⇄ workers ------------------------------------------------------------------------------------
 
 
-class NewRequest(msgspec.Struct, array_like=True):
+class NewRequestData(msgspec.Struct, array_like=True):
     """A request travels whole, once: when it is first scheduled, and again after a preemption."""
 
     slot: int
-    """Row of the workers' request state, < max_num_seqs; free again once it stands in `StepPlan.released`."""
+    """Row of the workers' request state, < max_num_seqs; free again once it stands in `SchedulerOutput.released`."""
     token_ids: list[int]
     """Prompt, and what was generated before a preemption."""
     num_prompt_tokens: int
@@ -399,7 +399,7 @@ class NewRequest(msgspec.Struct, array_like=True):
     """With `params.prompt_logprobs`: prompt tokens after the first that are scored already, before a preemption."""
 
 
-class Scheduled(msgspec.Struct, array_like=True):
+class CachedRequestData(msgspec.Struct, array_like=True):
     """A row with something new: `num_tokens` more tokens of a request, and what changed since it was last planned."""
 
     slot: int
@@ -407,10 +407,10 @@ class Scheduled(msgspec.Struct, array_like=True):
     new_token_ids: list[int]
     """Sampled tokens that the workers do not know; they extend the request's tokens."""
     new_block_ids: list[int]
-    """As `NewRequest.block_ids`, which they extend."""
+    """As `NewRequestData.block_ids`, which they extend."""
 
 
-class StepPlan(msgspec.Struct, array_like=True):
+class SchedulerOutput(msgspec.Struct, array_like=True):
     """What every rank does next. Apply `released`, then `new`, then run the rows: `decodes` first, then `scheduled`.
 
     A row samples when its computed tokens reach its known tokens. With a single stage the workers keep what they
@@ -420,8 +420,8 @@ class StepPlan(msgspec.Struct, array_like=True):
 
     step: int
     released: list[int]
-    new: list[NewRequest]
-    scheduled: list[Scheduled]
+    new: list[NewRequestData]
+    scheduled: list[CachedRequestData]
     decodes: list[int] = []
     """Slots of the rows of one token that need nothing new: no block, and no token but the last one sampled."""
     token_ids: list[int] = []
@@ -442,7 +442,7 @@ class StepPlan(msgspec.Struct, array_like=True):
         return len(self.decodes) + sum(row.num_tokens for row in self.scheduled)
 
 
-class StepResult(msgspec.Struct, tag=True, array_like=True):
+class ModelRunnerOutput(msgspec.Struct, tag=True, array_like=True):
     """From the first TP rank of the last stage, row for row of the plan."""
 
     step: int

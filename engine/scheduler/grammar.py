@@ -97,7 +97,7 @@ class Grammar:
         return GrammarError(f"structured output: {self._matcher.get_error().strip().splitlines()[0]}")
 
 
-class Grammars:
+class GrammarCompiler:
     """The grammars of one model. Any thread may compile; the compiled ones are shared by all who ask for the same."""
 
     def __init__(self, model: ModelConfig) -> None:

@@ -49,7 +49,7 @@ def extend_hashes(
             hashes.extend(link + group.to_bytes(2) for group in range(1, num_groups))
 
 
-class KVCache:
+class KVCacheManager:
     """The pool of `num_blocks` blocks, each of `block_size` tokens of a group."""
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.engine.protocol.messages import FinishReason, Submit
+from quire.engine.protocol.messages import EngineCoreRequest, FinishReason
 from quire.engine.scheduler.grammar import Grammar
 
 
@@ -16,7 +16,7 @@ class Request:
     sample, it may pass the known tokens: the token under way is computed next without having been seen here.
     """
 
-    submit: Submit
+    submit: EngineCoreRequest
     client: int
     request_id: str
     order: tuple[int, int]

@@ -26,7 +26,7 @@ def discard(queue: list[Request], request: Request) -> bool:
     return found
 
 
-class Waiting:
+class RequestQueue:
     """Requests that wait to be admitted. Those that end meanwhile stay in the heap until they are met."""
 
     def __init__(self) -> None:

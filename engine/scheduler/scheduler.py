@@ -22,24 +22,24 @@ from itertools import repeat
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.protocol.messages import (
+    CachedRequestData,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
     EngineStats,
     FinishReason,
-    NewRequest,
-    Outputs,
+    ModelRunnerOutput,
+    NewRequestData,
     PromptLogprobs,
-    RequestOutput,
-    Scheduled,
-    StepPlan,
-    StepResult,
-    Submit,
+    SchedulerOutput,
     TokenLogprobs,
 )
-from quire.engine.scheduler.grammar import Grammar, Grammars
-from quire.engine.scheduler.kv_cache_manager import KVCache, extend_hashes
+from quire.engine.scheduler.grammar import Grammar, GrammarCompiler
+from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
 from quire.engine.scheduler.request import Request
-from quire.engine.scheduler.request_queue import Waiting, discard, insert, order
-from quire.engine.scheduler.structured_output import Guided
-from quire.engine.scheduler.token_budget import StepSize
+from quire.engine.scheduler.request_queue import RequestQueue, discard, insert, order
+from quire.engine.scheduler.structured_output import StructuredOutputManager
+from quire.engine.scheduler.token_budget import TokenBudget
 
 
 class Scheduler:
@@ -56,7 +56,7 @@ class Scheduler:
         self.max_model_len = config.model.max_model_len + self.pools
         """Tokens of prompt and output together. A prompt that is embedded may fill the model's length."""
         self.eos_token_ids = frozenset(config.model.eos_token_ids)
-        self.kv = KVCache(cache.num_blocks, cache.block_size, cache.enable_prefix_caching, cache.groups)
+        self.kv = KVCacheManager(cache.num_blocks, cache.block_size, cache.enable_prefix_caching, cache.groups)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
         """Admitted, in the order of `Request.order`."""
@@ -64,11 +64,11 @@ class Scheduler:
         """Those with more known tokens than plans compute, in the same order."""
         self.decoding: list[Request] = []
         """Those that go on by one token, in the same order. Whose last token is under way is in neither list."""
-        self.grammars = Grammars(config.model)
-        self.guided = Guided(self.grammars, workers_keep=self.workers_keep)
+        self.grammars = GrammarCompiler(config.model)
+        self.guided = StructuredOutputManager(self.grammars, workers_keep=self.workers_keep)
         """Those that go on by a grammar."""
-        self.waiting = Waiting()
-        self.step_size = StepSize(self.config, self.stages)
+        self.waiting = RequestQueue()
+        self.step_size = TokenBudget(self.config, self.stages)
         self._decode_context = 0
         """Tokens computed of all that are decoding."""
         self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
@@ -97,7 +97,7 @@ class Scheduler:
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
-    def add(self, submit: Submit, grammar: Grammar | None = None) -> RequestOutput | None:
+    def add(self, submit: EngineCoreRequest, grammar: Grammar | None = None) -> EngineCoreOutput | None:
         """Queue a request; returns its terminal output at once if it can never run, or need not.
 
         A request for structured output comes with its compiled grammar. One that comes with output goes on like one
@@ -112,7 +112,7 @@ class Scheduler:
         elif len(prompt) >= self.max_model_len:
             error = f"the prompt has {len(prompt)} tokens; the model's length is {self.max_model_len - self.pools}"
         if error:
-            return RequestOutput(submit.request_id, [], finish_reason="error", error=error)
+            return EngineCoreOutput(submit.request_id, [], finish_reason="error", error=error)
         params = submit.params
         limit = 1 if self.pools else params.max_tokens
         request = Request(
@@ -127,7 +127,7 @@ class Scheduler:
             grammar=grammar,
         )
         if len(request.token_ids) >= request.max_tokens:
-            return RequestOutput(submit.request_id, [], finish_reason="length")
+            return EngineCoreOutput(submit.request_id, [], finish_reason="length")
         if grammar is not None and (end := self.guided.begin(request)) is not None:
             return end
         self._arrivals += 1
@@ -135,17 +135,17 @@ class Scheduler:
         self.waiting.push(request)
         return None
 
-    def abort(self, request_id: str) -> tuple[Request, RequestOutput] | None:
+    def abort(self, request_id: str) -> tuple[Request, EngineCoreOutput] | None:
         """End a request now; its blocks are free before the next plan is made. None if it has ended already."""
         request = self.requests.get(request_id)
         if request is None:
             return None
         return request, self._end(request, "abort")
 
-    def _end(self, request: Request, reason: FinishReason) -> RequestOutput:
+    def _end(self, request: Request, reason: FinishReason) -> EngineCoreOutput:
         """End a request without another token; returns its terminal output."""
         self._finish(request, reason)
-        return RequestOutput(request.request_id, [], finish_reason=reason, num_cached_tokens=request.num_cached or 0)
+        return EngineCoreOutput(request.request_id, [], finish_reason=reason, num_cached_tokens=request.num_cached or 0)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -172,9 +172,9 @@ class Scheduler:
 
     # --- a plan goes out --------------------------------------------------------------------------------------
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self) -> SchedulerOutput | None:
         """The next plan, or None when nothing can run before a plan in flight comes back."""
-        plan = StepPlan(step=self._step, released=[], new=[], scheduled=[])
+        plan = SchedulerOutput(step=self._step, released=[], new=[], scheduled=[])
         max_rows, tokens_left = self.step_size.share(self.running, self.waiting, self._tokens_in_flight)
         preemptions = self.stats.preemptions
         self._held = None
@@ -210,11 +210,11 @@ class Scheduler:
             self.stats.idle_stage_steps += max(0, self.stages - len(self._rows))
         return None
 
-    def sign_of_life(self) -> StepPlan:
+    def sign_of_life(self) -> SchedulerOutput:
         """A plan without rows, which every rank answers."""
-        return self._depart(StepPlan(step=self._step, released=[], new=[], scheduled=[]), [])
+        return self._depart(SchedulerOutput(step=self._step, released=[], new=[], scheduled=[]), [])
 
-    def _depart(self, plan: StepPlan, rows: list[Request]) -> StepPlan:
+    def _depart(self, plan: SchedulerOutput, rows: list[Request]) -> SchedulerOutput:
         plan.released, self._released = self._released, []
         plan.resumes, self._resumes = self._resumes, False
         self._rows[plan.step] = rows
@@ -227,7 +227,7 @@ class Scheduler:
         """KV tokens that so many of the decodes read."""
         return self._decode_context * decodes // max(1, len(self.decoding))
 
-    def _plan_decodes(self, plan: StepPlan, limit: int) -> list[Request]:
+    def _plan_decodes(self, plan: SchedulerOutput, limit: int) -> list[Request]:
         """One more token for each decode: a bare slot unless it needs a block. Returns the rows."""
         steady: list[Request] = []
         grown: list[Request] = []
@@ -247,7 +247,7 @@ class Scheduler:
             plan.token_ids = [request.token_ids[-1] for request in steady]
         return steady + grown
 
-    def _grow(self, request: Request) -> Scheduled | None:
+    def _grow(self, request: Request) -> CachedRequestData | None:
         """The row of a decode at the end of its blocks, or None if it can not go on now."""
         if request.slot is None or request is self._held:
             return None
@@ -260,10 +260,10 @@ class Scheduler:
         new_blocks = self._advance(request, 1, needed)
         self._decode_context += 1
         request.decode_until = self._decode_until(request)
-        return Scheduled(request.slot, 1, [] if self.workers_keep else request.token_ids[-1:], new_blocks)
+        return CachedRequestData(request.slot, 1, [] if self.workers_keep else request.token_ids[-1:], new_blocks)
 
     def _plan_chunks(
-        self, plan: StepPlan, rows: list[Request], queue: list[Request], max_rows: int, tokens_left: int
+        self, plan: SchedulerOutput, rows: list[Request], queue: list[Request], max_rows: int, tokens_left: int
     ) -> int:
         """Rows for those of a queue that fit; returns the tokens that are left."""
         for request in queue[:]:
@@ -280,11 +280,11 @@ class Scheduler:
                 tokens_left -= count
         return tokens_left
 
-    def _plan_chunk(self, plan: StepPlan, request: Request, count: int, needed: int) -> None:
+    def _plan_chunk(self, plan: SchedulerOutput, request: Request, count: int, needed: int) -> None:
         """A row of a request with pending tokens; with its last chunk it becomes a decode, or takes its mask along."""
         assert request.slot is not None
         new_blocks = self._advance(request, count, needed)
-        plan.scheduled.append(Scheduled(request.slot, count, request.untold, new_blocks))
+        plan.scheduled.append(CachedRequestData(request.slot, count, request.untold, new_blocks))
         if self.kv.windows:
             self._outgrown.append(request)
         if request.untold:
@@ -398,10 +398,10 @@ class Scheduler:
             self.stats.prompt_tokens += request.num_prompt
         return request, count
 
-    def _introduce(self, request: Request) -> NewRequest:
+    def _introduce(self, request: Request) -> NewRequestData:
         assert request.slot is not None
         request.untold = []
-        return NewRequest(
+        return NewRequestData(
             slot=request.slot,
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt,
@@ -432,11 +432,11 @@ class Scheduler:
 
     # --- a result comes back ----------------------------------------------------------------------------------
 
-    def update(self, plan: StepPlan, result: StepResult) -> dict[int, Outputs]:
+    def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
         """Take in the sampled tokens of a plan; returns what is new for each API process."""
         assert plan.step == result.step, f"result of step {result.step} for plan {plan.step}"
         rows = self._rows.pop(plan.step)
-        news: dict[int, Outputs] = {}
+        news: dict[int, EngineCoreOutputs] = {}
         if result.failure and plan.step > self._skipped_until:
             self._fail(rows, result.failure, news)
         self._done = plan.step
@@ -446,15 +446,15 @@ class Scheduler:
             self._tell_prompts(rows, result.prompt_logprobs, news)
         if result.vectors:
             self._tell_vectors(rows, result.vectors, news)
-        guided: list[tuple[Request, RequestOutput]] = []
-        client, mine = -1, Outputs()
+        guided: list[tuple[Request, EngineCoreOutput]] = []
+        client, mine = -1, EngineCoreOutputs()
         columns = zip(rows, result.token_ids, result.logprobs or repeat(None), strict=False)  # the last may be endless
         for request, token_id, logprobs in columns:
             if token_id < 0 or request.finish_reason is not None:
                 continue
             if request.client != client:
                 client = request.client
-                mine = news.setdefault(client, Outputs())
+                mine = news.setdefault(client, EngineCoreOutputs())
             tokens = request.token_ids
             tokens.append(token_id)
             if request.is_plain and len(tokens) < request.max_tokens and token_id not in request.stops:
@@ -472,7 +472,7 @@ class Scheduler:
         )
         return news
 
-    def _fail(self, rows: list[Request], reason: str, news: dict[int, Outputs]) -> None:
+    def _fail(self, rows: list[Request], reason: str, news: dict[int, EngineCoreOutputs]) -> None:
         """End the requests of a plan that was not carried out. The plans behind it are not carried out either.
 
         Whoever has rows in those alone is sent back to the queue, and computes its tokens again. Nobody else can have
@@ -483,7 +483,7 @@ class Scheduler:
             if request.finish_reason is None:
                 output = self._end(request, "error")
                 output.error = reason
-                news.setdefault(request.client, Outputs()).outputs.append(output)
+                news.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
         for request in {id(request): request for later in self._rows.values() for request in later}.values():
             if request.slot is not None:
                 self._leave(request)
@@ -491,25 +491,27 @@ class Scheduler:
                 self.stats.preemptions += 1
         self.kv.unpublish_unwritten()
 
-    def _tell_prompts(self, rows: list[Request], scores: dict[int, PromptLogprobs], news: dict[int, Outputs]) -> None:
+    def _tell_prompts(
+        self, rows: list[Request], scores: dict[int, PromptLogprobs], news: dict[int, EngineCoreOutputs]
+    ) -> None:
         """Pass on what a plan has scored of prompts; what has been told is not computed again."""
         for row, scored in scores.items():
             request = rows[row]
             if request.finish_reason is None:
                 request.num_scored += len(scored)
-                output = RequestOutput(request.request_id, [], prompt_logprobs=scored)
-                news.setdefault(request.client, Outputs()).outputs.append(output)
+                output = EngineCoreOutput(request.request_id, [], prompt_logprobs=scored)
+                news.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
 
-    def _tell_vectors(self, rows: list[Request], vectors: dict[int, bytes], news: dict[int, Outputs]) -> None:
+    def _tell_vectors(self, rows: list[Request], vectors: dict[int, bytes], news: dict[int, EngineCoreOutputs]) -> None:
         """End the requests whose prompts a plan has pooled."""
         for row, vector in vectors.items():
             request = rows[row]
             if request.finish_reason is None:
                 output = self._end(request, "stop")
                 output.vector = vector
-                news.setdefault(request.client, Outputs()).outputs.append(output)
+                news.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
 
-    def _tell(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+    def _tell(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
         """The output of a request that has more to tell than a token; ends it if the token does."""
         reason: FinishReason | None = None
         error: str | None = None
@@ -524,7 +526,7 @@ class Scheduler:
             self._finish(request, reason)
         request.unreported = []
         request.is_plain = request.submit.params.logprobs is None and request.grammar is None
-        return RequestOutput(
+        return EngineCoreOutput(
             request_id=request.request_id,
             token_ids=told,
             logprobs=None if logprobs is None else [logprobs],
@@ -534,7 +536,7 @@ class Scheduler:
             num_cached_tokens=request.num_cached or 0,
         )
 
-    def _go_on(self, guided: list[tuple[Request, RequestOutput]]) -> None:
+    def _go_on(self, guided: list[tuple[Request, EngineCoreOutput]]) -> None:
         """Let structured outputs go on, or end those that cannot."""
         errors = self.guided.go_on([request for request, _ in guided])
         for (request, output), error in zip(guided, errors, strict=True):

@@ -26,7 +26,7 @@ _SCALE = (1.0, 1 / 256, 1 / 32, 1 / 2**14, 1 / 2**18)
 """Of the features, which brings them to the same order of magnitude."""
 
 
-class Load(NamedTuple):
+class StepLoad(NamedTuple):
     """What a step does."""
 
     prompt_tokens: int
@@ -38,8 +38,8 @@ class Load(NamedTuple):
     """KV tokens that the prompt tokens read: the sum of their positions."""
 
 
-class StepTime:
-    """Seconds of a step: fixed + so much for each count of its `Load`."""
+class StepTimeModel:
+    """Seconds of a step: fixed + so much for each count of its `StepLoad`."""
 
     def __init__(self) -> None:
         self._coefficients = [0.0] * len(_SCALE)
@@ -59,7 +59,7 @@ class StepTime:
         """Whether it knows what prompt tokens cost."""
         return self._sums[True].weight > 1.5
 
-    def learn(self, load: Load, seconds: float) -> None:
+    def learn(self, load: StepLoad, seconds: float) -> None:
         """A step with this load took so long."""
         self._seen += 1
         self._without_prompts = 0 if load.prompt_tokens else self._without_prompts + 1
@@ -77,7 +77,7 @@ class StepTime:
         self._sums[load.prompt_tokens > 0].add([feature / seconds for feature in features])
         self._is_fitted = False
 
-    def predict(self, load: Load) -> float:
+    def predict(self, load: StepLoad) -> float:
         """Seconds that such a step will take."""
         self._fit()
         counts = zip(self._coefficients, (1, *load), _SCALE, strict=True)
@@ -85,7 +85,7 @@ class StepTime:
 
     def prompt_tokens_within(self, seconds: float, decodes: int, decode_context: int, position: int) -> float:
         """Tokens of a prompt, from `position` on, that take so long at most beside these decodes; may be infinite."""
-        left = seconds - self.predict(Load(0, decodes, decode_context, 0.0))
+        left = seconds - self.predict(StepLoad(0, decodes, decode_context, 0.0))
         if left <= 0.0:
             return 0.0
         # token n costs each + growth * (position + n): solve  growth / 2 n² + slope n = left

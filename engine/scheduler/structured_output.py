@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine.protocol.messages import FinishReason, RequestOutput
-from quire.engine.scheduler.grammar import GrammarError, Grammars
+from quire.engine.protocol.messages import EngineCoreOutput, FinishReason
+from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_queue import discard, insert
 
 
-class Guided:
+class StructuredOutputManager:
     """The running requests with a grammar whose prompt is computed, and how their grammars go on."""
 
-    def __init__(self, grammars: Grammars, *, workers_keep: bool) -> None:
+    def __init__(self, grammars: GrammarCompiler, *, workers_keep: bool) -> None:
         self._grammars = grammars
         self._workers_keep = workers_keep
         self.ready: list[Request] = []
@@ -28,7 +28,7 @@ class Guided:
     def __len__(self) -> int:
         return len(self.ready) + len(self._under_way)
 
-    def begin(self, request: Request) -> RequestOutput | None:
+    def begin(self, request: Request) -> EngineCoreOutput | None:
         """Force what can be before anything is sampled; the terminal output where that is all, or there is an error."""
         grammar = request.grammar
         assert grammar is not None
@@ -40,9 +40,9 @@ class Guided:
         except GrammarError as trouble:
             error = str(trouble)
         if error is not None:
-            return RequestOutput(request.request_id, [], finish_reason="error", error=error)
+            return EngineCoreOutput(request.request_id, [], finish_reason="error", error=error)
         if grammar.is_complete:
-            return RequestOutput(request.request_id, request.unreported, finish_reason="stop")
+            return EngineCoreOutput(request.request_id, request.unreported, finish_reason="stop")
         return None
 
     def depart(self, request: Request) -> bytes:

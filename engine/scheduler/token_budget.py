@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.config.options import SchedulerConfig
-from quire.engine.protocol.messages import StepPlan
+from quire.engine.protocol.messages import SchedulerOutput
 from quire.engine.scheduler.request import Request
-from quire.engine.scheduler.request_queue import Waiting
-from quire.engine.scheduler.step_time import Load, StepTime
+from quire.engine.scheduler.request_queue import RequestQueue
+from quire.engine.scheduler.step_time import StepLoad, StepTimeModel
 
 _LEAST_SHARE = 256
 """Tokens that a stage may always take: a step of fewer costs about as much, as it reads the same weights."""
@@ -36,19 +36,19 @@ _OVERHEAD = 0.05
 """The part of a step of prompts alone that may go into its fixed cost."""
 
 
-class StepSize:
+class TokenBudget:
     """The limits of the plan that is being made."""
 
     def __init__(self, config: SchedulerConfig, stages: int) -> None:
         self.config = config
         self.stages = stages
-        self.step_time = StepTime() if config.is_tuned else None
-        self._loads: dict[int, Load] = {}
+        self.step_time = StepTimeModel() if config.is_tuned else None
+        self._loads: dict[int, StepLoad] = {}
         """What each plan in flight computes, where its time is learned from."""
         self._mixed_plans = _ALONE_EVERY
         """Tuned plans since the last that left the prompts out."""
 
-    def share(self, running: Sequence[Request], waiting: Waiting, tokens_in_flight: int) -> tuple[int, int]:
+    def share(self, running: Sequence[Request], waiting: RequestQueue, tokens_in_flight: int) -> tuple[int, int]:
         """Rows and tokens that a plan may take of the work at hand: one part in `stages`, rounded up.
 
         What is in flight counts as work at hand, so that a long prompt is cut into equal chunks.
@@ -65,7 +65,7 @@ class StepSize:
         return rows, min(limits.max_num_batched_tokens, share)
 
     def prompt_tokens(
-        self, decodes: int, context: int, prefilling: Sequence[Request], waiting: Waiting, *, is_awaited: bool
+        self, decodes: int, context: int, prefilling: Sequence[Request], waiting: RequestQueue, *, is_awaited: bool
     ) -> int:
         """Prompt tokens that a tuned plan takes beside its decodes: so many that the step stays within the target.
 
@@ -95,11 +95,11 @@ class StepSize:
         if limits.itl_target is not None:
             return within(limits.itl_target / self.stages)  # a token passes every stage
         short, long = _DECODE_STEPS
-        target = max(_LEAST_TARGET, short * step_time.predict(Load(0, decodes, context, 0.0)))
+        target = max(_LEAST_TARGET, short * step_time.predict(StepLoad(0, decodes, context, 0.0)))
         queued = sum(request.num_pending for request in prefilling) + waiting.pending(_LOOK_AHEAD)
         return within(target * min(long / short, max(1.0, queued / within(target) / _SOON)))
 
-    def depart(self, plan: StepPlan, rows: Sequence[Request], decodes: int, context: int) -> None:
+    def depart(self, plan: SchedulerOutput, rows: Sequence[Request], decodes: int, context: int) -> None:
         """A plan goes out, of which the first rows are decodes (more than a token each where some are forced)."""
         if self.step_time is None:
             return
@@ -107,9 +107,9 @@ class StepSize:
         chunks = plan.scheduled[decodes - len(plan.decodes) :]
         for request, row in zip(rows[decodes:], chunks, strict=True):
             prompt_context += row.num_tokens * (request.num_computed - row.num_tokens / 2)
-        self._loads[plan.step] = Load(plan.num_tokens - decodes, decodes, context, prompt_context)
+        self._loads[plan.step] = StepLoad(plan.num_tokens - decodes, decodes, context, prompt_context)
 
-    def learn(self, plan: StepPlan, seconds: float | None) -> None:
+    def learn(self, plan: SchedulerOutput, seconds: float | None) -> None:
         """The step of this plan took so long; None: nobody can say. To be called for every plan."""
         load = self._loads.pop(plan.step, None)
         if load is not None and seconds is not None and self.step_time is not None:

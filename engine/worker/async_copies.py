@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.engine.protocol.messages import StepResult
+from quire.engine.protocol.messages import ModelRunnerOutput
 
 Array = npt.NDArray[Any]
 
@@ -44,25 +44,25 @@ class HostCopy:
 
 
 @dataclass(frozen=True)
-class Reading:
+class AsyncRead:
     """A part of a step's result: `fill` puts it in, given the tensors as arrays."""
 
     tensors: Sequence[Tensor]
     fill: Callable[..., None]
 
 
-class Launched:
+class AsyncOutput:
     """A step that the device has still to do, or has done. The next one may be launched before its result is asked for.
 
     Results are to be asked for in the order of steps, by one thread, which need not be the one that launches.
     """
 
-    def __init__(self, result: StepResult | None, readings: Sequence[Reading], device: torch.device) -> None:
+    def __init__(self, result: ModelRunnerOutput | None, readings: Sequence[AsyncRead], device: torch.device) -> None:
         """`result` is what is known beforehand; None: this rank has none to tell, only that its part is done."""
         self._result, self._readings = result, readings
         self._copy = HostCopy([tensor for reading in readings for tensor in reading.tensors], device)
 
-    def result(self) -> StepResult | None:
+    def result(self) -> ModelRunnerOutput | None:
         """Wait for the device, which may raise what went wrong there."""
         arrays = self._copy.arrays()
         for reading in self._readings:

@@ -27,7 +27,7 @@ from quire.engine.distributed.host_gather import tell_all
 from quire.engine.layers.attention import Batch, HostRows, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker import graph_recorders
-from quire.engine.worker.graph_recorders import NotKept, Recorder, Replay
+from quire.engine.worker.graph_recorders import GraphRecorder, NotReplayable, Replay
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class DecodeGraphs:
         )
         return True
 
-    def _try(self, size: int, recorder: Recorder, inputs: _Inputs) -> str:
+    def _try(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> str:
         """Capture the steps of so many requests; why that cannot be, "" if it is done."""
         step = self._step(size, inputs)
         try:
@@ -144,11 +144,11 @@ class DecodeGraphs:
         hidden = self._output[:rows]
         return hidden if self._is_last else hidden.clone()  # it may be sent while the next step runs
 
-    def _run_first(self, size: int, recorder: Recorder, inputs: _Inputs) -> None:
+    def _run_first(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> None:
         """The first step of so many requests, kept where it can be; else no other is tried."""
         try:
             self._replays[size] = recorder.capture(self._step(size, inputs))
-        except NotKept as error:
+        except NotReplayable as error:
             self.close()
             logger.info("decodes run without %s, as a step cannot be replayed: %s", recorder.name, error)
 

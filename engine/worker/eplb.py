@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.distributed import ExpertGroup, Links, Pipeline, Placement
-from quire.engine.distributed.eplb import Move, moves, rank_loads, rebalance, rounds
+from quire.engine.distributed import ExpertGroup, ExpertPlacement, ParallelState, Pipeline
+from quire.engine.distributed.eplb import ExpertMove, moves, rank_loads, rebalance, rounds
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.model_spec import Experts
+from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ExpertLoad
 
@@ -25,7 +25,7 @@ _ALIGNMENT = 16
 """Bytes; no type is larger."""
 
 
-class Balancer:
+class ExpertLoadBalancer:
     """Of one rank. Invariant: all ranks of the group call `step` equally often, and so do the same at the same time.
 
     Tokens are summed over the group from time to time, so that all decide alike. Every `step_interval` steps the busy
@@ -56,16 +56,18 @@ class Balancer:
         """Layers whose experts are to be moved, and the load to do so by."""
 
     @staticmethod
-    def of(decoder: Decoder, config: EngineConfig, links: Links, device: torch.device) -> Balancer | None:
+    def of(
+        decoder: Decoder, config: EngineConfig, links: ParallelState, device: torch.device
+    ) -> ExpertLoadBalancer | None:
         """That of a rank, if its layers' experts are spread."""
         if links.experts is None:
             return None
         arch, stage = config.model.architecture, config.parallel.stages[links.pipeline.stage]
         specs = [(number, arch.layers[number].feed_forward) for number in range(stage.stop)]
-        counts = {number: spec.num_experts for number, spec in specs if isinstance(spec, Experts)}
+        counts = {number: spec.num_experts for number, spec in specs if isinstance(spec, MoESpec)}
         modules = {int(name): layer.feed_forward for name, layer in decoder.layers.items()}
         layers = {number: layer for number, layer in modules.items() if isinstance(layer, MixtureOfExperts)}
-        return Balancer(layers, counts, links.experts, links.pipeline, device)
+        return ExpertLoadBalancer(layers, counts, links.experts, links.pipeline, device)
 
     def expect(self) -> None:
         """A step is to come: have a place for what the stage before tells in it. Another thread may do this."""
@@ -143,7 +145,7 @@ class Balancer:
         mover = _Mover(layer, self._group)
         for some in rounds(steps):
             mover.run(some)
-        layer.place(Placement(then))
+        layer.place(ExpertPlacement(then))
         self._moved += sum(step.target.place is not None for step in steps)
 
     def settle(self) -> None:
@@ -181,7 +183,7 @@ class _Mover:
         self._experts, self._peers = layer.experts, group.everyone
         self._beside: Tensor | None = None
 
-    def run(self, some: Sequence[Move]) -> None:
+    def run(self, some: Sequence[ExpertMove]) -> None:
         """A round."""
         rank, size = self._peers.rank, self._peers.size
         sent, received = [0] * size, [0] * size

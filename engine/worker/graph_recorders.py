@@ -19,17 +19,17 @@ _WAITS = "called a synchronizing CUDA operation"
 """What torch's warning says (c10/cuda/CUDAFunctions.cpp)."""
 
 
-class NotKept(RuntimeError):
+class NotReplayable(RuntimeError):
     """A step ran, but cannot be replayed; the text says why."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """How a device keeps a step."""
 
     name: str
     """What the kept steps are called, in the plural."""
     runs: bool
-    """Whether `capture` runs the step, so that steps can be kept as they come; it raises `NotKept` then.
+    """Whether `capture` runs the step, so that steps can be kept as they come; it raises `NotReplayable` then.
 
     Else steps are captured beforehand, and ranks that exchange within them do so in `warm_up`, and not in `capture`.
     """
@@ -41,7 +41,7 @@ class Recorder(Protocol):
         """What `step` does, on the same memory. Raises `RuntimeError` where it cannot be kept, and says why."""
 
 
-class CudaRecorder:
+class CudaGraphRecorder:
     """CUDA graphs, which share one pool of memory: no two run at once.
 
     Before it is captured, a step runs, so that its kernels are compiled and what libraries set up is there; the first
@@ -103,7 +103,7 @@ def _waiting_is_told(places: list[str]) -> Iterator[None]:
             ]
 
 
-class TapeRecorder:
+class OpReplayRecorder:
     """Tapes of the operations on tensors, replayed without the Python around them: for CPUs, where the kernels are."""
 
     name, runs = "tapes", True
@@ -113,10 +113,10 @@ class TapeRecorder:
 
     def capture(self, step: Callable[[], None]) -> Replay:
         numbers: list[str] = []
-        with op_replay.Tape() as kept, _Numbers(numbers):
+        with op_replay.OpReplay() as kept, _Numbers(numbers):
             step()
         if reason := next(iter(numbers), kept.reason):
-            raise NotKept(reason)
+            raise NotReplayable(reason)
         return kept.replay
 
 
@@ -140,8 +140,8 @@ class _Numbers(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def recorder_of(device: torch.device, parallel: Parallel) -> Recorder | None:
+def recorder_of(device: torch.device, parallel: Parallel) -> GraphRecorder | None:
     """For the ranks of a stage; None: no steps are kept."""
     if device.type == "cuda":
-        return CudaRecorder(device)
-    return TapeRecorder() if op_replay.available() and parallel.is_taped else None
+        return CudaGraphRecorder(device)
+    return OpReplayRecorder() if op_replay.available() and parallel.is_taped else None

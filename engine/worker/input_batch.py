@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.attention import Batch, HostRows
-from quire.engine.protocol.messages import NewRequest, SamplingParams, StepPlan
+from quire.engine.protocol.messages import NewRequestData, SamplingParams, SchedulerOutput
 from quire.engine.worker.async_copies import send
 
 Ints = npt.NDArray[np.int64]
@@ -38,7 +38,7 @@ _CONTROLS = np.dtype(
 
 
 @dataclass(frozen=True)
-class Rows:
+class StepRows:
     """The rows of a plan, in its order."""
 
     slots: Ints
@@ -50,7 +50,7 @@ class Rows:
     """The rows with tokens whose logits are to score a prompt's next token, by number."""
 
 
-class RequestStates:
+class InputBatch:
     """What is known of each running request, by slot. Every rank holds the same.
 
     Tokens and block tables lie on the device, where sampled tokens go without coming by the host: the host knows how
@@ -96,7 +96,7 @@ class RequestStates:
         """The numbers of `params`, for whole batches at once."""
         self.params: list[SamplingParams | None] = [None] * slots
 
-    def apply(self, plan: StepPlan) -> Rows:
+    def apply(self, plan: SchedulerOutput) -> StepRows:
         """Bring the state to where `plan` starts, and say which rows it runs."""
         for slot in plan.released:
             self.params[slot] = None
@@ -124,7 +124,7 @@ class RequestStates:
             for number, row in enumerate(plan.scheduled, len(plan.decodes))
             if self.num_computed[row.slot] < self.score_until[row.slot]
         ]
-        return Rows(slots, counts, sampling, scoring)
+        return StepRows(slots, counts, sampling, scoring)
 
     def num_top(self, slot: int) -> int:
         """Likeliest tokens that a prompt is scored with."""
@@ -132,7 +132,7 @@ class RequestStates:
         assert params is not None, f"slot {slot} is free"
         return params.prompt_logprobs or 0
 
-    def to_score(self, rows: Rows) -> tuple[Ints, Ints, list[int]]:
+    def to_score(self, rows: StepRows) -> tuple[Ints, Ints, list[int]]:
         """Of the rows that score: which of the batch's tokens do, the tokens that follow these, and how many a row.
 
         To be called before `advance`.
@@ -153,7 +153,7 @@ class RequestStates:
         """Where in `memory` the tokens at these positions stand."""
         return slots * self._max_length + positions
 
-    def keep(self, rows: Rows, places: Tensor, tokens: Tensor) -> None:
+    def keep(self, rows: StepRows, places: Tensor, tokens: Tensor) -> None:
         """One more known token for each row that samples: those on the device, at the places that `batch` gave."""
         if self._is_shared:  # the same, for less
             self._told[places.numpy()] = tokens.numpy()
@@ -161,7 +161,7 @@ class RequestStates:
             self.memory.index_copy_(0, places, tokens.int())
         self.num_known[rows.slots[rows.sampling]] += 1
 
-    def _add(self, request: NewRequest) -> None:
+    def _add(self, request: NewRequestData) -> None:
         slot, params = request.slot, request.params
         assert self.params[slot] is None, f"slot {slot} is taken"
         self.params[slot] = params
@@ -208,7 +208,7 @@ class RequestStates:
         self.num_blocks[slot] = end
 
     def batch(
-        self, rows: Rows, replica_tokens: tuple[int, ...] = (), *, only_ends: bool = False
+        self, rows: StepRows, replica_tokens: tuple[int, ...] = (), *, only_ends: bool = False
     ) -> tuple[Batch, Tensor]:
         """The rows' next tokens, in one transfer to the device, and where in `memory` those go that they sample.
 
@@ -273,7 +273,7 @@ class RequestStates:
         """All in one transfer, as int64."""
         return send(np.concatenate(parts), self._device).split_with_sizes([*map(len, parts)])
 
-    def advance(self, rows: Rows) -> None:
+    def advance(self, rows: StepRows) -> None:
         """The rows' tokens are computed."""
         self.num_computed[rows.slots] += rows.counts
 

@@ -34,7 +34,7 @@ from quire.engine.config import devices, parallel_config
 from quire.engine.config.options import DTYPE_BYTES, EngineConfig
 from quire.engine.config.resolve import Sizes, human, limit_blocks
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import StepPlan
+from quire.engine.protocol.messages import SchedulerOutput
 from quire.engine.worker import warm_up
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _NOT_TORCHS = 256 << 20
 """Bytes of the device that torch's allocator never takes."""
 
 
-class Meter(Protocol):
+class MemoryMeter(Protocol):
     """What a rank knows of its device's memory, in bytes."""
 
     at_start: int
@@ -67,7 +67,7 @@ class Meter(Protocol):
         """From now on torch's allocator leaves so much of the device free."""
 
 
-class CudaMeter:
+class CudaMemoryMeter:
     """Of an NVIDIA GPU. To be made before anything else uses the device, as that sets up torch's allocator."""
 
     def __init__(self, number: int) -> None:
@@ -98,7 +98,7 @@ class CudaMeter:
 
 
 @dataclass(frozen=True)
-class Reading:
+class MemoryReading:
     """A rank's memory, in bytes, with the largest step behind it and no KV cache yet."""
 
     replica: int
@@ -139,7 +139,7 @@ class Reading:
         )
 
 
-def fit(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPlan], object]) -> int:
+def fit(config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[SchedulerOutput], object]) -> int:
     """The KV blocks that every rank of the replica has room for, all of which call this at once.
 
     The weights are loaded; `run` carries a plan out on a cache of one block. Raises `ConfigError` where the rest is too
@@ -175,7 +175,9 @@ def fit(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPlan],
     return num_blocks
 
 
-def measure(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPlan], object]) -> Reading:
+def measure(
+    config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[SchedulerOutput], object]
+) -> MemoryReading:
     """Run the largest step, and read off what it took."""
     stage, sizes = config.parallel.stage_of(rank), Sizes.of(config)
     meter.held()
@@ -188,7 +190,7 @@ def measure(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPl
     at_start, others, for_others = _shares(config, rank, meter, held)
     # What other ranks send to the experts of this one depends on the tokens: these may have been kind.
     activations = max(peak - held, sizes.workspace if config.parallel.experts is not None else 0)
-    return Reading(
+    return MemoryReading(
         replica=config.parallel.replica,
         rank=rank,
         at_start=at_start,
@@ -203,7 +205,7 @@ def measure(config: EngineConfig, rank: int, meter: Meter, run: Callable[[StepPl
     )
 
 
-def _shares(config: EngineConfig, rank: int, meter: Meter, held: int) -> tuple[int, int, int]:
+def _shares(config: EngineConfig, rank: int, meter: MemoryMeter, held: int) -> tuple[int, int, int]:
     """Of what was free at the start, of what no allocator of torch's has, and of what is free now that of others."""
     if config.parallel.ranks_per_device == 1:
         return meter.at_start, max(0, meter.at_start - meter.free() - held), 0

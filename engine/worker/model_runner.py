@@ -15,18 +15,18 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.config.kv_cache_groups import cache_specs, count_planes, place_layers
 from quire.engine.config.options import EngineConfig
-from quire.engine.distributed import Links, Peers
+from quire.engine.distributed import ExpertCommunicator, ParallelState
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_dense, load_model
-from quire.engine.protocol.messages import LOST_TOUCH, PromptLogprobs, StepPlan, StepResult
+from quire.engine.protocol.messages import LOST_TOUCH, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from quire.engine.worker import memory, warm_up
-from quire.engine.worker.async_copies import Array, Launched, Reading, send
+from quire.engine.worker.async_copies import Array, AsyncOutput, AsyncRead, send
 from quire.engine.worker.cuda_graphs import DecodeGraphs
-from quire.engine.worker.eplb import Balancer
-from quire.engine.worker.input_batch import RequestStates, Rows, halve
-from quire.engine.worker.oom import Guard
+from quire.engine.worker.eplb import ExpertLoadBalancer
+from quire.engine.worker.input_batch import InputBatch, StepRows, halve
+from quire.engine.worker.oom import OOMHandler
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
 
@@ -60,7 +60,7 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
     return [LayerCache(planes[specs[layer].shape][places[layer].plane], places[layer].group) for layer in layers]
 
 
-class Runner:
+class ModelRunner:
     """One rank's share of the model and of the KV cache, driven by plans, one at a time and in order.
 
     With a `meter`, the KV cache gets the memory that weights and the largest step leave, instead of what was estimated.
@@ -71,16 +71,16 @@ class Runner:
         self,
         config: EngineConfig,
         rank: int,
-        links: Links,
+        links: ParallelState,
         device: torch.device,
-        meter: memory.Meter | None = None,
+        meter: memory.MemoryMeter | None = None,
         kernels_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """`kernels_ready` waits for the device's kernels, once the weights are loaded."""
         model, cache = config.model, config.cache
         arch = model.architecture
         self._tp, self._pipeline, self._device = links.tp, links.pipeline, device
-        self._replicas: Peers | None = None
+        self._replicas: ExpertCommunicator | None = None
         """This rank's counterparts in the replicas that share experts; None: there are none."""
         self._split_tokens: int | None = None
         if (experts := links.experts) is not None and experts.dp.size > 1:
@@ -91,7 +91,9 @@ class Runner:
         self._scored_at_once = max(least, min(most, config.scheduler.max_num_seqs))
         self._model = load_model(config, rank, links.tp, device, experts=links.experts)
         kernels_ready()
-        self._balancer = Balancer.of(self._model, config, links, device) if isinstance(self._model, Decoder) else None
+        self._balancer = (
+            ExpertLoadBalancer.of(self._model, config, links, device) if isinstance(self._model, Decoder) else None
+        )
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
@@ -100,9 +102,9 @@ class Runner:
         can_stop = isinstance(self._model, Decoder) and self._model.can_stop_at_ends and links.experts is None
         self._can_stop_at_ends = can_stop and not reads_all
         is_alone = links.tp.size == links.pipeline.size == 1 and self._replicas is None
-        self._guard = Guard(device) if is_alone else None
+        self._guard = OOMHandler(device) if is_alone else None
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
-        self._states = RequestStates(slots, model.max_model_len, cache.block_size, groups, device)
+        self._states = InputBatch(slots, model.max_model_len, cache.block_size, groups, device)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
         self._graphs: DecodeGraphs | None = None
         self.num_blocks = cache.num_blocks
@@ -123,7 +125,7 @@ class Runner:
         """Whether the hidden states of a plan come from another stage."""
         return not self._pipeline.is_first
 
-    def expect(self, plan: StepPlan) -> None:
+    def expect(self, plan: SchedulerOutput) -> None:
         """Let the hidden states of a plan to come arrive while others run; plans are expected all, and in order."""
         if self._balancer is not None:
             self._balancer.expect()
@@ -151,7 +153,7 @@ class Runner:
             self._graphs.close()
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: SchedulerOutput) -> AsyncOutput:
         """Begin a step of this stage, behind those begun before it: on a GPU, this waits for none of them.
 
         What it returns gives the step's result: the tokens on the first rank of the last stage, None on the others.
@@ -159,17 +161,17 @@ class Runner:
         if self._guard is None:
             return self._launch(plan)
 
-        def failed(reason: str) -> Launched:
-            return Launched(StepResult(plan.step, [], failure=reason), [], self._device)
+        def failed(reason: str) -> AsyncOutput:
+            return AsyncOutput(ModelRunnerOutput(plan.step, [], failure=reason), [], self._device)
 
         return self._guard.run(plan, lambda: self._launch(plan), lambda: self._states.apply(plan), failed)
 
     @torch.inference_mode()
-    def _launch(self, plan: StepPlan) -> Launched:
+    def _launch(self, plan: SchedulerOutput) -> AsyncOutput:
         tells = self._pipeline.is_last and self._tp.rank == 0
-        result = StepResult(plan.step, [-1] * plan.num_rows) if tells else None
+        result = ModelRunnerOutput(plan.step, [-1] * plan.num_rows) if tells else None
         if self._replicas is None:
-            return Launched(result, self._run(plan, (), result), self._device)
+            return AsyncOutput(result, self._run(plan, (), result), self._device)
         try:
             replica_tokens, is_active = self._agree(plan, self._replicas)
             readings = self._run(plan, replica_tokens, result)
@@ -179,16 +181,18 @@ class Runner:
             raise
         if result is not None:
             result.is_wave_active = is_active
-        return Launched(result, readings, self._device)
+        return AsyncOutput(result, readings, self._device)
 
-    def _agree(self, plan: StepPlan, replicas: Peers) -> tuple[tuple[int, ...], bool]:
+    def _agree(self, plan: SchedulerOutput, replicas: ExpertCommunicator) -> tuple[tuple[int, ...], bool]:
         """The tokens of each replica in this step, and whether any of them has work."""
         assert plan.has_work is not None
         told = replicas.tell((plan.step, plan.num_tokens, plan.has_work))
         assert all(step == plan.step for step, *_ in told), f"replicas are at steps {[step for step, *_ in told]}"
         return tuple(tokens for _, tokens, _ in told), any(has_work for *_, has_work in told)
 
-    def _run(self, plan: StepPlan, replica_tokens: tuple[int, ...], result: StepResult | None) -> list[Reading]:
+    def _run(
+        self, plan: SchedulerOutput, replica_tokens: tuple[int, ...], result: ModelRunnerOutput | None
+    ) -> list[AsyncRead]:
         """Begin all of a step; what is known at once stands in `result`."""
         expert_load = None if self._balancer is None else self._balancer.step()
         if result is not None:
@@ -231,8 +235,8 @@ class Runner:
         return self._model
 
     def _pool(
-        self, rows: Rows, hidden: Tensor, ends: Tensor, pooler: Pooler, result: StepResult | None
-    ) -> list[Reading]:
+        self, rows: StepRows, hidden: Tensor, ends: Tensor, pooler: Pooler, result: ModelRunnerOutput | None
+    ) -> list[AsyncRead]:
         """The vectors of the rows whose tokens end at `ends`, by the first rank, where every rank has the same."""
         vectors = None
         if result is not None:
@@ -247,14 +251,16 @@ class Runner:
         def fill(found: Array) -> None:
             result.vectors = {row: found[at].tobytes() for at, row in enumerate(rows.sampling.tolist())}
 
-        return [Reading([vectors], fill)]
+        return [AsyncRead([vectors], fill)]
 
     def _receive(self, tokens: int) -> Tensor | None:
         if self._pipeline.is_first:
             return None
         return self._pipeline.receive((tokens, self._hidden_size), self._dtype)
 
-    def _sample(self, plan: StepPlan, rows: Rows, logits: Tensor, result: StepResult) -> tuple[Tensor, Reading]:
+    def _sample(
+        self, plan: SchedulerOutput, rows: StepRows, logits: Tensor, result: ModelRunnerOutput
+    ) -> tuple[Tensor, AsyncRead]:
         """A token of each row that samples, int64 on the device."""
         sampled = self._sampler.sample(logits, self._states, rows.slots[rows.sampling], plan.masks)
 
@@ -270,9 +276,9 @@ class Runner:
                 for row, told in zip(rows.sampling.tolist(), logprobs, strict=True):
                     result.logprobs[row] = told
 
-        return sampled.tokens, Reading([sampled.tokens, *sampled.columns], fill)
+        return sampled.tokens, AsyncRead([sampled.tokens, *sampled.columns], fill)
 
-    def _score(self, rows: Rows, hidden: Tensor, result: StepResult | None) -> list[Reading]:
+    def _score(self, rows: StepRows, hidden: Tensor, result: ModelRunnerOutput | None) -> list[AsyncRead]:
         """Log-probabilities of the prompt tokens that follow the rows' tokens; none on all ranks but the first.
 
         A slice at a time, as the logits of a whole prompt may need more memory than the model.
@@ -296,9 +302,9 @@ class Runner:
                     wide = ids[:, :top].tobytes(), values[:, :top].tobytes()
                     result.prompt_logprobs[row] = PromptLogprobs(top, logprobs.tobytes(), ranks.tobytes(), *wide)
 
-        return [Reading([torch.cat(parts) for parts in zip(*slices, strict=True)], fill)]
+        return [AsyncRead([torch.cat(parts) for parts in zip(*slices, strict=True)], fill)]
 
-    def _keep(self, rows: Rows, places: Tensor, tokens: Tensor | None) -> None:
+    def _keep(self, rows: StepRows, places: Tensor, tokens: Tensor | None) -> None:
         """The only stage goes on from what it has sampled, without hearing of it from the core, or telling the host.
 
         The first rank tells the others, rather than each sampling by itself: they wait for one another anyway, and
@@ -310,7 +316,7 @@ class Runner:
             tokens = torch.empty(len(rows.sampling), dtype=torch.int64, device=self._device)
         self._states.keep(rows, places, self._tp.broadcast(tokens))
 
-    def _pass_on(self, batch: Batch | None = None) -> list[Reading]:
+    def _pass_on(self, batch: Batch | None = None) -> list[AsyncRead]:
         """A plan without rows: each stage waits for the one before, for all its own ranks, and wakes the next.
 
         The empty `batch` takes other replicas' tokens to the experts that are here.

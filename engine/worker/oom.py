@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from quire.engine.protocol.messages import StepPlan
+from quire.engine.protocol.messages import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-class Guard:
+class OOMHandler:
     """Around every step of a rank that shares no exchange with others, which would wait for it.
 
     A step that fails has touched the state of its own requests alone. The core gives these up once it hears of it; what
@@ -49,7 +49,9 @@ class Guard:
         self._reason = ""
         """Why steps are skipped; empty: they are not."""
 
-    def run(self, plan: StepPlan, step: Callable[[], T], skip: Callable[[], object], failed: Callable[[str], T]) -> T:
+    def run(
+        self, plan: SchedulerOutput, step: Callable[[], T], skip: Callable[[], object], failed: Callable[[str], T]
+    ) -> T:
         """`step`, or what `failed` makes of the reason why nothing of it counts.
 
         `skip` takes in what a plan says of the requests, without running it.

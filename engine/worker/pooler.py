@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.engine.config.pooling import Dense, Mode, Pooling
-from quire.engine.worker.input_batch import RequestStates, Rows
+from quire.engine.worker.input_batch import InputBatch, StepRows
 
 Weights = tuple[Tensor, Tensor | None]
 """Of a dense module: `[out, in]` and the bias."""
@@ -57,7 +57,7 @@ class Pooler:
         """`[rows, size]`, the vectors of prompts whose last tokens' hidden states are `x` `[rows, hidden_size]`."""
         return self._finish(x.float())
 
-    def pool(self, x: Tensor, rows: Rows, states: RequestStates) -> Tensor | None:
+    def pool(self, x: Tensor, rows: StepRows, states: InputBatch) -> Tensor | None:
         """`[rows, size]`, the vectors of the rows that end their prompt, if any do.
 
         `x` `[tokens, hidden_size]` is of all rows. To be called before `states.advance`.

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.protocol.messages import SamplingParams, TokenLogprobs
 from quire.engine.worker.async_copies import Array, send
-from quire.engine.worker.input_batch import Ints, RequestStates
+from quire.engine.worker.input_batch import InputBatch, Ints
 
 Bools = npt.NDArray[np.bool_]
 
@@ -57,7 +57,7 @@ class Sampler:
         self._vocab_size, self._eos, self._device = vocab_size, tuple(eos_token_ids), device
 
     def sample(
-        self, logits: Tensor, states: RequestStates, slots: Ints, masks: Mapping[int, bytes] | None = None
+        self, logits: Tensor, states: InputBatch, slots: Ints, masks: Mapping[int, bytes] | None = None
     ) -> Sampled:
         """One token for each row of `logits` (float32 `[rows, vocab]`, overwritten), which belong to `slots`.
 
@@ -86,7 +86,7 @@ class Sampler:
         """For `logits` (float32 `[rows, vocab]`) and a token of each row: the columns of `PromptLogprobs`."""
         return kernels.score_tokens(logits, self._send(tokens), num_top)
 
-    def _bias(self, logits: Tensor, states: RequestStates, slots: Ints) -> None:
+    def _bias(self, logits: Tensor, states: InputBatch, slots: Ints) -> None:
         rows = np.flatnonzero(states.controls["num_biases"][slots])
         if not len(rows):
             return
@@ -95,7 +95,7 @@ class Sampler:
         values = np.fromiter(chain.from_iterable(bias.values() for bias in biases), np.float32)
         logits[self._send(at[0]), self._send(at[1])] += self._send(values)
 
-    def _forbid(self, logits: Tensor, states: RequestStates, slots: Ints, free: Bools) -> None:
+    def _forbid(self, logits: Tensor, states: InputBatch, slots: Ints, free: Bools) -> None:
         """Early ends, what would complete a bad word, and all but the allowed tokens. Bad words leave one of these."""
         controls = states.controls[slots]
         outputs = states.num_known[slots] - states.num_prompt[slots]
@@ -141,7 +141,7 @@ class Sampler:
         logits[self._send(np.array(confined))] = -torch.inf
         logits[self._at(allowed)] = torch.where(is_bad & (left > 0)[owners], -torch.inf, kept)
 
-    def _completed(self, words: _Pairs, beginnings: list[list[int]], states: RequestStates, slots: Ints) -> Tensor:
+    def _completed(self, words: _Pairs, beginnings: list[list[int]], states: InputBatch, slots: Ints) -> Tensor:
         """Whether the tokens of each word's row end in its beginning, bool `[words]`."""
         longest = max(map(len, beginnings))
         expected = np.full((len(beginnings), longest), -1)
@@ -157,7 +157,7 @@ class Sampler:
         bits = np.frombuffer(bytearray().join(masks[slot] for slot in slots[rows].tolist()), np.int32)
         kernels.apply_bitmask(logits, self._send(rows), self._send(bits.reshape(len(rows), -1)))
 
-    def _penalize(self, logits: Tensor, states: RequestStates, slots: Ints) -> None:
+    def _penalize(self, logits: Tensor, states: InputBatch, slots: Ints) -> None:
         """Repetition (Keskar et al. 2019) for prompt and output, frequency and presence (OpenAI) for output only."""
         controls = states.controls[slots]
         penalized = np.flatnonzero(
@@ -199,7 +199,7 @@ class _Pairs:
         return np.array(self.rows, np.int64) * vocab_size + np.array(self.tokens, np.int64)
 
 
-def _params(states: RequestStates, slot: int) -> SamplingParams:
+def _params(states: InputBatch, slot: int) -> SamplingParams:
     params = states.params[slot]
     assert params is not None, f"slot {slot} is free"
     return params

@@ -10,7 +10,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 
 _LONG, _SHORT = 16384, 1024
 """Tokens that the largest step's long row and its other rows have behind them at most: attending to more takes time,
@@ -27,7 +27,7 @@ _COUNTED = 32, 4096
 """Tokens of a request from which on, and up to which, each power of two has a penalty kernel of its own."""
 
 
-def largest_step(config: EngineConfig) -> list[StepPlan]:
+def largest_step(config: EngineConfig) -> list[SchedulerOutput]:
     """As many tokens and rows as a step may have, which all sample with all that costs memory; and the end of them."""
     rows, tops = largest_rows(config), _most_logprobs(config)
     drawn: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 0}
@@ -51,7 +51,7 @@ def largest_rows(config: EngineConfig) -> list[tuple[int, int]]:
     return rows
 
 
-def decode_steps(config: EngineConfig) -> Iterator[StepPlan]:
+def decode_steps(config: EngineConfig) -> Iterator[SchedulerOutput]:
     """Decodes of one request and of more and more, each drawn in another way; the first request grows; and their end.
 
     Kernels come in variants by the number of rows (experts, matrix products), by how a step samples, and by the length
@@ -93,14 +93,14 @@ def _plan(
     released: int,
     rows: Sequence[tuple[int, int]],
     params: Iterable[SamplingParams],
-) -> StepPlan:
+) -> SchedulerOutput:
     """Of new requests with tokens behind them and in this step, in the first slots, of which so many are released."""
-    plan = StepPlan(number, list(range(released)), [], [])
+    plan = SchedulerOutput(number, list(range(released)), [], [])
     tokens = [0] * max(map(sum, rows), default=0)
     for slot, ((computed, count), asked) in enumerate(zip(rows, params, strict=True)):
         known = computed + count
         blocks = [0] * (-(-known // config.cache.block_size) * len(config.cache.groups))
-        plan.new.append(NewRequest(slot, tokens[:known], known, computed, blocks, asked))
-        plan.scheduled.append(Scheduled(slot, count, [], []))
+        plan.new.append(NewRequestData(slot, tokens[:known], known, computed, blocks, asked))
+        plan.scheduled.append(CachedRequestData(slot, count, [], []))
     plan.has_work = True if config.parallel.is_coupled else None
     return plan

@@ -24,14 +24,14 @@ from tqdm import tqdm
 from quire import kernels
 from quire.engine import log, process
 from quire.engine.config.options import EngineConfig
-from quire.engine.distributed import ExchangeError, Links, connect
-from quire.engine.distributed.shm_broadcast import Ring
+from quire.engine.distributed import CollectiveError, ParallelState, connect
+from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.layers.attention import attention_needs
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import StepPlan, StepResult, WorkerFailed, WorkerReady
-from quire.engine.worker.async_copies import Launched
-from quire.engine.worker.memory import CudaMeter, Meter
-from quire.engine.worker.model_runner import Runner
+from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput, WorkerFailed, WorkerReady
+from quire.engine.worker.async_copies import AsyncOutput
+from quire.engine.worker.memory import CudaMemoryMeter, MemoryMeter
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.oom import REMEDY, is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Worker:
     def __init__(self, config: EngineConfig, rank: int, init_method: str | None) -> None:
         parallel = config.parallel
         started = time.perf_counter()
-        meter: Meter | None = None
+        meter: MemoryMeter | None = None
         if parallel.device == "cpu":
             cores = len(os.sched_getaffinity(0))
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.ranks_here)))
@@ -56,7 +56,7 @@ class Worker:
         else:
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts, by which they were chosen
             device = torch.device("cuda", parallel.device_of(rank))
-            meter = CudaMeter(device.index)
+            meter = CudaMemoryMeter(device.index)
             torch.cuda.set_device(device)
         kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype), attention_needs(config))
         self._links = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
@@ -67,7 +67,7 @@ class Worker:
             begun = time.perf_counter()
             try:
                 kernels_ready()
-            except kernels.Unavailable as error:
+            except kernels.BackendUnavailable as error:
                 raise ConfigError(str(error)) from error
             waited += time.perf_counter() - begun
             # Measured while nothing else runs, and before CUDA graphs hold what it chooses.
@@ -106,14 +106,14 @@ class Worker:
 def _load(
     config: EngineConfig,
     rank: int,
-    links: Links,
+    links: ParallelState,
     device: torch.device,
-    meter: Meter | None,
+    meter: MemoryMeter | None,
     kernels_ready: Callable[[], None],
-) -> Runner:
+) -> ModelRunner:
     """Raises `ConfigError` where memory does not suffice for it."""
     try:
-        return Runner(config, rank, links, device, meter, kernels_ready)
+        return ModelRunner(config, rank, links, device, meter, kernels_ready)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -128,7 +128,7 @@ def main(
     rank: int,
     place: int,
     init_method: str,
-    plans: Ring,
+    plans: ShmBroadcast,
     progress: ctypes.Array[ctypes.c_longlong],
     results: Connection,
     log_level: str,
@@ -146,10 +146,10 @@ def main(
     reports = Reports(results, progress, place)
     try:
         worker = Worker(config, rank, init_method)
-        worker.watch(lambda reason: _fail(rank, ExchangeError(reason), reports))
+        worker.watch(lambda reason: _fail(rank, CollectiveError(reason), reports))
         reports.send(WorkerReady({"start processes": begun, **worker.seconds}, worker.num_blocks))
-        decode = msgspec.msgpack.Decoder(StepPlan).decode
-        take: Callable[[int, Launched], None] = reports.finish
+        decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
+        take: Callable[[int, AsyncOutput], None] = reports.finish
         if worker.runs_ahead:
             take = reports.in_thread(lambda error: _fail(rank, error, reports))
         for plan in read_plans(lambda: plans.read(place), decode, worker.expect if worker.expects else None):
@@ -181,10 +181,10 @@ class Reports:
         self._encode = msgspec.msgpack.Encoder().encode
         self._sending, self._counting = threading.Lock(), threading.Lock()
         self._under_way: deque[int] = deque()
-        self._launched: SimpleQueue[tuple[int, Launched] | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[int, AsyncOutput] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def send(self, message: WorkerReady | WorkerFailed | StepResult) -> None:
+    def send(self, message: WorkerReady | WorkerFailed | ModelRunnerOutput) -> None:
         with self._sending:
             self._results.send_bytes(self._encode(message))
 
@@ -194,7 +194,7 @@ class Reports:
             self._under_way.append(step)
             self._progress[self._place] = 2 * self._under_way[0]
 
-    def finish(self, step: int, launched: Launched) -> None:
+    def finish(self, step: int, launched: AsyncOutput) -> None:
         """Wait for a step, and tell its result if there is one here."""
         result = launched.result()
         with self._counting:
@@ -203,7 +203,7 @@ class Reports:
         if result is not None:
             self.send(result)
 
-    def in_thread(self, fail: Callable[[Exception], None]) -> Callable[[int, Launched], None]:
+    def in_thread(self, fail: Callable[[Exception], None]) -> Callable[[int, AsyncOutput], None]:
         """`finish` for steps that a thread waits for, which calls `fail` with what goes wrong."""
 
         def run() -> None:
@@ -225,14 +225,16 @@ class Reports:
 
 
 def read_plans(
-    read: Callable[[], bytes], decode: Callable[[bytes], StepPlan], expect: Callable[[StepPlan], None] | None
-) -> Iterator[StepPlan]:
+    read: Callable[[], bytes],
+    decode: Callable[[bytes], SchedulerOutput],
+    expect: Callable[[SchedulerOutput], None] | None,
+) -> Iterator[SchedulerOutput]:
     """The plans that `read` gives until it gives nothing. A thread reads ahead for `expect`, and calls it with each."""
     if expect is None:
         while message := read():
             yield decode(message)
         return
-    plans: SimpleQueue[StepPlan | BaseException | None] = SimpleQueue()
+    plans: SimpleQueue[SchedulerOutput | BaseException | None] = SimpleQueue()
 
     def read_ahead() -> None:
         try:

@@ -13,7 +13,7 @@ def available() -> bool:
     return hasattr(torch.ops.quire, "paged_attention")
 
 
-class Tape:
+class OpReplay:
     """What this thread does with tensors within `with`.
 
     `replay` reads what was there before where it lies, and makes all else anew. What Python read out of tensors, or

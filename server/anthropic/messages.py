@@ -23,12 +23,19 @@ from starlette.types import Scope, Send
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.frontend import Generation
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
-from quire.server.http.content_blocks import Block, BlockEvent, Blocks, Closed, Grown, Opened
+from quire.server.http.content_blocks import (
+    BlockClosed,
+    BlockDelta,
+    BlockEvent,
+    BlockOpened,
+    ContentBlock,
+    ContentBlocks,
+)
 from quire.server.http.errors import describe, json_response
-from quire.server.http.response import EventStream, part, while_connected
-from quire.server.http.state import AppState, State
-from quire.server.openai.chat import ChatRequest, Prepared, prepare
-from quire.server.openai.protocol import ClosedShape, Int64, OpenShape, refuse_extra, renamed, variant
+from quire.server.http.response import EventStreamResponse, part, while_connected
+from quire.server.http.state import AppState, ServedModel
+from quire.server.openai.chat import ChatRequest, PreparedChat, prepare
+from quire.server.openai.protocol import Int64, LenientModel, StrictModel, refuse_extra, renamed, variant
 
 router = APIRouter()
 
@@ -72,41 +79,45 @@ _ERRORS = {
 _encode = msgspec.json.Encoder().encode
 
 
-class _Text(OpenShape):
+class _TextBlock(LenientModel):
     text: str
 
 
-class _Thinking(OpenShape):
+class _ThinkingBlock(LenientModel):
     thinking: str
     signature: str | None = None
     """Not read: thoughts are not hidden here."""
 
 
-class _ToolUse(OpenShape):
+class _ToolUseBlock(LenientModel):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class _ToolResult(OpenShape):
+class _ToolResultBlock(LenientModel):
     tool_use_id: str
     content: str | list[dict[str, Any]] | None = None
     is_error: bool | None = None
 
 
-_TEXT: dict[str, type[OpenShape]] = {"text": _Text}
-_OF_USER: dict[str, type[OpenShape]] = {"text": _Text, "tool_result": _ToolResult}
-_OF_ASSISTANT: dict[str, type[OpenShape]] = {"text": _Text, "thinking": _Thinking, "tool_use": _ToolUse}
+_TEXT: dict[str, type[LenientModel]] = {"text": _TextBlock}
+_OF_USER: dict[str, type[LenientModel]] = {"text": _TextBlock, "tool_result": _ToolResultBlock}
+_OF_ASSISTANT: dict[str, type[LenientModel]] = {
+    "text": _TextBlock,
+    "thinking": _ThinkingBlock,
+    "tool_use": _ToolUseBlock,
+}
 
 
-class MessageTurn(OpenShape):
+class MessageTurn(LenientModel):
     """A turn of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
-class MessageTool(OpenShape):
+class MessageTool(LenientModel):
     """A function that the model may call."""
 
     name: str
@@ -116,7 +127,7 @@ class MessageTool(OpenShape):
     strict: bool | None = None
 
 
-class MessageToolChoice(ClosedShape):
+class MessageToolChoice(StrictModel):
     """What the model may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -124,7 +135,7 @@ class MessageToolChoice(ClosedShape):
     disable_parallel_tool_use: bool | None = None
 
 
-class MessageThinking(ClosedShape):
+class MessageThinking(StrictModel):
     """Whether the model is to think; adaptive leaves it to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
@@ -132,21 +143,21 @@ class MessageThinking(ClosedShape):
     display: Literal["summarized"] | None = None
 
 
-class MessageFormat(ClosedShape):
+class MessageFormat(StrictModel):
     """A format that the answer is held to."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class MessageOutputConfig(ClosedShape):
+class MessageOutputConfig(StrictModel):
     """What the answer is to be like."""
 
     effort: Literal["low", "medium", "high", "xhigh"] | None = None
     format: MessageFormat | None = None
 
 
-class CountTokensRequest(OpenShape):
+class CountTokensRequest(LenientModel):
     """The body of a request to count a conversation's tokens."""
 
     model: str
@@ -194,7 +205,7 @@ class CountTokensRequest(OpenShape):
     def _sampling(self) -> dict[str, Any]:
         return {}
 
-    async def prepared(self, state: State, *, generates: bool = True) -> Prepared:
+    async def prepared(self, state: ServedModel, *, generates: bool = True) -> PreparedChat:
         """What the engine is to go on with; raises `InvalidParameter`."""
         thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
         chat, places = self.as_chat(), [place for place, _ in self._conversation()]
@@ -228,9 +239,9 @@ async def messages(body: MessagesRequest, request: Request, state: AppState) -> 
     chat = await body.prepared(state)
     message_id = f"msg_{uuid.uuid4().hex}"
     generation = state.service.generate(message_id, [chat.prompt], chat.params, reading=chat.reading)
-    message = _Message(message_id, chat)
+    message = _MessageFormatter(message_id, chat)
     if body.stream:
-        return EventStream(generation, partial(message.write_events, generation), end=b"")
+        return EventStreamResponse(generation, partial(message.write_events, generation), end=b"")
     with generation:
         return json_response(await while_connected(request.receive, message.whole(generation)))
 
@@ -241,14 +252,14 @@ async def count_tokens(body: CountTokensRequest, state: AppState) -> Response:
     return json_response({"input_tokens": len((await body.prepared(state, generates=False)).prompt)})
 
 
-class _Message:
+class _MessageFormatter:
     """An answer on its way."""
 
-    def __init__(self, message_id: str, chat: Prepared) -> None:
+    def __init__(self, message_id: str, chat: PreparedChat) -> None:
         self._id = message_id
         self._model = chat.model
         self._prompt_tokens = len(chat.prompt)
-        self._said = Blocks()
+        self._said = ContentBlocks()
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         async for deltas in generation:
@@ -300,12 +311,12 @@ class _Message:
 def _event(event: BlockEvent) -> bytes:
     index = event.block.index
     match event:
-        case Opened(block):
+        case BlockOpened(block):
             return _sse("content_block_start", {"index": index, "content_block": _block(block)})
-        case Grown(block, text):
+        case BlockDelta(block, text):
             kind, field = _DELTAS[block.kind]
             return _sse("content_block_delta", {"index": index, "delta": {"type": kind, field: text}})
-        case Closed():
+        case BlockClosed():
             return _sse("content_block_stop", {"index": index})
 
 
@@ -320,7 +331,7 @@ def _sse(name: str, fields: dict[str, Any]) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + _encode({"type": name, **fields}) + b"\n\n"
 
 
-def _block(block: Block) -> dict[str, Any]:
+def _block(block: ContentBlock) -> dict[str, Any]:
     match block.kind:
         case "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
@@ -350,11 +361,11 @@ def _chat_messages(turn: MessageTurn, param: str) -> list[dict[str, Any]]:
         where = f"{param}[{at}]"
         read = _read(_OF_USER, block, where)
         match read:
-            case _ToolResult():
+            case _ToolResultBlock():
                 text = "" if read.content is None else _text(read.content, f"{where}.content")
                 text = f"Error: {text}" if read.is_error else text
                 messages.append({"role": "tool", "tool_call_id": read.tool_use_id, "content": text})
-            case _Text(text=text):
+            case _TextBlock(text=text):
                 if not messages or messages[-1]["role"] != "user":
                     messages.append({"role": "user", "content": text})
                 else:
@@ -369,11 +380,11 @@ def _assistant_message(content: str | list[dict[str, Any]], param: str) -> dict[
     for at, block in enumerate(content):
         read = _read(_OF_ASSISTANT, block, f"{param}[{at}]")
         match read:
-            case _Text(text=text):
+            case _TextBlock(text=text):
                 texts.append(text)
-            case _Thinking(thinking=text):
+            case _ThinkingBlock(thinking=text):
                 thoughts.append(text)
-            case _ToolUse():
+            case _ToolUseBlock():
                 function = {"name": read.name, "arguments": read.input}
                 calls.append({"id": read.id, "type": "function", "function": function})
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts) if texts or not calls else None}
@@ -386,10 +397,10 @@ def _text(content: str | list[dict[str, Any]], param: str) -> str:
     if isinstance(content, str):
         return content
     blocks = [_read(_TEXT, block, f"{param}[{at}]") for at, block in enumerate(content)]
-    return "\n".join(block.text for block in blocks if isinstance(block, _Text))
+    return "\n".join(block.text for block in blocks if isinstance(block, _TextBlock))
 
 
-def _read(kinds: Mapping[str, type[OpenShape]], block: dict[str, Any], param: str) -> OpenShape:
+def _read(kinds: Mapping[str, type[LenientModel]], block: dict[str, Any], param: str) -> LenientModel:
     read = variant(kinds, block, param)
     refuse_extra(read, {"type": ..., **_HARMLESS_IN_BLOCKS}, f"{param}.")
     return read

@@ -28,7 +28,7 @@ from quire.engine.config.options import EngineConfig
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config import ServerOptions
 from quire.server.frontend.engine_client import SHUTTING_DOWN
-from quire.server.frontend.frontend import Place, Service
+from quire.server.frontend.frontend import ApiProcessInfo, Frontend
 from quire.server.frontend.output_stream import EngineUnavailable
 from quire.server.frontend.renderer import ChatFormats
 
@@ -41,14 +41,14 @@ _RESTART_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
-def http_server(service: Service, options: ServerOptions, names: tuple[str, ...]) -> uvicorn.Server:
+def http_server(service: Frontend, options: ServerOptions, names: tuple[str, ...]) -> uvicorn.Server:
     """The HTTP side of a service, the same in every API process; signals are left to the caller."""
     from quire.server.app import create_app
-    from quire.server.http.state import State
+    from quire.server.http.state import ServedModel
 
     http = uvicorn.Server(
         uvicorn.Config(
-            create_app(State(service, names, options.trust_request_chat_template), options),
+            create_app(ServedModel(service, names, options.trust_request_chat_template), options),
             log_config=None,
             access_log=options.log_level == "debug",
             http="httptools",
@@ -67,29 +67,29 @@ def http_server(service: Service, options: ServerOptions, names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Order:
+class _StartOrder:
     """What an API process is told when it starts."""
 
     config: EngineConfig
     options: ServerOptions
     names: tuple[str, ...]
-    place: Place
+    place: ApiProcessInfo
     listener: int
     """Descriptor of the inherited socket."""
 
 
-class Siblings:
+class ApiProcesses:
     """The other API processes, as the first one keeps them: one that dies is replaced."""
 
     def __init__(
         self,
-        service: Service,
+        service: Frontend,
         config: EngineConfig,
         options: ServerOptions,
         names: tuple[str, ...],
         listener: socket.socket,
     ) -> None:
-        self._order = _Order(config, options, names, service.place, listener.fileno())
+        self._order = _StartOrder(config, options, names, service.place, listener.fileno())
         indexes = range(1, service.place.count)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._serving = {index: asyncio.Event() for index in indexes}
@@ -147,10 +147,10 @@ class Siblings:
             await asyncio.sleep(max(0.0, begun + _RESTART_SECONDS - time.monotonic()))
 
 
-async def _serve(order: _Order) -> None:
+async def _serve(order: _StartOrder) -> None:
     options, place = order.options, order.place
     formats = ChatFormats.of(options)
-    service = await Service.join(
+    service = await Frontend.join(
         order.config, place, name=order.names[0], formats=formats, max_queue=options.queue_limit
     )
     http = http_server(service, options, order.names)
@@ -177,7 +177,7 @@ async def _serve(order: _Order) -> None:
         await service.close()
 
 
-def _listen(loop: asyncio.AbstractEventLoop, service: Service, stop: asyncio.Event) -> None:
+def _listen(loop: asyncio.AbstractEventLoop, service: Frontend, stop: asyncio.Event) -> None:
     """What the first process says, up to its end."""
     for line in sys.stdin.buffer:
         loop.call_soon_threadsafe(service.client.fail, line.decode().strip())
@@ -189,7 +189,7 @@ def _listen(loop: asyncio.AbstractEventLoop, service: Service, stop: asyncio.Eve
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the first process
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # as in the first process
-    order: _Order = pickle.load(sys.stdin.buffer)
+    order: _StartOrder = pickle.load(sys.stdin.buffer)
     process.set_name(f"quire-api-{order.place.index}")
     log.setup(order.options.log_level, f"api {order.place.index}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -17,7 +17,7 @@ _MAX_URL = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class LineError:
     """Why a line cannot be asked; the codes are those of OpenAI's batches where it has one."""
 
     code: str
@@ -25,28 +25,28 @@ class Problem:
 
 
 @dataclass(slots=True)
-class Line:
+class BatchLine:
     """A line of the file, counted from 1. With a `problem` there is nothing to ask."""
 
     number: int
     custom_id: str | None = None
     url: str = ""
     body: bytes = b""
-    problem: Problem | None = None
+    problem: LineError | None = None
 
 
-class _Request(msgspec.Struct):
+class _BatchRequest(msgspec.Struct):
     custom_id: Any = None
     method: Any = None
     url: Any = None
     body: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _Body(msgspec.Struct):
+class _BatchBody(msgspec.Struct):
     stream: Any = None
 
 
-def read_lines(file: BinaryIO, serves: Callable[[str], bool]) -> Iterator[Line]:
+def read_lines(file: BinaryIO, serves: Callable[[str], bool]) -> Iterator[BatchLine]:
     """The lines, one in memory at a time; empty ones count, but are left out. `serves` knows the routes."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -55,7 +55,7 @@ def read_lines(file: BinaryIO, serves: Callable[[str], bool]) -> Iterator[Line]:
             while raw and not raw.endswith(b"\n"):
                 raw = file.readline(MAX_LINE_BYTES)
             text = f"the line is longer than {MAX_LINE_BYTES // 2**20} MiB"
-            yield Line(number, problem=Problem("invalid_json_line", text))
+            yield BatchLine(number, problem=LineError("invalid_json_line", text))
         elif raw.strip():
             yield _parse(number, raw, serves)
 
@@ -70,12 +70,12 @@ def count_lines(path: str) -> int:
     return count + (last != b"\n")
 
 
-def _parse(number: int, raw: bytes, serves: Callable[[str], bool]) -> Line:
-    line = Line(number)
+def _parse(number: int, raw: bytes, serves: Callable[[str], bool]) -> BatchLine:
+    line = BatchLine(number)
     try:
-        request = msgspec.json.decode(raw, type=_Request)
+        request = msgspec.json.decode(raw, type=_BatchRequest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        line.problem = Problem("invalid_json_line", f"the line is not a JSON object: {error}")
+        line.problem = LineError("invalid_json_line", f"the line is not a JSON object: {error}")
         return line
     if isinstance(request.custom_id, str) and request.custom_id:
         line.custom_id = request.custom_id
@@ -85,17 +85,17 @@ def _parse(number: int, raw: bytes, serves: Callable[[str], bool]) -> Line:
     return line
 
 
-def _check(request: _Request, line: Line, serves: Callable[[str], bool]) -> Problem | None:
+def _check(request: _BatchRequest, line: BatchLine, serves: Callable[[str], bool]) -> LineError | None:
     if line.custom_id is None:
-        return Problem("missing_required_parameter", "custom_id: a text is expected")
+        return LineError("missing_required_parameter", "custom_id: a text is expected")
     if request.method != "POST":
-        return Problem("invalid_method", "method: POST is expected")
+        return LineError("invalid_method", "method: POST is expected")
     if not isinstance(request.url, str) or len(request.url) > _MAX_URL or not serves(request.url):
-        return Problem("invalid_url", f"url: there is no route {str(request.url)[:_MAX_URL]!r} to post to")
+        return LineError("invalid_url", f"url: there is no route {str(request.url)[:_MAX_URL]!r} to post to")
     try:
-        body = msgspec.json.decode(request.body, type=_Body)
+        body = msgspec.json.decode(request.body, type=_BatchBody)
     except (msgspec.DecodeError, RecursionError) as error:
-        return Problem("missing_required_parameter", f"body: an object is expected: {error}")
+        return LineError("missing_required_parameter", f"body: an object is expected: {error}")
     if body.stream:
-        return Problem("invalid_request", "body: an answer in a file is not streamed; leave `stream` out")
+        return LineError("invalid_request", "body: an answer in a file is not streamed; leave `stream` out")
     return None

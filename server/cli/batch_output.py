@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli.batch_input import Line, Problem
+from quire.server.cli.batch_input import BatchLine, LineError
 
 _BEGINNING = b'{"id":"batch_req_'
 """Of every record."""
@@ -31,7 +31,7 @@ class _Record(msgspec.Struct):
     custom_id: str | None
 
 
-class Results:
+class BatchResults:
     """The output file, locked. What is half a line at its end is cut off; raises `ConfigError` for a file of others."""
 
     def __init__(self, path: str) -> None:
@@ -51,7 +51,7 @@ class Results:
             self._file.close()
             raise
 
-    def __enter__(self) -> Results:
+    def __enter__(self) -> BatchResults:
         return self
 
     def __exit__(
@@ -65,7 +65,7 @@ class Results:
         """Of the lines that are answered, the last one's number."""
         return len(self._answered)
 
-    def has(self, line: Line) -> bool:
+    def has(self, line: BatchLine) -> bool:
         """Whether this line is answered; raises `ConfigError` when the answer is to another one."""
         answered = self._answered[line.number - 1] if line.number <= len(self._answered) else 0
         if answered and answered != _hash(line.custom_id):
@@ -75,15 +75,15 @@ class Results:
             )
         return bool(answered)
 
-    def answer(self, line: Line, status: int, request_id: str, body: Any) -> None:
+    def answer(self, line: BatchLine, status: int, request_id: str, body: Any) -> None:
         """Append the answer to a line; it is in the file when this returns. Raises `OSError` with the file's name."""
         self._append(line, {"status_code": status, "request_id": request_id, "body": body}, None)
 
-    def refuse(self, line: Line, problem: Problem) -> None:
+    def refuse(self, line: BatchLine, problem: LineError) -> None:
         """Append the error of a line that could not be asked."""
         self._append(line, None, {"code": problem.code, "message": problem.message})
 
-    def _append(self, line: Line, response: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
+    def _append(self, line: BatchLine, response: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
         record = {"id": f"batch_req_{line.number}", "custom_id": line.custom_id, "response": response, "error": error}
         try:
             self._file.write(_encode(record) + b"\n")

@@ -9,14 +9,14 @@ from typing import Any
 
 from quire.engine.config.options import flag
 from quire.server.cli import flags
-from quire.server.cli.remote import Remote, RemoteOptions
+from quire.server.cli.remote import RemoteOptions, RemoteServer
 from quire.server.cli.terminal import Screen, ask_and_answer
 
 HELP = "/clear forgets the conversation, /exit ends it, as Ctrl-D does; Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(RemoteOptions):
+class ChatCommandOptions(RemoteOptions):
     """What `quire chat` can be told."""
 
     system_prompt: str | None = flag(None, "what the model is told before the conversation")
@@ -24,15 +24,15 @@ class ChatOptions(RemoteOptions):
 
 def fill(parser: argparse.ArgumentParser) -> None:
     """Give the subcommand its flags."""
-    flags.add_flags(parser.add_argument_group("server and answers"), ChatOptions)
+    flags.add_flags(parser.add_argument_group("server and answers"), ChatCommandOptions)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
     """Talk until there is no more to ask; 0."""
-    options = flags.collect(parsed, ChatOptions)
-    with Remote(options) as remote:
-        chat = Chat(remote, options.system_prompt, Screen())
+    options = flags.collect(parsed, ChatCommandOptions)
+    with RemoteServer(options) as remote:
+        chat = ChatSession(remote, options.system_prompt, Screen())
         if options.quick is not None:
             chat.answer(options.quick)
         else:
@@ -41,10 +41,10 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-class Chat:
+class ChatSession:
     """A conversation so far."""
 
-    def __init__(self, remote: Remote, system_prompt: str | None, screen: Screen) -> None:
+    def __init__(self, remote: RemoteServer, system_prompt: str | None, screen: Screen) -> None:
         self.screen = screen
         self._remote = remote
         self._beginning = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 
 from quire.server.cli import flags
-from quire.server.cli.remote import Remote, RemoteOptions
+from quire.server.cli.remote import RemoteOptions, RemoteServer
 from quire.server.cli.terminal import Screen, ask_and_answer
 
 HELP = "each line is continued; Ctrl-C stops that, Ctrl-D ends"
@@ -22,7 +22,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Continue texts until there are no more; 0."""
     options = flags.collect(parsed, RemoteOptions)
     screen = Screen()
-    with Remote(options) as remote:
+    with RemoteServer(options) as remote:
 
         def answer(prompt: str) -> None:
             try:

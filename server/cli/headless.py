@@ -17,14 +17,14 @@ import msgspec
 import zmq
 
 from quire.engine import process
-from quire.engine.cluster.control_plane import Ended
+from quire.engine.cluster.control_plane import LinkEnded
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import fetch_weights, plan_text, resolve
 from quire.engine.core.launch import Endpoints, replica_config, start_core
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import Dead, Outputs, Ready, ToServer
+from quire.engine.protocol.messages import EngineCoreOutputs, EngineDead, EngineReady, ToServer
 from quire.server.config import ServerOptions
-from quire.server.frontend.dp_coordinator import Membership
+from quire.server.frontend.dp_coordinator import DPMember
 
 _WATCH_MS = 200
 _RESTART_SECONDS = 1.0
@@ -50,12 +50,12 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
     fetch_weights(options, config)
     stop = threading.Event()
     with ExitStack() as stack:
-        membership = Membership(config, is_headless=True)
+        membership = DPMember(config, is_headless=True)
         reason = ""
         stack.callback(lambda: membership.close(reason))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(130) if stop.is_set() else stop.set())
-        replicas = stack.enter_context(Replicas(config, membership, server.log_level))
+        replicas = stack.enter_context(HeadlessReplicas(config, membership, server.log_level))
         trouble = replicas.run(stop)
         reason = trouble or ""
     if trouble is None:
@@ -64,10 +64,10 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
     return 1
 
 
-class Replicas:
+class HeadlessReplicas:
     """The cores of a host: those that die after they were ready are started again, unless they are coupled."""
 
-    def __init__(self, config: EngineConfig, membership: Membership, log_level: str) -> None:
+    def __init__(self, config: EngineConfig, membership: DPMember, log_level: str) -> None:
         self._config, self._membership, self._log_level = config, membership, log_level
         self._folder = tempfile.mkdtemp(prefix="quire-")
         news = f"ipc://{self._folder}/news"
@@ -78,7 +78,7 @@ class Replicas:
         self._news.set_hwm(0)
         self._news.bind(news)
         self._decode = msgspec.msgpack.Decoder(ToServer).decode
-        self._ended: list[Ended] = []
+        self._ended: list[LinkEnded] = []
         self._loaded: set[int] = set()
         self._last_words: dict[int, tuple[str, float]] = {}
         """Why a core ends, and when it said so."""
@@ -88,7 +88,7 @@ class Replicas:
         """To be started again."""
         self._cores: dict[int, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> Replicas:
+    def __enter__(self) -> HeadlessReplicas:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -136,13 +136,13 @@ class Replicas:
     def _hear(self) -> None:
         while self._news.poll(0):
             match self._decode(self._news.recv()):
-                case Ready(seconds, replica):
+                case EngineReady(seconds, replica):
                     self._loaded.add(replica)
                     where = ", ".join(f"{part} {count:.2f} s" for part, count in seconds.items())
                     logger.info("replica %d is ready (%s)", replica, where)
-                case Dead(reason, replica):
+                case EngineDead(reason, replica):
                     self._last_words[replica] = reason, time.monotonic()
-                case Outputs():  # only the numbers of the engine, as for every API process
+                case EngineCoreOutputs():  # only the numbers of the engine, as for every API process
                     pass
 
     def _look_after(self, replica: int, core: subprocess.Popen[bytes]) -> str | None:

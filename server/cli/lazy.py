@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 
-class LateParser(argparse.ArgumentParser):
+class LazyParser(argparse.ArgumentParser):
     """Imports its subcommand's module, and has its flags from the module's `fill`, once it has something to parse."""
 
     def __init__(self, *, module: str | None = None, **keywords: Any) -> None:

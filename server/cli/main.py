@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="quire", description="Serve language models bigger than one device.")
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
-        title="commands", required=True, metavar="COMMAND", parser_class=lazy.LateParser
+        title="commands", required=True, metavar="COMMAND", parser_class=lazy.LazyParser
     )
     serve.add_parser(commands)
     for name, text, usage in (

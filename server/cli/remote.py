@@ -39,7 +39,7 @@ class RemoteOptions:
     quick: str | None = flag(None, "ask this alone, and end", short="-q")
 
 
-class Remote:
+class RemoteServer:
     """The server's end; raises `RemoteError` with one line that says what is wrong."""
 
     def __init__(self, options: RemoteOptions) -> None:
@@ -49,7 +49,7 @@ class Remote:
         timeout = httpx.Timeout(CONNECT_SECONDS, read=None)
         self._client = httpx.Client(base_url=self._url, headers=headers(options.api_key), timeout=timeout)
 
-    def __enter__(self) -> Remote:
+    def __enter__(self) -> RemoteServer:
         return self
 
     def __exit__(
@@ -82,11 +82,11 @@ class Remote:
                     raise RemoteError(error_text(data.encode()))
                 yield from (choice for choice in chunk.get("choices", ())[:1] if isinstance(choice, dict))
 
-    def _answer(self, method: str, path: str, body: Any = None) -> _Answer:
-        return _Answer(self._client, self._url, self._client.build_request(method, path, json=body))
+    def _answer(self, method: str, path: str, body: Any = None) -> _RemoteReply:
+        return _RemoteReply(self._client, self._url, self._client.build_request(method, path, json=body))
 
 
-class _Answer:
+class _RemoteReply:
     """A response with status 200, open while the block runs; what goes wrong in it is a `RemoteError`."""
 
     def __init__(self, client: httpx.Client, url: str, request: httpx.Request) -> None:
@@ -94,7 +94,7 @@ class _Answer:
         self._url = url
         self._request = request
 
-    def __enter__(self) -> _Answer:
+    def __enter__(self) -> _RemoteReply:
         try:
             self._response = self._client.send(self._request, stream=True)
             if self._response.status_code != 200:

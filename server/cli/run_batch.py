@@ -28,8 +28,8 @@ from quire.engine.config.options import EngineConfig, EngineOptions, flag
 from quire.engine.config.resolve import fetch_weights, plan_text, resolve
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags, remote
-from quire.server.cli.batch_input import Line, Problem, count_lines, read_lines
-from quire.server.cli.batch_output import Results
+from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read_lines
+from quire.server.cli.batch_output import BatchResults
 from quire.server.cli.serve import DEMO_NAME
 from quire.server.config import ModelOptions
 
@@ -63,7 +63,7 @@ class RunFailed(RuntimeError):
     """The run cannot go on, whatever the next line is; what is answered stays."""
 
 
-class Answer(NamedTuple):
+class BatchAnswer(NamedTuple):
     """What a route said."""
 
     status: int
@@ -71,13 +71,13 @@ class Answer(NamedTuple):
     body: bytes
 
 
-class Backend(Protocol):
+class BatchBackend(Protocol):
     """Who answers."""
 
     def serves(self, url: str) -> bool:
         """Whether this is a route to post to."""
 
-    async def post(self, url: str, body: bytes) -> Answer:
+    async def post(self, url: str, body: bytes) -> BatchAnswer:
         """Ask; raises `RunFailed` when no other question would be answered either."""
 
 
@@ -96,7 +96,7 @@ def run(parsed: argparse.Namespace) -> int:
     source, target = _check(options, parsed)
     log.setup(options.log_level, "batch")
     process.set_name("quire-batch")
-    with open(source, "rb") as file, Results(target) as results:
+    with open(source, "rb") as file, BatchResults(target) as results:
         total = count_lines(source)
         if results.last_number > total:
             raise ConfigError(f"-o {target} answers another file than -i {source}, which has {total} lines")
@@ -105,9 +105,9 @@ def run(parsed: argparse.Namespace) -> int:
             return 0
         file.seek(0)
 
-        def work(backend: Backend) -> Batch:
+        def work(backend: BatchBackend) -> BatchRun:
             bar = tqdm(total=total, unit="line", disable=True if options.disable_tqdm else None)
-            return Batch(read_lines(file, backend.serves), results, backend, bar)
+            return BatchRun(read_lines(file, backend.serves), results, backend, bar)
 
         asking = _ask_server(options, options.url, work) if options.url else _ask_engine(options, engine, work)
         try:
@@ -139,10 +139,12 @@ def _check(options: BatchOptions, parsed: argparse.Namespace) -> tuple[str, str]
     return source, target
 
 
-class Batch:
+class BatchRun:
     """The lines on their way: each worker takes the next one, has it answered, and writes the answer down."""
 
-    def __init__(self, lines: Iterator[Line], results: Results, backend: Backend, bar: tqdm[Any]) -> None:
+    def __init__(
+        self, lines: Iterator[BatchLine], results: BatchResults, backend: BatchBackend, bar: tqdm[Any]
+    ) -> None:
         self._lines = lines
         self._results = results
         self._backend = backend
@@ -183,22 +185,22 @@ class Batch:
                     await asyncio.sleep(0)
             self._show(line)
 
-    async def _ask(self, line: Line) -> None:
+    async def _ask(self, line: BatchLine) -> None:
         answer = await self._backend.post(line.url, line.body)
         try:
             content = msgspec.json.decode(answer.body)
         except msgspec.DecodeError:
             text = f"HTTP {answer.status} with a body that is not JSON: {answer.body[:200].decode(errors='replace')}"
-            return self._refuse(line, Problem("invalid_response", text))
+            return self._refuse(line, LineError("invalid_response", text))
         self._tokens += _output_tokens(content)
         self._failed += answer.status != 200
         self._results.answer(line, answer.status, answer.request_id, content)
 
-    def _refuse(self, line: Line, problem: Problem) -> None:
+    def _refuse(self, line: BatchLine, problem: LineError) -> None:
         self._failed += 1
         self._results.refuse(line, problem)
 
-    def _show(self, line: Line) -> None:
+    def _show(self, line: BatchLine) -> None:
         seconds = max(time.monotonic() - self._begun, 1e-9)
         self._bar.set_postfix_str(f"{self._tokens / seconds:,.0f} tokens/s", refresh=False)
         self._bar.update()
@@ -220,7 +222,7 @@ def _output_tokens(content: Any) -> int:
 # --- an engine of our own -------------------------------------------------------------------------------------
 
 
-async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callable[[Backend], Batch]) -> None:
+async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callable[[BatchBackend], BatchRun]) -> None:
     config = resolve(engine)
     print(plan_text(config), flush=True)
     fetch_weights(engine, config)
@@ -228,13 +230,13 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from quire.server.app import create_app
     from quire.server.frontend.dp_coordinator import meet
-    from quire.server.frontend.frontend import Service
+    from quire.server.frontend.frontend import Frontend
     from quire.server.frontend.output_stream import EngineUnavailable
     from quire.server.frontend.renderer import ChatFormats
-    from quire.server.http.state import State
+    from quire.server.http.state import ServedModel
 
     names = options.served_model_name or (DEMO_NAME if engine.model == EngineOptions.model else engine.model,)
-    service = await Service.start(
+    service = await Frontend.start(
         config,
         name=names[0],
         formats=ChatFormats.of(options),
@@ -243,7 +245,7 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
     )
     try:
         await service.ready()
-        backend = InProcess(create_app(State(service, names, options.trust_request_chat_template)))
+        backend = InProcess(create_app(ServedModel(service, names, options.trust_request_chat_template)))
         await work(backend).run(options.max_concurrency or _enough(config))
     except EngineUnavailable as failure:
         raise RunFailed(str(failure)) from None
@@ -266,12 +268,12 @@ class InProcess:
         self._post = in_process.post
         self.serves = lru_cache(maxsize=1024)(lambda url: in_process.serves(app, "POST", url))
 
-    async def post(self, url: str, body: bytes) -> Answer:
+    async def post(self, url: str, body: bytes) -> BatchAnswer:
         reply = await self._post(self._app, url, body)
         content = bytes(reply.body)
         if reply.status == 503:
             raise RunFailed(remote.error_text(content))
-        return Answer(reply.status, _request_id(), content)
+        return BatchAnswer(reply.status, _request_id(), content)
 
 
 def _request_id() -> str:
@@ -281,7 +283,7 @@ def _request_id() -> str:
 # --- a server that runs ---------------------------------------------------------------------------------------
 
 
-async def _ask_server(options: BatchOptions, url: str, work: Callable[[Backend], Batch]) -> None:
+async def _ask_server(options: BatchOptions, url: str, work: Callable[[BatchBackend], BatchRun]) -> None:
     concurrency = options.max_concurrency or REMOTE_CONCURRENCY
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     timeout = httpx.Timeout(remote.CONNECT_SECONDS, read=None, pool=None)
@@ -301,7 +303,7 @@ class OverHttp:
         """Whatever looks like a route; the server says what it thinks of it."""
         return url.startswith("/") and url.isascii() and url.isprintable()
 
-    async def post(self, url: str, body: bytes) -> Answer:
+    async def post(self, url: str, body: bytes) -> BatchAnswer:
         while True:
             try:
                 response = await self._client.post(url, content=body, headers={"Content-Type": "application/json"})
@@ -312,7 +314,9 @@ class OverHttp:
             await asyncio.sleep(_patience(response.headers.get("retry-after", "")))
         if response.status_code in (401, 403, 502, 503, 504) and not _is_its_own(response):
             raise RunFailed(remote.refusal(self._url, response.status_code, response.content))
-        return Answer(response.status_code, response.headers.get("x-request-id") or _request_id(), response.content)
+        return BatchAnswer(
+            response.status_code, response.headers.get("x-request-id") or _request_id(), response.content
+        )
 
 
 def _is_its_own(response: httpx.Response) -> bool:

@@ -20,12 +20,12 @@ from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
 from quire.server.cli.listen import address, listen
 from quire.server.config import ServerOptions
-from quire.server.http.api_keys import Keys
+from quire.server.http.api_keys import ApiKeys
 
 if TYPE_CHECKING:
-    from quire.server.cli.api_process import Siblings
-    from quire.server.frontend.dp_coordinator import Hosts
-    from quire.server.frontend.frontend import Service
+    from quire.server.cli.api_process import ApiProcesses
+    from quire.server.frontend.dp_coordinator import DPCoordinator
+    from quire.server.frontend.frontend import Frontend
 
 DEMO_NAME = "quire-demo"
 """What the bundled model is called when nothing else is asked for."""
@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
         _check_node(options, server)
     if server.headless:
         become_node(options, server.log_level)
-    Keys.load(server)
+    ApiKeys.load(server)
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
     process.set_name("quire-api")
     # Here, as the parsers of all commands come with this module.
@@ -127,13 +127,13 @@ async def _serve(
     names: tuple[str, ...],
     listener: socket.socket,
     seconds: dict[str, float],
-    hosts: Hosts | None,
+    hosts: DPCoordinator | None,
 ) -> int:
     from quire.server.frontend.engine_client import SHUTTING_DOWN
-    from quire.server.frontend.frontend import Service
+    from quire.server.frontend.frontend import Frontend
     from quire.server.frontend.renderer import ChatFormats
 
-    service = await Service.start(
+    service = await Frontend.start(
         config,
         name=names[0],
         formats=ChatFormats.of(options),
@@ -143,10 +143,10 @@ async def _serve(
         hosts=hosts,
     )
     # The engine core starts up while the rest is imported.
-    from quire.server.cli.api_process import Siblings, http_server
+    from quire.server.cli.api_process import ApiProcesses, http_server
 
     http = http_server(service, options, names)
-    siblings = Siblings(service, config, options, names, listener)
+    siblings = ApiProcesses(service, config, options, names, listener)
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -181,7 +181,9 @@ async def _serve(
             await service.close()
 
 
-async def _until_the_engine_is_gone(service: Service, siblings: Siblings, seconds: dict[str, float], what: str) -> int:
+async def _until_the_engine_is_gone(
+    service: Frontend, siblings: ApiProcesses, seconds: dict[str, float], what: str
+) -> int:
     """Log how the start went and, should it come to that, the end; returns the exit code.
 
     Raises `EngineUnavailable` when the model cannot be loaded.

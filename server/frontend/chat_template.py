@@ -93,7 +93,7 @@ def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return named | {entry["name"]: entry["template"] for entry in inline or []}
 
 
-class _Generation(jinja2.ext.Extension):
+class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %} … {% endgeneration %}` marks the assistant's words for training; here it is just its body."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
@@ -106,7 +106,7 @@ class _Generation(jinja2.ext.Extension):
 
 def _environment() -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     helpers: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}

@@ -19,7 +19,7 @@ _END_SIGN = "\ue000end of the final message\ue000 "
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
+class ChatTemplateOptions:
     """What a request says about rendering a conversation; names and meanings are vLLM's."""
 
     chat_template: str | None = None
@@ -73,7 +73,10 @@ def _thinking_switch(template: ChatTemplate) -> str | None:
 
 
 def text(
-    template: ChatTemplate, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: ChatOptions
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    options: ChatTemplateOptions,
 ) -> str:
     """The prompt; raises `InvalidParameter` for what the template cannot say."""
     if not messages:

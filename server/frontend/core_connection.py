@@ -21,7 +21,7 @@ WATCH_SECONDS = 0.2
 logger = logging.getLogger(__name__)
 
 
-class Replica:
+class CoreConnection:
     """Where requests are sent, and what is known of who reads them."""
 
     def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from quire.engine.cluster import control_plane
-from quire.engine.cluster.control_plane import Ended, Follower, Hello, Leader
+from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.core.launch import port_of, reserve_ports
 from quire.engine.protocol.errors import ConfigError
@@ -31,7 +31,7 @@ _OF_A_HOST = {
 """Options that may differ from host to host."""
 
 
-class Client(Protocol):
+class CoordinatedClient(Protocol):
     """What is told of other hosts (`EngineClient`)."""
 
     @property
@@ -42,7 +42,7 @@ class Client(Protocol):
     def fail(self, reason: str) -> None: ...
 
 
-class Hosts(Protocol):
+class DPCoordinator(Protocol):
     """The other hosts, from when all have come."""
 
     requests: tuple[str, ...]
@@ -52,7 +52,7 @@ class Hosts(Protocol):
     master: tuple[str, int]
     """Where the ranks of coupled replicas meet."""
 
-    def watch(self, client: Client) -> None:
+    def watch(self, client: CoordinatedClient) -> None:
         """From now on, and for what has happened before, tell `client` which replicas are lost."""
 
     def leave(self) -> None:
@@ -66,7 +66,7 @@ class Hosts(Protocol):
         """Tell the others that this host ends, and why if there is trouble."""
 
 
-class Joining(msgspec.Struct):
+class JoinRequest(msgspec.Struct):
     """What a replica says in its `Hello`."""
 
     requests: str
@@ -81,7 +81,7 @@ class Joining(msgspec.Struct):
     """What was decided on its host, and must be the same wherever there are replicas."""
 
 
-class Meeting(msgspec.Struct):
+class JoinReply(msgspec.Struct):
     """What the leader answers to each once all have come."""
 
     requests: tuple[str, ...]
@@ -89,17 +89,17 @@ class Meeting(msgspec.Struct):
     master: tuple[str, int]
 
 
-class Died(msgspec.Struct, tag=True):
+class ReplicaDied(msgspec.Struct, tag=True):
     """From the host of a replica: its core ended, and how."""
 
     reason: str
 
 
-class Done(msgspec.Struct, tag=True):
+class LeaderDone(msgspec.Struct, tag=True):
     """From the host of a replica: it would leave, once all others would."""
 
 
-_decode_news = msgspec.msgpack.Decoder(Died | Done).decode
+_decode_news = msgspec.msgpack.Decoder(ReplicaDied | LeaderDone).decode
 
 
 def served(config: EngineConfig) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone",
     return "leader" if parallel.local_replicas.start == 0 or not _is_balanced_outside(config) else "follower"
 
 
-def meet(config: EngineConfig, count: int = 1) -> Hosts | None:
+def meet(config: EngineConfig, count: int = 1) -> DPCoordinator | None:
     """Wait for the other hosts that this API needs, which has `count` processes; None: it needs none.
 
     Blocks for up to `--distributed-timeout-seconds`. Raises `ConfigError` when somebody does not come, or does not fit,
@@ -131,22 +131,22 @@ def meet(config: EngineConfig, count: int = 1) -> Hosts | None:
         case "alone":
             return None
         case "leader":
-            return _Leading(config, count)
+            return DPLeader(config, count)
         case "follower":
-            return Membership(config)
+            return DPMember(config)
 
 
-class _Leading:
+class DPLeader:
     """The leader's side."""
 
     def __init__(self, config: EngineConfig, count: int) -> None:
         options, parallel = config.options, config.parallel
         self._is_coupled = parallel.is_coupled
         self._lock = threading.Lock()
-        self._client: Client | None = None
+        self._client: CoordinatedClient | None = None
         self._lost: list[tuple[int, str]] = []
         """What has happened before there was a client to tell."""
-        self._meeting: Meeting | None = None
+        self._meeting: JoinReply | None = None
         self._waits_for: set[int] = set()
         """Replicas whose hosts have requests of their own, in which ours have to step."""
         own = _address(options.data_parallel_address)
@@ -197,11 +197,11 @@ class _Leading:
         addresses |= {number: joining.requests for number, joining in joined.items()}
         self.requests = tuple(addresses[replica] for replica in range(parallel.replicas))
         with self._lock:
-            self._meeting = Meeting(self.requests, self.responses, self.master)
+            self._meeting = JoinReply(self.requests, self.responses, self.master)
             for number in others:
                 self._leader.send(number, msgspec.msgpack.encode(self._meeting))
 
-    def watch(self, client: Client) -> None:
+    def watch(self, client: CoordinatedClient) -> None:
         with self._lock:
             self._client = client
         for replica, reason in self._lost:
@@ -242,9 +242,9 @@ class _Leading:
 
     def _on_message(self, replica: int, body: bytes) -> None:
         match _decode_news(body):
-            case Died(reason):
+            case ReplicaDied(reason):
                 self._on_lost(replica, reason)
-            case Done():
+            case LeaderDone():
                 with self._lock:
                     self._waits_for.discard(replica)
 
@@ -256,14 +256,14 @@ class _Leading:
             else:
                 self._tell(self._client, replica, reason)
 
-    def _tell(self, client: Client, replica: int, reason: str) -> None:
+    def _tell(self, client: CoordinatedClient, replica: int, reason: str) -> None:
         if self._is_coupled:
             client.loop.call_soon_threadsafe(client.fail, reason)
         else:
             client.loop.call_soon_threadsafe(client.replica_died, replica, reason)
 
 
-class Membership:
+class DPMember:
     """The side of a host whose replicas join; each has a connection of its own."""
 
     def __init__(self, config: EngineConfig, *, is_headless: bool = False) -> None:
@@ -292,35 +292,35 @@ class Membership:
                     "are its own",
                 )
             for follower in self._followers.values():
-                meeting = msgspec.msgpack.decode(follower.receive(None), type=Meeting)
+                meeting = msgspec.msgpack.decode(follower.receive(None), type=JoinReply)
         except BaseException as error:
             self.close()
-            if isinstance(error, Ended):
+            if isinstance(error, LinkEnded):
                 raise ConfigError(str(error) or f"{self.leader} has ended") from None
             raise
         self.requests, self.responses, self.master = meeting.requests, meeting.responses, meeting.master
 
-    def watch(self, client: Client) -> None:
+    def watch(self, client: CoordinatedClient) -> None:
         """Its API ends with the leader: their replicas are coupled."""
 
-        def on_end(end: Ended) -> None:
+        def on_end(end: LinkEnded) -> None:
             self._has_leader_ended = True
             client.loop.call_soon_threadsafe(client.fail, str(end) or "the host with the first replica has ended")
 
         self.listen(on_end)
 
-    def listen(self, on_end: Callable[[Ended], None]) -> None:
+    def listen(self, on_end: Callable[[LinkEnded], None]) -> None:
         """Call `on_end`, in some thread and perhaps for each replica, when the leader has ended."""
         for follower in self._followers.values():
             threading.Thread(target=self._listen, args=(follower, on_end), daemon=True, name="leader-watch").start()
 
     def tell(self, replica: int, reason: str) -> None:
         """A core has ended."""
-        self._followers[replica].send(msgspec.msgpack.encode(Died(reason)))
+        self._followers[replica].send(msgspec.msgpack.encode(ReplicaDied(reason)))
 
     def leave(self) -> None:
         for follower in self._followers.values():
-            follower.send(msgspec.msgpack.encode(Done()))
+            follower.send(msgspec.msgpack.encode(LeaderDone()))
 
     @property
     def may_end(self) -> bool:
@@ -334,17 +334,17 @@ class Membership:
         for port in self._ports:
             port.close()
 
-    def _listen(self, follower: Follower, on_end: Callable[[Ended], None]) -> None:
+    def _listen(self, follower: Follower, on_end: Callable[[LinkEnded], None]) -> None:
         while not self._is_closed:
             try:
                 follower.receive(1.0)
             except TimeoutError:
                 continue
-            except Ended as end:
+            except LinkEnded as end:
                 return None if self._is_closed else on_end(end)
 
 
-def _joining_of(config: EngineConfig, requests: str, master: tuple[str, int], is_headless: bool) -> Joining:
+def _joining_of(config: EngineConfig, requests: str, master: tuple[str, int], is_headless: bool) -> JoinRequest:
     options, model = config.options, config.model
     settings = {
         f"--{field.name.replace('_', '-')}": str(getattr(options, field.name))
@@ -357,17 +357,17 @@ def _joining_of(config: EngineConfig, requests: str, master: tuple[str, int], is
         "--max-model-len": str(model.max_model_len),
         "--kv-cache-dtype": config.cache.dtype,
     }
-    return Joining(requests, master, settings, is_headless, found)
+    return JoinRequest(requests, master, settings, is_headless, found)
 
 
-def _hello(name: str, number: int, model: dict[str, str], joining: Joining) -> Hello:
+def _hello(name: str, number: int, model: dict[str, str], joining: JoinRequest) -> Hello:
     return Hello(
         name=name, number=number, versions=control_plane.versions(), model=model, body=msgspec.msgpack.encode(joining)
     )
 
 
-def _joining(hello: Hello) -> Joining:
-    return msgspec.msgpack.decode(hello.body, type=Joining)
+def _joining(hello: Hello) -> JoinRequest:
+    return msgspec.msgpack.decode(hello.body, type=JoinRequest)
 
 
 def _compare(mine: Hello, theirs: Hello, others: list[Hello]) -> None:

@@ -19,24 +19,24 @@ from quire.engine.config.options import CacheConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import (
-    Abort,
-    Alive,
-    Dead,
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDead,
+    EngineReady,
     EngineStats,
     FinishReason,
     Join,
-    Outputs,
     Probe,
-    Ready,
-    RequestOutput,
+    ProbeReply,
     SamplingParams,
-    Submit,
     ToCore,
     ToServer,
 )
-from quire.server.frontend.core_connection import Replica
+from quire.server.frontend.core_connection import CoreConnection
 from quire.server.frontend.metrics import Metrics
-from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, Stream
+from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, OutputStream
 from quire.server.frontend.router import Router
 
 PROBE_SECONDS = 30.0
@@ -59,14 +59,14 @@ class QueueFull(RuntimeError):
 
 
 @dataclass(slots=True)
-class _Running:
+class _RunningRequest:
     """A request on the engine's side of the wire, and its times (`time.monotonic`)."""
 
-    stream: Stream
+    stream: OutputStream
     arrived: float
     last_output: float | None = None
     replica: int = 0
-    submit: Submit | None = None
+    submit: EngineCoreRequest | None = None
     """As it was sent first, where it may go on at another replica; the rest is what that must know."""
     told: list[int] = field(default_factory=list)
     num_scored: int = 0
@@ -78,7 +78,7 @@ class _Running:
     moves: int = 0
 
     @property
-    def resumed(self) -> Submit:
+    def resumed(self) -> EngineCoreRequest:
         """What another replica is sent."""
         assert self.submit is not None
         return msgspec.structs.replace(self.submit, output_token_ids=self.told)
@@ -123,12 +123,12 @@ class EngineClient:
         self._restart = restart
         self._are_coupled = are_coupled
         self._metrics = metrics
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, _RunningRequest] = {}
         self._probes: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._probe_ids = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
-        self._ready: asyncio.Future[Ready] = self.loop.create_future()
+        self._ready: asyncio.Future[EngineReady] = self.loop.create_future()
         self._failed: asyncio.Future[EngineUnavailable] = self.loop.create_future()
         self._endpoints = endpoints
         self._context = zmq.Context()
@@ -136,7 +136,9 @@ class EngineClient:
         self._responses.setsockopt(zmq.LINGER, 0)
         self._responses.set_hwm(0)
         self._responses.bind(endpoints.responses[index])
-        self._replicas = {number: Replica(number, endpoints.requests[number], self._context) for number in replicas}
+        self._replicas = {
+            number: CoreConnection(number, endpoints.requests[number], self._context) for number in replicas
+        }
         self._only = replicas[0] if len(replicas) == 1 else None
         """The only replica: nothing is to be chosen, and nothing can go on elsewhere."""
         self._router = Router(replicas, cache=cache, max_num_seqs=max_num_seqs, first=index)
@@ -148,7 +150,7 @@ class EngineClient:
             self._replicas[number].core = core
             self._begin(self._keep(self._replicas[number]))
 
-    async def ready(self) -> Ready:
+    async def ready(self) -> EngineReady:
         """Wait until the model is loaded; raises `EngineUnavailable` with the reason when it cannot be.
 
         The process that starts the replicas waits for each of them; what it then tells is of the last.
@@ -211,7 +213,7 @@ class EngineClient:
         self.check()
         raise EngineUnavailable(f"the engine has not answered for {PROBE_SECONDS:g} seconds")
 
-    async def _probe(self, replica: Replica) -> bool:
+    async def _probe(self, replica: CoreConnection) -> bool:
         """Whether it has answered in time; False, too, when it died meanwhile."""
         key = replica.number, next(self._probe_ids)
         answer = self._probes[key] = self.loop.create_future()
@@ -230,20 +232,20 @@ class EngineClient:
         requests: Sequence[tuple[str, list[int], SamplingParams]],
         priority: int = 0,
         cache_salt: bytes = b"",
-    ) -> Stream:
+    ) -> OutputStream:
         """Send requests (id, prompt, params) that one reader waits for.
 
         Raises `EngineUnavailable`, `QueueFull` (for none or all of them), and `InvalidParameter` when an id is in use.
         """
         self.check()
         self.check_queue()
-        stream = Stream(self.abort, [request_id for request_id, _, _ in requests])
+        stream = OutputStream(self.abort, [request_id for request_id, _, _ in requests])
         if taken := next((request_id for request_id, _, _ in requests if request_id in self._running), None):
             raise InvalidParameter(f"a request with the id {taken} is running", "request_id")
         now = time.monotonic()
         for request_id, prompt_ids, params in requests:
-            running = self._running[request_id] = _Running(stream, now)
-            submit = Submit(self.index, request_id, prompt_ids, params, priority, cache_salt)
+            running = self._running[request_id] = _RunningRequest(stream, now)
+            submit = EngineCoreRequest(self.index, request_id, prompt_ids, params, priority, cache_salt)
             if self._only is not None:
                 running.replica = self._only
             else:
@@ -264,9 +266,9 @@ class EngineClient:
                 ended.setdefault(running.replica, []).append(request_id)
         if not self._failed.done():
             for replica, ids in ended.items():
-                self._send(Abort(ids), replica)
+                self._send(AbortRequests(ids), replica)
 
-    def _forget(self, request_id: str, running: _Running, reason: FinishReason) -> None:
+    def _forget(self, request_id: str, running: _RunningRequest, reason: FinishReason) -> None:
         """Count a request that has left `_running`."""
         self._metrics.finished(reason, time.monotonic() - running.arrived)
         if running.submit is not None:
@@ -277,7 +279,7 @@ class EngineClient:
         if self._failed.done():
             return
         for number in {running.replica for running in self._running.values()}:
-            self._send(Abort([i for i, running in self._running.items() if running.replica == number]), number)
+            self._send(AbortRequests([i for i, running in self._running.items() if running.replica == number]), number)
         failure = EngineUnavailable(reason)
         self._failed.set_result(failure)
         now = time.monotonic()
@@ -303,10 +305,10 @@ class EngineClient:
     def replica_died(self, replica: int, reason: str) -> None:
         """A replica is gone; whoever knows says so, on the event loop. The other API processes are told."""
         if self._replicas[replica].state != "dead" and self._is_owner:
-            self._tell_others(Dead(reason, replica))
+            self._tell_others(EngineDead(reason, replica))
         self._lose(self._replicas[replica], reason)
 
-    def _lose(self, replica: Replica, reason: str) -> None:
+    def _lose(self, replica: CoreConnection, reason: str) -> None:
         """Have the requests of a dead replica go on at others, or end them with the reason."""
         if replica.state == "dead" or self._failed.done():
             return
@@ -331,15 +333,15 @@ class EngineClient:
             self._forget(request_id, running, "error")
             why = "no other replica is there" if not self._up() else f"it has lost {running.moves} replicas so"
             error = f"{reason}; the request cannot go on, as {why}"
-            running.stream.put(RequestOutput(request_id, [], finish_reason="error", error=error))
+            running.stream.put(EngineCoreOutput(request_id, [], finish_reason="error", error=error))
         self._router.lost(replica.number)  # last: what ends is taken for cached
         logger.error("%s; %d requests go on at others, %d cannot", reason, len(moved) - len(lost), len(lost))
 
-    def _is_awaited(self, replica: Replica) -> bool:
+    def _is_awaited(self, replica: CoreConnection) -> bool:
         """It loads for the first time: the service need not end while it may still be served by this one."""
         return replica.state == "loading" and not replica.has_served
 
-    def _move(self, running: _Running) -> bool:
+    def _move(self, running: _RunningRequest) -> bool:
         """Let a request go on at another replica; False if it cannot."""
         assert running.submit is not None
         running.moves += 1
@@ -352,7 +354,7 @@ class EngineClient:
         self._send(resumed, running.replica)
         return True
 
-    def _rise(self, replica: Replica, ready: Ready) -> None:
+    def _rise(self, replica: CoreConnection, ready: EngineReady) -> None:
         """A replica is loaded, or has been for long and one that joins is told."""
         if replica.state == "up" or self._failed.done():
             return
@@ -383,7 +385,7 @@ class EngineClient:
         """What the replicas that take requests have told last."""
         return {number: self._metrics.of(number) for number in self._up()}
 
-    def _tell_others(self, message: Dead) -> None:
+    def _tell_others(self, message: EngineDead) -> None:
         """Tell every other API process; who is not there within `TELL_SECONDS` is not told."""
         frame = msgspec.msgpack.encode(message)
         for index, address in enumerate(self._endpoints.responses):
@@ -393,7 +395,7 @@ class EngineClient:
                     socket.connect(address)
                     socket.send(frame)
 
-    async def _keep(self, replica: Replica) -> None:
+    async def _keep(self, replica: CoreConnection) -> None:
         """Notice a core that ended, with or without a word, and start one again that has served."""
         least, most = RESTART_SECONDS
         delay = least
@@ -416,7 +418,7 @@ class EngineClient:
             replica.open()
             self._metrics.state(replica.number, replica.state)
 
-    def _name(self, replica: Replica) -> str:
+    def _name(self, replica: CoreConnection) -> str:
         """What goes before that which is said of it, where there are others."""
         return "" if self._only is not None else f"replica {replica.number}: "
 
@@ -448,19 +450,19 @@ class EngineClient:
         """What a replica says that is not one of ours is dropped, and of a dead one all but that it is back."""
         replica = self._replicas.get(message.replica)
         match message:
-            case Outputs() as outputs if replica is not None and replica.state != "dead":
+            case EngineCoreOutputs() as outputs if replica is not None and replica.state != "dead":
                 replica.is_silent = False
                 self._deliver(outputs)
-            case Alive(probe_id) if replica is not None:
+            case ProbeReply(probe_id) if replica is not None:
                 replica.is_silent = False
                 if (answer := self._probes.get((message.replica, probe_id))) is not None and not answer.done():
                     answer.set_result(None)
-            case Ready() as ready if replica is not None:
+            case EngineReady() as ready if replica is not None:
                 self._rise(replica, ready)
-            case Dead(reason) if replica is not None:
+            case EngineDead(reason) if replica is not None:
                 self._lose(replica, reason)
 
-    def _deliver(self, news: Outputs) -> None:
+    def _deliver(self, news: EngineCoreOutputs) -> None:
         """Hand a step's outputs out. Those of requests that are forgotten, or at another replica, are dropped."""
         now = time.monotonic()
         if news.stats is not None:
@@ -496,7 +498,7 @@ class EngineClient:
                 self._forget(output.request_id, running, output.finish_reason)
             running.stream.put(output)
 
-    def _remember(self, running: _Running, output: RequestOutput) -> None:
+    def _remember(self, running: _RunningRequest, output: EngineCoreOutput) -> None:
         """What another replica must know, should it come to that; and leave out what one before has told."""
         if (scores := output.prompt_logprobs) is not None:
             repeated = min(running.num_repeated, len(scores))

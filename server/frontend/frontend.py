@@ -31,14 +31,14 @@ from quire.engine.core.launch import (
     start_core,
 )
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.protocol.messages import RequestOutput, SamplingParams
-from quire.server.frontend.dp_coordinator import Hosts, served
+from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
+from quire.server.frontend.dp_coordinator import DPCoordinator, served
 from quire.server.frontend.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.frontend.metrics import Metrics
-from quire.server.frontend.output_processor import Delta, SequenceText
-from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed, Stream
+from quire.server.frontend.output_processor import OutputProcessor, TextDelta
+from quire.server.frontend.output_stream import EngineUnavailable, OutputStream, RequestFailed
 from quire.server.frontend.renderer import ChatFormats, Renderer
-from quire.server.parsers.output_parser import Reading
+from quire.server.parsers.output_parser import OutputFormat
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ _LONGEST_FOLDER = 90
 class Generation:
     """One request of a front end: prompts × n sequences, numbered prompt by prompt.
 
-    Iterating yields lists of `Delta`s until each sequence has had its finish reason; raises `RequestFailed` and
+    Iterating yields lists of `TextDelta`s until each sequence has had its finish reason; raises `RequestFailed` and
     `EngineUnavailable`. Used as a context manager, it frees what still runs when the block is left.
     """
 
-    def __init__(self, stream: Stream, sequences: dict[str, SequenceText]) -> None:
+    def __init__(self, stream: OutputStream, sequences: dict[str, OutputProcessor]) -> None:
         self._stream = stream
         self._sequences = sequences
 
@@ -79,7 +79,7 @@ class Generation:
     ) -> None:
         self.close()
 
-    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+    async def __aiter__(self) -> AsyncIterator[list[TextDelta]]:
         while self._sequences:
             deltas = []
             for output in await self._stream.get():
@@ -99,7 +99,7 @@ class Generation:
 class Embedding:
     """One request for vectors, of one prompt or many. Used as a context manager, it frees what still runs."""
 
-    def __init__(self, stream: Stream, request_ids: Sequence[str]) -> None:
+    def __init__(self, stream: OutputStream, request_ids: Sequence[str]) -> None:
         self._stream = stream
         self._places = {request_id: place for place, request_id in enumerate(request_ids)}
 
@@ -108,12 +108,12 @@ class Embedding:
         """Whether something of it may still run."""
         return bool(self._places)
 
-    async def vectors(self) -> list[RequestOutput]:
+    async def vectors(self) -> list[EngineCoreOutput]:
         """The engine's outputs, which hold the vectors, in the order of the prompts.
 
         Raises `RequestFailed` and `EngineUnavailable`.
         """
-        found: dict[int, RequestOutput] = {}
+        found: dict[int, EngineCoreOutput] = {}
         while self._places:
             for output in await self._stream.get():
                 if output.finish_reason in ("error", "abort"):
@@ -137,7 +137,7 @@ class Embedding:
 
 
 @dataclass(frozen=True)
-class Place:
+class ApiProcessInfo:
     """Where the API processes of one service meet with its replicas, and which of them this one is."""
 
     folder: str
@@ -161,11 +161,11 @@ class Place:
         return f"@{self.index}" if self.index else ""
 
 
-class Service:
+class Frontend:
     """The running replicas and their text side. `start` it, wait for `ready`, `close` it; all on one event loop."""
 
     def __init__(
-        self, config: EngineConfig, client: EngineClient, metrics: Metrics, place: Place, formats: ChatFormats
+        self, config: EngineConfig, client: EngineClient, metrics: Metrics, place: ApiProcessInfo, formats: ChatFormats
     ) -> None:
         self.config = config
         self.client = client
@@ -175,8 +175,8 @@ class Service:
         self._generations: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
         """By the id that the front end gave."""
         self._seeds = random.Random(f"{config.model.seed}/{place.index}" if place.index else config.model.seed)
-        self._remove_folder: weakref.finalize[[str], Service] | None = None
-        self._hosts: Hosts | None = None
+        self._remove_folder: weakref.finalize[[str], Frontend] | None = None
+        self._hosts: DPCoordinator | None = None
         self._ports: list[socket.socket] = []
         self._seconds: dict[str, float] = {}
         self._renderer = asyncio.create_task(asyncio.to_thread(self._load_renderer, formats))
@@ -190,8 +190,8 @@ class Service:
         log_level: str = "info",
         count: int = 1,
         max_queue: int | None = None,
-        hosts: Hosts | None = None,
-    ) -> Service:
+        hosts: DPCoordinator | None = None,
+    ) -> Frontend:
         """Start the engine cores of this host, and read the tokenizer while they load. `name` labels the metrics.
 
         `count` is how many API processes there will be; the others `join`. With `max_queue`, `check` and `generate`
@@ -207,7 +207,7 @@ class Service:
         endpoints = local_endpoints(config.parallel, folder, count)
         if hosts is not None:
             endpoints = Endpoints(hosts.requests, hosts.responses or endpoints.responses)
-        place = Place(folder, endpoints, served(config))
+        place = ApiProcessInfo(folder, endpoints, served(config))
         metrics = Metrics(name, place.metrics, 0, count, place.replicas)
         ports = reserve_ports(LOOPBACK, 1) if config.parallel.is_coupled and hosts is None else []
         master = (LOOPBACK, port_of(ports[0])) if ports else None if hosts is None else hosts.master
@@ -217,7 +217,7 @@ class Service:
 
         cores = {replica: start_replica(replica) for replica in config.parallel.local_replicas}
         restart = None if config.parallel.is_coupled else start_replica  # coupled ones end together
-        service = Service._of(config, cores, metrics, place, formats or ChatFormats(), max_queue, restart)
+        service = Frontend._of(config, cores, metrics, place, formats or ChatFormats(), max_queue, restart)
         service._ports = ports
         service._remove_folder = weakref.finalize(service, shutil.rmtree, folder, ignore_errors=True)
         if hosts is not None:
@@ -227,22 +227,22 @@ class Service:
 
     @staticmethod
     async def join(
-        config: EngineConfig, place: Place, *, name: str, formats: ChatFormats, max_queue: int | None = None
-    ) -> Service:
+        config: EngineConfig, place: ApiProcessInfo, *, name: str, formats: ChatFormats, max_queue: int | None = None
+    ) -> Frontend:
         """The text side of an engine that another process has started; `max_queue` as for `start`."""
         metrics = Metrics(name, place.metrics, place.index, place.count, place.replicas)
-        return Service._of(config, None, metrics, place, formats, max_queue)
+        return Frontend._of(config, None, metrics, place, formats, max_queue)
 
     @staticmethod
     def _of(
         config: EngineConfig,
         cores: Mapping[int, subprocess.Popen[bytes]] | None,
         metrics: Metrics,
-        place: Place,
+        place: ApiProcessInfo,
         formats: ChatFormats,
         max_queue: int | None,
         restart: Callable[[int], subprocess.Popen[bytes]] | None = None,
-    ) -> Service:
+    ) -> Frontend:
         client = EngineClient(
             place.endpoints,
             cores,
@@ -255,7 +255,7 @@ class Service:
             restart=restart,
             are_coupled=config.parallel.is_coupled,
         )
-        return Service(config, client, metrics, place, formats)
+        return Frontend(config, client, metrics, place, formats)
 
     async def ready(self) -> dict[str, float]:
         """Wait until requests can be served; returns where the seconds went.
@@ -302,7 +302,7 @@ class Service:
         params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
-        reading: Reading | None = None,
+        reading: OutputFormat | None = None,
     ) -> Generation:
         """Continue rendered prompts, each `params.n` times; `reading` says what their text means.
 
@@ -315,12 +315,12 @@ class Service:
         self._check_request(request_id, priority)
         tokenizer, serial = self.renderer.tokenizer, next(self._serials)
         requests: list[tuple[str, list[int], SamplingParams]] = []
-        sequences: dict[str, SequenceText] = {}
+        sequences: dict[str, OutputProcessor] = {}
         for prompt in prompts:
             for choice in range(params.n):
                 # By serial number: what comes late for a request that has ended is not for the next of its name.
                 engine_id = f"{request_id}-{len(requests)}-{serial}{self.place.suffix}"
-                sequences[engine_id] = SequenceText(tokenizer, len(requests), prompt, params, reading)
+                sequences[engine_id] = OutputProcessor(tokenizer, len(requests), prompt, params, reading)
                 requests.append((engine_id, prompt, params.for_engine(self._seed(params.seed, choice))))
         generation = Generation(self.client.submit(requests, priority, _salt(cache_salt)), sequences)
         self._generations[request_id] = generation

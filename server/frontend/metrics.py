@@ -67,7 +67,7 @@ _EXPERT_SERIES = 4096
 """Experts of all layers that are told of one by one; of more, there are only the sums of their ranks and layers."""
 
 
-class Times:
+class Histogram:
     """A histogram of seconds, in cells that others can read: the counts of its buckets and the sum.
 
     The client library's own costs some µs for each token of each request.
@@ -143,7 +143,7 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self.time_to_first_token, self.inter_token_latency, self.e2e_latency = (
-            Times(name, mine[_AT[name]]) for name in HISTOGRAMS
+            Histogram(name, mine[_AT[name]]) for name in HISTOGRAMS
         )
         self._finished = mine[_AT["finished"]]
         self.expert_load: ExpertLoad | None = None

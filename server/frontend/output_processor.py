@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from quire.engine.protocol.messages import FinishReason, PromptLogprobs, RequestOutput, SamplingParams, TokenLogprobs
+from quire.engine.protocol.messages import EngineCoreOutput, FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCall
-from quire.server.parsers.output_parser import OutputParser, Reading
+from quire.server.parsers.output_parser import OutputFormat, OutputParser
 
 AnswerEnd = FinishReason | Literal["tool_calls"]
 """Why an answer ended: as the engine says, but `tool_calls` where it stopped and has some."""
@@ -144,7 +144,7 @@ class StopStrings:
 
 
 @dataclass(slots=True)
-class Delta:
+class TextDelta:
     """What is new in one sequence. `logprobs`, when asked for, has one entry for each of `token_ids`."""
 
     index: int
@@ -172,7 +172,7 @@ class Delta:
         beside = self.logprobs or self.finish_reason or self.prompt_logprobs or self.reasoning or self.tool_calls
         return bool(self.text) and not beside
 
-    def extend(self, more: Delta) -> None:
+    def extend(self, more: TextDelta) -> None:
         """Append what came next in the same sequence."""
         self.text += more.text
         self.token_ids += more.token_ids
@@ -205,8 +205,8 @@ class Delta:
             self.tool_calls.append(replace(piece))
 
 
-class SequenceText:
-    """One sequence from the engine: its outputs go in, its `Delta`s come out, up to the one with a finish reason."""
+class OutputProcessor:
+    """One sequence: the engine's outputs go in, `TextDelta`s come out, up to the one with a finish reason."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class SequenceText:
         index: int,
         prompt_ids: Sequence[int],
         params: SamplingParams,
-        reading: Reading | None = None,
+        reading: OutputFormat | None = None,
     ) -> None:
         self._index = index
         self._params = params
@@ -229,7 +229,7 @@ class SequenceText:
         self._scores = None if top is None else PromptLogprobs(top, b"", b"", b"", b"")
         """Of the prompt; None once they have been told."""
 
-    def feed(self, output: RequestOutput) -> Delta:
+    def feed(self, output: EngineCoreOutput) -> TextDelta:
         """The text of an output. A stop string may end the sequence before the engine does."""
         if self._params.max_tokens == 0 and output.token_ids:
             output.token_ids, output.logprobs = [], output.logprobs and []
@@ -242,11 +242,11 @@ class SequenceText:
                 delta.prompt_logprobs, self._scores = self._scores, None
         return delta
 
-    def _text(self, output: RequestOutput) -> Delta:
+    def _text(self, output: EngineCoreOutput) -> TextDelta:
         if self._stop is None and self._parser is None and output.finish_reason is None:
             new = "".join(map(self._detokenizer.feed, output.token_ids))
-            return Delta(self._index, new, output.token_ids, output.logprobs, None, None, output.num_cached_tokens)
-        delta = Delta(self._index, num_cached_tokens=output.num_cached_tokens)
+            return TextDelta(self._index, new, output.token_ids, output.logprobs, None, None, output.num_cached_tokens)
+        delta = TextDelta(self._index, num_cached_tokens=output.num_cached_tokens)
         text = []
         for token_id in output.token_ids:
             self._count += 1
@@ -272,7 +272,7 @@ class SequenceText:
         self._read("".join(text), delta)
         return delta
 
-    def _read(self, text: str, delta: Delta) -> None:
+    def _read(self, text: str, delta: TextDelta) -> None:
         if self._parser is None:
             delta.text = text
             return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from quire.engine.protocol.messages import FinishReason, RequestOutput
+from quire.engine.protocol.messages import EngineCoreOutput, FinishReason
 
 
 class EngineUnavailable(RuntimeError):
@@ -33,20 +33,20 @@ DEADLINE: ContextVar[Deadline | None] = ContextVar("deadline", default=None)
 """Of the request that the running task serves; what it submits is aborted then."""
 
 
-class Stream:
+class OutputStream:
     """The outputs of the engine requests that belong together. Unread outputs of a request merge into one."""
 
     def __init__(self, abort: Callable[[set[str], FinishReason], None], request_ids: Sequence[str]) -> None:
         """`abort` is the client's."""
         self._abort_at_engine = abort
         self._open = set(request_ids)
-        self._unread: dict[str, RequestOutput] = {}
+        self._unread: dict[str, EngineCoreOutput] = {}
         self._failure: EngineUnavailable | RequestTimedOut | None = None
         self._reader: asyncio.Future[None] | None = None
         """Who waits in `get`."""
         self._timer: asyncio.TimerHandle | None = None
 
-    async def get(self) -> list[RequestOutput]:
+    async def get(self) -> list[EngineCoreOutput]:
         """What has come since the last call, at most one output for each request; waits for the first.
 
         Raises `EngineUnavailable` and `RequestTimedOut` when nothing will come any more.
@@ -84,7 +84,7 @@ class Stream:
         for request_id in request_ids:
             self._unread.pop(request_id, None)
 
-    def put(self, output: RequestOutput) -> None:
+    def put(self, output: EngineCoreOutput) -> None:
         """Called by the client, in the order of the wire."""
         earlier = self._unread.get(output.request_id)
         if earlier is None:
@@ -109,7 +109,7 @@ class Stream:
         """The same for an output that is one token and nothing else."""
         earlier = self._unread.get(request_id)
         if earlier is None:
-            self._unread[request_id] = RequestOutput(request_id, [token_id])
+            self._unread[request_id] = EngineCoreOutput(request_id, [token_id])
         else:
             earlier.token_ids.append(token_id)
         self._wake()

@@ -20,11 +20,11 @@ from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
 from quire.server.config import ModelOptions
 from quire.server.frontend import conversation
 from quire.server.frontend.chat_template import ChatTemplate, ChatTemplates
-from quire.server.frontend.conversation import ChatOptions, Message
+from quire.server.frontend.conversation import ChatTemplateOptions, Message
 from quire.server.frontend.structured_outputs import StructuredOutputCheck
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.frontend.tools import ToolUse
-from quire.server.parsers.output_parser import Reading
+from quire.server.parsers.output_parser import OutputFormat
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
 from quire.server.parsers.tool_formats import TOOL_FORMATS, ToolFormat, detect_tools
 from quire.server.parsers.tool_grammar import tool_grammar
@@ -136,14 +136,14 @@ class Renderer:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
-        options: ChatOptions | None = None,
+        options: ChatTemplateOptions | None = None,
         *,
         last: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation, or the `last` of them, by default up to where the assistant begins to speak."""
 
         def render() -> list[int]:
-            return self._fitting(self._chat_ids(messages, tools, options or ChatOptions()), "messages", last)
+            return self._fitting(self._chat_ids(messages, tools, options or ChatTemplateOptions()), "messages", last)
 
         return await aside(_length(messages, tools), render)
 
@@ -151,10 +151,12 @@ class Renderer:
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
-        options: ChatOptions | None = None,
+        options: ChatTemplateOptions | None = None,
     ) -> list[int]:
         """The same, however long it is."""
-        return await aside(_length(messages, tools), lambda: self._chat_ids(messages, tools, options or ChatOptions()))
+        return await aside(
+            _length(messages, tools), lambda: self._chat_ids(messages, tools, options or ChatTemplateOptions())
+        )
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, however long it is."""
@@ -248,7 +250,7 @@ class Renderer:
         answer_param: str = "structured_outputs",
         continued: str = "",
         shows_reasoning: bool = True,
-    ) -> tuple[Reading | None, StructuredOutputs | None]:
+    ) -> tuple[OutputFormat | None, StructuredOutputs | None]:
         """How the answers to a chat are to be read, and the grammar that holds the model to its tools, where one must.
 
         With `answer`, the model calls tools or answers in that format. `continued` is the text of a final message that
@@ -270,9 +272,9 @@ class Renderer:
             if not is_thinking and (thoughts.is_closed_by(tail) or continued):
                 thoughts = None
         if use is None or format is None:
-            reading = Reading(reasoning=thoughts, is_thinking=is_thinking, shows_reasoning=shows_reasoning)
+            reading = OutputFormat(reasoning=thoughts, is_thinking=is_thinking, shows_reasoning=shows_reasoning)
             return reading if thoughts else None, None
-        reading = Reading(
+        reading = OutputFormat(
             reasoning=thoughts,
             is_thinking=is_thinking,
             shows_reasoning=shows_reasoning,
@@ -295,7 +297,7 @@ class Renderer:
         return reading, StructuredOutputs(grammar=grammar)
 
     async def resolve(self, params: SamplingParams, structured_param: str = "structured_outputs") -> SamplingParams:
-        """The parameters as the engine takes them, `Service.generate` too; errors of a format are about
+        """The parameters as the engine takes them, `Frontend.generate` too; errors of a format are about
         `structured_param`.
 
         Refuses what the model or its tokenizer does not have, and more log-probabilities than are served.
@@ -394,7 +396,7 @@ class Renderer:
         return _integers(prompt, "prompt")
 
     def _chat_ids(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: ChatOptions
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], options: ChatTemplateOptions
     ) -> list[int]:
         template = self._template(bool(tools), options.chat_template)
         text = conversation.text(template, messages, tools, options)

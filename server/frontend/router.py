@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from quire.engine.config.options import CacheConfig
-from quire.engine.protocol.messages import EngineStats, Submit
+from quire.engine.protocol.messages import EngineCoreRequest, EngineStats
 
 DECODE_TOKENS = 32
 """Tokens that a request which runs holds up the prompt of another for."""
@@ -41,7 +41,7 @@ _MEMORY = 0.05
 
 
 @dataclass(slots=True)
-class _Placed:
+class _PlacedRequest:
     """A request of this process, until it ends."""
 
     replica: int
@@ -55,7 +55,7 @@ class _Placed:
 
 
 @dataclass(slots=True)
-class _Load:
+class _ReplicaLoad:
     """What this process has sent to a replica."""
 
     cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
@@ -77,9 +77,9 @@ class Router:
         self, replicas: Sequence[int], *, cache: CacheConfig | None = None, max_num_seqs: int = 1, first: int = 0
     ) -> None:
         """Without a `cache` no prefix is. `first` turns the order of equals, so that not all processes begin alike."""
-        self._loads = {number: _Load() for number in replicas}
+        self._loads = {number: _ReplicaLoad() for number in replicas}
         self._order = {number: (place - first) % len(replicas) for place, number in enumerate(replicas)}
-        self._placed: dict[str, _Placed] = {}
+        self._placed: dict[str, _PlacedRequest] = {}
         self._max_num_seqs = max_num_seqs
         self._block_size = cache.block_size if cache else 0
         self._num_groups = len(cache.groups) if cache else 1
@@ -88,7 +88,7 @@ class Router:
         self._output = self._prompt = _FIRST_GUESS
         """Mean tokens of an output, and of a prompt to compute."""
 
-    def place(self, submit: Submit, stats: Mapping[int, EngineStats]) -> int:
+    def place(self, submit: EngineCoreRequest, stats: Mapping[int, EngineStats]) -> int:
         """Choose one of the replicas, whose newest stats these are, for a request, which counts as sent from now on."""
         tokens = submit.prompt_token_ids + submit.output_token_ids
         hashes: list[int] = []
@@ -106,7 +106,7 @@ class Router:
             ),
         )
         rest, load = rests[chosen], self._loads[chosen]
-        placed = _Placed(chosen, submit.prompt_token_ids, submit.cache_salt, hashes, rest, self._blocks(rest))
+        placed = _PlacedRequest(chosen, submit.prompt_token_ids, submit.cache_salt, hashes, rest, self._blocks(rest))
         self._placed[submit.request_id] = placed
         load.open += 1
         load.pending += placed.pending
@@ -190,7 +190,7 @@ class Router:
         """KV blocks for so many more tokens."""
         return -(-tokens // self._block_size) * self._num_groups if self._block_size else 0
 
-    def _keep(self, load: _Load, hashes: list[int]) -> None:
+    def _keep(self, load: _ReplicaLoad, hashes: list[int]) -> None:
         """Take these blocks for cached, the first of the chain longest; the least recently used are forgotten."""
         for digest in reversed(hashes):
             load.cached[digest] = None

@@ -41,11 +41,11 @@ _PID = struct.Struct("!i")
 _HELPER = "from quire.server.frontend import sandbox; sandbox.main()"
 
 
-class Stopped(Exception):
+class SandboxStopped(Exception):
     """There was no answer in time, or with so much memory."""
 
 
-class Stoppable(Generic[T]):
+class Sandbox(Generic[T]):
     """Answers to questions, as `make(argument)` gives them. Any thread may ask, and waits; many may at once.
 
     `make` and `argument` are pickled; the helper imports the module of `make`. `seconds` of processor time are enough
@@ -58,14 +58,14 @@ class Stoppable(Generic[T]):
         self._helper: tuple[socket.socket, weakref.finalize[Any, Any]] | None = None
 
     def ask(self, question: bytes) -> bytes:
-        """The answer; raises `Stopped`, and `OSError` where no process can be started."""
+        """The answer; raises `SandboxStopped`, and `OSError` where no process can be started."""
         for _ in range(2):  # the helper may just have died
             if (told := self._ask(question)) is not None:
                 break
         else:
             raise OSError(errno.EAGAIN, "the helper process cannot answer")
         if not told.endswith(b"."):
-            raise Stopped
+            raise SandboxStopped
         return told[:-1]
 
     def _ask(self, question: bytes) -> bytes | None:
@@ -96,7 +96,7 @@ class Stoppable(Generic[T]):
         return told[_PID.size :] if told else None
 
     def close(self) -> None:
-        """End the helper and its answers, for which `ask` raises `Stopped`; another question starts another one."""
+        """End the helper and its answers, for which `ask` raises `SandboxStopped`; the next question starts another."""
         with self._lock:
             helper, self._helper = self._helper, None
         if helper is not None:

@@ -28,9 +28,9 @@ import msgspec
 from quire.engine.config.options import ModelConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import StructuredOutputs
-from quire.engine.scheduler.grammar import JSON_OPTIONS, Grammars
+from quire.engine.scheduler.grammar import JSON_OPTIONS, GrammarCompiler
 from quire.server.frontend.output_stream import EngineUnavailable
-from quire.server.frontend.sandbox import Stoppable, Stopped
+from quire.server.frontend.sandbox import Sandbox, SandboxStopped
 
 MAX_SCHEMA_BYTES = 256 * 1024
 """Of a JSON schema, and of a grammar."""
@@ -93,7 +93,7 @@ Resolved = tuple[StructuredOutputs, str]
 
 
 @dataclass
-class _Job:
+class _CheckJob:
     """What is being resolved, for all who ask for the same."""
 
     result: asyncio.Future[Resolved]
@@ -105,12 +105,12 @@ class StructuredOutputCheck:
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        self._compiler = Stoppable(_compiler, model, COMPILE_SECONDS)
+        self._compiler = Sandbox(_compiler, model, COMPILE_SECONDS)
         cores = len(os.sched_getaffinity(0))
         self._waiting = ThreadPoolExecutor(min(MAX_COMPILING, max(2, cores)), "structured")
         self._lock = threading.Lock()
         self._known: OrderedDict[str, Resolved] = OrderedDict()
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _CheckJob] = {}
         """By what is asked for; of the event loop's thread."""
 
     async def resolve_aside(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
@@ -148,7 +148,7 @@ class StructuredOutputCheck:
         job = self._jobs.get(encoded)
         if job is None:
             result = asyncio.get_running_loop().run_in_executor(self._waiting, self._resolved, encoded)
-            job = self._jobs[encoded] = _Job(result)
+            job = self._jobs[encoded] = _CheckJob(result)
         job.askers += 1
         try:
             return await asyncio.shield(job.result)
@@ -176,7 +176,7 @@ class StructuredOutputCheck:
             outputs.grammar = _checked_grammar(outputs.grammar)
         try:
             return outputs, self._compiler.ask(_encoded(outputs).encode()).decode()
-        except Stopped:
+        except SandboxStopped:
             what, hint = "it", ""
             if outputs.json is not None:
                 what, hint = "the schema", ": patterns and lengths that meet in allOf are costly"
@@ -214,7 +214,7 @@ def _decoded(encoded: str | bytes) -> StructuredOutputs:
 
 def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
     """What tells, in a process of its own, why an output cannot be held to this; nothing where it can."""
-    grammars = Grammars(model)
+    grammars = GrammarCompiler(model)
     grammars.problem(StructuredOutputs(regex="a"))  # reads the vocabulary
 
     def problem(question: bytes) -> bytes:
@@ -230,7 +230,7 @@ def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
     return problem
 
 
-def _blame(schema: Any, grammars: Grammars) -> str | None:
+def _blame(schema: Any, grammars: GrammarCompiler) -> str | None:
     """The innermost keyword without which the schema could be enforced."""
     deadline = time.monotonic() + _BLAME_SECONDS
     for path, holder, keyword in _keywords(schema, ""):
@@ -265,11 +265,11 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
     _check_depth(schema)
     if len(json.dumps(schema, ensure_ascii=False).encode(errors="replace")) > MAX_SCHEMA_BYTES:
         raise ValueError(f"the schema has more than {MAX_SCHEMA_BYTES} bytes")
-    checked = _Walk(schema).result()
+    checked = _SchemaWalk(schema).result()
     return {"x-guidance": JSON_OPTIONS, **checked}
 
 
-class _Walk:
+class _SchemaWalk:
     """One pass over a schema and what its references lead to; its cost grows with the schema's size, no faster."""
 
     def __init__(self, root: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.parsers.tool_grammar import Tool
+from quire.server.parsers.tool_grammar import GrammarTool
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -20,7 +20,7 @@ _CHOICES = '"none", "auto", "required", {"type": "function", "function": {"name"
 class ToolUse:
     """`tools` may be called; `required`: one of them must be; `several` calls, or one."""
 
-    tools: tuple[Tool, ...]
+    tools: tuple[GrammarTool, ...]
     required: bool = False
     several: bool = True
     is_subset: bool = False
@@ -32,7 +32,7 @@ class ToolUse:
         return self.required or self.is_subset or any(tool.strict for tool in self.tools)
 
 
-def read_tools(tools: Sequence[Any]) -> list[Tool]:
+def read_tools(tools: Sequence[Any]) -> list[GrammarTool]:
     """The functions of a request's `tools`; raises `InvalidParameter` that names what is wrong with one."""
     if len(tools) > MAX_TOOLS:
         raise InvalidParameter(f"tools: at most {MAX_TOOLS} may be given, not {len(tools)}", "tools")
@@ -43,7 +43,9 @@ def read_tools(tools: Sequence[Any]) -> list[Tool]:
     return read
 
 
-def read_choice(tools: Sequence[Tool], choice: str | Mapping[str, Any] | None, several: bool = True) -> ToolUse | None:
+def read_choice(
+    tools: Sequence[GrammarTool], choice: str | Mapping[str, Any] | None, several: bool = True
+) -> ToolUse | None:
     """What `tool_choice` makes of the tools; None where nothing is to be called. Raises `InvalidParameter`."""
     if not tools and choice not in (None, "none", "auto"):
         raise InvalidParameter("tool_choice needs tools to choose from", "tool_choice")
@@ -70,7 +72,7 @@ def for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _allowed(tools: Sequence[Tool], one: Any) -> Tool:
+def _allowed(tools: Sequence[GrammarTool], one: Any) -> GrammarTool:
     match one:
         case {"type": "function", "function": {"name": str(name)}}:
             return _named(tools, name)
@@ -79,14 +81,14 @@ def _allowed(tools: Sequence[Tool], one: Any) -> Tool:
     )
 
 
-def _named(tools: Sequence[Tool], name: str) -> Tool:
+def _named(tools: Sequence[GrammarTool], name: str) -> GrammarTool:
     for tool in tools:
         if tool.name == name:
             return tool
     raise InvalidParameter(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
 
 
-def _tool(tool: Any, param: str) -> Tool:
+def _tool(tool: Any, param: str) -> GrammarTool:
     match tool:
         case {"type": "function", "function": {"name": str(name)} as function}:
             pass
@@ -104,7 +106,7 @@ def _tool(tool: Any, param: str) -> Tool:
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
         raise InvalidParameter(f"{param}.strict must be true or false", f"{param}.strict")
-    return Tool(name, _schema(function.get("parameters"), f"{param}.parameters"), bool(strict))
+    return GrammarTool(name, _schema(function.get("parameters"), f"{param}.parameters"), bool(strict))
 
 
 def _schema(schema: Any, param: str) -> dict[str, Any]:

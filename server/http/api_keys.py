@@ -16,7 +16,7 @@ ENVIRONMENT = "QUIRE_API_KEY"
 logger = logging.getLogger(__name__)
 
 
-class Keys:
+class ApiKeys:
     """Which keys are good. Only digests are kept and compared, so that the time it takes tells nothing about a key."""
 
     def __init__(self, keys: tuple[str, ...], file: str | None = None) -> None:
@@ -34,13 +34,13 @@ class Keys:
                 raise ConfigError(f"--api-key-file {file}: there is no key in it")
 
     @staticmethod
-    def load(options: ServerOptions) -> Keys | None:
+    def load(options: ServerOptions) -> ApiKeys | None:
         """The keys that these options and the environment name; None: nobody needs a key. Raises `ConfigError`."""
         named = options.api_key or tuple(re.split(r"[\s,]+", os.environ.get(ENVIRONMENT, "").strip(" ,")))
         named = tuple(filter(None, named))
         if not named and options.api_key_file is None:
             return None
-        return Keys(named, options.api_key_file)
+        return ApiKeys(named, options.api_key_file)
 
     def admit(self, key: bytes) -> bool:
         """Whether this key is good now."""

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.server.frontend.output_processor import AnswerEnd, Delta
+from quire.server.frontend.output_processor import AnswerEnd, TextDelta
 from quire.server.parsers.events import ToolCall
 
 
 @dataclass
-class Block:
+class ContentBlock:
     """A part of an answer; `text` is a call's JSON arguments. Its index is its place among the blocks."""
 
     kind: Literal["reasoning", "text", "call"]
@@ -22,35 +22,35 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Opened:
+class BlockOpened:
     """A block begins."""
 
-    block: Block
+    block: ContentBlock
 
 
 @dataclass(frozen=True)
-class Grown:
+class BlockDelta:
     """A block has this much more text."""
 
-    block: Block
+    block: ContentBlock
     text: str
 
 
 @dataclass(frozen=True)
-class Closed:
+class BlockClosed:
     """A block is complete, or will not be."""
 
-    block: Block
+    block: ContentBlock
 
 
-BlockEvent = Opened | Grown | Closed
+BlockEvent = BlockOpened | BlockDelta | BlockClosed
 
 
-class Blocks:
+class ContentBlocks:
     """Counts and collects one answer: feed it its deltas, and `close` it."""
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
+        self.blocks: list[ContentBlock] = []
         self.finish_reason: AnswerEnd | None = None
         self.stop_string: str | None = None
         """That ended the answer."""
@@ -58,14 +58,14 @@ class Blocks:
         self.num_cached_tokens = 0
         """Of the prompt."""
         self._num_before_words = 0
-        self._open: Block | None = None
+        self._open: ContentBlock | None = None
 
     @property
     def num_reasoning_tokens(self) -> int:
         """Tokens of thoughts, with their markers: those up to the first other word."""
         return self._num_before_words if any(block.kind == "reasoning" for block in self.blocks) else 0
 
-    def feed(self, deltas: Sequence[Delta]) -> Iterator[BlockEvent]:
+    def feed(self, deltas: Sequence[TextDelta]) -> Iterator[BlockEvent]:
         """What these bring."""
         for delta in deltas:
             self._count(delta)
@@ -81,10 +81,10 @@ class Blocks:
     def close(self) -> Iterator[BlockEvent]:
         """Nothing follows."""
         if self._open is not None:
-            yield Closed(self._open)
+            yield BlockClosed(self._open)
             self._open = None
 
-    def _count(self, delta: Delta) -> None:
+    def _count(self, delta: TextDelta) -> None:
         self.num_tokens += len(delta.token_ids)
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
         has_words = delta.text or delta.tool_calls or any(block.kind != "reasoning" for block in self.blocks)
@@ -98,17 +98,17 @@ class Blocks:
         if not text:
             return
         if self._open is None or self._open.kind != kind:
-            yield from self._begin(Block(kind, len(self.blocks)))
+            yield from self._begin(ContentBlock(kind, len(self.blocks)))
         block = self.blocks[-1]
         block.text += text
-        yield Grown(block, text)
+        yield BlockDelta(block, text)
 
     def _begin_call(self, call: ToolCall) -> Iterator[BlockEvent]:
-        yield from self._begin(Block("call", len(self.blocks), call_id=call.id or "", name=call.name or ""))
+        yield from self._begin(ContentBlock("call", len(self.blocks), call_id=call.id or "", name=call.name or ""))
         yield from self._grow("call", call.arguments)
 
-    def _begin(self, block: Block) -> Iterator[BlockEvent]:
+    def _begin(self, block: ContentBlock) -> Iterator[BlockEvent]:
         yield from self.close()
         self._open = block
         self.blocks.append(block)
-        yield Opened(block)
+        yield BlockOpened(block)

@@ -48,7 +48,7 @@ class ResponseNotFound(InvalidParameter):
     """The request names a response that is not kept here."""
 
 
-class Refusal(HTTPException):
+class ApiError(HTTPException):
     """What is refused before its endpoint has seen it, with an error code of the API's."""
 
     def __init__(self, status: int, message: str, code: str, headers: dict[str, str] | None = None) -> None:
@@ -83,7 +83,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
             return 504, error_object(str(error), "server_error", code="request_timeout")
         case RequestFailed():
             return 500, error_object(str(error), "server_error", code="request_failed")
-        case Refusal():
+        case ApiError():
             return error.status_code, error_object(error.detail, "invalid_request_error", code=error.code)
         case HTTPException(status_code=status):
             return status, error_object(str(error.detail), "invalid_request_error")
@@ -130,7 +130,7 @@ def _headers(error: Exception) -> dict[str, str]:
 
 async def _respond(request: Request, error: Exception) -> Response:
     status, body = describe(error)
-    if isinstance(error, HTTPException) and not isinstance(error, Refusal):
+    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         body["error"]["message"] += f": {request.method} {request.url.path}"
     return json_response(body, status, _headers(error))
 

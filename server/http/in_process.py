@@ -18,7 +18,7 @@ _DROPPED = frozenset({b"content-type", b"content-length", b"transfer-encoding"})
 
 
 @dataclass
-class Reply:
+class InProcessReply:
     """A whole answer."""
 
     status: int = 0
@@ -40,9 +40,9 @@ def serves(app: Starlette, method: str, path: str) -> bool:
 
 async def post(
     app: ASGIApp, path: str, body: bytes, *, like: Scope | None = None, receive: Receive | None = None
-) -> Reply:
+) -> InProcessReply:
     """POST a JSON body to a route. `like` and `receive` are those of the request that this one is a part of."""
-    reply = Reply()
+    reply = InProcessReply()
     try:
         await app(post_scope(path, body, like), body_before(body, receive or _never), reply.take)
     except Exception:

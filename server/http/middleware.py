@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Collection, Iterable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.frontend.output_stream import DEADLINE, Deadline
-from quire.server.http.api_keys import Keys
-from quire.server.http.errors import Refusal, respond
+from quire.server.http.api_keys import ApiKeys
+from quire.server.http.errors import ApiError, respond
 from quire.server.http.in_process import SCOPE_DEADLINE
 
 MIB = 2**20
 
 
-class RequestId:
+class RequestIdMiddleware:
     """Every answer has one `X-Request-Id`: the client's, or one of our own."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -38,7 +38,7 @@ class RequestId:
         await self._app(scope, receive, send_with_id)
 
 
-class RootPath:
+class RootPathMiddleware:
     """Serves every route behind this path, too, whether or not the proxy in front takes it away."""
 
     def __init__(self, app: ASGIApp, path: str) -> None:
@@ -49,17 +49,17 @@ class RootPath:
         await self._app({**scope, "root_path": self._path}, receive, send)
 
 
-class Guard:
+class ApiKeyMiddleware:
     """Turns away who does not bring a key, except from reading the paths in `open_paths`."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, open_paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
         self._app = app
         self._keys = keys
         self._open = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not self._is_open(scope) and not self._keys.admit(_key(scope)):
-            refusal = Refusal(
+            refusal = ApiError(
                 401,
                 "an API key is needed, as `Authorization: Bearer KEY`, and this is not a right one",
                 "invalid_api_key",
@@ -73,7 +73,7 @@ class Guard:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in self._open
 
 
-class Limits:
+class LimitsMiddleware:
     """Bounds the bytes of a body, and the seconds that a request may take (None: any).
 
     Reading the body ends with 413 or 408; what an endpoint submits to the engine after that is bound by `DEADLINE`.
@@ -112,7 +112,7 @@ class Limits:
                     message = await receive()
             except TimeoutError:
                 text = f"the body has not come within {self._timeout:g} seconds"
-                raise Refusal(408, text, "request_timeout", {"Connection": "close"}) from None
+                raise ApiError(408, text, "request_timeout", {"Connection": "close"}) from None
             size += len(message.get("body", b""))
             if size > self._max_body:
                 raise self._too_large()
@@ -121,8 +121,8 @@ class Limits:
 
         return read
 
-    def _too_large(self) -> Refusal:
-        return Refusal(413, f"the body is larger than {self._max_body / MIB:g} MiB", "body_too_large")
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._max_body / MIB:g} MiB", "body_too_large")
 
 
 def _has(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bool:

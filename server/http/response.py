@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from quire.server.frontend.frontend import Generation
-from quire.server.frontend.output_processor import Delta
+from quire.server.frontend.output_processor import TextDelta
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.errors import describe, json_response
 
@@ -30,7 +30,7 @@ DIRECT_SEND = "quire.send"
 _encode = msgspec.json.Encoder().encode
 
 
-class Shape(Protocol):
+class Formatter(Protocol):
     """What an endpoint's answers look like."""
 
     whole: str
@@ -43,13 +43,13 @@ class Shape(Protocol):
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice of a sequence's first chunk, before there is text."""
 
-    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+    def chunk_choice(self, delta: TextDelta) -> dict[str, Any]:
         """A choice of a chunk."""
 
-    def whole_choice(self, delta: Delta) -> dict[str, Any]:
+    def whole_choice(self, delta: TextDelta) -> dict[str, Any]:
         """A choice of the whole answer; `delta` is all of the sequence."""
 
-    def beside(self, sequences: Sequence[Delta]) -> dict[str, Any]:
+    def beside(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
         """What stands beside the choices: in the whole answer, and (with no sequences) in the opening chunks."""
 
 
@@ -63,7 +63,7 @@ class Usage:
         self._completion_tokens = 0
         self._cached: dict[int, int] = {}
 
-    def add(self, deltas: Iterable[Delta]) -> None:
+    def add(self, deltas: Iterable[TextDelta]) -> None:
         """Count these too."""
         for delta in deltas:
             self._completion_tokens += len(delta.token_ids)
@@ -81,16 +81,16 @@ class Usage:
         }
 
 
-class Answer:
+class GenerationResponse:
     """The answer to one request."""
 
     def __init__(
         self,
         request_id: str,
         model: str,
-        shape: Shape,
+        shape: Formatter,
         usage: Usage,
-        choose: Callable[[list[Delta]], list[Delta]] = lambda sequences: sequences,
+        choose: Callable[[list[TextDelta]], list[TextDelta]] = lambda sequences: sequences,
     ) -> None:
         """`choose` picks the sequences of a whole answer that are shown; `usage` counts all."""
         self._choose = choose
@@ -109,7 +109,7 @@ class Answer:
 
         With `include_usage` it ends with the usage; if it is `continuous`, every event tells the usage so far.
         """
-        return EventStream(generation, partial(self._write_events, generation, include_usage, continuous))
+        return EventStreamResponse(generation, partial(self._write_events, generation, include_usage, continuous))
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -121,7 +121,7 @@ class Answer:
         }
 
     async def _collect(self, generation: Generation) -> dict[str, Any]:
-        sequences = [Delta(index) for index in range(self._usage.num_choices)]
+        sequences = [TextDelta(index) for index in range(self._usage.num_choices)]
         async for deltas in generation:
             self._usage.add(deltas)
             for delta in deltas:
@@ -130,7 +130,7 @@ class Answer:
             return await asyncio.to_thread(self._whole, sequences)
         return self._whole(sequences)
 
-    def _whole(self, sequences: list[Delta]) -> dict[str, Any]:
+    def _whole(self, sequences: list[TextDelta]) -> dict[str, Any]:
         sequences = self._choose(sequences)
         choices = [self._shape.whole_choice(sequence) for sequence in sequences]
         beside = self._shape.beside(sequences)
@@ -170,15 +170,15 @@ class Answer:
         return b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
 
-def _frame(shape: Shape, index: int, head: bytes, tail: bytes) -> tuple[bytes, bytes] | None:
+def _frame(shape: Formatter, index: int, head: bytes, tail: bytes) -> tuple[bytes, bytes] | None:
     """What stands before and after the text in an event that brings nothing but text; None where more depends on it."""
     mark = "\0"
-    one, other = (head + _encode(shape.chunk_choice(Delta(index, mark, ids))) + tail for ids in ([0], [1, 2]))
+    one, other = (head + _encode(shape.chunk_choice(TextDelta(index, mark, ids))) + tail for ids in ([0], [1, 2]))
     before, _, after = one.partition(_encode(mark))
     return (before, after) if one == other else None
 
 
-class EventStream(Response):
+class EventStreamResponse(Response):
     """Server-sent events. They end with the client, who leaves no request running behind; an error is an event, too."""
 
     media_type = "text/event-stream"

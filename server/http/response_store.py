@@ -13,7 +13,7 @@ MAX_BYTES = 64 * 2**20
 """Of all that is kept, as JSON. Each response counts with the whole conversation before it."""
 
 
-class Running(Protocol):
+class RunningResponse(Protocol):
     """A response that is being streamed."""
 
     def object(self) -> dict[str, Any]:
@@ -24,7 +24,7 @@ class Running(Protocol):
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredResponse:
     """A response that has ended, as JSON."""
 
     response: bytes
@@ -46,20 +46,20 @@ class ResponseStore:
     """Bounded by `max_responses` and `max_bytes`. `running` are those that are being streamed, by id."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
-        self.running: dict[str, Running] = {}
-        self._kept: dict[str, Kept] = {}
+        self.running: dict[str, RunningResponse] = {}
+        self._kept: dict[str, StoredResponse] = {}
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._bytes = 0
 
-    def keep(self, response_id: str, kept: Kept) -> None:
+    def keep(self, response_id: str, kept: StoredResponse) -> None:
         """Keep this one, as long as there is room."""
         self._kept[response_id] = kept
         self._bytes += kept.size
         while len(self._kept) > self._max_responses or self._bytes > self._max_bytes:
             self.delete(next(iter(self._kept)))
 
-    def get(self, response_id: str) -> Kept | None:
+    def get(self, response_id: str) -> StoredResponse | None:
         """One that has ended; None where it is not kept, or not any more."""
         return self._kept.get(response_id)
 

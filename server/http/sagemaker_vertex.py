@@ -46,7 +46,7 @@ async def ping(state: AppState) -> Response:
 @router.post("/invocations")
 async def invocations(body: dict[str, Any], request: Request) -> Response:
     """A body for chat (with `messages`), completions (`prompt`) or embeddings (`input`), answered as by that route."""
-    return _Forwarded(request, _route(body, ""), await request.body())
+    return _ForwardedResponse(request, _route(body, ""), await request.body())
 
 
 def add_vertex(app: FastAPI) -> set[str]:
@@ -113,7 +113,7 @@ def _route(body: Mapping[str, Any], where: str) -> str:
     raise InvalidParameter(f"{where}one of {fields} is expected, which tells the routes apart")
 
 
-class _Forwarded(Response):
+class _ForwardedResponse(Response):
     """What another route answers to this body, streamed if that is."""
 
     def __init__(self, request: Request, path: str, body: bytes) -> None:

@@ -9,16 +9,16 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.frontend import Service
+from quire.server.frontend.frontend import Frontend
 from quire.server.http.errors import ModelNotFound
 from quire.server.http.response_store import ResponseStore
 
 
 @dataclass
-class State:
+class ServedModel:
     """One served model. `model_names` are all the names that it answers to; the first is its own."""
 
-    service: Service
+    service: Frontend
     model_names: tuple[str, ...]
     trusts_templates: bool = False
     """Whether a request may bring a chat template of its own."""
@@ -41,9 +41,9 @@ class State:
             )
 
 
-async def _of(request: Request) -> State:
-    state: State = request.app.state.quire
+async def _of(request: Request) -> ServedModel:
+    state: ServedModel = request.app.state.quire
     return state
 
 
-AppState = Annotated[State, Depends(_of)]
+AppState = Annotated[ServedModel, Depends(_of)]

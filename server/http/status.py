@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from quire.server.frontend.output_stream import EngineUnavailable
 from quire.server.http.errors import json_response
-from quire.server.http.state import AppState, State
+from quire.server.http.state import AppState, ServedModel
 
 router = APIRouter()
 
@@ -54,7 +54,7 @@ async def model(name: str, state: AppState) -> Response:
     return json_response(_model(state, state.check_model(name)))
 
 
-def _model(state: State, name: str) -> dict[str, Any]:
+def _model(state: ServedModel, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",

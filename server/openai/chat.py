@@ -12,43 +12,43 @@ from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import SamplingParams
-from quire.server.frontend.conversation import ChatOptions
-from quire.server.frontend.output_processor import Delta
+from quire.server.frontend.conversation import ChatTemplateOptions
+from quire.server.frontend.output_processor import TextDelta
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.frontend.tools import ToolUse, read_choice, read_tools
-from quire.server.http.response import Answer, Usage
-from quire.server.http.state import AppState, State
+from quire.server.http.response import GenerationResponse, Usage
+from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.logprobs import LEAST_LOGPROB, TokenNames, prompt_logprobs_object
-from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, OpenShape
+from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, LenientModel
 from quire.server.parsers.events import ToolCall
-from quire.server.parsers.output_parser import Reading
+from quire.server.parsers.output_parser import OutputFormat
 
 router = APIRouter()
 
 
-class PastFunction(OpenShape):
+class AssistantFunction(LenientModel):
     """What was called; `arguments` are JSON."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class PastCall(OpenShape):
+class AssistantToolCall(LenientModel):
     """A call of an earlier answer."""
 
     type: Literal["function"] = "function"
     id: str | None = None
-    function: PastFunction
+    function: AssistantFunction
 
 
-class ChatMessage(OpenShape):
+class ChatMessage(LenientModel):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     """A text, or parts of type text; others (images, audio, files) are refused."""
     name: str | None = None
-    tool_calls: list[PastCall] | None = None
+    tool_calls: list[AssistantToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     """The thoughts of an earlier answer, for templates that show them."""
@@ -120,9 +120,9 @@ class ChatRequest(GenerationRequest):
         """Which tools the model may or must call; None: none. Raises `InvalidParameter` for what is not understood."""
         return read_choice(read_tools(self.tools or ()), self.tool_choice, self.parallel_tool_calls is not False)
 
-    def options(self, may_call: bool) -> ChatOptions:
+    def options(self, may_call: bool) -> ChatTemplateOptions:
         """How to render the messages; `may_call`: the model may call tools."""
-        return ChatOptions(
+        return ChatTemplateOptions(
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs or {},
             documents=self.documents or (),
@@ -141,7 +141,7 @@ class ChatRequest(GenerationRequest):
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedChat:
     """A conversation that the engine can go on with, and how to read what it says."""
 
     model: str
@@ -149,10 +149,12 @@ class Prepared:
     prompt: list[int]
     params: SamplingParams
     """As `Renderer.resolve` gives them."""
-    reading: Reading | None
+    reading: OutputFormat | None
 
 
-async def prepare(state: State, body: ChatRequest, thinking: bool | None = None, *, generates: bool = True) -> Prepared:
+async def prepare(
+    state: ServedModel, body: ChatRequest, thinking: bool | None = None, *, generates: bool = True
+) -> PreparedChat:
     """What every front end of conversations makes of a request, once it has the shape of chat.
 
     `thinking` turns the template's switch of thoughts, if it is not None. Raises `InvalidParameter` and, where the
@@ -190,7 +192,7 @@ async def prepare(state: State, body: ChatRequest, thinking: bool | None = None,
     if grammar is not None:
         params, param = msgspec.structs.replace(params, structured_outputs=grammar), "tools"
     renderer.check_length(prompt, params.max_tokens, "messages")
-    return Prepared(model, prompt, await renderer.resolve(params, param), reading)
+    return PreparedChat(model, prompt, await renderer.resolve(params, param), reading)
 
 
 @router.post("/v1/chat/completions")
@@ -201,14 +203,14 @@ async def chat_completions(body: ChatRequest, request: Request, state: AppState)
     generation = state.service.generate(
         request_id, [chat.prompt], chat.params, body.priority or 0, body.cache_salt, chat.reading
     )
-    shape = _Chat(state.service.renderer.tokenizer, body, chat.prompt)
-    answer = Answer(request_id, chat.model, shape, Usage([chat.prompt], chat.params.n))
+    shape = _ChatFormatter(state.service.renderer.tokenizer, body, chat.prompt)
+    answer = GenerationResponse(request_id, chat.model, shape, Usage([chat.prompt], chat.params.n))
     if body.stream:
         return answer.stream(generation, body.include_usage, body.include_continuous_usage)
     return await answer.whole(generation, request)
 
 
-class _Chat:
+class _ChatFormatter:
     """The shape of chat."""
 
     whole = "chat.completion"
@@ -222,13 +224,13 @@ class _Chat:
         self._prompt_top = body.prompt_logprobs
         self.tells_tokens = bool(body.return_token_ids)
 
-    def beside(self, sequences: Sequence[Delta]) -> dict[str, Any]:
+    def beside(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
         found: dict[str, Any] = {"prompt_token_ids": self._prompt} if self.tells_tokens else {}
         if sequences and self._prompt_top is not None and (scores := sequences[0].prompt_logprobs) is not None:
             found["prompt_logprobs"] = prompt_logprobs_object(self._tokenizer, self._prompt, scores, self._prompt_top)
         return found
 
-    def _ending(self, delta: Delta) -> dict[str, Any]:
+    def _ending(self, delta: TextDelta) -> dict[str, Any]:
         """The fields that end a choice, of a chunk or whole."""
         ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         return ending | {"token_ids": delta.token_ids} if self.tells_tokens else ending
@@ -241,7 +243,7 @@ class _Chat:
             "finish_reason": None,
         }
 
-    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+    def chunk_choice(self, delta: TextDelta) -> dict[str, Any]:
         return {
             "index": delta.index,
             "delta": _said(delta),
@@ -249,7 +251,7 @@ class _Chat:
             **self._ending(delta),
         }
 
-    def whole_choice(self, delta: Delta) -> dict[str, Any]:
+    def whole_choice(self, delta: TextDelta) -> dict[str, Any]:
         return {
             "index": delta.index,
             "message": {"role": "assistant", "content": None, "refusal": None} | _whole(delta),
@@ -257,7 +259,7 @@ class _Chat:
             **self._ending(delta),
         }
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         if delta.logprobs is None:
             return None
         content = []
@@ -275,7 +277,7 @@ class _Chat:
         }
 
 
-def _said(delta: Delta) -> dict[str, Any]:
+def _said(delta: TextDelta) -> dict[str, Any]:
     """The fields of a message, as far as there is something in them. Thoughts go by both names that clients read."""
     said: dict[str, Any] = {}
     if delta.reasoning:
@@ -287,7 +289,7 @@ def _said(delta: Delta) -> dict[str, Any]:
     return said
 
 
-def _whole(delta: Delta) -> dict[str, Any]:
+def _whole(delta: TextDelta) -> dict[str, Any]:
     """The fields of a whole message; its content is null where calls or thoughts are all that there is."""
     said = _said(delta)
     if not said:

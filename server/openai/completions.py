@@ -11,10 +11,10 @@ from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import MAX_N, SamplingParams, TokenLogprobs
-from quire.server.frontend.output_processor import Delta, Detokenizer
+from quire.server.frontend.output_processor import Detokenizer, TextDelta
 from quire.server.frontend.renderer import Prompt
 from quire.server.frontend.tokenizer import Tokenizer
-from quire.server.http.response import Answer, Usage
+from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState
 from quire.server.openai.logprobs import LEAST_LOGPROB, TokenNames, prompt_logprobs_object
 from quire.server.openai.protocol import MAX_SEQUENCES, GenerationRequest, Int64, ManyTokenIds, Texts, TokenIds
@@ -107,8 +107,8 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
     params = await renderer.resolve(params, body.structured_param)
     request_id = body.response_id("cmpl")
     generation = state.service.generate(request_id, prompts, params, body.priority or 0, body.cache_salt)
-    shape = _Completion(renderer.tokenizer, body, prompts, echoes)
-    answer = Answer(request_id, model, shape, Usage(prompts, params.n), shape.best)
+    shape = _CompletionFormatter(renderer.tokenizer, body, prompts, echoes)
+    answer = GenerationResponse(request_id, model, shape, Usage(prompts, params.n), shape.best)
     if body.stream:
         return answer.stream(generation, body.include_usage, body.include_continuous_usage)
     return await answer.whole(generation, request)
@@ -143,7 +143,7 @@ def _spell(
     return echoes
 
 
-class _Completion:
+class _CompletionFormatter:
     """The shape of completions."""
 
     whole = chunk = "text_completion"
@@ -170,13 +170,13 @@ class _Completion:
         echo = self._echo(index) if self._body.logprobs is None else None
         if echo is None and not self.tells_tokens:
             return None
-        return self._choice(Delta(index, "" if echo is None else echo.text), None) | self._prompt_ids(index)
+        return self._choice(TextDelta(index, "" if echo is None else echo.text), None) | self._prompt_ids(index)
 
-    def chunk_choice(self, delta: Delta) -> dict[str, Any]:
+    def chunk_choice(self, delta: TextDelta) -> dict[str, Any]:
         echo = None if delta.prompt_logprobs is None else self._echo(delta.index)
         return self._choice(delta, echo)
 
-    def whole_choice(self, delta: Delta) -> dict[str, Any]:
+    def whole_choice(self, delta: TextDelta) -> dict[str, Any]:
         choice = self._choice(delta, self._echo(delta.index)) | self._prompt_ids(delta.index)
         top = self._body.prompt_logprobs
         if top is not None and delta.prompt_logprobs is not None:
@@ -184,15 +184,15 @@ class _Completion:
             choice["prompt_logprobs"] = prompt_logprobs_object(self._tokenizer, prompt, delta.prompt_logprobs, top)
         return choice
 
-    def beside(self, sequences: Sequence[Delta]) -> dict[str, Any]:
+    def beside(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
         return {}
 
-    def best(self, sequences: list[Delta]) -> list[Delta]:
+    def best(self, sequences: list[TextDelta]) -> list[TextDelta]:
         """Of each prompt's candidates the `n` with the highest log-probability per token, numbered anew."""
         candidates = self._body.candidates
         if candidates == self._n:
             return sequences
-        chosen: list[Delta] = []
+        chosen: list[TextDelta] = []
         for first in range(0, len(sequences), candidates):
             chosen += sorted(sequences[first : first + candidates], key=_mean_logprob, reverse=True)[: self._n]
         for index, delta in enumerate(chosen):
@@ -205,7 +205,7 @@ class _Completion:
     def _prompt_ids(self, index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._prompts[index // self._n]} if self.tells_tokens else {}
 
-    def _choice(self, delta: Delta, echo: _Echo | None) -> dict[str, Any]:
+    def _choice(self, delta: TextDelta, echo: _Echo | None) -> dict[str, Any]:
         choice = {
             "index": delta.index,
             "text": delta.text if echo is None else echo.text + delta.text,
@@ -215,7 +215,7 @@ class _Completion:
         }
         return choice | {"token_ids": delta.token_ids} if self.tells_tokens else choice
 
-    def _logprobs(self, delta: Delta, echo: _Echo | None) -> dict[str, Any] | None:
+    def _logprobs(self, delta: TextDelta, echo: _Echo | None) -> dict[str, Any] | None:
         if delta.logprobs is None or self._body.logprobs is None:
             return None
         token_ids, places, offsets = delta.token_ids, [*delta.logprobs], self._offsets(delta)
@@ -236,7 +236,7 @@ class _Completion:
             "text_offset": offsets,
         }
 
-    def _offsets(self, delta: Delta) -> list[int]:
+    def _offsets(self, delta: TextDelta) -> list[int]:
         """Where each token begins in the text of its choice, echo included."""
         end, detokenizer = self._spelled.get(delta.index) or self._begin(delta.index)
         offsets = []
@@ -261,6 +261,6 @@ class _Completion:
         return top
 
 
-def _mean_logprob(sequence: Delta) -> float:
+def _mean_logprob(sequence: TextDelta) -> float:
     logprobs = [at.logprob for at in sequence.logprobs or ()]
     return sum(logprobs) / max(1, len(logprobs))

@@ -13,13 +13,13 @@ from pydantic import ConfigDict, Field
 
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import RequestOutput
+from quire.engine.protocol.messages import EngineCoreOutput
 from quire.server.frontend.embedding_output import VectorOptions, to_json
 from quire.server.frontend.renderer import EmbeddingOptions, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.response import while_connected
 from quire.server.http.state import AppState
-from quire.server.openai.protocol import MAX_PROMPTS, Int64, ManyTokenIds, OpenShape, Texts, TokenIds, tell_others
+from quire.server.openai.protocol import MAX_PROMPTS, Int64, LenientModel, ManyTokenIds, Texts, TokenIds, tell_others
 
 router = APIRouter()
 
@@ -33,7 +33,7 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class EmbeddingRequest(OpenShape):
+class EmbeddingRequest(LenientModel):
     """What is to be embedded, and how."""
 
     model_config = ConfigDict(json_schema_extra=tell_others((), _NOT_SERVED))
@@ -135,7 +135,7 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) 
 
 
 def _data(
-    outputs: Sequence[RequestOutput], pooling: Pooling, options: VectorOptions, as_base64: bool
+    outputs: Sequence[EngineCoreOutput], pooling: Pooling, options: VectorOptions, as_base64: bool
 ) -> list[dict[str, Any]]:
     return [
         {

@@ -81,19 +81,19 @@ Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
-class OpenShape(BaseModel):
+class LenientModel(BaseModel):
     """A body or a part of one. What else stands in it is kept in `model_extra`: who reads it says what is refused."""
 
     model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
 
-class ClosedShape(BaseModel):
+class StrictModel(BaseModel):
     """A body or a part of one, with nothing else in it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-class StreamOptions(ClosedShape):
+class StreamOptions(StrictModel):
     """`stream_options`."""
 
     include_usage: bool = False
@@ -101,7 +101,7 @@ class StreamOptions(ClosedShape):
     """vLLM's: with `include_usage`, every chunk says what has been used so far."""
 
 
-class JsonSchemaFormat(ClosedShape):
+class JsonSchemaFormat(StrictModel):
     """`response_format.json_schema`."""
 
     name: str
@@ -113,7 +113,7 @@ class JsonSchemaFormat(ClosedShape):
     """Without effect: a schema is always enforced."""
 
 
-class ResponseFormat(ClosedShape):
+class ResponseFormat(StrictModel):
     """OpenAI's way to ask for structured output."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -130,7 +130,7 @@ class ResponseFormat(ClosedShape):
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
-class StructuredOutputsFormat(ClosedShape):
+class StructuredOutputsFormat(StrictModel):
     """vLLM's; one of these."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
@@ -147,7 +147,7 @@ class StructuredOutputsFormat(ClosedShape):
         return StructuredOutputs(**self.model_dump(by_alias=True))
 
 
-class GenerationRequest(OpenShape):
+class GenerationRequest(LenientModel):
     """The parameters of chat and completions alike. None: the model's default, or else the API's."""
 
     model_config = ConfigDict(json_schema_extra=tell_others(_HARMLESS, _NOT_SERVED))
@@ -267,7 +267,7 @@ class GenerationRequest(OpenShape):
             raise InvalidParameter(f"logit_bias: the keys must be token ids: {error}", "logit_bias") from None
 
 
-M = TypeVar("M", bound=OpenShape)
+M = TypeVar("M", bound=LenientModel)
 
 
 def variant(kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, default: str | None = None) -> M:
@@ -283,7 +283,7 @@ def variant(kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, 
         raise InvalidParameter(f"{where}: {problem['msg']}", where) from None
 
 
-def refuse_extra(model: OpenShape, harmless: Mapping[str, Any], param: str = "") -> None:
+def refuse_extra(model: LenientModel, harmless: Mapping[str, Any], param: str = "") -> None:
     """Raise `InvalidParameter` for the first field without a meaning here.
 
     Null is always accepted; so is what `harmless` names: with `...` any value, with a tuple one of these.

@@ -21,14 +21,21 @@ from starlette.types import Send
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.frontend import Generation
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
-from quire.server.http.content_blocks import Block, BlockEvent, Blocks, Closed, Grown, Opened
+from quire.server.http.content_blocks import (
+    BlockClosed,
+    BlockDelta,
+    BlockEvent,
+    BlockOpened,
+    ContentBlock,
+    ContentBlocks,
+)
 from quire.server.http.errors import ResponseNotFound, json_response
-from quire.server.http.response import EventStream, part, while_connected
-from quire.server.http.response_store import Kept
-from quire.server.http.state import AppState, State
-from quire.server.openai.chat import ChatRequest, Prepared, prepare
-from quire.server.openai.protocol import ClosedShape, Int64, OpenShape, refuse_extra, renamed, variant
-from quire.server.openai.responses_input import Turns, is_json_object
+from quire.server.http.response import EventStreamResponse, part, while_connected
+from quire.server.http.response_store import StoredResponse
+from quire.server.http.state import AppState, ServedModel
+from quire.server.openai.chat import ChatRequest, PreparedChat, prepare
+from quire.server.openai.protocol import Int64, LenientModel, StrictModel, refuse_extra, renamed, variant
+from quire.server.openai.responses_input import InputTurns, is_json_object
 
 router = APIRouter()
 
@@ -60,14 +67,14 @@ _Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled
 _encode = msgspec.json.Encoder().encode
 
 
-class _Tool(OpenShape):
+class _Tool(LenientModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ResponseTextFormat(ClosedShape):
+class ResponseTextFormat(StrictModel):
     """What the text is held to."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -87,14 +94,14 @@ class ResponseTextFormat(ClosedShape):
         return {"type": self.type, **({"json_schema": given} if given else {})}
 
 
-class ResponseText(ClosedShape):
+class ResponseText(StrictModel):
     """What the text is to be like."""
 
     format: ResponseTextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ResponseReasoning(ClosedShape):
+class ResponseReasoning(StrictModel):
     """How the model is to think. Summaries are not made: the thoughts themselves are told."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -102,7 +109,7 @@ class ResponseReasoning(ClosedShape):
     generate_summary: None = None
 
 
-class ResponsesRequest(OpenShape):
+class ResponsesRequest(LenientModel):
     """The body of a request for a response."""
 
     model: str | None = None
@@ -124,12 +131,12 @@ class ResponsesRequest(OpenShape):
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's, as in chat."""
 
-    def conversation(self, state: State) -> Turns:
+    def conversation(self, state: ServedModel) -> InputTurns:
         """The messages of chat up to the answer, without instructions; raises `InvalidParameter`."""
         refuse_extra(self, _HARMLESS)
         if other := next((name for name in self.include or () if name not in _INCLUDABLE), None):
             raise InvalidParameter(f"include: {other} is not served", "include")
-        turns = Turns([] if self.previous_response_id is None else _earlier(self.previous_response_id, state))
+        turns = InputTurns([] if self.previous_response_id is None else _earlier(self.previous_response_id, state))
         if isinstance(self.input, str):
             turns.add({"role": "user", "content": self.input}, "input")
         else:
@@ -137,7 +144,7 @@ class ResponsesRequest(OpenShape):
                 turns.add(item, f"input[{at}]")
         return turns
 
-    def places(self, turns: Turns) -> list[str]:
+    def places(self, turns: InputTurns) -> list[str]:
         """Where the messages of chat come from."""
         return [*([] if self.instructions is None else ["instructions"]), *turns.places]
 
@@ -197,10 +204,10 @@ async def create_response(body: ResponsesRequest, request: Request, state: AppSt
     asked = body.as_chat(turns.messages)
     with renamed(_NAMES, body.places(turns)):
         chat = await prepare(state, asked)
-    response = _Response(body, chat, turns.messages, state)
+    response = _ResponseFormatter(body, chat, turns.messages, state)
     generation = state.service.generate(response.id, [chat.prompt], chat.params, reading=chat.reading)
     if body.stream:
-        return EventStream(generation, partial(response.write_events, generation), end=b"")
+        return EventStreamResponse(generation, partial(response.write_events, generation), end=b"")
     with generation:
         return json_response(await while_connected(request.receive, response.whole(generation)))
 
@@ -238,16 +245,16 @@ async def delete_response(response_id: str, state: AppState) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-class _Response:
+class _ResponseFormatter:
     """A response on its way."""
 
     def __init__(
-        self, body: ResponsesRequest, chat: Prepared, conversation: list[dict[str, Any]], state: State
+        self, body: ResponsesRequest, chat: PreparedChat, conversation: list[dict[str, Any]], state: ServedModel
     ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._store = state.responses
         self._prompt_tokens = len(chat.prompt)
-        self._said = Blocks()
+        self._said = ContentBlocks()
         self._status: _Status = "in_progress"
         self._task: asyncio.Task[Any] | None = None
         self._number = 0
@@ -332,11 +339,11 @@ class _Response:
         if self._conversation is not None:
             answer = b"".join(b"," + _encode(message) for message in self._messages())
             beginning = self._conversation[:-1] if self._conversation != b"[]" else b"["
-            self._store.keep(self.id, Kept(_encode(self.object()), beginning + answer + b"]"))
+            self._store.keep(self.id, StoredResponse(_encode(self.object()), beginning + answer + b"]"))
 
     def _messages(self) -> list[dict[str, Any]]:
         """What was said, as the messages of chat; without a call that was cut off."""
-        turns = Turns([])
+        turns = InputTurns([])
         for block in self._said.blocks:
             match block.kind:
                 case "reasoning":
@@ -357,7 +364,7 @@ class _Response:
             "total_tokens": self._prompt_tokens + said.num_tokens,
         }
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: ContentBlock, status: str) -> dict[str, Any]:
         content = [_part(block)] if block.text else []
         item: dict[str, Any] = {"id": self._item_id(block), "status": status}
         match block.kind:
@@ -369,7 +376,7 @@ class _Response:
                 arguments = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
                 return item | {"type": "function_call", **arguments}
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: ContentBlock) -> str:
         prefix = {"reasoning": "rs", "text": "msg", "call": "fc"}[block.kind]
         return f"{prefix}_{self.id.removeprefix('resp_')}{block.index:02}"
 
@@ -380,15 +387,15 @@ class _Response:
             at["content_index"] = 0
         beside: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         match event:
-            case Opened():
+            case BlockOpened():
                 item = {"output_index": block.index, "item": self._item(block, "in_progress")}
                 added = self._sse("response.output_item.added", item)
                 if block.kind == "call":
                     return added
                 return added + self._sse("response.content_part.added", {**at, "part": _part(block)})
-            case Grown(text=text):
+            case BlockDelta(text=text):
                 return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "delta": text, **beside})
-            case Closed():
+            case BlockClosed():
                 whole = {"text": block.text}
                 if block.kind == "call":
                     whole = {"name": block.name, "arguments": block.text}
@@ -412,7 +419,7 @@ _GROWS = {
 }
 
 
-def _part(block: Block) -> dict[str, Any]:
+def _part(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
@@ -447,19 +454,19 @@ def _nested(choice: Any) -> Any:
     return choice
 
 
-def _earlier(response_id: str, state: State) -> list[dict[str, Any]]:
+def _earlier(response_id: str, state: ServedModel) -> list[dict[str, Any]]:
     if response_id in state.responses.running:
         raise InvalidParameter(f"response {response_id} has not ended yet", "previous_response_id")
     return _kept(response_id, state, "previous_response_id").messages()
 
 
-def _kept(response_id: str, state: State, param: str) -> Kept:
+def _kept(response_id: str, state: ServedModel, param: str) -> StoredResponse:
     if (kept := state.responses.get(response_id)) is None:
         raise _not_found(response_id, state, param)
     return kept
 
 
-def _not_found(response_id: str, state: State, param: str) -> ResponseNotFound:
+def _not_found(response_id: str, state: ServedModel, param: str) -> ResponseNotFound:
     count = state.service.place.count
     others = f", and each of the {count} API processes knows its own only" if count > 1 else ""
     return ResponseNotFound(

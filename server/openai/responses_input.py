@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.openai.protocol import OpenShape, refuse_extra, variant
+from quire.server.openai.protocol import LenientModel, refuse_extra, variant
 
 _HARMLESS_IN_ITEMS: Mapping[str, Any] = {
     "type": ...,
@@ -21,44 +21,44 @@ _HARMLESS_IN_ITEMS: Mapping[str, Any] = {
 _HARMLESS_IN_PARTS: Mapping[str, Any] = {"type": ..., "annotations": ..., "logprobs": ...}
 
 
-class _Part(OpenShape):
+class _InputPart(LenientModel):
     text: str
 
 
-class _Refusal(OpenShape):
+class _RefusalPart(LenientModel):
     refusal: str
 
 
-class _Message(OpenShape):
+class _InputMessage(LenientModel):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[dict[str, Any]]
 
 
-class _Reasoning(OpenShape):
+class _ReasoningItem(LenientModel):
     content: list[dict[str, Any]] | None = None
 
 
-class _Call(OpenShape):
+class _FunctionCallItem(LenientModel):
     call_id: str
     name: str
     arguments: str
 
 
-class _CallOutput(OpenShape):
+class _FunctionCallOutputItem(LenientModel):
     call_id: str
     output: str | list[dict[str, Any]]
 
 
-_ITEMS: dict[str, type[OpenShape]] = {
-    "message": _Message,
-    "reasoning": _Reasoning,
-    "function_call": _Call,
-    "function_call_output": _CallOutput,
+_ITEMS: dict[str, type[LenientModel]] = {
+    "message": _InputMessage,
+    "reasoning": _ReasoningItem,
+    "function_call": _FunctionCallItem,
+    "function_call_output": _FunctionCallOutputItem,
 }
-_PARTS: dict[str, type[OpenShape]] = {"input_text": _Part, "output_text": _Part, "refusal": _Refusal}
+_PARTS: dict[str, type[LenientModel]] = {"input_text": _InputPart, "output_text": _InputPart, "refusal": _RefusalPart}
 
 
-class Turns:
+class InputTurns:
     """Items, one after the other, become messages of chat: thoughts, text and calls in a row are one of the model's."""
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
@@ -73,19 +73,19 @@ class Turns:
         self._add(read, param)
         self.places += [param] * (len(self.messages) - len(self.places))
 
-    def _add(self, item: OpenShape, param: str) -> None:
+    def _add(self, item: LenientModel, param: str) -> None:
         match item:
-            case _Message(role="assistant"):
+            case _InputMessage(role="assistant"):
                 self.say(_text(item.content, f"{param}.content"))
-            case _Message():
+            case _InputMessage():
                 self.messages.append({"role": item.role, "content": _text(item.content, f"{param}.content")})
-            case _Reasoning():
+            case _ReasoningItem():
                 self.think(_thoughts(item.content or (), f"{param}.content"))
-            case _Call():
+            case _FunctionCallItem():
                 if not is_json_object(item.arguments):
                     raise InvalidParameter(f"{param}.arguments must be a JSON object", f"{param}.arguments")
                 self.call(item.call_id, item.name, item.arguments)
-            case _CallOutput():
+            case _FunctionCallOutputItem():
                 text = _text(item.output, f"{param}.output")
                 self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
 
@@ -119,12 +119,14 @@ def _text(content: str | list[dict[str, Any]], param: str) -> str:
         where = f"{param}[{at}]"
         read = variant(_PARTS, given, where)
         refuse_extra(read, _HARMLESS_IN_PARTS, f"{where}.")
-        texts.append(read.refusal if isinstance(read, _Refusal) else read.text if isinstance(read, _Part) else "")
+        texts.append(
+            read.refusal if isinstance(read, _RefusalPart) else read.text if isinstance(read, _InputPart) else ""
+        )
     return "\n".join(texts)
 
 
 def _thoughts(content: list[dict[str, Any]] | tuple[()], param: str) -> str:
-    parts = [variant({"reasoning_text": _Part}, given, f"{param}[{at}]") for at, given in enumerate(content)]
+    parts = [variant({"reasoning_text": _InputPart}, given, f"{param}[{at}]") for at, given in enumerate(content)]
     return "\n".join(read.text for read in parts)
 
 

@@ -12,12 +12,12 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.errors import json_response
 from quire.server.http.state import AppState
 from quire.server.openai.chat import ChatRequest
-from quire.server.openai.protocol import ClosedShape, OpenShape
+from quire.server.openai.protocol import LenientModel, StrictModel
 
 router = APIRouter()
 
 
-class TokenizeRequest(OpenShape):
+class TokenizeRequest(LenientModel):
     """A `prompt`, or the `messages` (and `tools`) of a chat, of which any other field may stand here, too."""
 
     model: str | None = None
@@ -36,7 +36,7 @@ class TokenizeRequest(OpenShape):
             raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
 
 
-class DetokenizeRequest(ClosedShape):
+class DetokenizeRequest(StrictModel):
     """Token ids."""
 
     model: str | None = None

@@ -26,15 +26,15 @@ _MOST_SPACE = 16
 """Characters of white space that are taken for a marker's own; so much is held back, and no more."""
 
 
-class Malformed(Exception):
+class MalformedText(Exception):
     """The text is not what it began to look like."""
 
 
-class CutOff(Malformed):
+class TextCutOff(MalformedText):
     """The text ends before it is complete."""
 
 
-class Machine(ABC):
+class IncrementalParser(ABC):
     """An incremental parser. A subclass says in `_run` how the text goes on.
 
     Invariant: `_text[:_pos]` has been read but not been given out, so that reading can start over at 0.
@@ -70,7 +70,7 @@ class Machine(ABC):
 
     def _more(self) -> Steps[None]:
         if self._ended:
-            raise CutOff
+            raise TextCutOff
         yield
 
     def _peek(self) -> Steps[str]:
@@ -96,7 +96,7 @@ class Machine(ABC):
         """Read `literal` after white space."""
         yield from self._peek()
         if not (yield from self._take(literal)):
-            raise Malformed
+            raise MalformedText
 
     def _match(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Read what fits; at least one character must follow that does not."""
@@ -106,14 +106,14 @@ class Machine(ABC):
                 self._pos = found.end()
                 return found[0]
             if len(self._text) - self._pos > _LONGEST_NAME:
-                raise Malformed
+                raise MalformedText
             yield from self._more()
 
     def _string(self) -> Steps[str]:
         """Read a short JSON string, a key or a name."""
         while (found := _STRING.match(self._text, self._pos)) is None:
             if not self._text.startswith('"', self._pos) or len(self._text) - self._pos > _LONGEST_NAME:
-                raise Malformed
+                raise MalformedText
             yield from self._more()
         self._pos = found.end()
         return str(decoded(found[0]))
@@ -125,13 +125,13 @@ class Machine(ABC):
         if first in '{["':
             yield from self._nested(None)
         elif not (yield from self._match(_SCALAR)):
-            raise Malformed
+            raise MalformedText
         return self._text[begin : self._pos]
 
     def _nested(self, show: Callable[[str], None] | None) -> Steps[None]:
         """Read an object, list or string up to its end.
 
-        With `show` its text is given out, and dropped, as it comes. Brackets must pair, or else it is `Malformed`;
+        With `show` its text is given out, and dropped, as it comes. Brackets must pair, or else it is `MalformedText`;
         the rest is not checked.
         """
         closers: list[str] = []
@@ -148,7 +148,7 @@ class Machine(ABC):
                     case "}" | "]" as closer if not closers or closers.pop() != closer:
                         self._pos -= 1
                         self._show(show)
-                        raise Malformed
+                        raise MalformedText
                 if not closers and not in_string:
                     self._show(show)
                     return
@@ -166,11 +166,11 @@ class Machine(ABC):
 
 
 def decoded(text: str) -> object:
-    """The value of JSON text; raises `Malformed`."""
+    """The value of JSON text; raises `MalformedText`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise Malformed from None
+        raise MalformedText from None
 
 
 def any_of(markers: Iterable[str]) -> re.Pattern[str]:

@@ -12,7 +12,7 @@ from quire.server.parsers.tool_formats import ToolFormat
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class OutputFormat:
     """How the answers to one request are to be read; makes a parser for each."""
 
     reasoning: ReasoningFormat | None = None

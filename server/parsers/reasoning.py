@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import dataclass
 
 from quire.server.parsers.events import Content, Reasoning
-from quire.server.parsers.incremental import CutOff, Machine, Steps, any_of, beginning_of, space_before
+from quire.server.parsers.incremental import IncrementalParser, Steps, TextCutOff, any_of, beginning_of, space_before
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def detect_reasoning(template: str) -> str | None:
     return None
 
 
-class ReasoningParser(Machine):
+class ReasoningParser(IncrementalParser):
     """Splits a text into reasoning and content.
 
     Thoughts stand at the beginning, and `is_open` says that the prompt has opened them already. Those that are never
@@ -78,7 +78,7 @@ class ReasoningParser(Machine):
             yield
 
     def _opens(self) -> Steps[bool]:
-        with contextlib.suppress(CutOff):
+        with contextlib.suppress(TextCutOff):
             yield from self._peek()
             if (yield from self._take(self._format.open)):
                 return True
@@ -86,7 +86,7 @@ class ReasoningParser(Machine):
         return False
 
     def _skip_space(self) -> Steps[None]:
-        with contextlib.suppress(CutOff):
+        with contextlib.suppress(TextCutOff):
             yield from self._peek()
         self._drop()
 

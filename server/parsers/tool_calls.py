@@ -15,10 +15,10 @@ from collections.abc import Collection
 
 from quire.server.parsers.events import Content, ToolCall
 from quire.server.parsers.incremental import (
-    CutOff,
-    Machine,
-    Malformed,
+    IncrementalParser,
+    MalformedText,
     Steps,
+    TextCutOff,
     any_of,
     beginning_of,
     decoded,
@@ -45,7 +45,7 @@ def tool_parser(
     return kind(format.read_as or format, names, hidden, limit)
 
 
-class ToolParser(Machine):
+class ToolParser(IncrementalParser):
     """Splits a text into content and calls; see `tool_parser`."""
 
     def __init__(self, format: ToolFormat, names: Collection[str], hidden: Collection[str], limit: int | None) -> None:
@@ -70,7 +70,7 @@ class ToolParser(Machine):
     def _begins_bare(self) -> Steps[bool]:
         try:
             first = yield from self._peek()
-        except CutOff:
+        except TextCutOff:
             first = ""
         self._pos = 0
         return first == self._format.bare
@@ -105,12 +105,12 @@ class ToolParser(Machine):
             self._drop()
             yield from self._peek()  # white space at the very end is the format's own
             self._pos = 0
-        except Malformed as error:
+        except MalformedText as error:
             if self._count == calls_before:
                 marker = self._hidden_marker.sub("", self._text[:behind_marker])
                 self._text = marker + self._text[behind_marker:]
                 self._say(len(marker))
-            elif self._is_closing and isinstance(error, CutOff):
+            elif self._is_closing and isinstance(error, TextCutOff):
                 self._text = ""
             self._pos = 0
 
@@ -162,7 +162,7 @@ class ToolParser(Machine):
             elif key in _ARGUMENTS and arguments is None:
                 arguments = _arguments_in((yield from self._value()))
             elif self._format.bare and key not in ("id", "type"):
-                raise Malformed  # an answer in JSON, not a call
+                raise MalformedText  # an answer in JSON, not a call
             else:
                 yield from self._value()
             yield from self._peek()
@@ -170,7 +170,7 @@ class ToolParser(Machine):
                 break
         yield from self._expect("}")
         if name is None:
-            raise Malformed
+            raise MalformedText
         if not is_out:
             self._begin(name)
             self._show_arguments(arguments or "{}")
@@ -179,16 +179,16 @@ class ToolParser(Machine):
         """A call as its pieces stand."""
         format = self._format
         if format.is_object:
-            raise Malformed
+            raise MalformedText
         if not (yield from self._take(format.before)):
-            raise Malformed
+            raise MalformedText
         yield from self._peek()
         name = self._known((yield from self._match(_NAME)))
         if "[CALL_ID]" in format.inner and (yield from self._take("[CALL_ID]")):
             yield from self._match(_ID)
         yield from self._expect(format.between.strip())
         if (yield from self._peek()) != "{":
-            raise Malformed
+            raise MalformedText
         yield from self._arguments(name)
         if format.after:
             yield from self._expect(format.after.strip())
@@ -214,7 +214,7 @@ class ToolParser(Machine):
 
     def _known(self, name: str) -> str:
         if name not in self._names:
-            raise Malformed
+            raise MalformedText
         return name
 
     def _say(self, length: int) -> None:
@@ -251,7 +251,7 @@ class _PythonicParser(ToolParser):
         while (yield from self._peek()) != ")":
             key = yield from self._match(_NAME)
             if not key.isidentifier():
-                raise Malformed
+                raise MalformedText
             yield from self._expect("=")
             value = _json_of((yield from self._literal()))
             if not is_out:
@@ -299,21 +299,21 @@ def _arguments_in(text: str) -> str:
     if value is None:
         return "{}"
     if not isinstance(value, dict) or not _is_utf8(text):
-        raise Malformed
+        raise MalformedText
     return text
 
 
 def _json_of(text: str) -> str:
-    """The JSON of a value that is written as in JSON or as in Python. Raises `Malformed`."""
+    """The JSON of a value that is written as in JSON or as in Python. Raises `MalformedText`."""
     try:
         value = decoded(text)
-    except Malformed:
+    except MalformedText:
         value = _python_value(text.strip())
     try:
         written = json.dumps(value, ensure_ascii=False, allow_nan=False)
         return written if _is_utf8(written) else json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        raise Malformed from None
+        raise MalformedText from None
 
 
 def _python_value(text: str) -> object:
@@ -322,7 +322,7 @@ def _python_value(text: str) -> object:
             warnings.simplefilter("ignore")  # about backslashes in what the model wrote
             return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise Malformed from None
+        raise MalformedText from None
 
 
 def _is_utf8(text: str) -> bool:

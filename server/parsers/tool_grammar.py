@@ -33,7 +33,7 @@ _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 @dataclass(frozen=True)
-class Tool:
+class GrammarTool:
     """A function that the model may call. `parameters` is the JSON schema of its arguments, an object's."""
 
     name: str
@@ -43,7 +43,7 @@ class Tool:
 
 def tool_grammar(
     format: ToolFormat,
-    tools: Sequence[Tool],
+    tools: Sequence[GrammarTool],
     token_id: TokenId,
     *,
     required: bool,
@@ -60,7 +60,7 @@ def tool_grammar(
     them). Raises `InvalidParameter` for schemas that keyword arguments cannot be held to.
     """
     is_either = answer is not None and not required
-    grammar = _Grammar(format, token_id, as_json=is_either and format.bare == "{")
+    grammar = _GrammarText(format, token_id, as_json=is_either and format.bare == "{")
     for tool in tools:
         is_held = required or tool.strict
         grammar.add_tool(tool.name, tool.parameters if is_held else {"type": "object"})
@@ -77,7 +77,7 @@ def tool_grammar(
     return "\n".join(rules) + "\n"
 
 
-class _Grammar:
+class _GrammarText:
     """Rules, as they are added."""
 
     def __init__(self, format: ToolFormat, token_id: TokenId, as_json: bool) -> None:

@@ -10,38 +10,38 @@ import torch
 
 from quire.engine import executor as executors
 from quire.engine.config.options import CacheConfig, EngineConfig, SchedulerConfig
-from quire.engine.core.engine_core import Core, Inbound, Wire
+from quire.engine.core.engine_core import EngineCore, EngineCoreIO, Inbound
 from quire.engine.executor import Executor
 from quire.engine.protocol.messages import (
-    Alive,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
     EngineStats,
-    Outputs,
     Probe,
-    RequestOutput,
+    ProbeReply,
     SamplingParams,
     Shutdown,
-    Submit,
     ToServer,
 )
 from tests.fakes.outputs import each
 
 
-class CountingWire(Wire):
+class CountingWire(EngineCoreIO):
     """Takes outputs in; once every request has ended, has the core tell the workers, and stops it."""
 
-    def __init__(self, submits: list[Submit]) -> None:
+    def __init__(self, submits: list[EngineCoreRequest]) -> None:
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
         self.num_clients = 1
-        self.outputs: dict[str, list[RequestOutput]] = {submit.request_id: [] for submit in submits}
+        self.outputs: dict[str, list[EngineCoreOutput]] = {submit.request_id: [] for submit in submits}
         self._open = len(submits)
         for submit in submits:
             self.inbox.put(submit)
 
     def send(self, client: int, message: ToServer) -> None:
         match message:
-            case Alive(probe_id):  # the first may be the answer of a plan made before the last request ended
+            case ProbeReply(probe_id):  # the first may be the answer of a plan made before the last request ended
                 self.inbox.put(Shutdown() if probe_id else Probe(0, 1))
-            case Outputs():
+            case EngineCoreOutputs():
                 for output in each(message):
                     self.outputs[output.request_id].append(output)
                     self._open -= output.finish_reason is not None
@@ -49,7 +49,7 @@ class CountingWire(Wire):
                     self.inbox.put(Probe(0, 0))
 
 
-class CheckedCore(Core):
+class CheckedCore(EngineCore):
     """Checks the books after every step."""
 
     def send(self) -> None:
@@ -80,7 +80,7 @@ class Ranks:
         told: list[list[int]] | None = None,
         num_blocks: int | None = None,
         **settings: Any,
-    ) -> list[list[RequestOutput]]:
+    ) -> list[list[EngineCoreOutput]]:
         """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`.
 
         `told` is output of each that another replica has given before.
@@ -98,7 +98,7 @@ class Ranks:
             cache=replace(self.config.cache, num_blocks=blocks, **cache),
         )
         submits = [
-            Submit(0, str(i), prompt, params, output_token_ids=told[i] if told else [])
+            EngineCoreRequest(0, str(i), prompt, params, output_token_ids=told[i] if told else [])
             for i, (prompt, params) in enumerate(requests)
         ]
         wire = CountingWire(submits)

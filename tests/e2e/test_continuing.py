@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.protocol.messages import RequestOutput, SamplingParams, StructuredOutputs, TokenLogprobs
+from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams, StructuredOutputs, TokenLogprobs
 from tests.e2e.harness import Ranks
 
 COUNT = 24
@@ -59,11 +59,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
         yield loaded
 
 
-def tokens(outputs: list[RequestOutput]) -> list[int]:
+def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def logprobs(outputs: list[RequestOutput]) -> list[TokenLogprobs]:
+def logprobs(outputs: list[EngineCoreOutput]) -> list[TokenLogprobs]:
     return [row for output in outputs for row in output.logprobs or []]
 
 

@@ -23,15 +23,15 @@ import zmq
 from quire.engine.config.options import EngineConfig, ExpertParallelConfig
 from quire.engine.core.launch import Endpoints, start_core
 from quire.engine.protocol.messages import (
-    Dead,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDead,
+    EngineReady,
     ExpertLoad,
-    Outputs,
     Probe,
-    Ready,
-    RequestOutput,
     SamplingParams,
     Shutdown,
-    Submit,
     ToServer,
 )
 from tests.fakes.checkpoints import generate
@@ -77,21 +77,21 @@ class Replicas:
     cores: list[subprocess.Popen[bytes]]
     sockets: list[zmq.Socket[bytes]]
     responses: zmq.Socket[bytes]
-    outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
+    outputs: dict[str, list[EngineCoreOutput]] = field(default_factory=dict)
 
     def receive(self, seconds: float = WAIT) -> ToServer:
         assert self.responses.poll(int(seconds * 1000)), "nothing comes"
         message: ToServer = _decode(self.responses.recv())
         return message
 
-    def send(self, replica: int, message: Submit | Probe | Shutdown) -> None:
+    def send(self, replica: int, message: EngineCoreRequest | Probe | Shutdown) -> None:
         self.sockets[replica].send(msgspec.msgpack.encode(message))
 
     def ready(self) -> None:
         waiting = len(self.cores)
         while waiting:
             message = self.receive()
-            assert isinstance(message, Ready), message
+            assert isinstance(message, EngineReady), message
             waiting -= 1
 
     def tokens(self, replica_of: list[int], prompts: list[list[int]], count: int = COUNT) -> list[list[int]]:
@@ -101,7 +101,7 @@ class Replicas:
         open_ = len(prompts)
         while open_:
             message = self.receive()
-            assert isinstance(message, Outputs), message
+            assert isinstance(message, EngineCoreOutputs), message
             for output in each(message):
                 assert output.error is None
                 tokens[int(output.request_id)] += output.token_ids
@@ -111,13 +111,13 @@ class Replicas:
     def submit(self, replica_of: list[int], prompts: list[list[int]], count: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
         for number, (replica, prompt) in enumerate(zip(replica_of, prompts, strict=True)):
-            self.send(replica, Submit(0, str(number), prompt, params))
+            self.send(replica, EngineCoreRequest(0, str(number), prompt, params))
 
     def deaths(self, count: int) -> dict[int, str]:
         """What so many cores say that they ended for."""
         reasons: dict[int, str] = {}
         while len(reasons) < count:
-            if isinstance(message := self.receive(20.0), Dead):
+            if isinstance(message := self.receive(20.0), EngineDead):
                 reasons[message.replica] = message.reason
         return reasons
 
@@ -227,7 +227,7 @@ def test_tokens_stay_while_experts_move(
 
     def noted(message: bytes) -> ToServer:
         outputs: ToServer = decode(message)
-        if isinstance(outputs, Outputs) and outputs.expert_load is not None:
+        if isinstance(outputs, EngineCoreOutputs) and outputs.expert_load is not None:
             loads[outputs.replica].append(outputs.expert_load)
         return outputs
 
@@ -252,7 +252,7 @@ def test_when_one_is_killed_all_end_and_name_it(whom: str, tp: int, cases: dict[
     case = cases["Mixtral"]
     with replicas(config_of(case, tp, 1), tmp_path, 2, ExpertParallelConfig()) as them:
         them.submit([0, 1], case.prompts[:2], 200)
-        while not isinstance(them.receive(), Outputs):
+        while not isinstance(them.receive(), EngineCoreOutputs):
             pass
         family = {process.name(): process for process in _family(them.cores[1].pid)}
         everyone = [process for core in them.cores for process in _family(core.pid)]
@@ -280,7 +280,7 @@ def test_a_replica_that_hangs_is_named(cases: dict[str, Case], tmp_path: Path) -
         them.cores[1].send_signal(signal.SIGSTOP)
         begun = time.monotonic()
         them.send(0, Probe(0, 1))
-        while not isinstance(message := them.receive(20.0), Dead):
+        while not isinstance(message := them.receive(20.0), EngineDead):
             pass
         assert time.monotonic() - begun < 15
         assert message.reason.startswith("replica 1 ended or hung: ")

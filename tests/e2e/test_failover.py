@@ -18,10 +18,10 @@ import pytest
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.core.launch import Endpoints, start_core
-from quire.engine.protocol.messages import FinishReason, RequestOutput, SamplingParams, StructuredOutputs
+from quire.engine.protocol.messages import EngineCoreOutput, FinishReason, SamplingParams, StructuredOutputs
 from quire.server.frontend.engine_client import EngineClient
 from quire.server.frontend.metrics import Metrics
-from quire.server.frontend.output_stream import Stream
+from quire.server.frontend.output_stream import OutputStream
 
 pytestmark = pytest.mark.slow
 
@@ -81,7 +81,7 @@ async def engine(folder: Path, count: int) -> AsyncIterator[Engine]:
             assert core.returncode is not None
 
 
-async def read(stream: Stream, outputs: dict[str, list[RequestOutput]]) -> None:
+async def read(stream: OutputStream, outputs: dict[str, list[EngineCoreOutput]]) -> None:
     """Until each of its requests has ended."""
     ends = set(stream._open)
     while ends:
@@ -112,7 +112,7 @@ async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, 
     """Of 50 streams: tokens, numbers of log-probabilities and of scores, and the end; and how many had to move."""
     rng = random.Random(0)
     requests = [(str(n), [rng.randrange(3, 300) for _ in range(rng.randrange(5, 60))], params(n)) for n in range(50)]
-    outputs: dict[str, list[RequestOutput]] = {request_id: [] for request_id, _, _ in requests}
+    outputs: dict[str, list[EngineCoreOutput]] = {request_id: [] for request_id, _, _ in requests}
     moved = 0
     async with engine(folder, 2) as running:
         streams = [running.client.submit([request]) for request in requests]
@@ -156,7 +156,7 @@ async def test_shared_prefixes_find_their_cache(tmp_path: Path, is_zipf: bool) -
     heads = [[rng.randrange(3, 300) for _ in range(length)] for _ in range(groups)]
     weights = [1 / (rank + 1) if is_zipf else 1.0 for rank in range(groups)]
     async with engine(tmp_path / "engine", 2) as running:
-        outputs: dict[str, list[RequestOutput]] = {str(n): [] for n in range(count)}
+        outputs: dict[str, list[EngineCoreOutput]] = {str(n): [] for n in range(count)}
         places = [0, 0]
         open_at_once = asyncio.Semaphore(16)
 

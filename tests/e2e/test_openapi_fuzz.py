@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
 from quire.server.app import create_app
-from quire.server.frontend.frontend import Service
-from quire.server.http.state import State
+from quire.server.frontend.frontend import Frontend
+from quire.server.http.state import AppState
 from tests.e2e.serving import Server, serve
 
 EXAMPLES = 200
@@ -23,7 +23,7 @@ SECONDS = 20
 """No part of an answer may take longer, on a busy machine."""
 
 Document = dict[str, Any]
-DOCUMENT: Document = create_app(State(cast(Service, None), ("",))).openapi()
+DOCUMENT: Document = create_app(AppState(cast(Frontend, None), ("",))).openapi()
 OPERATIONS = {
     f"{method.upper()} {path}": operation
     for path, methods in DOCUMENT["paths"].items()

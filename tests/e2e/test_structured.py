@@ -17,8 +17,8 @@ from jsonschema import Draft202012Validator, ValidationError, validators
 
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.protocol.messages import RequestOutput, SamplingParams, StructuredOutputs
-from quire.server.frontend.output_processor import Delta, SequenceText
+from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams, StructuredOutputs
+from quire.server.frontend.output_processor import OutputProcessor, TextDelta
 from quire.server.frontend.structured_outputs import StructuredOutputCheck
 from quire.server.frontend.tokenizer import Tokenizer
 from tests.e2e.harness import Ranks
@@ -121,7 +121,7 @@ class Texts:
         self._check = StructuredOutputCheck(model)
         self.tokenizer = Tokenizer.load(model.tokenizer)
 
-    def run(self, params: list[SamplingParams], **settings: Any) -> list[Delta]:
+    def run(self, params: list[SamplingParams], **settings: Any) -> list[TextDelta]:
         requests = []
         for one in params:
             outputs = one.structured_outputs
@@ -130,8 +130,8 @@ class Texts:
         answers = self._ranks.run(requests, **settings)
         return [self._text(one, outputs) for one, outputs in zip(params, answers, strict=True)]
 
-    def _text(self, params: SamplingParams, outputs: list[RequestOutput]) -> Delta:
-        text, whole = SequenceText(self.tokenizer, 0, PROMPT, params), Delta(0)
+    def _text(self, params: SamplingParams, outputs: list[EngineCoreOutput]) -> TextDelta:
+        text, whole = OutputProcessor(self.tokenizer, 0, PROMPT, params), TextDelta(0)
         for output in outputs:
             assert output.error is None, output.error
             whole.extend(text.feed(output))
@@ -146,7 +146,7 @@ def asked(seed: int = 0, **outputs: Any) -> SamplingParams:
     return SamplingParams(seed=seed, max_tokens=MAX_TOKENS, structured_outputs=StructuredOutputs(**outputs))
 
 
-def check_all(texts: list[Delta], schemas: list[Any]) -> int:
+def check_all(texts: list[TextDelta], schemas: list[Any]) -> int:
     """Validate those that ended; returns how many."""
     ended = 0
     for schema, answer in zip(schemas, texts, strict=True):

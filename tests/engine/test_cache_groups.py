@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.config.kv_cache_groups import CacheShape, CacheSpec, count_planes, group_layers, place_layers
+from quire.engine.config.kv_cache_groups import KVCacheShape, KVCacheSpec, count_planes, group_layers, place_layers
 from quire.engine.config.options import CacheConfig, CacheGroup
 
-SHAPE = CacheShape(sides=2, heads=2, numbers=64)
-LATENT = CacheShape(sides=1, heads=1, numbers=576)
+SHAPE = KVCacheShape(sides=2, heads=2, numbers=64)
+LATENT = KVCacheShape(sides=1, heads=1, numbers=576)
 
 
 def cut(
-    windows: list[int | None], stages: list[range] | None = None, length: int = 32768, shape: CacheShape = SHAPE
+    windows: list[int | None], stages: list[range] | None = None, length: int = 32768, shape: KVCacheShape = SHAPE
 ) -> tuple[CacheGroup, ...]:
-    specs = [CacheSpec(shape, window) for window in windows]
+    specs = [KVCacheSpec(shape, window) for window in windows]
     return group_layers(
         specs, stages or [range(len(windows))], lambda group: group.most_blocks(length, min(length, 512), 16)
     )
@@ -40,7 +40,7 @@ def test_a_few_full_layers_give_the_size_of_all_groups() -> None:
     assert kinds(groups) == {None: 1, 512: 6}
     assert groups[0].layers == ((5, 11, 17, 23),)
     assert [len(group.layers[0]) for group in groups[1:]] == [3, 4, 4, 3, 4, 4]
-    assert count_planes([CacheSpec(SHAPE, window) for window in windows], groups, 0) == {SHAPE: 4}
+    assert count_planes([KVCacheSpec(SHAPE, window) for window in windows], groups, 0) == {SHAPE: 4}
 
 
 @pytest.mark.parametrize(("full", "windowed", "expected"), [(18, 18, (1, 1)), (17, 18, (1, 1)), (1, 3, (1, 3))])
@@ -59,7 +59,7 @@ def test_stages_have_the_same_groups() -> None:
     groups = cut(windows, [range(13), range(13, 26)])
     assert all(len(group.layers) == 2 for group in groups)
     assert [len(group.layers[stage]) for stage in (0, 1) for group in groups if group.window is None] == [2, 2]
-    specs = [CacheSpec(SHAPE, window) for window in windows]
+    specs = [KVCacheSpec(SHAPE, window) for window in windows]
     assert [count_planes(specs, groups, stage)[SHAPE] for stage in (0, 1)] == [2, 2]
 
 
@@ -67,8 +67,8 @@ def test_stages_have_the_same_groups() -> None:
     st.lists(st.sampled_from([(SHAPE, None), (SHAPE, 100), (LATENT, None), (LATENT, 7)]), min_size=1, max_size=20),
     st.integers(1, 20),
 )
-def test_every_layer_has_a_place_of_its_own(kinds: list[tuple[CacheShape, int | None]], first: int) -> None:
-    specs = [CacheSpec(*kind) for kind in kinds]
+def test_every_layer_has_a_place_of_its_own(kinds: list[tuple[KVCacheShape, int | None]], first: int) -> None:
+    specs = [KVCacheSpec(*kind) for kind in kinds]
     cut = min(first, len(specs))
     stages = [stage for stage in (range(cut), range(cut, len(specs))) if stage]
     groups = group_layers(specs, stages, lambda group: group.most_blocks(1000, 50, 16))

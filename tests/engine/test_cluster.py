@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from quire.engine.cluster import control_plane
-from quire.engine.cluster.control_plane import Ended, Follower, Hello, Leader
+from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
 from quire.engine.protocol.errors import ConfigError
 
 _FOLLOW = """
@@ -161,9 +161,9 @@ def test_a_port_in_use_is_named() -> None:
 
 def test_a_number_is_taken_once(two: Host) -> None:
     first = two.join(1)
-    with pytest.raises(Ended, match=r"other cannot join: node 1 \(here\) is node 1 already"):
+    with pytest.raises(LinkEnded, match=r"other cannot join: node 1 \(here\) is node 1 already"):
         two.join(1, name="other")
-    with pytest.raises(Ended, match="node 1 can join here, not 7"):
+    with pytest.raises(LinkEnded, match="node 1 can join here, not 7"):
         two.join(7)
     two.leader.wait(10)
     two.leader.send(1, b"still")
@@ -173,7 +173,7 @@ def test_a_number_is_taken_once(two: Host) -> None:
 def test_a_follower_can_be_refused(two: Host) -> None:
     follower = two.join(1)
     two.leader.refuse(1, "node 1 has another torch")
-    with pytest.raises(Ended, match="node 1 has another torch"):
+    with pytest.raises(LinkEnded, match="node 1 has another torch"):
         follower.receive(10)
 
 
@@ -184,7 +184,7 @@ def test_the_end_is_told(two: Host, reason: str) -> None:
     two.leader.close(reason)
     assert follower.receive(10) == b"last"
     for _ in range(2):
-        with pytest.raises(Ended) as ended:
+        with pytest.raises(LinkEnded) as ended:
             follower.receive(10)
         assert ended.value.reason == reason
     assert two.leader_lost.empty()
@@ -211,7 +211,7 @@ def test_a_follower_that_is_lost_is_noticed(two: Host, number: signal.Signals, h
     finally:
         process.kill()
         process.wait()
-    with pytest.raises(Ended, match="cannot join again"):
+    with pytest.raises(LinkEnded, match="cannot join again"):
         two.join(1)
 
 
@@ -231,7 +231,7 @@ def test_a_leader_that_falls_silent_is_noticed() -> None:
         follower = Follower("127.0.0.1", port, Hello(name="n", number=1), seconds=10, on_lost=texts.put)
         thread.join()
         assert "was lost: nothing was heard of it for 1 s" in texts.get(timeout=10)
-        with pytest.raises(Ended, match="was lost: nothing was heard of it for 1 s"):
+        with pytest.raises(LinkEnded, match="was lost: nothing was heard of it for 1 s"):
             follower.receive(10)
         follower.close()
 

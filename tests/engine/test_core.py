@@ -9,28 +9,28 @@ from threading import Event
 import msgspec
 import pytest
 
-from quire.engine.core.engine_core import Compiled, Core, Inbound, RankEnded
+from quire.engine.core.engine_core import EngineCore, GrammarCompiled, Inbound, RankEnded
 from quire.engine.executor import WorkerError
 from quire.engine.protocol.messages import (
-    Abort,
-    Alive,
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
     ExpertLoad,
     Join,
-    Outputs,
+    ModelRunnerOutput,
     Probe,
-    Ready,
-    RequestOutput,
+    ProbeReply,
     SamplingParams,
+    SchedulerOutput,
     Shutdown,
-    StepPlan,
-    StepResult,
     StructuredOutputs,
-    Submit,
     ToCore,
     ToServer,
 )
 from quire.engine.scheduler.grammar import GrammarError
-from quire.engine.scheduler.step_time import StepTime
+from quire.engine.scheduler.step_time import StepTimeModel
 from tests.engine.test_scheduler import continuation
 from tests.fakes.configs import engine_config
 from tests.fakes.model import FakeModel
@@ -38,10 +38,10 @@ from tests.fakes.outputs import each
 
 
 class Step:
-    def __init__(self, step_result: StepResult | WorkerError) -> None:
+    def __init__(self, step_result: ModelRunnerOutput | WorkerError) -> None:
         self.step_result = step_result
 
-    def result(self) -> StepResult:
+    def result(self) -> ModelRunnerOutput:
         if isinstance(self.step_result, WorkerError):
             raise self.step_result
         return self.step_result
@@ -54,7 +54,7 @@ class FakeExecutor:
         self.seconds: dict[str, float] = {}
         self.wire, self.model, self.script, self.dies_at = core_wire, model, script, dies_at
 
-    def submit(self, plan: StepPlan) -> Step:
+    def submit(self, plan: SchedulerOutput) -> Step:
         for message in self.script.get(plan.step, []):
             self.wire.inbox.put(message)
         if plan.step == self.dies_at:
@@ -77,30 +77,30 @@ class FakeWire:
     def send(self, client: int, message: ToServer) -> None:
         self.sent.append((client, message))
 
-    def outputs(self, client: int, request_id: str) -> list[RequestOutput]:
-        messages = [m for c, m in self.sent if c == client and isinstance(m, Outputs)]
+    def outputs(self, client: int, request_id: str) -> list[EngineCoreOutput]:
+        messages = [m for c, m in self.sent if c == client and isinstance(m, EngineCoreOutputs)]
         return [o for m in messages for o in each(m) if o.request_id == request_id]
 
 
 def core_with(
     script: dict[int, list[ToCore]], first: list[ToCore], stages: int = 1, dies_at: int = -1, depth: int | None = None
-) -> Core:
+) -> EngineCore:
     config = engine_config(stages=stages, depth=depth)
     wire = FakeWire()
     for message in first:
         wire.inbox.put(message)
     cache, scheduler = config.cache, config.scheduler
     model = FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=stages == 1)
-    return Core(config, FakeExecutor(wire, model, script, dies_at), wire)  # type: ignore[arg-type]
+    return EngineCore(config, FakeExecutor(wire, model, script, dies_at), wire)  # type: ignore[arg-type]
 
 
-def wire_of(core: Core) -> FakeWire:
+def wire_of(core: EngineCore) -> FakeWire:
     assert isinstance(core.wire, FakeWire)
     return core.wire
 
 
-def submit(client: int, request_id: str, prompt: list[int], max_tokens: int = 4) -> Submit:
-    return Submit(client, request_id, prompt, SamplingParams(max_tokens=max_tokens))
+def submit(client: int, request_id: str, prompt: list[int], max_tokens: int = 4) -> EngineCoreRequest:
+    return EngineCoreRequest(client, request_id, prompt, SamplingParams(max_tokens=max_tokens))
 
 
 @pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2), (3, 3)])
@@ -123,14 +123,14 @@ def test_each_api_process_gets_its_own_outputs_once_a_step(stages: int, depth: i
 def test_nothing_is_kept_of_plans_whose_time_does_not_show(stages: int, depth: int) -> None:
     """One request alone never fills a pipeline."""
     core = core_with({40: [Shutdown()]}, [submit(0, "a", [1], 100)], stages, depth=depth)
-    core.scheduler.step_size.step_time = StepTime()
+    core.scheduler.step_size.step_time = StepTimeModel()
     core.run()
     assert len(core.scheduler.step_size._loads) <= depth
 
 
 def test_an_abort_is_answered_and_frees_the_blocks() -> None:
     core = core_with(
-        {3: [Abort(["a", "unknown"])], 6: [Shutdown()]}, [submit(0, "a", [1], 50), submit(0, "b", [2], 50)]
+        {3: [AbortRequests(["a", "unknown"])], 6: [Shutdown()]}, [submit(0, "a", [1], 50), submit(0, "b", [2], 50)]
     )
     core.run()
     assert [o.finish_reason for o in wire_of(core).outputs(0, "a")][-1] == "abort"
@@ -144,7 +144,7 @@ def test_an_api_process_that_joins_gets_ready_and_nothing_runs_on_for_the_one_be
         [submit(0, "a", [1], 50), submit(1, "b", [2], 50), submit(1, "c", [3], 50)],
     )
     core.run()
-    ((client, ready),) = ((c, message) for c, message in wire_of(core).sent if isinstance(message, Ready))
+    ((client, ready),) = ((c, message) for c, message in wire_of(core).sent if isinstance(message, EngineReady))
     assert client == 1
     assert ready.stats is not None
     assert ready.stats.kv_blocks == core.scheduler.kv.num_blocks
@@ -156,7 +156,7 @@ def test_an_api_process_that_joins_gets_ready_and_nothing_runs_on_for_the_one_be
 def test_an_idle_engine_proves_that_it_lives_by_a_step() -> None:
     core = core_with({0: [Shutdown()]}, [Probe(0, 7), Probe(1, 8)])
     core.run()
-    assert [(client, m.probe_id) for client, m in wire_of(core).sent if isinstance(m, Alive)] == [
+    assert [(client, m.probe_id) for client, m in wire_of(core).sent if isinstance(m, ProbeReply)] == [
         (0, 7),
         (1, 8),
     ]
@@ -167,7 +167,7 @@ def test_an_idle_engine_proves_that_it_lives_by_a_step() -> None:
 def test_a_busy_engine_answers_a_probe_after_its_next_step(stages: int) -> None:
     core = core_with({2: [Probe(0, 7)], 5: [Shutdown()]}, [submit(0, "a", [1], 50)], stages, depth=2)
     core.run()
-    assert [m.probe_id for _, m in wire_of(core).sent if isinstance(m, Alive)] == [7]
+    assert [m.probe_id for _, m in wire_of(core).sent if isinstance(m, ProbeReply)] == [7]
 
 
 def test_a_refused_request_gets_its_terminal_message() -> None:
@@ -205,7 +205,7 @@ def test_stats_travel_without_outputs_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 0.0)
     core = core_with({3: [Shutdown()]}, [submit(0, "a", [1], 50)])
     core.run()
-    last = [m.stats for c, m in wire_of(core).sent if c == 1 and isinstance(m, Outputs)][-1]
+    last = [m.stats for c, m in wire_of(core).sent if c == 1 and isinstance(m, EngineCoreOutputs)][-1]
     assert last is not None
     assert last.running == 1
 
@@ -215,8 +215,8 @@ def test_the_newest_expert_load_travels_with_the_stats_once(monkeypatch: pytest.
     monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 1e9)
     execute = core.executor.model.execute  # type: ignore[attr-defined]
 
-    def with_load(plan: StepPlan) -> StepResult:
-        result: StepResult = execute(plan)
+    def with_load(plan: SchedulerOutput) -> ModelRunnerOutput:
+        result: ModelRunnerOutput = execute(plan)
         if plan.step in (1, 3):
             result.expert_load = ExpertLoad({0: 1}, bytes(8), float(plan.step), 0)
         if plan.step == 5:
@@ -226,13 +226,13 @@ def test_the_newest_expert_load_travels_with_the_stats_once(monkeypatch: pytest.
     monkeypatch.setattr(core.executor.model, "execute", with_load)  # type: ignore[attr-defined]
     core.run()
     for client in (0, 1):
-        told = [m.expert_load for c, m in wire_of(core).sent if c == client and isinstance(m, Outputs)]
+        told = [m.expert_load for c, m in wire_of(core).sent if c == client and isinstance(m, EngineCoreOutputs)]
         assert [load.imbalance for load in told if load is not None] == [3.0]
 
 
-def structured(request_id: str) -> Submit:
+def structured(request_id: str) -> EngineCoreRequest:
     params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputs(regex="a"))
-    return Submit(0, request_id, [1], params)
+    return EngineCoreRequest(0, request_id, [1], params)
 
 
 def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
@@ -262,8 +262,8 @@ def test_requests_that_are_compiling_can_be_aborted(monkeypatch: pytest.MonkeyPa
     core.handle(structured("a"))  # its id is in use
     core.handle(structured("b"))
     assert not core.scheduler.has_requests
-    core.handle(Abort(["a"]))
-    core.handle(Abort(["a"]))
+    core.handle(AbortRequests(["a"]))
+    core.handle(AbortRequests(["a"]))
     go_on.set()
     for _ in range(2):
         message = core.wire.inbox.get(timeout=30)
@@ -291,7 +291,7 @@ def test_grammars_that_take_long_leave_room_for_others(monkeypatch: pytest.Monke
     core.handle(quick)
     message = core.wire.inbox.get(timeout=30)
     go_on.set()
-    assert isinstance(message, Compiled)
+    assert isinstance(message, GrammarCompiled)
     assert message.submit is quick
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from quire.engine.config.options import EngineConfig, ExpertParallelConfig
 from quire.engine.core import engine_core as cores
-from quire.engine.core.engine_core import Core, first_cause
+from quire.engine.core.engine_core import EngineCore, first_cause
 from quire.engine.executor import Executor, WorkerError
-from quire.engine.protocol.messages import LOST_TOUCH, Fault, Shutdown, StepPlan, StepResult
+from quire.engine.protocol.messages import LOST_TOUCH, ModelRunnerOutput, ReplicaFailed, SchedulerOutput, Shutdown
 from tests.engine.test_scheduler import continuation
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
@@ -26,10 +26,10 @@ class Meeting:
 
     def __init__(self, replicas: int) -> None:
         self._changed = threading.Condition()
-        self.plans: list[list[StepPlan]] = [[] for _ in range(replicas)]
+        self.plans: list[list[SchedulerOutput]] = [[] for _ in range(replicas)]
         self.has_ended = False
 
-    def join(self, replica: int, plan: StepPlan) -> None:
+    def join(self, replica: int, plan: SchedulerOutput) -> None:
         with self._changed:
             assert plan.step == len(self.plans[replica]), "a step was left out"
             self.plans[replica].append(plan)
@@ -53,9 +53,9 @@ class Meeting:
 @dataclass
 class Step:
     meeting: Meeting
-    step_result: StepResult
+    step_result: ModelRunnerOutput
 
-    def result(self) -> StepResult:
+    def result(self) -> ModelRunnerOutput:
         self.step_result.is_wave_active = self.meeting.agree(self.step_result.step)
         return self.step_result
 
@@ -68,7 +68,7 @@ class MeetingExecutor:
     model: FakeModel
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def submit(self, plan: StepPlan) -> Step:
+    def submit(self, plan: SchedulerOutput) -> Step:
         self.meeting.join(self.replica, plan)
         return Step(self.meeting, self.model.execute(plan))
 
@@ -161,7 +161,7 @@ def test_who_waits_too_long_for_the_others_to_stop_leaves(monkeypatch: pytest.Mo
     wire = LinkedWire(0, 2)
     config = engine_config(depth=2)
     parallel = replace(config.parallel, replicas=2, experts=ExpertParallelConfig())
-    core = Core(replace(config, parallel=parallel), None, wire)  # type: ignore[arg-type]
+    core = EngineCore(replace(config, parallel=parallel), None, wire)  # type: ignore[arg-type]
     assert core.wave is not None
     core.wave.begin(has_work=True)
     wire.inbox.put(Shutdown())
@@ -172,14 +172,14 @@ def test_who_waits_too_long_for_the_others_to_stop_leaves(monkeypatch: pytest.Mo
 # --- who was it? ----------------------------------------------------------------------------------------------
 
 
-def reported(mine: str, *heard: Fault | Shutdown, replicas: int = 3) -> str | None:
+def reported(mine: str, *heard: ReplicaFailed | Shutdown, replicas: int = 3) -> str | None:
     wires = [LinkedWire(replica, replicas) for replica in range(replicas)]
     wires[0].wires = wires
     for message in heard:
         wires[0].inbox.put(message)
     reason = first_cause(mine, wires[0], 0)  # type: ignore[arg-type]
     told = wires[1].inbox.get_nowait()
-    assert isinstance(told, Fault)
+    assert isinstance(told, ReplicaFailed)
     assert (told.replica, told.reason) == (0, mine)
     return reason
 
@@ -187,14 +187,14 @@ def reported(mine: str, *heard: Fault | Shutdown, replicas: int = 3) -> str | No
 def test_the_cause_is_named_by_the_replica_that_has_it() -> None:
     killed, lost = "rank 1 was killed by SIGKILL", f"rank 0 failed: {LOST_TOUCH}: Connection closed"
     assert reported(killed) == f"replica 0: {killed}"
-    assert reported(lost, Fault(2, lost), Fault(1, killed)) == f"replica 1: {killed}"
+    assert reported(lost, ReplicaFailed(2, lost), ReplicaFailed(1, killed)) == f"replica 1: {killed}"
 
 
 def test_who_says_nothing_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "_HEAR_SECONDS", 0.05)
     lost = f"rank 0 failed: {LOST_TOUCH}: Connection closed"
-    assert reported(lost, Fault(2, lost)) == f"replica 1 ended or hung: {lost}"
-    assert reported(lost, Fault(2, lost), Fault(1, lost)) == f"replica 0: {lost}"
+    assert reported(lost, ReplicaFailed(2, lost)) == f"replica 1 ended or hung: {lost}"
+    assert reported(lost, ReplicaFailed(2, lost), ReplicaFailed(1, lost)) == f"replica 0: {lost}"
 
 
 def test_nobody_is_to_blame_for_being_shut_down() -> None:
@@ -206,8 +206,8 @@ def test_a_core_ends_when_another_says_that_it_does() -> None:
     wire.wires = [wire, LinkedWire(1, 2)]
     config = engine_config()
     parallel = replace(config.parallel, replicas=2, experts=ExpertParallelConfig())
-    core = Core(replace(config, parallel=parallel), None, wire)  # type: ignore[arg-type]
-    wire.inbox.put(Fault(1, "rank 0 was killed by SIGKILL"))
+    core = EngineCore(replace(config, parallel=parallel), None, wire)  # type: ignore[arg-type]
+    wire.inbox.put(ReplicaFailed(1, "rank 0 was killed by SIGKILL"))
     with pytest.raises(WorkerError) as caught:
         core.run()
     assert first_cause(str(caught.value), wire, 0) == "replica 1: rank 0 was killed by SIGKILL"  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Grammars: compiled once, advanced token by token, and their masks."""
+"""GrammarCompiler: compiled once, advanced token by token, and their masks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from quire.engine.config.options import ModelConfig
 from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
 from quire.engine.scheduler import grammar as grammar_module
-from quire.engine.scheduler.grammar import Grammar, GrammarError, Grammars
+from quire.engine.scheduler.grammar import Grammar, GrammarCompiler, GrammarError
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import byte_fallback, byte_level, write_model
 
@@ -44,8 +44,8 @@ def model(folder: Path, vocab_size: int = SIZE, eos: tuple[int, ...] = (EOS,)) -
 
 
 @pytest.fixture(scope="module")
-def grammars(folder: Path) -> Grammars:
-    return Grammars(model(folder))
+def grammars(folder: Path) -> GrammarCompiler:
+    return GrammarCompiler(model(folder))
 
 
 def members(mask: bytes | np.ndarray[Any, Any]) -> set[int]:
@@ -54,12 +54,12 @@ def members(mask: bytes | np.ndarray[Any, Any]) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(array, bitorder="little")).tolist())
 
 
-def allowed(grammars: Grammars, grammar: Grammar, output: list[int] | None = None, **params: Any) -> set[int]:
+def allowed(grammars: GrammarCompiler, grammar: Grammar, output: list[int] | None = None, **params: Any) -> set[int]:
     (mask,) = grammars.masks([grammar])
     return members(grammar.restricted(mask, SamplingParams(max_tokens=None, **params), output or []))
 
 
-def test_a_grammar_goes_on_with_the_tokens_sampled(grammars: Grammars) -> None:
+def test_a_grammar_goes_on_with_the_tokens_sampled(grammars: GrammarCompiler) -> None:
     grammar = grammars.compile(StructuredOutputs(regex="a(b|c)d?"))
     assert grammar.forced() == [letter("a")]
     assert allowed(grammars, grammar) == {letter("a")}
@@ -74,7 +74,7 @@ def test_a_grammar_goes_on_with_the_tokens_sampled(grammars: Grammars) -> None:
     assert allowed(grammars, grammar) == {EOS}
 
 
-def test_what_is_not_allowed_is_an_error(grammars: Grammars) -> None:
+def test_what_is_not_allowed_is_an_error(grammars: GrammarCompiler) -> None:
     grammar = grammars.compile(StructuredOutputs(regex="ab"))
     with pytest.raises(GrammarError):
         grammar.advance([letter("b")])
@@ -84,19 +84,19 @@ def test_what_is_not_allowed_is_an_error(grammars: Grammars) -> None:
         grammar.restricted(mask, SamplingParams(), [])
 
 
-def test_forced_tokens_are_those_of_the_tokenizer(grammars: Grammars) -> None:
+def test_forced_tokens_are_those_of_the_tokenizer(grammars: GrammarCompiler) -> None:
     for text in ("hello world, how are you?", "中文 😀", "serve a model"):
         assert grammars.compile(StructuredOutputs(choice=[text])).forced() == ids(text)
 
 
-def test_choices_may_have_any_character(grammars: Grammars) -> None:
+def test_choices_may_have_any_character(grammars: GrammarCompiler) -> None:
     for text in ("".join(map(chr, range(32))), "\x7f", "a\x85\u2028", '"\\/|'):
         grammar = grammars.compile(StructuredOutputs(choice=["other", text]))
         grammar.advance(ids(text))
         assert EOS in allowed(grammars, grammar)
 
 
-def test_many_masks_are_those_of_one_at_a_time(grammars: Grammars) -> None:
+def test_many_masks_are_those_of_one_at_a_time(grammars: GrammarCompiler) -> None:
     many = [grammars.compile(StructuredOutputs(regex=regex)) for regex in ("a+", "[b-f]", "x|yz", ".*", "a+")]
     many[-1].advance([letter("a")])
     together = grammars.masks(many)
@@ -107,7 +107,7 @@ def test_many_masks_are_those_of_one_at_a_time(grammars: Grammars) -> None:
 
 @pytest.mark.parametrize("vocab_size", [SIZE, SIZE + 1, SIZE + 21, SIZE + 200, SIZE - 1, SIZE - 30])
 def test_padded_and_cut_vocabularies(folder: Path, vocab_size: int) -> None:
-    grammars = Grammars(model(folder, vocab_size))
+    grammars = GrammarCompiler(model(folder, vocab_size))
     grammar = grammars.compile(StructuredOutputs(regex="(?s:.*)"))
     masks = grammars.masks([grammar, grammars.compile(StructuredOutputs(regex="a"))])
     assert masks.shape == (2, -(-vocab_size // 32))
@@ -120,7 +120,7 @@ def test_padded_and_cut_vocabularies(folder: Path, vocab_size: int) -> None:
 
 @pytest.mark.parametrize("eos", [(EOS,), (0, 2), (0, 1, 2, 700)])
 def test_every_end_of_sequence_ends(folder: Path, eos: tuple[int, ...]) -> None:
-    grammars = Grammars(model(folder, SIZE + 500, eos))
+    grammars = GrammarCompiler(model(folder, SIZE + 500, eos))
     for end in set(eos) - {700}:
         grammar = grammars.compile(StructuredOutputs(regex="a*"))
         assert allowed(grammars, grammar) >= {*eos} - {700}
@@ -128,7 +128,7 @@ def test_every_end_of_sequence_ends(folder: Path, eos: tuple[int, ...]) -> None:
         assert grammar.is_complete
 
 
-def test_the_other_parameters_restrict_a_mask(grammars: Grammars) -> None:
+def test_the_other_parameters_restrict_a_mask(grammars: GrammarCompiler) -> None:
     grammar = grammars.compile(StructuredOutputs(regex="[a-d]*"))
     a, b, c, d = map(letter, "abcd")
     assert allowed(grammars, grammar) >= {a, b, c, d, EOS}
@@ -144,7 +144,7 @@ def test_the_other_parameters_restrict_a_mask(grammars: Grammars) -> None:
         allowed(grammars, grammar, [a, a], allowed_token_ids=[a], bad_word_ids=[[a, a]])
 
 
-def test_the_end_stays_where_nothing_else_can_follow(grammars: Grammars) -> None:
+def test_the_end_stays_where_nothing_else_can_follow(grammars: GrammarCompiler) -> None:
     grammar = grammars.compile(StructuredOutputs(regex="a"))
     grammar.advance([letter("a")])
     for params in ({"min_tokens": 9}, {"ignore_eos": True}, {"allowed_token_ids": [letter("a")]}):
@@ -153,7 +153,7 @@ def test_the_end_stays_where_nothing_else_can_follow(grammars: Grammars) -> None
 
 def test_what_was_compiled_is_shared_and_does_not_interfere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_module, "_KEPT", 3)
-    grammars = Grammars(model(folder))
+    grammars = GrammarCompiler(model(folder))
     compiled: list[str] = []
     compile = grammars._compile
 
@@ -178,14 +178,14 @@ def test_what_was_compiled_is_shared_and_does_not_interfere(folder: Path, monkey
     "outputs",
     [{"regex": "("}, {"grammar": "start: nothing"}, {"json": {"not": {}}}, {"json": {"enum": []}}, {"json": "["}],
 )
-def test_what_does_not_compile_is_told(grammars: Grammars, outputs: dict[str, Any]) -> None:
+def test_what_does_not_compile_is_told(grammars: GrammarCompiler, outputs: dict[str, Any]) -> None:
     with pytest.raises(GrammarError):
         grammars.compile(StructuredOutputs(**outputs))
     assert grammars.problem(StructuredOutputs(**outputs))
     assert grammars.problem(StructuredOutputs(regex="a")) is None
 
 
-def test_the_server_s_options_cannot_be_overridden(grammars: Grammars) -> None:
+def test_the_server_s_options_cannot_be_overridden(grammars: GrammarCompiler) -> None:
     schema = {"x-guidance": {"lenient": True, "whitespace_flexible": True}, "type": "array", "uniqueItems": True}
     with pytest.raises(GrammarError, match="uniqueItems"):
         grammars.compile(StructuredOutputs(json=schema))
@@ -211,7 +211,7 @@ def test_tokens_that_only_the_tokenizer_s_settings_add(tmp_path: Path) -> None:
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(folder / "tokenizer.json"))
-    grammars = Grammars(model(folder, SIZE + 32))
+    grammars = GrammarCompiler(model(folder, SIZE + 32))
     grammar = grammars.compile(StructuredOutputs(grammar='start: <tool> "hello world, how are you?"'))
     assert grammar.forced() == [SIZE, *ids("hello world, how are you?")]
 
@@ -219,7 +219,7 @@ def test_tokens_that_only_the_tokenizer_s_settings_add(tmp_path: Path) -> None:
 def test_a_tokenizer_of_the_other_kind(tmp_path: Path) -> None:
     tokenizer = byte_fallback()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    grammars = Grammars(model(tmp_path, tokenizer.get_vocab_size()))
+    grammars = GrammarCompiler(model(tmp_path, tokenizer.get_vocab_size()))
     grammar = grammars.compile(StructuredOutputs(regex="h[a-z]{1,9} é中"))
     pieces: list[Any] = [tokenizer.token_to_id(piece) for piece in ("he", "ll", "o", "▁", "é", "中")]
     grammar.advance(pieces[:3])
@@ -230,14 +230,14 @@ def test_a_tokenizer_of_the_other_kind(tmp_path: Path) -> None:
 
 def test_a_model_without_a_tokenizer_that_can_be_used(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match=r"tokenizer\.json"):
-        Grammars(model(tmp_path)).compile(StructuredOutputs(regex="a"))
+        GrammarCompiler(model(tmp_path)).compile(StructuredOutputs(regex="a"))
 
 
 def test_neither_torch_nor_anything_before_it_is_needed(folder: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from quire.engine.scheduler.grammar import Grammars
+from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.protocol.messages import StructuredOutputs
 from quire.server.frontend.structured_outputs import StructuredOutputCheck
 from tests.engine.test_grammar import model
@@ -245,7 +245,7 @@ assert "llguidance" not in sys.modules
 given, outputs = model(Path({str(folder)!r})), StructuredOutputs(json={{"type": "object"}})
 StructuredOutputCheck(given).resolve(outputs)  # which has a process of its own for it
 assert "llguidance" not in sys.modules
-Grammars(given).compile(outputs)
+GrammarCompiler(given).compile(outputs)
 assert "llguidance" in sys.modules
 assert not {{"torch", "transformers"}} & sys.modules.keys()
 """

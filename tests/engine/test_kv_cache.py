@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.config.options import CacheGroup
-from quire.engine.scheduler.kv_cache_manager import FREED, KVCache, extend_hashes
+from quire.engine.scheduler.kv_cache_manager import FREED, KVCacheManager, extend_hashes
 
 
 def hashes_of(tokens: list[int], block_size: int = 4) -> list[bytes]:
@@ -30,7 +30,7 @@ def test_a_hash_stands_for_all_tokens_before_it() -> None:
 
 
 def test_a_released_prefix_is_found_until_its_blocks_are_needed() -> None:
-    kv = KVCache(num_blocks=4, block_size=4, enable_prefix_caching=True)
+    kv = KVCacheManager(num_blocks=4, block_size=4, enable_prefix_caching=True)
     hashes = hashes_of(list(range(12)))
     blocks = kv.take(3)
     for block, digest in zip(blocks, hashes, strict=True):
@@ -47,7 +47,7 @@ def test_a_released_prefix_is_found_until_its_blocks_are_needed() -> None:
 
 
 def test_two_holders_of_a_block_are_counted() -> None:
-    kv = KVCache(num_blocks=2, block_size=4, enable_prefix_caching=True)
+    kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=True)
     (block,) = kv.take(1)
     kv.hold([block])
     kv.release([block])
@@ -57,7 +57,7 @@ def test_two_holders_of_a_block_are_counted() -> None:
 
 
 def test_of_two_equal_blocks_the_first_stays_known() -> None:
-    kv = KVCache(num_blocks=2, block_size=4, enable_prefix_caching=True)
+    kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=True)
     first, second = kv.take(2)
     (digest,) = hashes_of([1, 2, 3, 4])
     kv.publish(first, digest)
@@ -67,7 +67,7 @@ def test_of_two_equal_blocks_the_first_stays_known() -> None:
 
 
 def test_free_blocks_that_a_match_would_hold_are_not_counted_twice() -> None:
-    kv = KVCache(num_blocks=2, block_size=4, enable_prefix_caching=True)
+    kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=True)
     blocks = kv.take(1)
     (digest,) = hashes_of([1, 2, 3, 4])
     kv.publish(blocks[0], digest)
@@ -78,21 +78,21 @@ def test_free_blocks_that_a_match_would_hold_are_not_counted_twice() -> None:
 
 
 def test_check_integrity_notices_a_lost_block() -> None:
-    kv = KVCache(num_blocks=2, block_size=4, enable_prefix_caching=True)
+    kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=True)
     kv.take(1)
     with pytest.raises(AssertionError, match="reference counts"):
         kv.check_integrity([])
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:
-    kv = KVCache(num_blocks=2, block_size=4, enable_prefix_caching=False)
+    kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=False)
     (digest,) = hashes_of([1, 2, 3, 4])
     kv.publish(kv.take(1)[0], digest)
     assert kv.match([digest]) == []
 
 
-def grouped(windows: tuple[int | None, ...], num_blocks: int = 400, block_size: int = 4) -> KVCache:
-    return KVCache(num_blocks, block_size, True, [CacheGroup(window=window) for window in windows])
+def grouped(windows: tuple[int | None, ...], num_blocks: int = 400, block_size: int = 4) -> KVCacheManager:
+    return KVCacheManager(num_blocks, block_size, True, [CacheGroup(window=window) for window in windows])
 
 
 Windows = (

@@ -16,26 +16,26 @@ import msgspec
 import pytest
 
 from quire.engine import executor as executors
-from quire.engine.cluster.control_plane import Ended, Follower, Hello, Leader
+from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.executor import WorkerError, nodes
 from quire.engine.executor.local_ranks import RankFailed
 from quire.engine.executor.nodes import (
-    Begin,
     FromNode,
+    MultiNodeExecutor,
     Node,
     NodeFailed,
+    NodeOffer,
     NodeProgress,
     NodeReady,
-    NodesExecutor,
-    Offer,
+    NodeStart,
     introduce,
     offer,
     set_interfaces,
 )
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import StepPlan, StepResult
+from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 encode = msgspec.msgpack.encode
 
@@ -50,7 +50,7 @@ class FakeRanks:
     ) -> None:
         self.config, self.ranks, self.init_method, self.on_end = config, ranks, init_method, on_end
         self.is_ready, self.seconds, self.num_blocks = True, {"load weights": 1.0}, 0
-        self.arrived: deque[StepResult] = deque()
+        self.arrived: deque[ModelRunnerOutput] = deque()
         self.progress = [-1] * len(ranks)
         self.plans: SimpleQueue[bytes] = SimpleQueue()
         self.trouble: Exception | None = None
@@ -64,7 +64,7 @@ class FakeRanks:
     def _hear(self) -> None:
         os.eventfd_read(self.bell)
 
-    def say(self, *, trouble: Exception | None = None, result: StepResult | None = None) -> None:
+    def say(self, *, trouble: Exception | None = None, result: ModelRunnerOutput | None = None) -> None:
         """In the middle of a wait, if there is one."""
         self.trouble = trouble
         if result is not None:
@@ -113,10 +113,10 @@ class Hosts:
         """KV blocks of the ranks of node 1; 0: they measure nothing."""
         self.ends: SimpleQueue[None] = SimpleQueue()
         self.follower: Follower | None = None
-        self.executor: NodesExecutor | None = None
+        self.executor: MultiNodeExecutor | None = None
         self._error: Exception | None = None
 
-    def start(self, offered: Offer | None = None, **changes: Any) -> None:
+    def start(self, offered: NodeOffer | None = None, **changes: Any) -> None:
         """Have both meet; raises what node 0 raises."""
         config = resolve(self.other)
         hello = introduce(self.other, offered or offer(config), config)
@@ -124,7 +124,7 @@ class Hosts:
 
         def lead() -> None:
             try:
-                self.executor = NodesExecutor(self.config, "info", lambda: self.ends.put(None))
+                self.executor = MultiNodeExecutor(self.config, "info", lambda: self.ends.put(None))
             except Exception as error:
                 self._error = error
 
@@ -134,8 +134,8 @@ class Hosts:
             "127.0.0.1", self.options.master_port, hello, seconds=20, on_lost=lambda text: None, leader="node 0"
         )
         try:
-            self.begin = msgspec.msgpack.decode(self.follower.receive(20), type=Begin)
-        except Ended as ended:
+            self.begin = msgspec.msgpack.decode(self.follower.receive(20), type=NodeStart)
+        except LinkEnded as ended:
             leading.join()
             if self._error is None or ended.reason != str(self._error):
                 raise
@@ -154,7 +154,7 @@ class Hosts:
         """What node 0 says of a step that does not come back."""
         assert self.executor is not None
         with pytest.raises(WorkerError) as error:
-            self.executor.submit(StepPlan(1, [], [], [])).result()
+            self.executor.submit(SchedulerOutput(1, [], [], [])).result()
         return str(error.value)
 
     def close(self) -> None:
@@ -201,15 +201,15 @@ def test_plans_go_out_results_come_back_and_the_end_is_told(hosts: Hosts) -> Non
     assert (hosts.ranks.ranks, hosts.ranks.init_method) == (range(2), hosts.begin.init_method)
     assert hosts.begin.init_method.startswith("tcp://127.0.0.1:")
     assert executor.seconds["load weights"] == 2.0
-    pending = [executor.submit(StepPlan(step, [], [], [])) for step in range(3)]
+    pending = [executor.submit(SchedulerOutput(step, [], [], [])) for step in range(3)]
     for step in range(3):
-        assert hosts.ranks.plans.get(timeout=5) == follower.receive(5) == encode(StepPlan(step, [], [], []))
-        hosts.say(StepResult(step, [step + 7]))
+        assert hosts.ranks.plans.get(timeout=5) == follower.receive(5) == encode(SchedulerOutput(step, [], [], []))
+        hosts.say(ModelRunnerOutput(step, [step + 7]))
     assert [each.result().token_ids for each in pending] == [[7], [8], [9]]
     executor.close()
     assert hosts.ranks.end.get(timeout=5) == "closed"
     hosts.executor = None
-    with pytest.raises(Ended) as ended:
+    with pytest.raises(LinkEnded) as ended:
         follower.receive(5)
     assert ended.value.reason == ""
 
@@ -217,8 +217,8 @@ def test_plans_go_out_results_come_back_and_the_end_is_told(hosts: Hosts) -> Non
 def test_results_of_the_ranks_of_node_0_come_back_too(hosts: Hosts) -> None:
     hosts.start()
     assert hosts.executor is not None
-    pending = hosts.executor.submit(StepPlan(0, [], [], []))
-    hosts.ranks.say(result=StepResult(0, [5]))
+    pending = hosts.executor.submit(SchedulerOutput(0, [], [], []))
+    hosts.ranks.say(result=ModelRunnerOutput(0, [5]))
     assert pending.result().token_ids == [5]
 
 
@@ -269,7 +269,7 @@ def test_what_is_a_nodes_own_may_differ(hosts: Hosts, changes: dict[str, Any]) -
 
 def test_nodes_that_cannot_serve_are_named(hosts: Hosts) -> None:
     with pytest.raises(ConfigError, match=r"^node 1 \(127.0.0.1\): /m: no such model folder$"):
-        hosts.start(Offer(error="/m: no such model folder"))
+        hosts.start(NodeOffer(error="/m: no such model folder"))
 
 
 @pytest.mark.parametrize(
@@ -362,11 +362,11 @@ class Follows:
             on_lost=lambda number, text: self.lost.put(text),
             on_message=lambda number, body: self.messages.put(decode(body)),
         )
-        self.ended: Ended | None = None
+        self.ended: LinkEnded | None = None
         self._thread = threading.Thread(target=self._serve, args=(resolve(replace(options, node_rank=1)),))
         self._thread.start()
         self.hello: Hello = self.leader.wait(20)[1]
-        self.leader.send(1, encode(Begin(40, "tcp://127.0.0.1:1")))
+        self.leader.send(1, encode(NodeStart(40, "tcp://127.0.0.1:1")))
         self.ranks = FakeRanks.made.get(timeout=20)
         self.ranks.say()
 
@@ -374,7 +374,7 @@ class Follows:
         node = Node(config, "info")
         try:
             node.serve()
-        except Ended as ended:
+        except LinkEnded as ended:
             self.ended = ended
         finally:
             node.close()
@@ -402,8 +402,8 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
     assert follows.messages.get(timeout=5) == NodeProgress([-1, -1])
     follows.leader.send(1, b"a plan")
     assert follows.ranks.plans.get(timeout=5) == b"a plan"
-    follows.ranks.say(result=StepResult(0, [4]))
-    assert follows.messages.get(timeout=5) == StepResult(0, [4])
+    follows.ranks.say(result=ModelRunnerOutput(0, [4]))
+    assert follows.messages.get(timeout=5) == ModelRunnerOutput(0, [4])
     follows.leader.close()
     assert follows.reason() == ""
 
@@ -463,7 +463,7 @@ def test_node_0_is_told_of_a_node_whose_address_is_wrong(hosts: Hosts, monkeypat
 
     following = threading.Thread(target=follow)
     following.start()
-    told = msgspec.msgpack.decode(leader.wait(10)[1].body, type=Offer).error
+    told = msgspec.msgpack.decode(leader.wait(10)[1].body, type=NodeOffer).error
     leader.close(told)
     following.join(10)
     assert error == [told]

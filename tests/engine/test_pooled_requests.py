@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config.pooling import Mode, Pooling
-from quire.engine.protocol.messages import RequestOutput
+from quire.engine.protocol.messages import EngineCoreOutput
 from tests.engine.test_scheduler import AHEAD, Engine
 from tests.fakes.configs import engine_config
 
@@ -18,7 +18,7 @@ def pooled_engine(mode: Mode = "lasttoken", **options: Any) -> Engine:
     return Engine(engine_config(pooling=Pooling(modes=(mode,), size=32), **options))
 
 
-def check(engine: Engine, request_id: str, prompt: list[int]) -> RequestOutput:
+def check(engine: Engine, request_id: str, prompt: list[int]) -> EngineCoreOutput:
     """The one output of a request, which is its vector."""
     (output,) = engine.outputs[request_id]
     assert (output.finish_reason, output.token_ids) == ("stop", [])

@@ -17,7 +17,7 @@ from quire import kernels
 from quire.engine.config import cuda_graph_sizes, devices, topology
 from quire.engine.config.options import EngineOptions, GraphConfig
 from quire.engine.config.resolve import Sizes, fetch_weights, plan_text, resolve
-from quire.engine.config.topology import Link
+from quire.engine.config.topology import LinkType
 from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
 from quire.kernels.cache import FP8_CAPABILITY
@@ -447,7 +447,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, memory: int = 24 << 30) -> None:
 def test_a_cache_that_the_gpus_cannot_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are used; what NVML does not say is left to the ranks."""
     model = folder(tmp_path)
-    found = devices.Devices("cuda", 3, 24 << 30, (2, 1), ((Link.UNKNOWN,) * 3,) * 3)
+    found = devices.Devices("cuda", 3, 24 << 30, (2, 1), ((LinkType.UNKNOWN,) * 3,) * 3)
     monkeypatch.setattr(devices, "find", lambda kind, groups: found)
 
     def asked(dtype: str, *capabilities: tuple[int, int], **more: Any) -> str:
@@ -520,7 +520,7 @@ def test_graphs_are_counted_and_the_plan_says_why_there_are_none(
 def test_ranks_that_share_a_gpu_have_a_part_of_it_and_no_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = devices.Devices("cuda", 1, 1 << 30, (0, 0), ((topology.Link.NVLINK,),))
+    found = devices.Devices("cuda", 1, 1 << 30, (0, 0), ((topology.LinkType.NVLINK,),))
     monkeypatch.setattr(devices, "find", lambda kind, groups: found)
     asked = {"device": "cuda", "tensor_parallel_size": 2, "max_num_seqs": 4096, "max_num_batched_tokens": 4096}
     config = resolve(options(folder(tmp_path), **asked))

@@ -7,18 +7,18 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from quire.engine.distributed.shm_broadcast import Ring
+from quire.engine.distributed.shm_broadcast import ShmBroadcast
 
 CONTEXT = multiprocessing.get_context("spawn")
 
 
-def echo(ring: Ring, reader: int, pipe: Connection) -> None:
+def echo(ring: ShmBroadcast, reader: int, pipe: Connection) -> None:
     while message := ring.read(reader):
         pipe.send_bytes(message)
 
 
 def test_every_reader_gets_every_message_of_any_size() -> None:
-    ring = Ring(CONTEXT, readers=2, slots=4, slot_bytes=64)
+    ring = ShmBroadcast(CONTEXT, readers=2, slots=4, slot_bytes=64)
     messages = [bytes([size % 251]) * size for size in (1, 58, 59, 60, 118, 2, 5000, 64, 3)]
     pipes, processes = [], []
     for reader in range(2):
@@ -38,7 +38,7 @@ def test_every_reader_gets_every_message_of_any_size() -> None:
 
 
 def test_a_full_ring_asks_whether_the_readers_live() -> None:
-    ring = Ring(CONTEXT, readers=1, slots=2, slot_bytes=64)
+    ring = ShmBroadcast(CONTEXT, readers=1, slots=2, slot_bytes=64)
 
     def nobody_reads() -> None:
         raise ConnectionError("reader is gone")

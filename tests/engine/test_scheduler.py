@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.protocol.messages import RequestOutput, SamplingParams, StepPlan, StepResult, Submit
+from quire.engine.protocol.messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    SamplingParams,
+    SchedulerOutput,
+)
 from quire.engine.scheduler.scheduler import Scheduler
 from tests.fakes.configs import engine_config
 from tests.fakes.model import FAILURE, FakeModel, next_token
@@ -33,8 +39,8 @@ class Engine:
             windows=tuple(group.window for group in config.cache.groups),
         )
         self.depth, self.stages = config.scheduler.depth, config.parallel.pipeline_parallel_size
-        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
-        self.outputs: dict[str, list[RequestOutput]] = {}
+        self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+        self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.idle_stage_steps = 0
         """Counted here, to hold the scheduler's own count against."""
 
@@ -47,7 +53,7 @@ class Engine:
         told: Sequence[int] = (),
         **params: Any,
     ) -> None:
-        submit = Submit(0, request_id, prompt, SamplingParams(**params), priority, cache_salt, list(told))
+        submit = EngineCoreRequest(0, request_id, prompt, SamplingParams(**params), priority, cache_salt, list(told))
         self.outputs[request_id] = []
         outputs = submit.params.structured_outputs
         refusal = self.scheduler.add(submit, None if outputs is None else self.scheduler.grammars.compile(outputs))
@@ -501,7 +507,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
 def test_a_request_id_in_use_is_refused_and_leaves_the_first_alone() -> None:
     engine = Engine(engine_config())
     engine.add("a", [1], max_tokens=2)
-    refusal = engine.scheduler.add(Submit(0, "a", [2], SamplingParams()))
+    refusal = engine.scheduler.add(EngineCoreRequest(0, "a", [2], SamplingParams()))
     assert refusal is not None
     assert refusal.finish_reason == "error"
     engine.run()
@@ -693,7 +699,7 @@ def test_a_prefix_is_found_where_its_last_window_is() -> None:
     assert engine.outputs["shorter"][-1].num_cached_tokens == 32
 
 
-def out_of_memory_at(rng: random.Random, share: float) -> Callable[[StepPlan], bool]:
+def out_of_memory_at(rng: random.Random, share: float) -> Callable[[SchedulerOutput], bool]:
     return lambda plan: plan.num_rows > 0 and rng.random() < share
 
 

@@ -14,7 +14,7 @@ import pytest
 from quire.engine.config import devices, parallel_config, topology
 from quire.engine.config.devices import Devices
 from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig
-from quire.engine.config.topology import Link, Links, arrange, crossed
+from quire.engine.config.topology import Links, LinkType, arrange, crossed
 from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
 from tests.engine.test_resolve import LLAMA
@@ -24,7 +24,7 @@ INTERLEAVED = [[0, 2, 4, 6], [1, 3, 5, 7]]
 UUIDS = [f"GPU-{number:08x}-aaaa" for number in range(8)]
 
 
-def islands(parts: list[list[int]], inside: Link, outside: Link) -> Links:
+def islands(parts: list[list[int]], inside: LinkType, outside: LinkType) -> Links:
     home = {device: number for number, part in enumerate(parts) for device in part}
     count = len(home)
     return tuple(
@@ -32,8 +32,8 @@ def islands(parts: list[list[int]], inside: Link, outside: Link) -> Links:
     )
 
 
-ALL_NVLINK = islands([list(range(8))], Link.NVLINK, Link.UNKNOWN)
-TWO_ISLANDS = islands(INTERLEAVED, Link.NVLINK, Link.SOCKETS)
+ALL_NVLINK = islands([list(range(8))], LinkType.NVLINK, LinkType.UNKNOWN)
+TWO_ISLANDS = islands(INTERLEAVED, LinkType.NVLINK, LinkType.SOCKETS)
 
 
 class FakeNvml(types.ModuleType):
@@ -81,12 +81,14 @@ class FakeNvml(types.ModuleType):
         assert capability == self.NVML_P2P_CAPS_INDEX_NVLINK
         if self.silent:
             raise self.NVMLError("Not Supported")
-        return 0 if self.links[one][other] is Link.NVLINK else 5
+        return 0 if self.links[one][other] is LinkType.NVLINK else 5
 
     def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
         if self.silent:
             raise self.NVMLError("Not Supported")
-        return {Link.SWITCH: 10, Link.PCIE: 30, Link.SOCKETS: 50, Link.NVLINK: 50}[self.links[one][other]]
+        return {LinkType.SWITCH: 10, LinkType.PCIE: 30, LinkType.SOCKETS: 50, LinkType.NVLINK: 50}[
+            self.links[one][other]
+        ]
 
 
 Install = Callable[..., FakeNvml]
@@ -115,9 +117,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
         (TWO_ISLANDS, [2, 2, 2, 2], (0, 2, 4, 6, 1, 3, 5, 7)),  # an island is used up before the next is begun
         (TWO_ISLANDS, [2, 4], (1, 3, 0, 2, 4, 6)),  # the small group does not break the large one's island
         (TWO_ISLANDS, [1, 1], (0, 2)),  # stages beside each other, while there is room
-        (islands([[0, 3], [1, 2]], Link.SWITCH, Link.PCIE), [2, 2], (0, 3, 1, 2)),
-        (islands([[0, 1], [2, 3]], Link.PCIE, Link.SOCKETS), [2, 2], (0, 1, 2, 3)),
-        (islands([[0], [1]], Link.PCIE, Link.PCIE), [], ()),
+        (islands([[0, 3], [1, 2]], LinkType.SWITCH, LinkType.PCIE), [2, 2], (0, 3, 1, 2)),
+        (islands([[0, 1], [2, 3]], LinkType.PCIE, LinkType.SOCKETS), [2, 2], (0, 1, 2, 3)),
+        (islands([[0], [1]], LinkType.PCIE, LinkType.PCIE), [], ()),
     ],
 )
 def test_groups_lie_inside_the_fastest_islands(links: Links, groups: list[int], expected: tuple[int, ...]) -> None:
@@ -128,23 +130,26 @@ def test_a_group_avoids_the_one_slow_pair() -> None:
     """A ring of four, 0-1-3-2-0, whose diagonals have no NVLink: not any two that reach each other somehow."""
     fast = {(0, 1), (1, 3), (2, 3), (0, 2)}
     ring = tuple(
-        tuple(Link.NVLINK if (min(a, b), max(a, b)) in fast else Link.SOCKETS for b in range(4)) for a in range(4)
+        tuple(LinkType.NVLINK if (min(a, b), max(a, b)) in fast else LinkType.SOCKETS for b in range(4))
+        for a in range(4)
     )
     order = arrange(ring, [2, 2])
-    assert crossed(ring, order, [2, 2], 2).tensor is Link.NVLINK
+    assert crossed(ring, order, [2, 2], 2).tensor is LinkType.NVLINK
 
 
 def test_large_hosts_are_arranged_at_once() -> None:
-    sixteen = islands([list(range(0, 16, 2)), list(range(1, 16, 2))], Link.NVLINK, Link.SOCKETS)
+    sixteen = islands([list(range(0, 16, 2)), list(range(1, 16, 2))], LinkType.NVLINK, LinkType.SOCKETS)
     assert arrange(sixteen, [8, 8]) == (*range(0, 16, 2), *range(1, 16, 2))
 
 
 def test_what_is_crossed_is_the_slowest_of_each_kind() -> None:
     order = arrange(TWO_ISLANDS, [4, 4])
-    assert crossed(TWO_ISLANDS, order, [4, 4], 2) == topology.Crossed(Link.NVLINK, Link.SOCKETS)
-    assert crossed(TWO_ISLANDS, order, [4, 4], 1) == topology.Crossed(Link.NVLINK, None), "two replicas do not talk"
-    assert crossed(TWO_ISLANDS, range(8), [8], 1).tensor is Link.SOCKETS
-    assert crossed(TWO_ISLANDS, [0], [1], 1) == topology.Crossed()
+    assert crossed(TWO_ISLANDS, order, [4, 4], 2) == topology.CrossedLinks(LinkType.NVLINK, LinkType.SOCKETS)
+    assert crossed(TWO_ISLANDS, order, [4, 4], 1) == topology.CrossedLinks(LinkType.NVLINK, None), (
+        "two replicas do not talk"
+    )
+    assert crossed(TWO_ISLANDS, range(8), [8], 1).tensor is LinkType.SOCKETS
+    assert crossed(TWO_ISLANDS, [0], [1], 1) == topology.CrossedLinks()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +182,7 @@ def test_a_driver_that_does_not_tell_leaves_the_order_alone(install: Install) ->
     install(TWO_ISLANDS, silent=True)
     found = devices.find("cuda", [4, 4])
     assert found.order == tuple(range(8))
-    assert found.links[0][1] is Link.UNKNOWN
+    assert found.links[0][1] is LinkType.UNKNOWN
 
 
 def test_no_gpu_and_wrong_ones_are_said(install: Install) -> None:
@@ -293,7 +298,7 @@ def shared(count: int, **changes: Any) -> ParallelConfig:
 def test_ranks_go_round_the_gpus_where_they_may_share_them(
     count: int, tp: int, pp: int, order: tuple[int, ...], install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(islands([list(range(count))], Link.NVLINK, Link.NVLINK))
+    install(islands([list(range(count))], LinkType.NVLINK, LinkType.NVLINK))
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     if tp * pp > count:
         for value in ("", "0"):
@@ -318,7 +323,7 @@ def test_ranks_go_round_the_gpus_where_they_may_share_them(
 
 
 def test_what_cannot_share_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(islands([[0]], Link.NVLINK, Link.NVLINK))
+    install(islands([[0]], LinkType.NVLINK, LinkType.NVLINK))
     monkeypatch.setenv(devices.SHARE, "1")
     with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU is for the ranks of a single host"):
         shared(1, tensor_parallel_size=4, nnodes=2)

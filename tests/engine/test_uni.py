@@ -12,7 +12,7 @@ from quire.engine.config.options import EngineConfig
 from quire.engine.executor import WorkerError
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import Scheduled, StepPlan, StepResult
+from quire.engine.protocol.messages import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 from tests.fakes.configs import engine_config
 
 FAILS, REFUSED, REFUSES = 13, 17, "refuses"
@@ -23,14 +23,14 @@ MEASURED = 77
 class FakeStep:
     """A step whose result comes late."""
 
-    def __init__(self, plan: StepPlan, may_go: threading.Event) -> None:
+    def __init__(self, plan: SchedulerOutput, may_go: threading.Event) -> None:
         self._plan, self._may_go = plan, may_go
 
-    def result(self) -> StepResult | None:
+    def result(self) -> ModelRunnerOutput | None:
         assert self._may_go.wait(60)
         if self._plan.step == FAILS:
             raise ValueError("no such block")
-        return StepResult(self._plan.step, [7] * self._plan.num_rows)
+        return ModelRunnerOutput(self._plan.step, [7] * self._plan.num_rows)
 
 
 class FakeWorker:
@@ -43,7 +43,7 @@ class FakeWorker:
         self.launched: list[int] = []
         self.threads = {threading.current_thread().name}
 
-    def launch(self, plan: StepPlan) -> FakeStep:
+    def launch(self, plan: SchedulerOutput) -> FakeStep:
         self.threads.add(threading.current_thread().name)
         self.launched.append(plan.step)
         if plan.step == REFUSED:
@@ -73,8 +73,8 @@ def worker_of(executor: UniExecutor) -> FakeWorker:
     return worker
 
 
-def plan(step: int) -> StepPlan:
-    return StepPlan(step, [], [], [Scheduled(0, 1, [], [])])
+def plan(step: int) -> SchedulerOutput:
+    return SchedulerOutput(step, [], [], [CachedRequestData(0, 1, [], [])])
 
 
 def test_plans_wait_for_one_another_and_nobody_for_them(executor: UniExecutor) -> None:
@@ -102,7 +102,7 @@ def test_what_a_step_raises_comes_out_of_its_result(executor: UniExecutor) -> No
 def test_a_rank_that_hangs_is_named(executor: UniExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executors, "SIGN_OF_LIFE_TIMEOUT", 0.0)
     with pytest.raises(WorkerError, match="rank 0 did not answer within 0 s"):
-        executor.submit(StepPlan(0, [], [], [])).result()
+        executor.submit(SchedulerOutput(0, [], [], [])).result()
 
 
 def test_one_plan_in_flight_needs_no_thread() -> None:

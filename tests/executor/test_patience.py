@@ -10,7 +10,7 @@ import pytest
 from quire.engine.config.options import ExpertParallelConfig, ParallelConfig
 from quire.engine.distributed import watchdog
 from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, patience
-from quire.engine.protocol.messages import StepPlan
+from quire.engine.protocol.messages import SchedulerOutput
 from tests.fakes.configs import engine_config
 
 COMPUTES = {"cpu": STEP_TIMEOUT, "cuda": 1.0}
@@ -18,15 +18,15 @@ COMPUTES = {"cpu": STEP_TIMEOUT, "cuda": 1.0}
 TELLS = watchdog._OTHERS_SECONDS + watchdog._LOOK_SECONDS
 
 
-def wait(plan: StepPlan, **grid: Any) -> float:
+def wait(plan: SchedulerOutput, **grid: Any) -> float:
     stages = tuple(range(stage, stage + 1) for stage in range(grid.get("pipeline_parallel_size", 1)))
     sizes: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "executor": "mp", "device": "cpu"}
     parallel = ParallelConfig(**(sizes | {"stages": stages} | grid))
     return patience(plan, replace(engine_config(), parallel=parallel))
 
 
-def plan(rows: int, has_work: bool | None = None) -> StepPlan:
-    return StepPlan(0, [], [], [], decodes=list(range(rows)), has_work=has_work)
+def plan(rows: int, has_work: bool | None = None) -> SchedulerOutput:
+    return SchedulerOutput(0, [], [], [], decodes=list(range(rows)), has_work=has_work)
 
 
 @pytest.mark.parametrize("timeout", [0.1, 4.0, STEP_TIMEOUT, 10 * STEP_TIMEOUT])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.engine.cluster import ray_cluster
-from quire.engine.config.options import EngineConfig, EngineOptions, RayPlace
+from quire.engine.config.options import EngineConfig, EngineOptions, RayPlacement
 from quire.engine.config.resolve import resolve
 from quire.engine.executor.ray import Actors
 from quire.engine.protocol.errors import ConfigError
@@ -49,7 +49,7 @@ class FakeRay(ModuleType):
 def config() -> EngineConfig:
     """Three ranks on node 1, one on node 2."""
     config = resolve(EngineOptions(pipeline_parallel_size=4, distributed_executor_backend="mp"))
-    place = RayPlace("10.0.0.1:6379", "10.0.0.1", None, (("a", "10.0.0.1"), ("b", "10.0.0.2")), ())
+    place = RayPlacement("10.0.0.1:6379", "10.0.0.1", None, (("a", "10.0.0.1"), ("b", "10.0.0.2")), ())
     return replace(config, parallel=replace(config.parallel, nodes=3, shares=(0, 3, 1), ray=place))
 
 

@@ -13,18 +13,18 @@ from quire.engine.config.options import (
     ParallelConfig,
     SchedulerConfig,
 )
-from quire.engine.models.model_spec import Architecture, Attention, FeedForward, Layer, Norm, Rope
+from quire.engine.models.model_spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 
-NORM = Norm(eps=1e-6)
-TINY_ATTENTION = Attention(num_heads=8, num_kv_heads=4, head_dim=4, scale=0.5, rope=Rope(theta=10000.0, dim=4))
-TINY_FEED_FORWARD = FeedForward(size=64)
-TINY_LAYER = Layer(
+NORM = NormSpec(eps=1e-6)
+TINY_ATTENTION = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=4, scale=0.5, rope=RopeSpec(theta=10000.0, dim=4))
+TINY_FEED_FORWARD = MLPSpec(size=64)
+TINY_LAYER = LayerSpec(
     attention=TINY_ATTENTION,
     attention_norm=NORM,
     feed_forward=TINY_FEED_FORWARD,
     feed_forward_norm=NORM,
 )
-TINY = Architecture(
+TINY = ModelSpec(
     name="LlamaForCausalLM",
     hidden_size=32,
     vocab_size=97,

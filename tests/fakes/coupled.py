@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.core.engine_core import Core, Inbound
+from quire.engine.core.engine_core import EngineCore, Inbound
 from quire.engine.executor import Executor
 from quire.engine.protocol.messages import (
-    Alive,
-    Fault,
-    Outputs,
+    EngineCoreOutputs,
+    EngineCoreRequest,
     Probe,
+    ProbeReply,
+    ReplicaFailed,
     SamplingParams,
     Shutdown,
-    Submit,
+    StartWave,
     ToServer,
-    Wake,
 )
 from tests.fakes.outputs import each
 
@@ -43,8 +43,8 @@ class LinkedWire:
     def send(self, client: int, message: ToServer) -> None:
         self.sent.put(message)
 
-    def send_peers(self, message: Wake | Fault) -> None:
-        self.num_wakes += isinstance(message, Wake)
+    def send_peers(self, message: StartWave | ReplicaFailed) -> None:
+        self.num_wakes += isinstance(message, StartWave)
         for peer in self.peers:
             self.wires[peer].inbox.put(message)
 
@@ -52,7 +52,7 @@ class LinkedWire:
         """Its tokens, once it has ended."""
         while request_id not in self.ended:
             message = self.sent.get(timeout=WAIT)
-            for output in each(message) if isinstance(message, Outputs) else ():
+            for output in each(message) if isinstance(message, EngineCoreOutputs) else ():
                 self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
                 if output.finish_reason is not None:
                     assert output.finish_reason == "length", output.error
@@ -63,16 +63,16 @@ class LinkedWire:
 @dataclass
 class Replicas:
     wires: list[LinkedWire]
-    cores: list[Core]
+    cores: list[EngineCore]
 
     def submit(self, replica: int, request_id: str, prompt: list[int], max_tokens: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.wires[replica].inbox.put(Submit(0, request_id, prompt, params))
+        self.wires[replica].inbox.put(EngineCoreRequest(0, request_id, prompt, params))
 
     def probe(self, replica: int) -> None:
         wire = self.wires[replica]
         wire.inbox.put(Probe(0, 5))
-        while not isinstance(wire.sent.get(timeout=WAIT), Alive):
+        while not isinstance(wire.sent.get(timeout=WAIT), ProbeReply):
             pass
 
 
@@ -86,9 +86,9 @@ def serving(
     for replica, (wire, executor) in enumerate(zip(wires, executors, strict=True)):
         wire.wires = wires
         parallel = replace(config.parallel, replica=replica)
-        cores.append(Core(replace(config, parallel=parallel), executor, wire))  # type: ignore[arg-type]
+        cores.append(EngineCore(replace(config, parallel=parallel), executor, wire))  # type: ignore[arg-type]
 
-    def run(core: Core) -> None:
+    def run(core: EngineCore) -> None:
         try:
             core.run()
         except BaseException as error:

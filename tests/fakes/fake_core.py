@@ -24,19 +24,19 @@ import zmq
 from quire.engine.config.options import EngineConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.messages import (
-    Abort,
-    Alive,
-    Dead,
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDead,
+    EngineReady,
     EngineStats,
     FinishReason,
     Join,
-    Outputs,
     Probe,
+    ProbeReply,
     PromptLogprobs,
-    Ready,
-    RequestOutput,
     Shutdown,
-    Submit,
     ToCore,
     TokenLogprobs,
     ToServer,
@@ -82,7 +82,7 @@ class FakeCore:
         for socket, address in zip(self.responses, responses, strict=True):
             socket.connect(address)
         self.decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
-        self.running: dict[str, Iterator[RequestOutput]] = {}
+        self.running: dict[str, Iterator[EngineCoreOutput]] = {}
         self.clients: dict[str, int] = {}
         """Which API process a request is of."""
         self.told: set[str] = set()
@@ -108,21 +108,21 @@ class FakeCore:
 
     def take(self, message: ToCore) -> None:
         match message:
-            case Submit(request_id=request_id):
+            case EngineCoreRequest(request_id=request_id):
                 self.running[request_id] = self.echo(message)
                 self.clients[request_id] = message.client
                 self.stats.prompt_tokens += len(message.prompt_token_ids)
-            case Abort(request_ids):
+            case AbortRequests(request_ids):
                 self.abort(request_ids)
             case Join(client):
                 self.abort([i for i in self.running if self.clients[i] == client])
-                self.send(client, Ready({}, self.replica))
+                self.send(client, EngineReady({}, self.replica))
             case Probe(client, probe_id) if not self.is_mute:
-                self.send(client, Alive(probe_id, self.replica))
+                self.send(client, ProbeReply(probe_id, self.replica))
 
     def abort(self, request_ids: list[str]) -> None:
         ended = [i for i in request_ids if self.running.pop(i, None) is not None]
-        self.tell([RequestOutput(i, [], finish_reason="abort") for i in ended])
+        self.tell([EngineCoreOutput(i, [], finish_reason="abort") for i in ended])
 
     def step(self) -> None:
         outputs = [
@@ -136,7 +136,7 @@ class FakeCore:
         if outputs:
             self.tell(outputs)
 
-    def tell(self, outputs: list[RequestOutput]) -> None:
+    def tell(self, outputs: list[EngineCoreOutput]) -> None:
         self.stats.steps += 1
         self.stats.running = len(list(self.running)[: self.width])
         self.stats.waiting = len(self.running) - self.stats.running
@@ -144,16 +144,16 @@ class FakeCore:
         for client in {self.clients[output.request_id] for output in outputs}:
             self.tell_client(client, [output for output in outputs if self.clients[output.request_id] == client])
 
-    def tell_client(self, client: int, outputs: list[RequestOutput]) -> None:
+    def tell_client(self, client: int, outputs: list[EngineCoreOutput]) -> None:
         plain = [output for output in outputs if output.token_ids and not output.logprobs and not output.finish_reason]
         full = [output for output in outputs if output not in plain]
         first = [output for output in plain if output.request_id not in self.told]
         columns = [output for output in plain if output.request_id in self.told]
         self.told.update(output.request_id for output in first)
         ids, tokens = [output.request_id for output in columns], [output.token_ids[0] for output in columns]
-        self.send(client, Outputs(first + full, self.stats, ids, tokens, self.replica))
+        self.send(client, EngineCoreOutputs(first + full, self.stats, ids, tokens, self.replica))
 
-    def echo(self, request: Submit) -> Iterator[RequestOutput]:
+    def echo(self, request: EngineCoreRequest) -> Iterator[EngineCoreOutput]:
         """The outputs of a request behind what it has had, one for each step; those without tokens are not sent."""
         prompt, params = request.prompt_token_ids, request.params
         room = MAX_MODEL_LEN - len(prompt)
@@ -164,10 +164,12 @@ class FakeCore:
             yield from self.obey(command, request.request_id)
         if self.size:
             numbers = array("f", vector(prompt, self.size)).tobytes()
-            yield RequestOutput(request.request_id, [], finish_reason="stop", num_cached_tokens=1, vector=numbers)
+            yield EngineCoreOutput(request.request_id, [], finish_reason="stop", num_cached_tokens=1, vector=numbers)
         if params.prompt_logprobs is not None and not request.output_token_ids:
             for chunk in (prompt[1:4], prompt[4:]):
-                yield RequestOutput(request.request_id, [], prompt_logprobs=self.score(chunk, params.prompt_logprobs))
+                yield EngineCoreOutput(
+                    request.request_id, [], prompt_logprobs=self.score(chunk, params.prompt_logprobs)
+                )
         for count, token in itertools.islice(enumerate(tokens, 1), len(request.output_token_ids), None):
             is_stop = (token == EOS and not params.ignore_eos) or token in params.stop_token_ids
             reason: FinishReason | None = "stop" if is_stop else "length" if count == limit else None
@@ -175,7 +177,7 @@ class FakeCore:
             if params.logprobs is not None:
                 top = [token, token + 1, token + 2][: params.logprobs]
                 logprobs = [TokenLogprobs(-0.5, 1, top, [-0.5, -1.5, float("-inf")][: params.logprobs])]
-            yield RequestOutput(
+            yield EngineCoreOutput(
                 request.request_id, [token], logprobs, reason, token if is_stop else None, num_cached_tokens=1
             )
 
@@ -185,18 +187,18 @@ class FakeCore:
         rows = [(-1.0, 2, top, [-0.5, -1.0, float("-inf")][:k]) for top in tops]
         return prompt_logprobs(rows, min(k, 3))
 
-    def obey(self, command: int, request_id: str) -> Iterator[RequestOutput]:
+    def obey(self, command: int, request_id: str) -> Iterator[EngineCoreOutput]:
         match command:
             case int() if command == DIE:
-                self.broadcast(Dead("rank 1 was killed by SIGKILL", self.replica))
+                self.broadcast(EngineDead("rank 1 was killed by SIGKILL", self.replica))
                 sys.exit(1)
             case int() if command == VANISH:
                 sys.exit(3)
             case int() if command == FAIL:
-                yield RequestOutput(request_id, [], finish_reason="error", error="the KV cache is too small")
+                yield EngineCoreOutput(request_id, [], finish_reason="error", error="the KV cache is too small")
             case int() if command == HANG:
                 while True:
-                    yield RequestOutput(request_id, [])
+                    yield EngineCoreOutput(request_id, [])
             case _:
                 self.is_mute = True
 
@@ -214,18 +216,18 @@ if __name__ == "__main__":
     core.milliseconds = 10 if sys.argv[1] == "slow" else 1
     match sys.argv[1]:
         case "dead":
-            core.broadcast(Dead("the weights do not fit", core.replica))
+            core.broadcast(EngineDead("the weights do not fit", core.replica))
             core.context.destroy(linger=5000)
         case "stubborn" | "lingering":
-            core.broadcast(Ready({}, core.replica))
+            core.broadcast(EngineReady({}, core.replica))
             if sys.argv[1] == "lingering":
-                core.broadcast(Dead("rank 0 hangs", core.replica))
+                core.broadcast(EngineDead("rank 0 hangs", core.replica))
             threading.Event().wait()
         case mode if mode.startswith("embed "):
             core.size = int(mode.removeprefix("embed "))
-            core.broadcast(Ready({"engine in all": 0.0}, core.replica))
+            core.broadcast(EngineReady({"engine in all": 0.0}, core.replica))
             core.run()
         case mode:
             if mode != "loading":
-                core.broadcast(Ready({"engine in all": 0.0}, core.replica, core.stats))
+                core.broadcast(EngineReady({"engine in all": 0.0}, core.replica, core.stats))
             core.run()

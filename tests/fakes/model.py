@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from quire.engine.protocol.messages import PromptLogprobs, Scheduled, StepPlan, StepResult
+from quire.engine.protocol.messages import CachedRequestData, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from tests.fakes.outputs import prompt_logprobs
 
 VOCAB = 97
@@ -54,22 +54,22 @@ class FakeModel:
     rows: dict[int, Row] = field(default_factory=dict)
     kv: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     """(block, offset) → the group, and the tokens up to and including the one whose KV lies there."""
-    plans: list[StepPlan] = field(default_factory=list)
-    fails: Callable[[StepPlan], bool] = lambda plan: False
+    plans: list[SchedulerOutput] = field(default_factory=list)
+    fails: Callable[[SchedulerOutput], bool] = lambda plan: False
     """Whether there is no memory for a step; those behind it are skipped until a plan says that the core knows."""
     is_skipping: bool = False
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self.plans.append(plan)
         assert plan.num_tokens <= self.max_tokens
         self._apply(plan)
         assert self.is_skipping or not plan.resumes
         self.is_skipping = (self.is_skipping and not plan.resumes) or self.fails(plan)
         if self.is_skipping:
-            return StepResult(plan.step, [], failure=FAILURE)
+            return ModelRunnerOutput(plan.step, [], failure=FAILURE)
         return self._run(plan)
 
-    def _apply(self, plan: StepPlan) -> None:
+    def _apply(self, plan: SchedulerOutput) -> None:
         for slot in plan.released:
             del self.rows[slot]
         for new in plan.new:
@@ -80,10 +80,10 @@ class FakeModel:
                 row.score_from, row.score_until = new.num_scored_tokens, new.num_prompt_tokens - 1
             self.rows[new.slot] = row
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         assert len(plan.token_ids) == (0 if self.keeps else len(plan.decodes))
         for slot, token_id in zip_longest(plan.decodes, plan.token_ids):
-            self._write(Scheduled(slot, 1, [] if token_id is None else [token_id], []))
+            self._write(CachedRequestData(slot, 1, [] if token_id is None else [token_id], []))
         for scheduled in plan.scheduled:  # all KV of a step is written before any row attends
             self._write(scheduled)
         slots = plan.decodes + [scheduled.slot for scheduled in plan.scheduled]
@@ -98,16 +98,16 @@ class FakeModel:
         for slot, count in zip(slots, counts, strict=True):
             self._read(self.rows[slot], count)
         if self.pools:
-            return StepResult(plan.step, [-1] * len(slots), vectors=self._pool(slots))
+            return ModelRunnerOutput(plan.step, [-1] * len(slots), vectors=self._pool(slots))
         sampled = [self._sample(self.rows[slot], plan.masks.get(slot)) for slot in slots]
-        return StepResult(plan.step, sampled, [], scores)
+        return ModelRunnerOutput(plan.step, sampled, [], scores)
 
     def _pool(self, slots: list[int]) -> dict[int, bytes]:
         rows = [self.rows[slot] for slot in slots]
         ended = (number for number, row in enumerate(rows) if row.computed == len(row.tokens))
         return {number: array("f", rows[number].tokens).tobytes() for number in ended}
 
-    def _write(self, scheduled: Scheduled) -> None:
+    def _write(self, scheduled: CachedRequestData) -> None:
         row = self.rows[scheduled.slot]
         row.tokens += scheduled.new_token_ids
         row.blocks += scheduled.new_block_ids

@@ -5,13 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from quire.engine.protocol.messages import Outputs, PromptLogprobs, RequestOutput
+from quire.engine.protocol.messages import EngineCoreOutput, EngineCoreOutputs, PromptLogprobs
 
 
-def each(message: Outputs) -> list[RequestOutput]:
+def each(message: EngineCoreOutputs) -> list[EngineCoreOutput]:
     """An output for every request that the message tells of."""
     columns = zip(message.request_ids, message.token_ids, strict=True)
-    return [RequestOutput(request_id, [token_id]) for request_id, token_id in columns] + message.outputs
+    return [EngineCoreOutput(request_id, [token_id]) for request_id, token_id in columns] + message.outputs
 
 
 def prompt_logprobs(rows: Sequence[tuple[float, int, list[int], list[float]]], num_top: int) -> PromptLogprobs:

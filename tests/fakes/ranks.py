@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import ExpertParallelConfig
-from quire.engine.distributed import ExpertGroup, Parallel, Peers
-from quire.engine.distributed.threads import ThreadParallel, ThreadPeers
+from quire.engine.distributed import ExpertCommunicator, ExpertGroup, Parallel
+from quire.engine.distributed.threads import ThreadExpertCommunicator, ThreadParallel
 
 T = TypeVar("T")
 
@@ -27,12 +27,12 @@ def expert_groups(dp: int, tp: int, config: ExpertParallelConfig) -> tuple[list[
     """Of the ranks of a stage in `dp` replicas, and what is to be broken when one of them fails."""
     barriers: list[threading.Barrier] = []
 
-    def peers(size: int) -> list[Peers]:
+    def peers(size: int) -> list[ExpertCommunicator]:
         if size == 1:
-            return [Peers()]
+            return [ExpertCommunicator()]
         barriers.append(threading.Barrier(size))
         shared: list[list[Tensor]] = [[]] * size
-        return [ThreadPeers(rank, size, barriers[-1], shared) for rank in range(size)]
+        return [ThreadExpertCommunicator(rank, size, barriers[-1], shared) for rank in range(size)]
 
     stages = [_stage(tp) for _ in range(dp)]
     for stage in stages:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import EngineConfig, ExpertParallelConfig
-from quire.engine.distributed import Links
+from quire.engine.distributed import ParallelState
 from quire.engine.distributed.pipeline import Pipeline
-from quire.engine.executor import Pending
-from quire.engine.protocol.messages import StepPlan
-from quire.engine.worker.model_runner import Runner
+from quire.engine.executor import StepFuture
+from quire.engine.protocol.messages import SchedulerOutput
+from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.ranks import expert_groups
 
 
@@ -41,7 +41,7 @@ class ThreadExecutor:
         self.config, parallel = config, config.parallel
         tp, stages = parallel.tensor_parallel_size, len(parallel.stages)
         self.seconds: dict[str, float] = {}
-        self._plans: list[SimpleQueue[tuple[StepPlan, Future[Any]] | None]] = []
+        self._plans: list[SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None]] = []
         self._threads: list[threading.Thread] = []
         queues: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(stages)] for _ in range(tp)]
         for stage in range(stages):
@@ -49,9 +49,9 @@ class ThreadExecutor:
             groups, _ = expert_groups(1, tp, spread)
             for rank, group in enumerate(groups):
                 experts = None if parallel.experts is None else group
-                links = Links(group.tp, QueuePipeline(stage, stages, queues[rank]), experts)
-                runner = Runner(config, stage * tp + rank, links, torch.device("cpu"))
-                plans: SimpleQueue[tuple[StepPlan, Future[Any]] | None] = SimpleQueue()
+                links = ParallelState(group.tp, QueuePipeline(stage, stages, queues[rank]), experts)
+                runner = ModelRunner(config, stage * tp + rank, links, torch.device("cpu"))
+                plans: SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None] = SimpleQueue()
                 self._plans.append(plans)
                 self._threads.append(threading.Thread(target=self._run, args=(runner, plans), daemon=True))
         for thread in self._threads:
@@ -59,7 +59,7 @@ class ThreadExecutor:
         self._last = (stages - 1) * tp
 
     @staticmethod
-    def _run(runner: Runner, plans: SimpleQueue[tuple[StepPlan, Future[Any]] | None]) -> None:
+    def _run(runner: ModelRunner, plans: SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None]) -> None:
         runner.settle()
         while (entry := plans.get()) is not None:
             plan, future = entry
@@ -68,7 +68,7 @@ class ThreadExecutor:
             except BaseException as error:
                 future.set_exception(error)
 
-    def submit(self, plan: StepPlan) -> Pending:
+    def submit(self, plan: SchedulerOutput) -> StepFuture:
         futures: list[Future[Any]] = [Future() for _ in self._plans]
         for plans, future in zip(self._plans, futures, strict=True):
             plans.put((plan, future))

@@ -173,7 +173,7 @@ def test_flashinfer(
         pytest.skip("FlashInfer is not installed: pip install 'quire[flashinfer]'")
     found = FlashInfer(device)
     if lack := found.lacks(kind, dtype, dtype):
-        with pytest.raises(backends.Unavailable, match=lack):
+        with pytest.raises(backends.BackendUnavailable, match=lack):
             backends.choose(
                 torch.device("cuda"),
                 dtype,

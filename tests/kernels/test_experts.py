@@ -164,30 +164,30 @@ def close(out: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def by_expert(
-    pack: Callable[[Tensor], kernels.Linear],
+    pack: Callable[[Tensor], kernels.PackedLinear],
     gate_up: Tensor,
     down: Tensor,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     *,
     activation: str = "silu",
-) -> kernels.Experts:
+) -> kernels.PackedExperts:
     first, second = ([pack(weight) for weight in weights] for weights in (gate_up, down))
     return experts.ExpertByExpert(first, second, activation, gate_up_bias, down_bias)
 
 
 def forms(
     gate_up: Tensor, down: Tensor, activation: str, gate_up_bias: Tensor | None, down_bias: Tensor | None
-) -> list[kernels.Experts]:
+) -> list[kernels.PackedExperts]:
     """Every implementation that takes such weights here, of copies: packing may overwrite them."""
     biases = (gate_up_bias, down_bias)
-    made: list[kernels.Experts] = [
+    made: list[kernels.PackedExperts] = [
         experts.PlainExperts(gate_up, down, activation, *biases),
-        by_expert(linear.Widened, gate_up, down, *biases, activation=activation),
+        by_expert(linear.WidenedLinear, gate_up, down, *biases, activation=activation),
         kernels.pack_experts(gate_up.clone(), down.clone(), activation, gate_up_bias=biases[0], down_bias=biases[1]),
     ]
     if gate_up.dtype == torch.float32 or (gate_up.dtype == torch.bfloat16 and linear._is_ours("bf16")):
-        made.append(experts.PanelExperts(gate_up.clone(), down.clone(), activation, *biases))
+        made.append(experts.TiledExperts(gate_up.clone(), down.clone(), activation, *biases))
     return made
 
 
@@ -271,8 +271,8 @@ def test_int8_panels_are_the_int8_linears(size: int, hidden: int, dtype: torch.d
     """To rounding: an inner feature may fall on the next step where it lies between two."""
     x, (weights, ids) = torch.randn(15, hidden).to(dtype), routed(15, 5, 2)
     gate_up, down, *_ = random_experts(5, size, hidden)
-    panels = experts.PanelExperts(gate_up, down, "silu", None, None, is_int8=True)
-    one_by_one = by_expert(linear.Int8, gate_up, down)
+    panels = experts.TiledExperts(gate_up, down, "silu", None, None, is_int8=True)
+    one_by_one = by_expert(linear.Int8Linear, gate_up, down)
     close(panels(x, weights, ids), one_by_one(x, weights, ids).double(), 1e-2)
 
 
@@ -283,7 +283,7 @@ def test_a_token_is_the_same_in_any_company_and_by_any_threads(kind: str, implem
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     gate_up, down, *_ = random_experts(7, 176, 704, dtype)
     product = kernels.pack_experts(gate_up, down, "silu", quantization="int8" if kind == "int8" else None)
-    if not isinstance(product, experts.PanelExperts):
+    if not isinstance(product, experts.TiledExperts):
         pytest.skip(f"{kind} is not ours on this processor")
     x = (torch.randn(240, 704) * torch.logspace(-3, 3, 240)[:, None]).to(dtype)
     weights, ids = routed(240, 7, 3)
@@ -313,7 +313,7 @@ def test_a_token_that_is_not_a_number_harms_no_other() -> None:
 
 def test_packing_takes_the_memory_of_the_weights() -> None:
     gate_up, down, *_ = random_experts(3, 32, 64)
-    packed = experts.PanelExperts(gate_up, down, "silu", None, None)
+    packed = experts.TiledExperts(gate_up, down, "silu", None, None)
     assert packed._weights[0].data_ptr() == gate_up.data_ptr()
     assert packed._weights[3].data_ptr() == down.data_ptr()
 
@@ -340,19 +340,19 @@ def test_an_expert_moves_to_another_place(dtype: torch.dtype, bias: bool) -> Non
 
 def movable(
     gate_up: Tensor | None, down: Tensor | None, gate_up_bias: Tensor | None, down_bias: Tensor | None
-) -> list[kernels.Experts]:
+) -> list[kernels.PackedExperts]:
     """All `forms`, the quantized, and those of processors without our own products."""
     assert gate_up is not None
     assert down is not None
     biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
     made = forms(gate_up.clone(), down.clone(), "silu", biases[0], biases[1])
-    packs: list[Callable[[Tensor], kernels.Linear]] = [linear.Int8OneDNN, linear.Int4]
+    packs: list[Callable[[Tensor], kernels.PackedLinear]] = [linear.Int8OneDNNLinear, linear.Int4Linear]
     if torch.cpu._is_avx512_bf16_supported() or gate_up.dtype == torch.float32:
-        packs.append(linear.OneDNN)
+        packs.append(linear.OneDNNLinear)
     for pack in packs:
         biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
         made.append(by_expert(pack, gate_up, down, *biases))
     biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
     if torch.cpu._is_vnni_supported():
-        made.append(experts.PanelExperts(gate_up.clone(), down.clone(), "silu", *biases, is_int8=True))
+        made.append(experts.TiledExperts(gate_up.clone(), down.clone(), "silu", *biases, is_int8=True))
     return made

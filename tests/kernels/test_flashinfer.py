@@ -26,7 +26,7 @@ from torch import Tensor
 from quire import kernels
 from quire.kernels import backends, dispatch, reference
 from quire.kernels import flashinfer as ours
-from quire.kernels.backends import AttentionLayer, AttentionNeeds, HostRows, Unavailable
+from quire.kernels.backends import AttentionLayer, AttentionNeeds, BackendUnavailable, HostRows
 from quire.kernels.flashinfer import FlashInfer
 from tests.fakes import flashinfer as fake
 from tests.kernels import test_attention
@@ -227,7 +227,9 @@ def test_a_named_backend_that_can_serve_no_layer_is_refused(
     layer: AttentionLayer, dtypes: tuple[torch.dtype, torch.dtype], reason: str
 ) -> None:
     needs = AttentionNeeds((layer,), 16, dtypes[1], "flashinfer")
-    with pytest.raises(Unavailable, match=f"--attention-backend flashinfer: it does not serve {reason}; take triton"):
+    with pytest.raises(
+        BackendUnavailable, match=f"--attention-backend flashinfer: it does not serve {reason}; take triton"
+    ):
         backends.choose(CUDA, dtypes[0], needs, reference.paged_attention)
 
 
@@ -240,7 +242,9 @@ def test_a_backend_that_computes_something_else_is_not_used(
         return compute(self, q, paged_kv_cache, out).add_(0.1)
 
     monkeypatch.setattr(fake._Planned, "compute", wrong)
-    with pytest.raises(ours.Wrong, match="it fails its self-check: AssertionError: Tensor-likes are not close"):
+    with pytest.raises(
+        ours.FlashInferWrong, match="it fails its self-check: AssertionError: Tensor-likes are not close"
+    ):
         choose(NEEDS)
     tried = backends._with_flashinfer
     monkeypatch.setattr(backends, "_with_flashinfer", lambda device, *rest: tried(CPU, *rest))
@@ -260,11 +264,11 @@ def test_a_backend_that_fails_at_the_sizes_that_are_timed_is_not_used(
         return compute(self, q, paged_kv_cache, out)
 
     monkeypatch.setattr(fake._Planned, "compute", fails)
-    with pytest.raises(ours.Wrong, match="it cannot be timed: RuntimeError: no such kernel"):
+    with pytest.raises(ours.FlashInferWrong, match="it cannot be timed: RuntimeError: no such kernel"):
         choose(NEEDS)
     monkeypatch.setattr(FlashInfer, "_plan", lambda *_: None)
     monkeypatch.setattr(FlashInfer, "compare", lambda *_: "")
-    with pytest.raises(ours.Wrong, match="it cannot be timed: AssertionError: it declines the call"):
+    with pytest.raises(ours.FlashInferWrong, match="it cannot be timed: AssertionError: it declines the call"):
         choose(NEEDS)
 
 
@@ -274,7 +278,9 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert backends.choose(CUDA, torch.float16, NEEDS, reference.paged_attention) is None
     assert "attention on cuda: by triton (flashinfer is not used: it cannot be imported" in caplog.text
     named = AttentionNeeds((LAYER,), 16, torch.float16, "flashinfer")
-    with pytest.raises(Unavailable, match=r"pip install 'quire\[flashinfer\]'; take triton, or leave the flag out"):
+    with pytest.raises(
+        BackendUnavailable, match=r"pip install 'quire\[flashinfer\]'; take triton, or leave the flag out"
+    ):
         backends.choose(CUDA, torch.float16, named, reference.paged_attention)
 
 
@@ -283,7 +289,9 @@ def test_triton_by_name_must_work(caplog: pytest.LogCaptureFixture) -> None:
     named = AttentionNeeds((LAYER,), backend="triton")
     assert backends.choose(CUDA, torch.float16, named, reference.paged_attention) is None
     assert "attention on cuda: by triton, as asked" in caplog.text
-    with pytest.raises(Unavailable, match="its kernel does not work on cuda: wrong PTX; take auto, or reference"):
+    with pytest.raises(
+        BackendUnavailable, match="its kernel does not work on cuda: wrong PTX; take auto, or reference"
+    ):
         backends.choose(CUDA, torch.float16, named, reference.paged_attention, "wrong PTX")
 
 
@@ -304,7 +312,9 @@ def test_prepare_chooses_for_the_cpu_and_raises_where_one_waits(monkeypatch: pyt
     kernels.prepare("cpu")()
     assert not backends.CHOSEN
     ready = kernels.prepare("cpu", torch.float32, AttentionNeeds(backend="triton"))
-    with pytest.raises(Unavailable, match="--attention-backend triton needs a GPU; leave it out, or take reference"):
+    with pytest.raises(
+        BackendUnavailable, match="--attention-backend triton needs a GPU; leave it out, or take reference"
+    ):
         ready()
 
 

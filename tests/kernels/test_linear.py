@@ -35,11 +35,15 @@ def test_full_precision_is_the_plain_product(
     bias = torch.randn(outs).to(dtype) if with_bias else None
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(dtype)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
-    packs: list[Callable[[Tensor], kernels.Linear]] = [kernels.pack_linear, linear.Plain, linear.Widened]
+    packs: list[Callable[[Tensor], kernels.PackedLinear]] = [
+        kernels.pack_linear,
+        linear.PlainLinear,
+        linear.WidenedLinear,
+    ]
     if dtype == torch.float32:
-        packs += [linear.Panels, linear.OneDNN]
+        packs += [linear.TiledLinear, linear.OneDNNLinear]
     elif dtype == torch.bfloat16:
-        packs.append(linear.OneDNN)
+        packs.append(linear.OneDNNLinear)
     for pack in packs:
         close(pack(weight)(x, bias), expected, tolerance)
 
@@ -52,9 +56,9 @@ def test_int8_is_exact_on_the_rounded_numbers(rows: int, outs: int, ins: int, dt
     bytes_, scales = packed.quantize_weight(weight, 127 if torch.cpu._is_vnni_supported() else 63)
     sums = (x_bytes.double() - packed.INT8_ZERO) @ bytes_.double().T
     expected = (sums * x_scales[:, None] * scales + bias).to(dtype)
-    packs: list[Callable[[Tensor], kernels.Linear]] = [linear.Int8OneDNN]
+    packs: list[Callable[[Tensor], kernels.PackedLinear]] = [linear.Int8OneDNNLinear]
     if torch.cpu._is_vnni_supported():
-        packs.append(linear.Int8)
+        packs.append(linear.Int8Linear)
     for pack in packs:
         close(pack(weight)(x, bias), expected, {torch.float32: 1e-6}.get(dtype, 5e-3))
         close(pack(weight)(x, bias), F.linear(x.float(), weight, bias.float()).to(dtype), 0.03)
@@ -105,7 +109,9 @@ def test_no_rows_and_the_company_of_others(quantization: kernels.Quantization | 
     together = product(x, None)
     for row in (0, 17, 239):
         alone = product(x[row : row + 1], None)[0]
-        if isinstance(product, linear.Panels | linear.Int8) or (quantization == "int4" and implementation == "cpu"):
+        if isinstance(product, linear.TiledLinear | linear.Int8Linear) or (
+            quantization == "int4" and implementation == "cpu"
+        ):
             assert torch.equal(alone, together[row])
         else:
             torch.testing.assert_close(alone, together[row], rtol=1e-4, atol=1e-5 * float(together[row].abs().max()))
@@ -175,6 +181,6 @@ def test_compiled_quantization_is_the_references(dtype: torch.dtype, steps: int)
 def test_a_row_that_is_not_a_number_stays_none() -> None:
     x = torch.randn(3, 64)
     x[1, 5] = torch.nan
-    out = linear.Int8(torch.randn(8, 64))(x, None)
+    out = linear.Int8Linear(torch.randn(8, 64))(x, None)
     assert out[1].isnan().all()
     assert not out[[0, 2]].isnan().any()

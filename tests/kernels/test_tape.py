@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels.cpu import shared
-from quire.kernels.cpu.op_replay import Tape
+from quire.kernels.cpu.op_replay import OpReplay
 
 Work = Callable[[Tensor, Tensor], Tensor]
 
@@ -75,7 +75,7 @@ def with_constants(x: Tensor, weight: Tensor) -> Tensor:
 def test_a_replay_does_the_same_with_other_numbers(work: Work) -> None:
     x, weight, out = torch.randn(4, 4), torch.randn(4, 4), torch.zeros(4, 4)
     with torch.inference_mode():
-        with Tape() as tape:
+        with OpReplay() as tape:
             out.copy_(work(x, weight))
         assert not tape.reason
         for _ in range(3):
@@ -97,7 +97,7 @@ def test_other_tensors_may_come_to_lie_where_values_were() -> None:
         out.copy_(value)
 
     with torch.inference_mode():
-        with Tape() as tape:
+        with OpReplay() as tape:
             work()
         for number in range(20):
             x.fill_(number)
@@ -110,7 +110,7 @@ def test_other_tensors_may_come_to_lie_where_values_were() -> None:
 def test_a_replay_lets_go_of_all_that_it_makes() -> None:
     x, out = torch.zeros(1 << 10), torch.zeros(1 << 10)
     with torch.inference_mode():
-        with Tape() as tape:
+        with OpReplay() as tape:
             value = x + 1
             out.copy_(torch.cat((value[: 1 << 9], value[1 << 9 :])) + 1)
             del value
@@ -125,7 +125,7 @@ def test_a_replay_lets_go_of_all_that_it_makes() -> None:
 def test_a_replay_that_fails_lets_go_too() -> None:
     x, rows, out = torch.zeros(1 << 10), torch.zeros(8, dtype=torch.int64), torch.zeros(8)
     with torch.inference_mode():
-        with Tape() as tape:
+        with OpReplay() as tape:
             out.copy_((x + 1).index_select(0, rows))
         rows.fill_(len(x))
         with torch.profiler.profile(profile_memory=True) as profile, pytest.raises(IndexError, match="out of range"):
@@ -142,7 +142,7 @@ def test_ranks_meet_in_a_replay() -> None:
     memory, out = torch.zeros(shared.segment_bytes(1), dtype=torch.uint8), torch.zeros(8)
     x = torch.randn(8)
     with torch.inference_mode():
-        with Tape() as tape:
+        with OpReplay() as tape:
             value = x * 2
             shared.all_reduce(memory, 0, 1, 10.0, value)
             out.copy_(shared.all_gather(memory, 0, 1, 10.0, value))
@@ -184,7 +184,7 @@ def failing(x: Tensor) -> None:
 )
 def test_what_would_not_be_the_same_again_is_not_kept(work: Callable[[Tensor], Any], operation: str) -> None:
     with torch.inference_mode():
-        with Tape() as tape:
+        with OpReplay() as tape:
             work(torch.randn(8))
         assert operation in tape.reason
         with pytest.raises(RuntimeError, match="this tape cannot be replayed"):
@@ -195,7 +195,7 @@ def test_collectives_of_torch_are_not_kept(tmp_path: Path) -> None:
     """Python waits for them."""
     torch.distributed.init_process_group("gloo", (tmp_path / "meet").as_uri(), rank=0, world_size=1)
     try:
-        with torch.inference_mode(), Tape() as tape:
+        with torch.inference_mode(), OpReplay() as tape:
             torch.distributed.all_reduce(torch.ones(4))
     finally:
         torch.distributed.destroy_process_group()
@@ -205,15 +205,15 @@ def test_collectives_of_torch_are_not_kept(tmp_path: Path) -> None:
 def test_an_error_comes_out_and_the_next_tape_is_another() -> None:
     x = torch.randn(3, 3)
     with torch.inference_mode():
-        with pytest.raises(RuntimeError, match="shapes"), Tape():
+        with pytest.raises(RuntimeError, match="shapes"), OpReplay():
             x @ torch.randn(4, 4)
-        with Tape() as tape:
+        with OpReplay() as tape:
             x.add_(1.0)
         before = x.clone()
         tape.replay()
         assert torch.equal(x, before + 1)
-        with pytest.raises(RuntimeError, match="one at a time"), Tape(), Tape():
+        with pytest.raises(RuntimeError, match="one at a time"), OpReplay(), OpReplay():
             pass
-        with Tape() as after:
+        with OpReplay() as after:
             x.add_(1.0)
         assert not after.reason

@@ -14,12 +14,12 @@ from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.models.model_spec import Experts, FeedForward
+from quire.engine.models.model_spec import MLPSpec, MoESpec
 from tests.layers.test_sharding import fill
 
 HIDDEN = 32
-PLAIN = Experts(num_experts=6, top_k=2, size=24, activation="silu", scoring="softmax", renormalize=True)
-SHARED = replace(PLAIN, shared=FeedForward(size=40), shared_gate=True)
+PLAIN = MoESpec(num_experts=6, top_k=2, size=24, activation="silu", scoring="softmax", renormalize=True)
+SHARED = replace(PLAIN, shared=MLPSpec(size=40), shared_gate=True)
 EVERYTHING = replace(
     SHARED,
     num_experts=12,
@@ -33,7 +33,7 @@ EVERYTHING = replace(
     correction_bias=True,
     router_bias=True,
     bias=True,
-    shared=FeedForward(size=40, bias=True),
+    shared=MLPSpec(size=40, bias=True),
 )
 
 
@@ -45,7 +45,7 @@ def packed(module: nn.Module, quantization: kernels.Quantization | None = None) 
     return module
 
 
-def build(spec: Experts, group: ExpertGroup) -> MixtureOfExperts:
+def build(spec: MoESpec, group: ExpertGroup) -> MixtureOfExperts:
     """The layer as a rank of the group has it."""
     module = fill(MixtureOfExperts(spec, HIDDEN, group.tp, group))
     assert isinstance(module, MixtureOfExperts)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import ExpertParallelConfig
-from quire.engine.distributed import ExpertGroup, Parallel, Placement
+from quire.engine.distributed import ExpertGroup, ExpertPlacement, Parallel
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.models.model_spec import Experts, FeedForward
+from quire.engine.models.model_spec import MLPSpec, MoESpec
 from tests.fakes.ranks import on_replicas
 from tests.layers.experts import EVERYTHING, HIDDEN, PLAIN, batch, build, packed
 from tests.layers.test_sharding import fill
@@ -24,14 +24,14 @@ TWELVE = replace(PLAIN, num_experts=12, top_k=4)
 """Four of the twelve: tokens have several experts on a rank."""
 
 
-def whole(spec: Experts, x: Tensor) -> Tensor:
+def whole(spec: MoESpec, x: Tensor) -> Tensor:
     with torch.no_grad():
         out: Tensor = fill(MixtureOfExperts(spec, HIDDEN, Parallel()))(x)
     return out
 
 
 def check(
-    spec: Experts, config: ExpertParallelConfig, dp: int, tp: int, counts: Sequence[int], *, is_packed: bool = True
+    spec: MoESpec, config: ExpertParallelConfig, dp: int, tp: int, counts: Sequence[int], *, is_packed: bool = True
 ) -> None:
     """Each rank gets what one rank makes of its replica's tokens."""
     inputs = [torch.randn(count, HIDDEN) for count in counts]
@@ -56,7 +56,7 @@ def check(
 @pytest.mark.parametrize("counts", [(7, 7), (1, 30), (5, 0), (0, 0)], ids=str)
 @pytest.mark.parametrize("spec", [TWELVE, EVERYTHING], ids=["plain", "everything"])
 def test_replicas_give_what_one_rank_gives(
-    spec: Experts, counts: tuple[int, int], placement: Any, backend: Any
+    spec: MoESpec, counts: tuple[int, int], placement: Any, backend: Any
 ) -> None:
     """Uneven and empty ones as well, with and without shared experts."""
     check(spec, ExpertParallelConfig(placement=placement, all2all=backend), 2, 2, counts)
@@ -80,7 +80,7 @@ def test_copies_change_nothing(dp: int, tp: int, placement: Any, backend: Any) -
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_experts_may_be_anywhere(backend: Any) -> None:
     """As they are once they have been moved: the tokens of one position go to one copy, wherever it is."""
-    moved = Placement(((11, 3, 0, 0), (1, 3, 2, 4), (3, 5, 6, 7), (10, 9, 8, 3)))
+    moved = ExpertPlacement(((11, 3, 0, 0), (1, 3, 2, 4), (3, 5, 6, 7), (10, 9, 8, 3)))
     config = ExpertParallelConfig(all2all=backend, is_balanced=True, redundant=4)
     counts = (13, 6)
     inputs = [torch.randn(count, HIDDEN) for count in counts]
@@ -161,7 +161,7 @@ def test_half_precision_is_summed_in_float32() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         x = torch.randn(40, HIDDEN)
-        spec = replace(EVERYTHING, shared=FeedForward(size=40))
+        spec = replace(EVERYTHING, shared=MLPSpec(size=40))
         expected = whole(spec, x).float()
         for backend in BACKENDS:
             config = ExpertParallelConfig(all2all=backend)
@@ -196,7 +196,7 @@ def test_quantized_experts_are_spread_alike(backend: Any, quantization: Any) -> 
 @pytest.mark.parametrize("redundant", [0, 4])
 def test_every_expert_has_a_place(placement: Any, redundant: int) -> None:
     config = ExpertParallelConfig(placement=placement, redundant=redundant)
-    found = Placement.initial(12, 4, config)
+    found = ExpertPlacement.initial(12, 4, config)
     assert found.places == 3 + redundant // 4
     copies = found.copies(12)
     assert sorted(place for places in copies for place in places) == list(range(12 + redundant))

@@ -12,23 +12,23 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.distributed import Parallel
 from quire.engine.layers.attention import Batch
-from quire.engine.layers.mla import LatentAttention
+from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary
 from quire.engine.models import model_spec
-from quire.engine.models.model_spec import Norm, Rope
+from quire.engine.models.model_spec import NormSpec, RopeSpec
 from tests.fakes.ranks import on_ranks
 from tests.layers.test_sharding import check, fill
 
 HIDDEN, BLOCK = 24, 4
-SPEC = model_spec.LatentAttention(
+SPEC = model_spec.MLASpec(
     num_heads=4,
     query_latent_dim=10,
     latent_dim=16,
     plain_dim=6,
     value_dim=5,
     scale=0.3,
-    rope=Rope(theta=100.0, dim=4),
-    norm=Norm(eps=1e-6),
+    rope=RopeSpec(theta=100.0, dim=4),
+    norm=NormSpec(eps=1e-6),
 )
 
 
@@ -53,7 +53,7 @@ def batch_of(contexts: list[int], counts: list[int]) -> tuple[Batch, Tensor]:
     return batch, torch.cat(earlier)
 
 
-def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: model_spec.LatentAttention = SPEC) -> Tensor:
+def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: model_spec.MLASpec = SPEC) -> Tensor:
     sides, heads, numbers = spec.kv_shape(1)
     return kernels.allocate_kv_cache(1, blocks, heads, BLOCK, numbers, dtype, torch.device("cpu"), sides)[0]
 
@@ -63,8 +63,8 @@ def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: model_spec.L
 )
 def test_both_forms_are_equal(dtype: torch.dtype, tolerance: float) -> None:
     """Whatever the cache holds: it is read by both alike."""
-    layer = fill(LatentAttention(SPEC, HIDDEN, Parallel()))
-    assert isinstance(layer, LatentAttention)
+    layer = fill(MLA(SPEC, HIDDEN, Parallel()))
+    assert isinstance(layer, MLA)
     batch, earlier = batch_of([0, 9, 30], [7, 1, 40])
     cache = cache_of(int(batch.block_tables.max()) + 1, dtype)
     row = SPEC.kv_shape(1)[2]
@@ -77,20 +77,20 @@ def test_both_forms_are_equal(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def test_a_batch_takes_the_form_that_pays_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = fill(LatentAttention(SPEC, HIDDEN, Parallel()))
-    assert isinstance(layer, LatentAttention)
+    layer = fill(MLA(SPEC, HIDDEN, Parallel()))
+    assert isinstance(layer, MLA)
     many = layer._plain_from
     batch, _ = batch_of([0, 3, 0, 0, 2, 0], [many, 1, 2, many + 5, many, 1])
     cache = cache_of(int(batch.block_tables.max()) + 1)
     x, turns = torch.randn(len(batch.token_ids), HIDDEN), Rotary(SPEC.rope, 100)(batch.positions)
     asked: list[list[int]] = []
-    plain = LatentAttention.plain
+    plain = MLA.plain
 
-    def counted(layer: LatentAttention, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+    def counted(layer: MLA, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         asked.append(batch.rows().counts.tolist())
         return plain(layer, query, batch, cache)
 
-    monkeypatch.setattr(LatentAttention, "plain", counted)
+    monkeypatch.setattr(MLA, "plain", counted)
     mixed = layer(x, batch, turns, cache)
     assert asked == [[many], [many + 5, many]]
     at_once = 2 * (2 * many + 4) * SPEC.num_heads * SPEC.head_dim
@@ -104,8 +104,8 @@ def test_a_batch_takes_the_form_that_pays_for_each_request(monkeypatch: pytest.M
 
 def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one that has nothing to be read."""
-    layer = fill(LatentAttention(SPEC, HIDDEN, Parallel())).to("meta")
-    assert isinstance(layer, LatentAttention)
+    layer = fill(MLA(SPEC, HIDDEN, Parallel())).to("meta")
+    assert isinstance(layer, MLA)
     batch, _ = batch_of([0, 3, 0], [layer._plain_from, 1, layer._plain_from])
     cache = cache_of(int(batch.block_tables.max()) + 1).to("meta")
     tensors: dict[str, Any] = {
@@ -120,9 +120,9 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
 class Prefill(nn.Module):
     """One request's prefill, as a function of its hidden states alone."""
 
-    def __init__(self, spec: model_spec.LatentAttention, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.MLASpec, parallel: Parallel) -> None:
         super().__init__()
-        self.attention, self.spec = LatentAttention(spec, HIDDEN, parallel), spec
+        self.attention, self.spec = MLA(spec, HIDDEN, parallel), spec
 
     def forward(self, x: Tensor) -> Tensor:
         batch, _ = batch_of([0], [len(x)])
@@ -140,7 +140,7 @@ def test_heads_are_cut_over_the_ranks(latent_queries: bool, count: int) -> None:
 
 def test_a_token_takes_576_numbers_whatever_the_heads_and_ranks() -> None:
     """DeepSeek-V3's sizes: the paper's figure."""
-    spec = replace(SPEC, num_heads=128, latent_dim=512, plain_dim=128, value_dim=128, rope=Rope(theta=1e4, dim=64))
+    spec = replace(SPEC, num_heads=128, latent_dim=512, plain_dim=128, value_dim=128, rope=RopeSpec(theta=1e4, dim=64))
     for tp in (1, 8, 128):
         assert torch.tensor(spec.kv_shape(tp)).prod() == 576
 
@@ -149,8 +149,8 @@ def test_parameters_are_as_many_as_described() -> None:
     for spec in (SPEC, replace(SPEC, query_latent_dim=None, bias=True)):
         for size in (1, 2, 4):
 
-            def count(parallel: Parallel, spec: model_spec.LatentAttention = spec) -> int:
-                return sum(weight.numel() for weight in LatentAttention(spec, HIDDEN, parallel).parameters())
+            def count(parallel: Parallel, spec: model_spec.MLASpec = spec) -> int:
+                return sum(weight.numel() for weight in MLA(spec, HIDDEN, parallel).parameters())
 
             matrices = sum(rows * columns * number for rows, columns, number in spec.matrices(HIDDEN, size))
             assert on_ranks(size, count) == [matrices + spec.vectors(HIDDEN, size)] * size

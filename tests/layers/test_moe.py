@@ -23,9 +23,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from quire import kernels
 from quire.engine.distributed import Parallel
 from quire.engine.layers.moe import Experts as ExpertsOfRank
-from quire.engine.layers.moe import Held, MixtureOfExperts, WholeLinear
+from quire.engine.layers.moe import LocalExperts, MixtureOfExperts, ReplicatedLinear
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.model_spec import Experts, FeedForward
+from quire.engine.models.model_spec import MLPSpec, MoESpec
 from tests.fakes.ranks import on_ranks
 from tests.layers.experts import EVERYTHING, HIDDEN, PLAIN, SHARED, packed
 from tests.layers.test_sharding import check, fill
@@ -33,13 +33,13 @@ from tests.layers.test_sharding import check, fill
 
 @pytest.mark.parametrize("spec", [PLAIN, SHARED, EVERYTHING], ids=["plain", "shared", "everything"])
 @pytest.mark.parametrize("tokens", [1, 7, 50])
-def test_ranks_give_what_one_gives(spec: Experts, tokens: int) -> None:
+def test_ranks_give_what_one_gives(spec: MoESpec, tokens: int) -> None:
     check(lambda parallel: MixtureOfExperts(spec, HIDDEN, parallel), torch.randn(tokens, HIDDEN))
 
 
 @pytest.mark.parametrize("spec", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_packed_ranks_give_what_one_gives(spec: Experts, size: int) -> None:
+def test_packed_ranks_give_what_one_gives(spec: MoESpec, size: int) -> None:
     x = torch.randn(9, HIDDEN)
     expected = on_ranks(1, lambda parallel: fill(MixtureOfExperts(spec, HIDDEN, parallel))(x))[0]
     for result in on_ranks(size, lambda parallel: packed(fill(MixtureOfExperts(spec, HIDDEN, parallel)))(x)):
@@ -60,7 +60,7 @@ def test_an_expert_that_nobody_chooses_may_hold_anything() -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantization_leaves_router_and_gate_alone(quantization: kernels.Quantization) -> None:
-    spec = replace(EVERYTHING, size=32, shared=FeedForward(size=64))
+    spec = replace(EVERYTHING, size=32, shared=MLPSpec(size=64))
     module = fill(MixtureOfExperts(spec, 64, Parallel()))
     x = torch.randn(30, 64)
     assert isinstance(module, MixtureOfExperts)
@@ -181,9 +181,9 @@ DEEPSEEK_V3 = replace(
     top_groups=2,
     group_score="top2_sum",
     correction_bias=True,
-    shared=FeedForward(size=48),
+    shared=MLPSpec(size=48),
 )
-FAMILIES: dict[str, tuple[Callable[[Any], nn.Module], Any, Callable[[nn.Module], Lookup], Experts]] = {
+FAMILIES: dict[str, tuple[Callable[[Any], nn.Module], Any, Callable[[nn.Module], Lookup], MoESpec]] = {
     "Mixtral": (
         MixtralSparseMoeBlock,
         transformers.MixtralConfig(**SIZES, num_local_experts=12, intermediate_size=24),
@@ -202,7 +202,7 @@ FAMILIES: dict[str, tuple[Callable[[Any], nn.Module], Any, Callable[[nn.Module],
             **SIZES, num_experts=12, moe_intermediate_size=24, shared_expert_intermediate_size=40, norm_topk_prob=False
         ),
         lambda module: stacked(module, "gate", "shared_expert"),
-        replace(TWELVE, renormalize=False, shared=FeedForward(size=40), shared_gate=True),
+        replace(TWELVE, renormalize=False, shared=MLPSpec(size=40), shared_gate=True),
     ),
     "GraniteMoE": (
         GraniteMoeMoE,
@@ -222,7 +222,7 @@ FAMILIES: dict[str, tuple[Callable[[Any], nn.Module], Any, Callable[[nn.Module],
         DeepseekV2Moe,
         transformers.DeepseekV2Config(**SIZES, **DEEPSEEK, topk_method="group_limited_greedy", n_group=4, topk_group=2),
         lambda module: stacked(module, "gate"),
-        replace(TWELVE, renormalize=False, scale=2.5, groups=4, top_groups=2, shared=FeedForward(size=48)),
+        replace(TWELVE, renormalize=False, scale=2.5, groups=4, top_groups=2, shared=MLPSpec(size=48)),
     ),
     "DeepSeek-V3": (
         DeepseekV3MoE,
@@ -257,9 +257,9 @@ def test_the_layer_is_transformers(family: str) -> None:
 
 
 def test_a_whole_linear_is_the_plain_one() -> None:
-    module = fill(WholeLinear(HIDDEN, 5, bias=True))
+    module = fill(ReplicatedLinear(HIDDEN, 5, bias=True))
     x = torch.randn(4, HIDDEN)
-    assert isinstance(module, WholeLinear)
+    assert isinstance(module, ReplicatedLinear)
     assert module.bias is not None
     expected = F.linear(x, module.weight, module.bias)
     torch.testing.assert_close(module.logits(x), expected)
@@ -269,4 +269,4 @@ def test_a_whole_linear_is_the_plain_one() -> None:
 
 def test_experts_that_do_not_divide_are_a_mistake() -> None:
     with pytest.raises(AssertionError):
-        ExpertsOfRank(PLAIN, HIDDEN, Held(tuple(range(6)), 0, 5))
+        ExpertsOfRank(PLAIN, HIDDEN, LocalExperts(tuple(range(6)), 0, 5))

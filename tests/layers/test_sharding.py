@@ -15,12 +15,12 @@ from quire import kernels
 from quire.engine.distributed import Parallel
 from quire.engine.layers.attention import Attention, Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from quire.engine.layers.linear import ColumnParallelLinear, Part, RowParallelLinear, divided, kv_heads
-from quire.engine.layers.mlp import FeedForward
+from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided, kv_heads
+from quire.engine.layers.mlp import MLP
 from quire.engine.layers.rotary import Rotary, inverse_frequencies
 from quire.engine.layers.weight import Weight
 from quire.engine.models import model_spec
-from quire.engine.models.model_spec import Norm, Rope
+from quire.engine.models.model_spec import NormSpec, RopeSpec
 from tests.fakes.configs import NORM, TINY_ATTENTION, TINY_FEED_FORWARD
 from tests.fakes.ranks import on_ranks
 
@@ -91,9 +91,9 @@ def test_embedding_and_head_with_uneven_vocabulary(vocab: int) -> None:
 @pytest.mark.parametrize("bias", [True, False])
 def test_feed_forward(bias: bool) -> None:
     spec = replace(TINY_FEED_FORWARD, bias=bias)
-    check(lambda parallel: FeedForward(spec, 32, parallel), torch.randn(7, 32))
+    check(lambda parallel: MLP(spec, 32, parallel), torch.randn(7, 32))
     ungated = replace(spec, is_gated=False, activation="gelu_tanh")
-    check(lambda parallel: FeedForward(ungated, 32, parallel), torch.randn(7, 32))
+    check(lambda parallel: MLP(ungated, 32, parallel), torch.randn(7, 32))
 
 
 @pytest.mark.parametrize("heads", [8, 4, 2, 1])
@@ -107,7 +107,7 @@ def test_attention_replicates_kv_heads_where_there_are_fewer_than_ranks(heads: i
     "changes",
     [
         {"qk_norm": NORM, "qk_norm_over": "all heads"},
-        {"qk_norm": Norm(eps=1e-5, kind="layer"), "qk_norm_over": "each head"},
+        {"qk_norm": NormSpec(eps=1e-5, kind="layer"), "qk_norm_over": "each head"},
         {"has_sinks": True},
         {"alibi": 0.5, "rope": None},
         {"window": 3, "softcap": 5.0},
@@ -122,7 +122,7 @@ def test_what_belongs_to_heads_is_cut_with_them(heads: int, changes: dict[str, A
 class CachedAttention(nn.Module):
     """One request's prefill, as a function of its hidden states alone."""
 
-    def __init__(self, spec: model_spec.Attention, parallel: Parallel) -> None:
+    def __init__(self, spec: model_spec.AttentionSpec, parallel: Parallel) -> None:
         super().__init__()
         self.attention = Attention(spec, 32, parallel)
         self.spec, self.size = spec, parallel.size
@@ -152,10 +152,10 @@ def test_kv_head_of_each_rank() -> None:
             self.rank, self.size = rank, size
 
     assert [kv_heads("k", 2, 10, Rank(rank, 8)).start for rank in range(8)] == [0, 0, 0, 0, 10, 10, 10, 10]
-    assert kv_heads("k", 6, 10, Rank(1, 2)) == Part("k", 60, 30, 30)
+    assert kv_heads("k", 6, 10, Rank(1, 2)) == Partition("k", 60, 30, 30)
 
 
 def test_linear_rope_is_slower_by_its_factor() -> None:
-    plain = inverse_frequencies(Rope(theta=10000.0, dim=8), 100)
-    slow = inverse_frequencies(Rope(theta=10000.0, dim=8, kind="linear", factor=4.0), 100)
+    plain = inverse_frequencies(RopeSpec(theta=10000.0, dim=8), 100)
+    slow = inverse_frequencies(RopeSpec(theta=10000.0, dim=8, kind="linear", factor=4.0), 100)
     torch.testing.assert_close(slow, plain / 4)

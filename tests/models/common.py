@@ -11,7 +11,7 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.distributed import ExpertGroup, Parallel, Peers
+from quire.engine.distributed import ExpertCommunicator, ExpertGroup, Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_model
@@ -30,7 +30,7 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     blocks = -(-count // 4)
     spread = config.parallel.experts
-    experts = None if spread is None else ExpertGroup(spread, parallel, Peers(), Peers())
+    experts = None if spread is None else ExpertGroup(spread, parallel, ExpertCommunicator(), ExpertCommunicator())
     batch = Batch(
         token_ids=tokens,
         positions=positions,

@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from quire.engine.models.families import FAMILIES
-from quire.engine.models.families.transformers_backend import Request
+from quire.engine.models.families.transformers_backend import DescribeRequest
 from quire.engine.models.transformers_backend.describe import describe
 from quire.engine.models.transformers_backend.shrink import shrink
 from quire.engine.protocol.errors import ConfigError
@@ -68,7 +68,7 @@ def write(model_type: str, folder: Path) -> bool:
 def refusal(folder: Path, tp: int, pp: int) -> str:
     """Why transformers' implementation of the model is not served in a layout; empty: it is."""
     try:
-        describe(Request(path=folder, tensor_parallel_size=tp, pipeline_parallel_size=pp))
+        describe(DescribeRequest(path=folder, tensor_parallel_size=tp, pipeline_parallel_size=pp))
     except ConfigError as error:
         return str(error)
     return ""

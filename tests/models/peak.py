@@ -12,7 +12,7 @@ from pathlib import Path
 
 from quire import kernels
 from quire.engine.config.resolve import Sizes
-from quire.engine.distributed import ExpertGroup, Parallel, Peers
+from quire.engine.distributed import ExpertCommunicator, ExpertGroup, Parallel
 from quire.engine.models.loader import load
 from quire.engine.worker.worker import return_freed_memory
 from tests.models.common import CPU, configure
@@ -46,7 +46,7 @@ def main() -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     spread = config.parallel.experts
-    group = None if spread is None else ExpertGroup(spread, parallel, Peers(), Peers())
+    group = None if spread is None else ExpertGroup(spread, parallel, ExpertCommunicator(), ExpertCommunicator())
     decoder = load(config, 0, parallel, CPU, experts=group)
     is_over.set()
     watcher.join()

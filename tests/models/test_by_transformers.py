@@ -20,7 +20,7 @@ from quire.engine.distributed import Parallel
 from quire.engine.layers.linear import Linear
 from quire.engine.models.families import FAMILIES, transformers_backend
 from quire.engine.models.loader import load_model
-from quire.engine.models.model_spec import BuiltArchitecture
+from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.transformers_backend import attention, build, describe
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SamplingParams
@@ -110,7 +110,7 @@ def test_both_implementations_give_the_same_tokens(case: str, tmp_path: Path) ->
 def test_what_has_no_mapping_goes_to_transformers_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     others.write("OLMo", tmp_path)
     config = configure(tmp_path)
-    assert isinstance(config.model.architecture, BuiltArchitecture)
+    assert isinstance(config.model.architecture, TransformersModelSpec)
     assert "OlmoForCausalLM has no implementation of Quire's own; transformers' serves it" in caplog.text
     with pytest.raises(ConfigError, match="OlmoForCausalLM is not served; served are: "):
         configure(tmp_path, model_impl="quire")
@@ -180,12 +180,12 @@ def test_layouts_without_a_plan_are_refused(case: str, layout: dict[str, int], r
 def test_a_model_that_would_answer_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one would be whose attention does more than its interface tells: here the scale is lost on the way."""
     others.write("Arcee", tmp_path)
-    exact = attention.Asked
+    exact = attention.AttentionSettings
 
-    def other(scale: float, window: int, softcap: float) -> attention.Asked:
+    def other(scale: float, window: int, softcap: float) -> attention.AttentionSettings:
         return exact(2 * scale, window, softcap)
 
-    monkeypatch.setattr(attention, "Asked", other)
+    monkeypatch.setattr(attention, "AttentionSettings", other)
     with pytest.raises(ConfigError, match="gives other logits when it is served than in transformers itself"):
         configure(tmp_path)
 

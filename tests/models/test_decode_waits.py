@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from quire import kernels
-from quire.engine.distributed import ExpertGroup, Parallel, Peers
+from quire.engine.distributed import ExpertCommunicator, ExpertGroup, Parallel
 from quire.engine.layers.attention import LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import load
@@ -62,7 +62,7 @@ def decode(folder: Path, case: str, **options: Any) -> None:
     config = configure(folder, load_format="dummy", max_num_seqs=8, max_model_len=64, **options)
     config = replace(config, graphs=replace(config.graphs, sizes=(ROWS,)))
     spread = config.parallel.experts
-    group = None if spread is None else ExpertGroup(spread, Parallel(), Peers(), Peers())
+    group = None if spread is None else ExpertGroup(spread, Parallel(), ExpertCommunicator(), ExpertCommunicator())
     model = load(config, 0, Parallel(), CPU, experts=group, pack=False)  # as they are on CUDA
     assert isinstance(model, Decoder)
     caches = []

@@ -34,7 +34,7 @@ from quire.engine.config.options import EngineConfig
 from quire.engine.distributed import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.models.encoder import Encoder
-from quire.engine.models.encoder_spec import Encoder as Description
+from quire.engine.models.encoder_spec import EncoderSpec as Description
 from quire.engine.models.families.bert import FAMILIES
 from quire.engine.models.loader import build, load_model
 from quire.engine.protocol.errors import ConfigError

@@ -11,9 +11,9 @@ import pytest
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.config.resolve import Sizes
-from quire.engine.distributed.eplb import Move
+from quire.engine.distributed.eplb import ExpertMove
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ExpertLoad, SamplingParams, StepPlan, StepResult
+from quire.engine.protocol.messages import ExpertLoad, ModelRunnerOutput, SamplingParams, SchedulerOutput
 from quire.engine.worker import eplb
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
@@ -52,10 +52,10 @@ def test_tokens_stay_while_experts_move(
     write(family, tmp_path)
     expected = generate(tmp_path, prompts(), STEPS)
     config = moving(tmp_path, tp, pipeline_parallel_size=pp, num_redundant_experts=redundant)
-    moved: list[Move] = []
-    run: Callable[[Any, list[Move]], None] = eplb._Mover.run
+    moved: list[ExpertMove] = []
+    run: Callable[[Any, list[ExpertMove]], None] = eplb._Mover.run
 
-    def counted(mover: Any, some: list[Move]) -> None:
+    def counted(mover: Any, some: list[ExpertMove]) -> None:
         moved.extend(some)
         run(mover, some)
 
@@ -78,7 +78,7 @@ def test_processes_move_experts_and_tell_of_it(quantization: Any, pp: int, tmp_p
         config = moving(tmp_path, 2, pipeline_parallel_size=pp, max_num_seqs=8, block_size=4, **options)
         ranks = Processes(config, tmp_path)
 
-        def execute(plan: StepPlan, ranks: Processes = ranks) -> StepResult:
+        def execute(plan: SchedulerOutput, ranks: Processes = ranks) -> ModelRunnerOutput:
             result = ranks.execute(plan)
             if result.expert_load is not None:
                 loads.append(result.expert_load)

@@ -16,7 +16,7 @@ from quire.engine.config.resolve import Sizes, plan_text
 from quire.engine.distributed import ExpertGroup
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import needed_tensors
-from quire.engine.models.model_spec import Experts
+from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks
@@ -116,7 +116,7 @@ def test_ranks_hold_each_expert_once_and_as_much_as_the_plan_says(family: str, p
                     key = stored.name, shard.part, shard.expert
                     found[key] = found.get(key, 0) + 1
     mixtures = [layer.feed_forward for layer in config.model.architecture.layers]
-    experts = sum(mixture.num_experts for mixture in mixtures if isinstance(mixture, Experts))
+    experts = sum(mixture.num_experts for mixture in mixtures if isinstance(mixture, MoESpec))
     assert set(found.values()) == {1}
     assert len({(name, number) for name, part, number in found if part == ""}) >= experts  # downs
     assert f"  8 experts a layer over 2 ranks, 4 each, {placement}\n" in plan_text(config)

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from quire.engine.models.families import FAMILIES, bert, from_hf_config
-from quire.engine.models.model_spec import Experts
+from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
@@ -92,6 +92,6 @@ def test_half_precision_stays_close(case: str, dtype: str, tmp_path: Path) -> No
     )
     assert rounded.dtype == torch.float32
     layers = configure(tmp_path, max_model_len=64).model.architecture.layers
-    experts = any(isinstance(layer.feed_forward, Experts) for layer in layers)
+    experts = any(isinstance(layer.feed_forward, MoESpec) for layer in layers)
     bound = 0.25 if experts else 0.06  # a token that goes to another expert is far off
     assert (rounded - exact).abs().mean() <= bound * exact.abs().mean()

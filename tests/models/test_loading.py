@@ -21,10 +21,10 @@ from quire.engine.layers import moe
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight, whole
 from quire.engine.models import loader
-from quire.engine.models.checkpoint import Stored
+from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import Place, load, needed_tensors
-from quire.engine.models.model_spec import Architecture, Experts, FeedForward, Norm
+from quire.engine.models.model_spec import MLPSpec, ModelSpec, MoESpec, NormSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.kernels import Quantization, linear
 from tests.fakes.checkpoints import write_checkpoint
@@ -128,7 +128,7 @@ def test_dummy_weights_do_not_depend_on_the_ranks() -> None:
     assert not torch.allclose(logits(other, tokens, Parallel()), expected)
 
 
-MIXTURE = Experts(num_experts=6, top_k=2, size=24, shared=FeedForward(size=16), shared_gate=True)
+MIXTURE = MoESpec(num_experts=6, top_k=2, size=24, shared=MLPSpec(size=16), shared_gate=True)
 BIASED_MIXTURE = replace(MIXTURE, bias=True, router_bias=True, correction_bias=True, shared_gate=False)
 MOE = replace(TINY, name="Qwen2MoeForCausalLM", layers=(TINY_LAYER, *[replace(TINY_LAYER, feed_forward=MIXTURE)] * 5))
 
@@ -145,7 +145,7 @@ def test_experts_are_packed_once_they_are_whole() -> None:
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
-def variant(attention: dict[str, Any], feed_forward: dict[str, Any], **model: Any) -> Architecture:
+def variant(attention: dict[str, Any], feed_forward: dict[str, Any], **model: Any) -> ModelSpec:
     layer = replace(
         TINY_LAYER,
         attention=replace(TINY_ATTENTION, **attention),
@@ -161,15 +161,15 @@ VARIANTS = [
     variant({"num_kv_heads": 1, "qkv_bias": True, "qk_norm": NORM}, {}),
     variant({"num_kv_heads": 2, "output_bias": True, "head_dim": 6}, {"bias": True}),
     variant({"qk_norm": NORM, "qk_norm_over": "all heads", "has_sinks": True}, {"is_gated": False, "bias": True}),
-    variant({"num_kv_heads": 2, "qk_norm": Norm(eps=0.1, kind="layer"), "qk_norm_over": "each head"}, {}),
+    variant({"num_kv_heads": 2, "qk_norm": NormSpec(eps=0.1, kind="layer"), "qk_norm_over": "each head"}, {}),
     MOE,
     replace(TINY, layers=(replace(TINY_LAYER, feed_forward=BIASED_MIXTURE),) * 6),
-    replace(TINY, position_embeddings=70, head_bias=True, norm=Norm(eps=0.1, kind="layer", bias=True)),
+    replace(TINY, position_embeddings=70, head_bias=True, norm=NormSpec(eps=0.1, kind="layer", bias=True)),
 ]
 
 
 @pytest.mark.parametrize("arch", VARIANTS)
-def test_parameters_are_as_many_as_the_plan_says(arch: Architecture) -> None:
+def test_parameters_are_as_many_as_the_plan_says(arch: ModelSpec) -> None:
     cuts = ((range(6),), (range(1), range(1, 4), range(4, 6)))
     for tp, stages in itertools.product((1, 2, 4, 8), cuts):
         parallel = Parallel()
@@ -201,7 +201,7 @@ def test_packed_weights_take_the_memory_that_the_plan_says(folder: Path, quantiz
     config = configure(folder, dtype=dtype, quantization=quantization)
     decoder = load(config, 0, Parallel(), CPU)
     products = [module._product for module in decoder.modules() if isinstance(module, Linear)]
-    products = [product._product if isinstance(product, linear.Gated) else product for product in products]
+    products = [product._product if isinstance(product, linear.PackedGatedLinear) else product for product in products]
     tensors = [*decoder.parameters(), *(t for product in products for t in vars(product).values())]
     held = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
     planned = Sizes.of(config).weights[0]
@@ -236,7 +236,7 @@ def test_several_readers_go_ahead_within_bounds() -> None:
         with lock:
             held -= weight.nbytes
 
-    place = (weight, weight.shards[0], Stored("weight", (8, 32)))
+    place = (weight, weight.shards[0], StoredSlice("weight", (8, 32)))
     loader._fill([loader._Unit([place], weight.nbytes, pack) for _ in range(256)], fill, readers=4, bar=False)
     assert held == 0
     assert 4 * weight.nbytes <= most <= 8 * weight.nbytes
@@ -244,7 +244,7 @@ def test_several_readers_go_ahead_within_bounds() -> None:
 
 def test_what_a_reader_meets_ends_loading() -> None:
     weight = Weight((2, 2), whole(2, 2))
-    place = (weight, weight.shards[0], Stored("weight", (2, 2)))
+    place = (weight, weight.shards[0], StoredSlice("weight", (2, 2)))
 
     def fail(place: Place) -> None:
         raise OSError("the disk is gone")

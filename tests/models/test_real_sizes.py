@@ -18,11 +18,11 @@ from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import Sizes, plan_text, resolve
 from quire.engine.distributed import Parallel
 from quire.engine.layers.weight import Shard
-from quire.engine.models.checkpoint import Stored
+from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.families import from_hf_config
 from quire.engine.models.loader import needed_tensors
-from quire.engine.models.model_spec import Experts
+from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
 from tests.models.real_models import REAL, Real
 
@@ -59,7 +59,7 @@ class Covered:
         self.counts = np.zeros(0, np.int8)
         self.wholes = 0
 
-    def add(self, shard: Shard, stored: Stored) -> None:
+    def add(self, shard: Shard, stored: StoredSlice) -> None:
         size = shard.shape[shard.dim] if stored.rows is None or shard.dim else math.prod(rows_of(stored))
         if not len(self.counts):
             self.dim, self.counts = shard.dim, np.zeros(size, np.int8)
@@ -72,7 +72,7 @@ class Covered:
             self.counts[stored.rows[shard.start : shard.start + shard.length]] += 1  # none twice
 
 
-def rows_of(stored: Stored) -> tuple[int, ...]:
+def rows_of(stored: StoredSlice) -> tuple[int, ...]:
     """The checkpoint tensor's rows as they are numbered."""
     shape = stored.shape if stored.expert is None else stored.shape[1:]
     return shape if stored.is_grid else (shape[-1] if stored.is_transposed else shape[0],)
@@ -139,7 +139,7 @@ def test_whole_experts_take_as_much_as_slices_of_them(name: str, memory: list[in
     memory[:] = [160 * GIB] * TP * PP
     real = REAL[name]
     mixtures = [layer.feed_forward for layer in from_hf_config(real.config).layers]
-    if not any(isinstance(mixture, Experts) for mixture in mixtures):
+    if not any(isinstance(mixture, MoESpec) for mixture in mixtures):
         with pytest.raises(ConfigError, match="has no experts; leave it out"):
             configure(real, tmp_path, enable_expert_parallel=True)
         return

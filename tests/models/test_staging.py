@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.engine.distributed import Parallel
 from quire.engine.models import loader, staging
 from quire.engine.models.loader import load
-from quire.engine.models.staging import Staging
+from quire.engine.models.staging import PinnedStaging
 from tests.fakes.checkpoints import write_checkpoint
 from tests.models.common import CPU, configure
 
@@ -30,13 +30,13 @@ def test_all_arrives_however_small_the_buffers_are(
 ) -> None:
     monkeypatch.setattr(staging, "PART_BYTES", part)
     target = torch.full((values.numel() + 2,), -1.0, dtype=dtype)
-    Staging(CPU).copy(target[1:-1].view(values.shape), values)
+    PinnedStaging(CPU).copy(target[1:-1].view(values.shape), values)
     assert target.tolist() == [-1.0, *values.flatten().tolist(), -1.0]
 
 
 def test_each_thread_has_its_own_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "PART_BYTES", 64)
-    shared = Staging(CPU)
+    shared = PinnedStaging(CPU)
     targets = [torch.empty(4000) for _ in range(8)]
     with ThreadPoolExecutor(4) as pool:
         for number, target in enumerate(targets):
@@ -49,7 +49,7 @@ def test_a_model_through_buffers_is_the_same(family: str, tmp_path: Path, monkey
     config = configure(write_checkpoint(family, tmp_path))
     expected = dict(load(config, 0, Parallel(), CPU, pack=False).named_parameters())
     monkeypatch.setattr(staging, "PART_BYTES", 1000)
-    read, buffers = loader._read, Staging(CPU)
+    read, buffers = loader._read, PinnedStaging(CPU)
     monkeypatch.setattr(loader, "_read", lambda checkpoint, place: read(checkpoint, place, buffers))
     found = dict(load(config, 0, Parallel(), CPU, pack=False).named_parameters())
     assert found.keys() == expected.keys()

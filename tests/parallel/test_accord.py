@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from quire.engine.distributed import ExchangeError, watchdog
+from quire.engine.distributed import CollectiveError, watchdog
 from quire.engine.distributed.host_gather import tell_all
 
 
@@ -37,5 +37,5 @@ def test_all_are_heard_in_their_order(store: Store) -> None:
 
 def test_who_says_nothing_in_time_is_named(store: Store) -> None:
     store.set("quire-another size-1", "")
-    with pytest.raises(ExchangeError, match=r"what ranks say of a size: rank 1 did not come \(True\)"):
+    with pytest.raises(CollectiveError, match=r"what ranks say of a size: rank 1 did not come \(True\)"):
         tell_all("a size", "")

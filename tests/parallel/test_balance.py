@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.distributed.eplb import GAIN, SLACK, Move, Spot, Table, moves, rank_loads, rebalance, rounds
+from quire.engine.distributed.eplb import (
+    GAIN,
+    SLACK,
+    ExpertMove,
+    ExpertSlot,
+    Table,
+    moves,
+    rank_loads,
+    rebalance,
+    rounds,
+)
 
 
 def imbalance(loads: list[float]) -> float:
@@ -67,24 +77,24 @@ def test_moves_make_one_placement_of_the_other(case: tuple[list[int], Table], se
     load, now = case
     rng = random.Random(seed)
     for then in (rebalance(load, now), placed(len(now), len(now[0]), len(load), rng)):
-        held = {Spot(rank, place): expert for rank, row in enumerate(now) for place, expert in enumerate(row)}
+        held = {ExpertSlot(rank, place): expert for rank, row in enumerate(now) for place, expert in enumerate(row)}
         steps = moves(now, then)
         for step in steps:
             held[step.target] = held[step.source]
         for rank, row in enumerate(then):
-            assert [held[Spot(rank, place)] for place in range(len(row))] == list(row)
+            assert [held[ExpertSlot(rank, place)] for place in range(len(row))] == list(row)
         changed = sum(a != b for was, is_ in zip(now, then, strict=True) for a, b in zip(was, is_, strict=True))
         assert changed <= len(steps) <= changed + changed // 2  # a ring of two needs three
         assert all(step.source != step.target for step in steps)
-        held = {Spot(rank, place): expert for rank, row in enumerate(now) for place, expert in enumerate(row)}
+        held = {ExpertSlot(rank, place): expert for rank, row in enumerate(now) for place, expert in enumerate(row)}
         for some in rounds(steps):
             run_round(some, held)
         for rank, row in enumerate(then):
-            assert [held[Spot(rank, place)] for place in range(len(row))] == list(row)
+            assert [held[ExpertSlot(rank, place)] for place in range(len(row))] == list(row)
         assert list(itertools.chain(*rounds(steps))) == steps
 
 
-def run_round(some: list[Move], held: dict[Spot, int]) -> None:
+def run_round(some: list[ExpertMove], held: dict[ExpertSlot, int]) -> None:
     """As ranks do it: lay beside, read all, write all."""
     laid, sent = ([move for move in some if (move.target.place is None) == beside] for beside in (True, False))
     held.update({move.target: held[move.source] for move in laid})

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.distributed import cuda_communicator, symmetric_memory
-from quire.engine.distributed.cuda_communicator import SIZES, DeviceParallel, told
-from quire.engine.distributed.symmetric_memory import MOST_BYTES, Place, Way, obstacle
+from quire.engine.distributed.cuda_communicator import SIZES, CudaParallel, told
+from quire.engine.distributed.symmetric_memory import MOST_BYTES, AllReduceAlgorithm, SymmetricBuffer, obstacle
 from tests.parallel.test_connect import CPU
 
 KIB = 1 << 10
@@ -26,16 +26,22 @@ HOST = ("this kernel", "1")
 
 
 def test_ranks_share_memory_where_all_reach_each_other() -> None:
-    assert obstacle([Place(HOST, 0, (0, 1)), Place(HOST, 1, (1, 0))]) == ""
-    other = Place(("another kernel", "1"), 1, (0, 1))
-    assert obstacle([Place(HOST, 0, (0, 1)), other]) == "the ranks are not all on one host"
-    assert obstacle([Place(None, 0, (0, 1)), Place(None, 1, (0, 1))]) == "the ranks are not all on one host"
-    assert "each sees only its own" in obstacle([Place(HOST, 0, (0,)), Place(HOST, 0, (0,))])
-    assert obstacle([Place(HOST, 0, (0, 1)), Place(HOST, 1, (1,))]) == "GPU 1 cannot read the memory of GPU 0"
+    assert obstacle([SymmetricBuffer(HOST, 0, (0, 1)), SymmetricBuffer(HOST, 1, (1, 0))]) == ""
+    other = SymmetricBuffer(("another kernel", "1"), 1, (0, 1))
+    assert obstacle([SymmetricBuffer(HOST, 0, (0, 1)), other]) == "the ranks are not all on one host"
+    assert (
+        obstacle([SymmetricBuffer(None, 0, (0, 1)), SymmetricBuffer(None, 1, (0, 1))])
+        == "the ranks are not all on one host"
+    )
+    assert "each sees only its own" in obstacle([SymmetricBuffer(HOST, 0, (0,)), SymmetricBuffer(HOST, 0, (0,))])
+    assert (
+        obstacle([SymmetricBuffer(HOST, 0, (0, 1)), SymmetricBuffer(HOST, 1, (1,))])
+        == "GPU 1 cannot read the memory of GPU 0"
+    )
 
 
 def test_sizes_are_told_in_runs() -> None:
-    one, two = Way("one-shot", lambda x: x), Way("two-shot", lambda x: x)
+    one, two = AllReduceAlgorithm("one-shot", lambda x: x), AllReduceAlgorithm("two-shot", lambda x: x)
     assert SIZES[-1] == MOST_BYTES
     assert told([one] * 3 + [two] * (len(SIZES) - 3)) == (
         f"one-shot up to 16 KiB, two-shot up to {MOST_BYTES >> 10} KiB, NCCL for the rest"
@@ -55,7 +61,7 @@ class Site:
 
     def install(self) -> None:
         host = ("kernel", str(self.rank)) if self.apart else HOST
-        symmetric_memory.here = lambda _: Place(host, self.rank, (0, 1))  # type: ignore[assignment]
+        symmetric_memory.here = lambda _: SymmetricBuffer(host, self.rank, (0, 1))  # type: ignore[assignment]
         symmetric_memory.allocate = self.allocate  # type: ignore[assignment]
         symmetric_memory.share = lambda memory, group: [self.way("one-shot", group), self.way("two-shot", group)]
         symmetric_memory.wait = lambda what, seconds: None
@@ -67,7 +73,7 @@ class Site:
             raise RuntimeError(self.no_memory)
         return torch.empty(MOST_BYTES, dtype=torch.uint8)
 
-    def way(self, name: str, group: dist.ProcessGroup) -> Way:
+    def way(self, name: str, group: dist.ProcessGroup) -> AllReduceAlgorithm:
         def run(x: Tensor) -> Tensor:
             self.calls.append(name)
             if self.refuses == name and x.dtype == torch.float16:
@@ -76,7 +82,7 @@ class Site:
             dist.all_reduce(x, group=group)
             return x + 1 if self.wrong == name else x
 
-        return Way(name, run)
+        return AllReduceAlgorithm(name, run)
 
     def measure(self, run: Callable[[], object]) -> float:
         """One-shot is the fastest up to 64 KiB and two-shot up to 1 MiB, as this rank sees it."""
@@ -94,7 +100,7 @@ class Site:
 
 
 def serve(
-    rank: int, init_method: str, options: dict[str, Any], work: Callable[[DeviceParallel, Site], Any], pipe: Connection
+    rank: int, init_method: str, options: dict[str, Any], work: Callable[[CudaParallel, Site], Any], pipe: Connection
 ) -> None:
     logging.basicConfig(level="INFO")
     torch.set_num_threads(1)
@@ -105,14 +111,14 @@ def serve(
     said: list[str] = []
     log: Any = cuda_communicator.logger
     log.info = log.warning = lambda text, *arguments: said.append(text % arguments)
-    tp = DeviceParallel(dist.group.WORLD, CPU)
+    tp = CudaParallel(dist.group.WORLD, CPU)
     tp.settle()
     pipe.send((work(tp, site), said))
     pipe.recv()
     os._exit(0)
 
 
-def on_ranks(folder: Path, work: Callable[[DeviceParallel, Site], Any], *options: dict[str, Any]) -> list[Any]:
+def on_ranks(folder: Path, work: Callable[[CudaParallel, Site], Any], *options: dict[str, Any]) -> list[Any]:
     """What `work` returns on each of two settled ranks; what the first has logged."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["quire.engine.worker.worker"])
@@ -135,16 +141,16 @@ def on_ranks(folder: Path, work: Callable[[DeviceParallel, Site], Any], *options
             process.join()
 
 
-def name(way: Way | None) -> str | None:
+def name(way: AllReduceAlgorithm | None) -> str | None:
     return None if way is None else way.name
 
 
-def ways_by_size(tp: DeviceParallel, site: Site) -> list[str | None]:
+def ways_by_size(tp: CudaParallel, site: Site) -> list[str | None]:
     sizes = (16, 4 * KIB, 64 * KIB, 64 * KIB + 16, 1 << 20, (1 << 20) + 16, MOST_BYTES, MOST_BYTES + 16, 24, 0)
     return [name(tp.way(torch.bfloat16, size)) for size in sizes]
 
 
-def sums(tp: DeviceParallel, site: Site) -> list[Any]:
+def sums(tp: CudaParallel, site: Site) -> list[Any]:
     """Of several shapes, an unaligned one and one of another type among them; and how they went."""
     site.calls.clear()
     wide = torch.arange(4.0 * 1024).view(4, 1024)
@@ -160,7 +166,7 @@ def sums(tp: DeviceParallel, site: Site) -> list[Any]:
     return [small, site.calls[len(small) :]]
 
 
-def types(tp: DeviceParallel, site: Site) -> dict[str, set[str | None]]:
+def types(tp: CudaParallel, site: Site) -> dict[str, set[str | None]]:
     return {str(dtype): {name(way) for way in ways} for dtype, ways in tp.table.items()}
 
 
@@ -213,7 +219,7 @@ def alone(folder: Path) -> Any:
 
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
     with alone(tmp_path) as group:
-        tp = DeviceParallel(group, CPU, is_custom=False)
+        tp = CudaParallel(group, CPU, is_custom=False)
         tp.settle()
         assert tp.table == {}
         assert tp.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.engine.config.options import ExpertParallelConfig, ParallelConfig
-from quire.engine.distributed import Peers, connect
+from quire.engine.distributed import ExpertCommunicator, connect
 from tests.parallel.test_connect import CPU, grid
 
 
@@ -26,7 +26,7 @@ def numbers(sender: int, receiver: int) -> int:
     return (sender + 2 * receiver) % 4
 
 
-def check_rows(peers: Peers, name: int) -> None:
+def check_rows(peers: ExpertCommunicator, name: int) -> None:
     """Each row says who sent it, to whom, and which it is."""
     everyone = range(peers.size)
 

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from quire import kernels
 from quire.engine.distributed import connect
 from quire.engine.distributed.communicator import GroupParallel
-from quire.engine.distributed.cpu_communicator import HostParallel
+from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.kernels.cpu import shared
 from tests.parallel.test_connect import CPU, grid
 
-Work = Callable[[HostParallel], Any]
+Work = Callable[[CpuParallel], Any]
 
 
 def serve(tp: int, pp: int, rank: int, init_method: str, prepared: bool, timeout: float, pipe: Connection) -> None:
@@ -34,7 +34,7 @@ def serve(tp: int, pp: int, rank: int, init_method: str, prepared: bool, timeout
     if prepared:
         kernels.prepare("cpu")()
     links = connect(grid(tp, pp), rank, init_method, CPU, timedelta(seconds=timeout))
-    assert isinstance(links.tp, HostParallel)
+    assert isinstance(links.tp, CpuParallel)
     links.tp.settle()
     while (work := pipe.recv()) is not None:
         try:
@@ -80,11 +80,11 @@ def everywhere(started: list[tuple[ForkServerProcess, Connection]], work: Work) 
     return [pipe.recv() for _, pipe in started]
 
 
-def shares_memory(tp: HostParallel) -> bool:
+def shares_memory(tp: CpuParallel) -> bool:
     return tp.memory is not None
 
 
-def mixed_calls(tp: HostParallel) -> str:
+def mixed_calls(tp: CpuParallel) -> str:
     """Random calls of all kinds against gloo's results; returns a digest of the bits of all sums."""
     rng, digest = random.Random(3), hashlib.sha256()
     for call in range(300):
@@ -108,7 +108,7 @@ def mixed_calls(tp: HostParallel) -> str:
     return digest.hexdigest()
 
 
-def back_to_back(tp: HostParallel) -> bool:
+def back_to_back(tp: CpuParallel) -> bool:
     """Thousands of sums without a pause, of sizes on either side of every limit."""
     rng, right = random.Random(5), True
     with torch.inference_mode():
@@ -119,11 +119,11 @@ def back_to_back(tp: HostParallel) -> bool:
     return right
 
 
-def one_sum(tp: HostParallel) -> list[float]:
+def one_sum(tp: CpuParallel) -> list[float]:
     return tp.all_reduce(torch.ones(2)).tolist()
 
 
-def mapped_segments(tp: HostParallel) -> list[str]:
+def mapped_segments(tp: CpuParallel) -> list[str]:
     return re.findall(r"quire-collectives.*", Path("/proc/self/maps").read_text())
 
 
@@ -184,7 +184,7 @@ def test_ranks_of_different_hosts_use_gloo(tmp_path: Path) -> None:
         assert everywhere(started, one_sum) == [[2.0, 2.0]] * 2
 
 
-def settle_elsewhere(tp: HostParallel) -> bool:
+def settle_elsewhere(tp: CpuParallel) -> bool:
     from quire.engine.distributed import symmetric_memory
 
     symmetric_memory.host = lambda: ("another kernel", str(tp.rank))
@@ -196,7 +196,7 @@ def test_a_group_is_gloos_until_it_has_settled(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", world_size=1, rank=0)
     try:
         assert dist.group.WORLD is not None
-        tp = HostParallel(dist.group.WORLD, timedelta(seconds=5))
+        tp = CpuParallel(dist.group.WORLD, timedelta(seconds=5))
         assert tp.memory is None
         assert one_sum(tp) == [1.0, 1.0]
         tp.settle()

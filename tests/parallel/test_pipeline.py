@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.distributed import Links, Parallel, connect
+from quire.engine.distributed import Parallel, ParallelState, connect
 from quire.engine.distributed.pipeline import Pipeline
-from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
-from quire.engine.worker.model_runner import Runner
+from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import read_plans
 from tests.fakes.checkpoints import write_checkpoint
 from tests.models.common import CPU, configure
@@ -49,12 +49,12 @@ def test_a_stage_computes_the_next_plans_while_one_is_sent(tmp_path: Path, monke
     config = configure(folder, pipeline_parallel_size=2, block_size=4, max_num_seqs=4, max_model_len=64)
     link = SlowLink()
     monkeypatch.setattr(dist, "isend", link.isend)
-    runner = Runner(config, 0, Links(Parallel(), Pipeline(0, 2, 0, 1, CPU)), CPU)
+    runner = ModelRunner(config, 0, ParallelState(Parallel(), Pipeline(0, 2, 0, 1, CPU)), CPU)
     params = SamplingParams(temperature=0.0)
     plans = [
-        StepPlan(0, [], [NewRequest(0, [5, 6, 7], 3, 0, [0], params)], [Scheduled(0, 3, [], [])]),
-        StepPlan(1, [], [NewRequest(1, [8, 9], 2, 0, [1], params)], [Scheduled(1, 2, [], [])]),
-        StepPlan(2, [], [], [Scheduled(0, 1, [4], [])]),
+        SchedulerOutput(0, [], [NewRequestData(0, [5, 6, 7], 3, 0, [0], params)], [CachedRequestData(0, 3, [], [])]),
+        SchedulerOutput(1, [], [NewRequestData(1, [8, 9], 2, 0, [1], params)], [CachedRequestData(1, 2, [], [])]),
+        SchedulerOutput(2, [], [], [CachedRequestData(0, 1, [4], [])]),
     ]
     for plan in plans[:2]:  # as many as are in flight
         assert runner.launch(plan).result() is None
@@ -96,20 +96,20 @@ def test_plans_are_expected_as_they_come_and_run_in_order() -> None:
     expected: list[int] = []
     coming: Iterator[bytes] = iter([b"0", b"1", b"2", b""])
     plans = read_plans(
-        lambda: next(coming), lambda data: StepPlan(int(data), [], [], []), lambda p: expected.append(p.step)
+        lambda: next(coming), lambda data: SchedulerOutput(int(data), [], [], []), lambda p: expected.append(p.step)
     )
     first = next(plans)
     assert [first.step, *(plan.step for plan in plans)] == [0, 1, 2]
     assert expected == [0, 1, 2]
 
     coming = iter([b"0", b""])
-    directly = read_plans(lambda: next(coming), lambda data: StepPlan(int(data), [], [], []), None)
+    directly = read_plans(lambda: next(coming), lambda data: SchedulerOutput(int(data), [], [], []), None)
     assert [plan.step for plan in directly] == [0]
 
 
 def test_a_link_that_breaks_while_plans_are_read_ahead_ends_the_rank() -> None:
-    def expect(plan: StepPlan) -> None:
+    def expect(plan: SchedulerOutput) -> None:
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        list(read_plans(lambda: b"0", lambda data: StepPlan(0, [], [], []), expect))
+        list(read_plans(lambda: b"0", lambda data: SchedulerOutput(0, [], [], []), expect))

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.config.options import ExpertParallelConfig
-from quire.engine.distributed import Links, connect
-from quire.engine.distributed.communicator import ThroughHost
+from quire.engine.distributed import ParallelState, connect
+from quire.engine.distributed.communicator import HostStagedParallel
 from tests.fakes.late_device import GPU, DeviceTensor, LateDevice
 from tests.parallel.test_connect import CPU, grid
 
@@ -54,7 +54,7 @@ def held(x: Tensor) -> list[Any]:
     return numbers
 
 
-def exchanges(links: Links, rank: int) -> dict[str, Any]:
+def exchanges(links: ParallelState, rank: int) -> dict[str, Any]:
     """What each kind brings, among two stages of two ranks."""
     links.pipeline._device = GPU
     assert links.experts is not None
@@ -104,7 +104,7 @@ def test_exchanges_go_through_the_host(tmp_path: Path) -> None:
             process.join()
     base = torch.arange(6.0).view(2, 3)
     for rank, (kind, backend, found) in enumerate(told):
-        assert (kind, backend) == (ThroughHost, "gloo")
+        assert (kind, backend) == (HostStagedParallel, "gloo")
         first = rank - rank % 2  # of the stage
         total = 2 * base + 2 * first + 1
         assert found["sum"] == total.tolist()

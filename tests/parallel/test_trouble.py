@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire.engine.distributed import Links, connect, watchdog
-from quire.engine.distributed.watchdog import Pending, unfinished, watch
+from quire.engine.distributed import ParallelState, connect, watchdog
+from quire.engine.distributed.watchdog import PendingCollective, unfinished, watch
 from tests.parallel.test_connect import CPU, grid
 
 TIMEOUT = 1.0
-Work = Callable[[Links], Any]
+Work = Callable[[ParallelState], Any]
 
 
 def serve(rank: int, tp: int, pp: int, init_method: str, work: Work | None, pipe: Connection) -> None:
@@ -63,27 +63,27 @@ def without_last(folder: Path, tp: int, pp: int, work: Work) -> list[Any]:
             process.join()
 
 
-def all_reduce(links: Links) -> None:
+def all_reduce(links: ParallelState) -> None:
     links.tp.all_reduce(torch.ones(3, 4))
 
 
-def broadcast(links: Links) -> None:
+def broadcast(links: ParallelState) -> None:
     for _ in range(2):  # rank 0 would be done with the first before it left
         links.tp.broadcast(torch.ones(2))
         links.tp.all_gather(torch.ones(5))
 
 
-def receive_from_next(links: Links) -> None:
+def receive_from_next(links: ParallelState) -> None:
     links.pipeline._before = 1
     links.pipeline.receive((2, 8), torch.float32)
 
 
-def timeouts(links: Links) -> list[float]:
+def timeouts(links: ParallelState) -> list[float]:
     groups = list(dist.distributed_c10d._world.pg_map)
     return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
 
 
-def watched(links: Links) -> str:
+def watched(links: ParallelState) -> str:
     """What is said of a sum that the host has launched and does not wait for, as NCCL's are."""
     reports: SimpleQueue[str] = SimpleQueue()
     look = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 (gloo's, which has no type)
@@ -127,10 +127,10 @@ def test_what_ends_in_time_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(watchdog, "described", lambda what, *_, **__: what)
     numbers = iter([0, 1, 2, 3, *[4] * 1000])
 
-    def pending() -> list[Pending]:
+    def pending() -> list[PendingCollective]:
         number = next(numbers)
         looks.put(number)
-        return [Pending(number, f"number {number}", None), Pending(number + 1, "a later one", None)]
+        return [PendingCollective(number, f"number {number}", None), PendingCollective(number + 1, "a later one", None)]
 
     watch(0.02, said.put, pending)
     assert said.get(timeout=60) == "number 4"
@@ -150,6 +150,6 @@ def test_the_trace_of_a_flight_recorder() -> None:
     }
     done = [{**entry, "record_id": 5, "state": "completed"}, {**entry, "record_id": 6, "retired": True}]
     assert unfinished(json.dumps({"entries": [*done, entry]})) == [
-        Pending(7, "nccl:all_reduce of [[3, 4]] BFloat16", None)
+        PendingCollective(7, "nccl:all_reduce of [[3, 4]] BFloat16", None)
     ]
     assert unfinished(json.dumps({"version": "2.10"})) == []

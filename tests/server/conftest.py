@@ -18,7 +18,7 @@ from quire.engine.config.options import EngineConfig
 from quire.server.cli.api_process import http_server
 from quire.server.config import ServerOptions
 from quire.server.frontend import frontend as service_module
-from quire.server.frontend.frontend import Service
+from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.renderer import ChatFormats
 from quire.server.frontend.tokenizer import Tokenizer
 from tests.fakes import fake_core
@@ -31,7 +31,7 @@ class Server:
     """A running server, and two clients of it."""
 
     url: str
-    service: Service
+    service: Frontend
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
 
@@ -95,7 +95,7 @@ async def run_server(
     if api_key is not None:
         options["api_key"] = (api_key,)
     asked = ServerOptions(**options)
-    service = await Service.start(config, name=names[0], formats=ChatFormats.of(asked), max_queue=asked.queue_limit)
+    service = await Frontend.start(config, name=names[0], formats=ChatFormats.of(asked), max_queue=asked.queue_limit)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = http_server(service, asked, names)

@@ -13,8 +13,8 @@ import jsonschema
 from pydantic import BaseModel
 
 from quire.server.app import create_app
-from quire.server.frontend.frontend import Service
-from quire.server.http.state import State
+from quire.server.frontend.frontend import Frontend
+from quire.server.http.state import AppState
 from tests.server.conftest import Server
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "api_docs.py"
@@ -57,7 +57,7 @@ def test_the_page_has_the_docstrings_of_all_fields() -> None:
 
 
 async def test_the_document_declares_the_errors_that_are_answered(server: Server) -> None:
-    document = create_app(State(cast(Service, None), ("",))).openapi()
+    document = create_app(AppState(cast(Frontend, None), ("",))).openapi()
     assert "ValidationError" not in document["components"]["schemas"]
     checked = 0
     for path, operations in document["paths"].items():

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.protocol.messages import Submit, TokenLogprobs
-from quire.server.frontend.output_processor import Delta
-from quire.server.openai.completions import CompletionRequest, _Completion
+from quire.engine.protocol.messages import EngineCoreRequest, TokenLogprobs
+from quire.server.frontend.output_processor import TextDelta
+from quire.server.openai.completions import CompletionRequest, _CompletionFormatter
 from tests.server.conftest import Server, run_server
 
 USER: Any = [{"role": "user", "content": "hello world"}]
@@ -35,9 +35,9 @@ async def streamed(server: Server, route: str, **body: Any) -> list[dict[str, An
 
 
 @pytest.fixture
-def submitted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Submit]:
+def submitted(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[EngineCoreRequest]:
     """What the engine is sent."""
-    sent: list[Submit] = []
+    sent: list[EngineCoreRequest] = []
     send = server.service.client._send
 
     def watch(message: Any, to: int) -> None:
@@ -145,7 +145,7 @@ async def test_what_lm_eval_sends(server: Server) -> None:
         assert all(max(top.values()) == -0.5 for top in logprobs["top_logprobs"][1:-1])
 
 
-async def test_best_of_shows_n_and_counts_all(server: Server, submitted: list[Submit]) -> None:
+async def test_best_of_shows_n_and_counts_all(server: Server, submitted: list[EngineCoreRequest]) -> None:
     answer = await post(server, "completions", prompt=["hello", "x"], best_of=3, n=2, max_tokens=60)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert [choice["text"] for choice in answer["choices"]] == ["hello", "hello", "x", "x"]
@@ -161,10 +161,10 @@ def test_the_best_have_the_highest_logprob_per_token(server: Server) -> None:
     body = CompletionRequest(prompt="x", n=2, best_of=3)
     means = [-0.5, -0.1, -0.3, -0.9, -0.2, -0.8]
     candidates = [
-        Delta(index, str(mean), logprobs=[TokenLogprobs(mean, 1, [], [])] * (index + 1))
+        TextDelta(index, str(mean), logprobs=[TokenLogprobs(mean, 1, [], [])] * (index + 1))
         for index, mean in enumerate(means)
     ]
-    best = _Completion(server.tokenizer, body, [[70], [70]], None).best(candidates)
+    best = _CompletionFormatter(server.tokenizer, body, [[70], [70]], None).best(candidates)
     assert [(delta.index, delta.text) for delta in best] == [(0, "-0.1"), (1, "-0.3"), (2, "-0.2"), (3, "-0.8")]
 
 
@@ -237,7 +237,7 @@ async def test_choices_say_what_stopped_them(server: Server) -> None:
             assert last["choices"][0]["stop_reason"] == reason
 
 
-async def test_a_prompt_is_cut_from_the_left(server: Server, submitted: list[Submit]) -> None:
+async def test_a_prompt_is_cut_from_the_left(server: Server, submitted: list[EngineCoreRequest]) -> None:
     long = [70 + index % 50 for index in range(200)]
     for keep, max_tokens, expected in ((3, 5, 3), (-1, 28, 100), (-1, 127, 1), (128, None, None), (-1, None, 112)):
         body = {"prompt": long, "truncate_prompt_tokens": keep, "max_tokens": max_tokens}
@@ -256,7 +256,7 @@ async def test_a_prompt_is_cut_from_the_left(server: Server, submitted: list[Sub
     assert len(submitted[-1].prompt_token_ids) == 127
 
 
-async def test_ids_and_salts_reach_the_engine(server: Server, submitted: list[Submit]) -> None:
+async def test_ids_and_salts_reach_the_engine(server: Server, submitted: list[EngineCoreRequest]) -> None:
     answer = await post(server, "completions", prompt="x", request_id="mine", cache_salt="ß")
     assert answer["id"] == "cmpl-mine"
     assert (await post(server, "chat/completions", messages=USER, request_id="mine"))["id"] == "chatcmpl-mine"
@@ -278,7 +278,7 @@ async def test_an_id_in_use_is_refused(server: Server) -> None:
 
 
 async def test_special_tokens_are_added_unless_told_otherwise(
-    server: Server, submitted: list[Submit], monkeypatch: pytest.MonkeyPatch
+    server: Server, submitted: list[EngineCoreRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
     encode = server.tokenizer.encode

@@ -18,8 +18,8 @@ import pytest
 
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import batch_input, remote
-from quire.server.cli.batch_input import Line, Problem, count_lines, read_lines
-from quire.server.cli.batch_output import Results
+from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read_lines
+from quire.server.cli.batch_output import BatchResults
 from quire.server.cli.main import main
 from tests.server.bench.fake_openai import Connection, fake_server
 from tests.server.test_cli import RUN
@@ -53,7 +53,7 @@ def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
 # --- lines ----------------------------------------------------------------------------------------------------
 
 
-def parse(text: str | bytes) -> list[Line]:
+def parse(text: str | bytes) -> list[BatchLine]:
     raw = text.encode() if isinstance(text, str) else text
     return list(read_lines(io.BytesIO(raw), lambda url: url == "/v1/completions"))
 
@@ -113,22 +113,26 @@ def test_lines_are_counted_with_those_that_say_nothing(tmp_path: Path, monkeypat
 
 def test_half_a_line_is_cut_off_and_the_rest_is_known(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    asked = [Line(1, "a"), Line(2, None), Line(4, "a")]  # one name twice, and one line without
-    with Results(str(path)) as results:
+    asked = [BatchLine(1, "a"), BatchLine(2, None), BatchLine(4, "a")]  # one name twice, and one line without
+    with BatchResults(str(path)) as results:
         assert not any(map(results.has, asked))
         results.answer(asked[0], 200, "r", {"text": "ü\n"})
-        results.refuse(asked[1], Problem("code", "text"))
+        results.refuse(asked[1], LineError("code", "text"))
         results.answer(asked[2], 400, "r", {})
     whole = path.read_bytes()
     starts = [0, *(at + 1 for at, byte in enumerate(whole) if byte == 10)]
     assert len(starts) == 4
     for end in range(len(whole) + 1):
         path.write_bytes(whole[:end])
-        with Results(str(path)) as results:
+        with BatchResults(str(path)) as results:
             known = [results.has(each) for each in asked]
             count = sum(start <= end for start in starts[1:])
             assert known == [at < count for at in range(3)]
-            assert (results.count, results.has(Line(3, "b")), results.has(Line(9, "b"))) == (count, False, False)
+            assert (results.count, results.has(BatchLine(3, "b")), results.has(BatchLine(9, "b"))) == (
+                count,
+                False,
+                False,
+            )
             for each, is_known in zip(asked, known, strict=True):
                 if not is_known:
                     results.answer(each, 200, "r", {})
@@ -152,19 +156,19 @@ def test_a_file_of_others_is_left_alone(tmp_path: Path) -> None:
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match="line 1 is not of `quire run-batch`"):
-            Results(str(path))
+            BatchResults(str(path))
         assert path.read_text() == text
     path.unlink()
-    with Results(str(path)) as results:
-        results.answer(Line(1, "a"), 200, "r", {})
-    with Results(str(path)) as results:
-        for other in (Line(1, "b"), Line(1, None)):
+    with BatchResults(str(path)) as results:
+        results.answer(BatchLine(1, "a"), 200, "r", {})
+    with BatchResults(str(path)) as results:
+        for other in (BatchLine(1, "b"), BatchLine(1, None)):
             with pytest.raises(ConfigError, match="answers another file"):
                 results.has(other)
         with pytest.raises(ConfigError, match="another run writes"):
-            Results(str(path))
+            BatchResults(str(path))
     with pytest.raises(ConfigError, match="-o /no/such/file: No such file"):
-        Results("/no/such/file")
+        BatchResults("/no/such/file")
 
 
 # --- runs -----------------------------------------------------------------------------------------------------
@@ -311,8 +315,8 @@ import asyncio, json, sys
 import psutil
 from tqdm import tqdm
 from quire.server.cli.batch_input import read_lines
-from quire.server.cli.batch_output import Results
-from quire.server.cli.run_batch import Batch, InProcess
+from quire.server.cli.batch_output import BatchResults
+from quire.server.cli.run_batch import BatchRun, InProcess
 
 ANSWER = json.dumps({"text": "y" * 1000, "usage": {"completion_tokens": 1}}).encode()
 seen = []
@@ -327,10 +331,10 @@ async def app(scope, receive, send):
         seen.append(psutil.Process().memory_info().rss)
 
 counts = [0]
-with open(sys.argv[1], "rb") as file, Results(sys.argv[2]) as results:
+with open(sys.argv[1], "rb") as file, BatchResults(sys.argv[2]) as results:
     backend = InProcess(app)
     backend.serves = lambda url: True
-    asyncio.run(Batch(read_lines(file, backend.serves), results, backend, tqdm(disable=True)).run(512))
+    asyncio.run(BatchRun(read_lines(file, backend.serves), results, backend, tqdm(disable=True)).run(512))
 print(json.dumps([counts[0], seen]))
 """
 

@@ -11,18 +11,24 @@ import pytest
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import ExpertLoad, Outputs, RequestOutput, SamplingParams, TokenLogprobs
-from quire.server.frontend.frontend import Service
-from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed, Stream
+from quire.engine.protocol.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    ExpertLoad,
+    SamplingParams,
+    TokenLogprobs,
+)
+from quire.server.frontend.frontend import Frontend
+from quire.server.frontend.output_stream import EngineUnavailable, OutputStream, RequestFailed
 from tests.server.conftest import Server
 
 
 async def test_outputs_that_nobody_reads_merge(server: Server) -> None:
-    stream = Stream(server.service.client.abort, ["a", "b"])
+    stream = OutputStream(server.service.client.abort, ["a", "b"])
     for count in range(1000):
-        stream.put(RequestOutput("a", [count], [TokenLogprobs(-1.0, 1, [], [])]))
-        stream.put(RequestOutput("b", [count]))
-    stream.put(RequestOutput("a", [1000], [TokenLogprobs(-1.0, 1, [], [])], "stop", 1000))
+        stream.put(EngineCoreOutput("a", [count], [TokenLogprobs(-1.0, 1, [], [])]))
+        stream.put(EngineCoreOutput("b", [count]))
+    stream.put(EngineCoreOutput("a", [1000], [TokenLogprobs(-1.0, 1, [], [])], "stop", 1000))
     first, second = await stream.get()
     assert (first.token_ids, first.finish_reason, first.stop_token_id) == (list(range(1001)), "stop", 1000)
     assert first.logprobs is not None
@@ -31,13 +37,13 @@ async def test_outputs_that_nobody_reads_merge(server: Server) -> None:
 
 
 async def test_tokens_alone_merge_with_full_outputs(server: Server) -> None:
-    stream = Stream(server.service.client.abort, ["a"])
-    stream.put(RequestOutput("a", [1], num_cached_tokens=7))
+    stream = OutputStream(server.service.client.abort, ["a"])
+    stream.put(EngineCoreOutput("a", [1], num_cached_tokens=7))
     stream.put_token("a", 2)
     (output,) = await stream.get()
     assert (output.token_ids, output.num_cached_tokens) == ([1, 2], 7)
     stream.put_token("a", 3)
-    stream.put(RequestOutput("a", [4], None, "length"))
+    stream.put(EngineCoreOutput("a", [4], None, "length"))
     (output,) = await stream.get()
     assert (output.token_ids, output.finish_reason) == ([3, 4], "length")
 
@@ -73,7 +79,7 @@ async def test_one_sequence_that_fails_ends_all_of_its_request(server: Server) -
 
 async def test_seeds_are_the_users_or_our_own(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     async def seeds() -> list[int]:
-        service = await Service.start(config, name="x")
+        service = await Frontend.start(config, name="x")
         try:
             return [service._seed(5, 0), service._seed(5, 1), service._seed(None, 0), service._seed(None, 0)]
         finally:
@@ -88,7 +94,7 @@ async def test_seeds_are_the_users_or_our_own(config: EngineConfig, core_mode: C
 
 async def test_a_core_that_cannot_start_says_why(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     core_mode("dead")
-    service = await Service.start(config, name="x")
+    service = await Frontend.start(config, name="x")
     with pytest.raises(EngineUnavailable, match="the weights do not fit"):
         await service.ready()
     await service.close()
@@ -102,7 +108,7 @@ async def test_a_core_that_will_not_stop_is_killed(
 ) -> None:
     core_mode("stubborn")
     monkeypatch.setattr("quire.server.frontend.core_connection.SHUTDOWN_SECONDS", 0.1)
-    service = await Service.start(config, name="x")
+    service = await Frontend.start(config, name="x")
     await service.ready()
     await service.close()
     assert service.client._replicas[0].core is not None
@@ -110,8 +116,10 @@ async def test_a_core_that_will_not_stop_is_killed(
 
 
 async def test_what_the_engine_tells_of_experts_is_in_the_metrics(server: Server) -> None:
-    server.service.client._deliver(Outputs(expert_load=ExpertLoad({0: 2}, array("q", [3, 1]).tobytes(), 1.5, 2)))
-    server.service.client._deliver(Outputs())  # as before
+    server.service.client._deliver(
+        EngineCoreOutputs(expert_load=ExpertLoad({0: 2}, array("q", [3, 1]).tobytes(), 1.5, 2))
+    )
+    server.service.client._deliver(EngineCoreOutputs())  # as before
     exposition = server.service.metrics.exposition().decode()
     assert 'quire:expert_tokens_total{expert="0",layer="0",' in exposition
     assert "quire:expert_load_imbalance" in exposition

@@ -19,23 +19,23 @@ import zmq
 from quire.engine.config.options import CacheConfig, EngineConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.messages import (
-    Abort,
-    Alive,
-    Dead,
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDead,
+    EngineReady,
     EngineStats,
     Join,
-    Outputs,
     Probe,
-    Ready,
-    RequestOutput,
+    ProbeReply,
     SamplingParams,
-    Submit,
     ToCore,
     ToServer,
 )
 from quire.server.frontend.engine_client import EngineClient, QueueFull
 from quire.server.frontend.metrics import Metrics
-from quire.server.frontend.output_stream import EngineUnavailable, Stream
+from quire.server.frontend.output_stream import EngineUnavailable, OutputStream
 from tests.fakes import fake_core
 from tests.fakes.outputs import prompt_logprobs
 
@@ -55,12 +55,12 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def whole(stream: Stream) -> RequestOutput:
+async def whole(stream: OutputStream) -> EngineCoreOutput:
     """All that comes of a request, up to its end, as one."""
-    outputs: list[RequestOutput] = []
+    outputs: list[EngineCoreOutput] = []
     while not outputs or outputs[-1].finish_reason is None:
         outputs += await stream.get()
-    merged = Stream(None, [])  # type: ignore[arg-type]
+    merged = OutputStream(None, [])  # type: ignore[arg-type]
     for output in outputs:
         merged.put(output)
     (one,) = merged._unread.values()
@@ -87,8 +87,8 @@ class Script:
         message.replica = self.replica
         self._responses[client].send(msgspec.msgpack.encode(message))
 
-    def tell(self, *outputs: RequestOutput, stats: EngineStats | None = None) -> None:
-        self.say(Outputs(list(outputs), stats))
+    def tell(self, *outputs: EngineCoreOutput, stats: EngineStats | None = None) -> None:
+        self.say(EngineCoreOutputs(list(outputs), stats))
 
     async def hear(self, kind: Any) -> Any:
         """The next message, which is of this kind."""
@@ -113,13 +113,13 @@ class Scripted:
     ends: Endpoints
     cores: list[Script]
 
-    def submit(self, request_id: str, prompt: list[int], params: SamplingParams = LONG) -> Stream:
+    def submit(self, request_id: str, prompt: list[int], params: SamplingParams = LONG) -> OutputStream:
         return self.client.submit([(request_id, prompt, params)])
 
     async def of(self, request_id: str) -> Script:
-        """Where a request was sent to; its `Submit` is taken out there."""
+        """Where a request was sent to; its `EngineCoreRequest` is taken out there."""
         core = self.cores[self.client._running[request_id].replica]
-        assert (await core.hear(Submit)).request_id == request_id
+        assert (await core.hear(EngineCoreRequest)).request_id == request_id
         return core
 
 
@@ -131,7 +131,7 @@ async def scripted(folder: Path, count: int = 2, **options: Any) -> AsyncIterato
     cores = [Script(number, ends) for number in range(count)]
     try:
         for core in cores:
-            core.say(Ready({}))
+            core.say(EngineReady({}))
         await client.ready()
         yield Scripted(client, metrics, ends, cores)
     finally:
@@ -147,16 +147,16 @@ async def test_a_stream_goes_on_at_another_replica_as_if_nothing_had_happened(tm
         first = await engine.of("a")
         other = engine.cores[1 - first.replica]
         rows: Any = [(float(number), 1, [], []) for number in range(9)]
-        first.tell(RequestOutput("a", [], prompt_logprobs=prompt_logprobs(rows[:2], 0)))
-        first.tell(RequestOutput("a", [7], num_cached_tokens=2))
-        first.say(Outputs(request_ids=["a"], token_ids=[8]))
-        first.say(Dead("rank 0 hangs"))
-        resumed = await other.hear(Submit)
+        first.tell(EngineCoreOutput("a", [], prompt_logprobs=prompt_logprobs(rows[:2], 0)))
+        first.tell(EngineCoreOutput("a", [7], num_cached_tokens=2))
+        first.say(EngineCoreOutputs(request_ids=["a"], token_ids=[8]))
+        first.say(EngineDead("rank 0 hangs"))
+        resumed = await other.hear(EngineCoreRequest)
         assert (resumed.prompt_token_ids, resumed.output_token_ids) == ([1, 2, 3], [7, 8])
         assert resumed.params == params
-        first.tell(RequestOutput("a", [99]))  # too late
-        other.tell(RequestOutput("a", [9], num_cached_tokens=1))
-        other.tell(RequestOutput("a", [10], finish_reason="stop", num_cached_tokens=1))
+        first.tell(EngineCoreOutput("a", [99]))  # too late
+        other.tell(EngineCoreOutput("a", [9], num_cached_tokens=1))
+        other.tell(EngineCoreOutput("a", [10], finish_reason="stop", num_cached_tokens=1))
         output = await whole(stream)
         assert (output.token_ids, output.finish_reason, output.num_cached_tokens) == ([7, 8, 9, 10], "stop", 2)
         assert output.prompt_logprobs is not None
@@ -174,14 +174,14 @@ async def test_what_was_told_of_the_prompt_is_not_told_twice(tmp_path: Path) -> 
             stream = engine.submit("a", list(range(10)), SamplingParams(prompt_logprobs=2))
             first = await engine.of("a")
             other = engine.cores[1 - first.replica]
-            first.tell(RequestOutput("a", [], prompt_logprobs=prompt_logprobs(rows[:4], 2)))
-            first.say(Dead("gone"))
-            assert (await other.hear(Submit)).output_token_ids == []
+            first.tell(EngineCoreOutput("a", [], prompt_logprobs=prompt_logprobs(rows[:4], 2)))
+            first.say(EngineDead("gone"))
+            assert (await other.hear(EngineCoreRequest)).output_token_ids == []
             begin = 0
             for end in cuts:
-                other.tell(RequestOutput("a", [], prompt_logprobs=prompt_logprobs(rows[begin:end], 2)))
+                other.tell(EngineCoreOutput("a", [], prompt_logprobs=prompt_logprobs(rows[begin:end], 2)))
                 begin = end
-            other.tell(RequestOutput("a", [1], finish_reason="length", num_cached_tokens=3))
+            other.tell(EngineCoreOutput("a", [1], finish_reason="length", num_cached_tokens=3))
             output = await whole(stream)
             assert output.prompt_logprobs == prompt_logprobs(rows, 2)
             assert output.num_cached_tokens == 3
@@ -198,23 +198,23 @@ async def test_nothing_that_was_queued_for_the_dead_reaches_its_successor(tmp_pa
         engine.client.abort({mine[0]}, "abort")
         successor = engine.cores[0] = Script(0, engine.ends)
         assert successor.is_quiet
-        kinds = [type(await alive.hear(Submit | Abort)) for _ in range(11)]
-        assert kinds == [Submit] * 10 + [Abort]
+        kinds = [type(await alive.hear(EngineCoreRequest | AbortRequests)) for _ in range(11)]
+        assert kinds == [EngineCoreRequest] * 10 + [AbortRequests]
         assert engine.metrics.of(0).running == 0
-        successor.say(Ready({}))
+        successor.say(EngineReady({}))
         await until(lambda: engine.client._up() == [0, 1])
         engine.submit("new", [1])
-        assert (await successor.hear(Submit)).request_id == "new"  # it has the least to do
+        assert (await successor.hear(EngineCoreRequest)).request_id == "new"  # it has the least to do
 
 
 async def test_where_no_replica_is_left_the_reason_is_told(tmp_path: Path) -> None:
     async with scripted(tmp_path) as engine:
         stream = engine.submit("a", [1])
         first = await engine.of("a")
-        first.say(Dead("rank 0 hangs"))
+        first.say(EngineDead("rank 0 hangs"))
         other = engine.cores[1 - first.replica]
-        await other.hear(Submit)
-        other.say(Dead("rank 1 hangs"))
+        await other.hear(EngineCoreRequest)
+        other.say(EngineDead("rank 1 hangs"))
         with pytest.raises(EngineUnavailable, match=f"replica {other.replica}: rank 1 hangs"):
             await whole(stream)
         with pytest.raises(EngineUnavailable, match="rank 1 hangs"):
@@ -228,9 +228,9 @@ async def test_a_request_that_kills_whoever_has_it_is_not_given_to_all(tmp_path:
         stream = engine.submit("poison", [1, 2, 3])
         for token in range(3):
             core = engine.cores[engine.client._running["poison"].replica]
-            await core.hear(Submit)
-            core.tell(RequestOutput("poison", [token]))
-            core.say(Dead("rank 0 was killed"))
+            await core.hear(EngineCoreRequest)
+            core.tell(EngineCoreOutput("poison", [token]))
+            core.say(EngineDead("rank 0 was killed"))
             await until(lambda core=core: core.replica not in engine.client._up())  # type: ignore[misc]
         output = await whole(stream)
         assert output.finish_reason == "error"
@@ -246,10 +246,10 @@ async def test_a_stop_or_an_abort_reaches_the_replica_that_has_the_request_now(t
         stream = engine.submit("a", [1])
         first = await engine.of("a")
         other = engine.cores[1 - first.replica]
-        first.say(Dead("gone"))
-        await other.hear(Submit)
+        first.say(EngineDead("gone"))
+        await other.hear(EngineCoreRequest)
         stream.close()
-        assert (await other.hear(Abort)).request_ids == ["a"]
+        assert (await other.hear(AbortRequests)).request_ids == ["a"]
 
 
 async def test_a_replica_that_answers_no_probe_is_avoided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,12 +259,12 @@ async def test_a_replica_that_answers_no_probe_is_avoided(tmp_path: Path, monkey
         silent, good = engine.cores
         await silent.hear(Probe)
         probe = await good.hear(Probe)
-        good.say(Alive(probe.probe_id))
+        good.say(ProbeReply(probe.probe_id))
         await health  # one lives
         await until(lambda: engine.client._up() == [1])
         for number in range(4):
             engine.submit(str(number), [number])
-            await good.hear(Submit)
+            await good.hear(EngineCoreRequest)
         with pytest.raises(EngineUnavailable, match=r"not answered for 0\.5 seconds"):
             await engine.client.probe()
         silent.tell(stats=EngineStats(steps=1))  # it lives after all
@@ -290,14 +290,14 @@ async def test_what_others_say_is_not_heard(tmp_path: Path) -> None:
     client = EngineClient(ends, {}, Metrics("m", replicas=[1]), replicas=[1])
     cores = [Script(number, ends) for number in range(2)]
     try:
-        cores[0].say(Ready({}))
-        cores[0].say(Dead("not of ours"))
-        cores[1].say(Ready({"load": 1.0}))
+        cores[0].say(EngineReady({}))
+        cores[0].say(EngineDead("not of ours"))
+        cores[1].say(EngineReady({"load": 1.0}))
         assert (await client.ready()).seconds == {"load": 1.0}
         cores[0].tell(stats=EngineStats(steps=1))
         client.submit([("a", [1], LONG)])
-        assert (await cores[1].hear(Submit)).request_id == "a"
-        cores[1].say(Dead("rank 0 hangs"))
+        assert (await cores[1].hear(EngineCoreRequest)).request_id == "a"
+        cores[1].say(EngineDead("rank 0 hangs"))
         assert str(await client.failed()) == "rank 0 hangs"
     finally:
         await client.close()
@@ -411,16 +411,16 @@ async def test_one_that_has_not_answered_yet_serves_when_the_only_other_has_died
     client = EngineClient(ends, None, Metrics("m", replicas=range(2)), replicas=range(2))
     cores = [Script(number, ends) for number in range(2)]
     try:
-        cores[0].say(Ready({}))
+        cores[0].say(EngineReady({}))
         await client.ready()
         stream = client.submit([("a", [1], LONG)])
-        cores[0].say(Dead("gone"))
+        cores[0].say(EngineDead("gone"))
         assert (await whole(stream)).error == (
             "replica 0: gone; the request cannot go on, as no other replica is there"
         )
         with pytest.raises(EngineUnavailable, match="still loading"):
             client.check()
-        cores[1].say(Ready({}))
+        cores[1].say(EngineReady({}))
         await until(lambda: client._up() == [1])
         client.check()
     finally:
@@ -436,7 +436,7 @@ async def test_an_api_process_that_joins_asks_every_replica(tmp_path: Path) -> N
     try:
         for core in cores:
             await core.hear(Join)
-        cores[1].say(Ready({}))
+        cores[1].say(EngineReady({}))
         await client.ready()
         assert client._up() == [1]
     finally:

@@ -20,7 +20,7 @@ from quire import LLM, AsyncLLM, SamplingParams
 from quire.engine.config.options import EngineConfig
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import Abort, Submit
+from quire.engine.protocol.messages import AbortRequests, EngineCoreRequest
 from quire.server.frontend.embedding_output import VectorOptions, to_json
 from quire.server.frontend.output_stream import RequestFailed
 from tests.fakes import fake_core
@@ -224,7 +224,7 @@ async def test_a_full_length_fits_and_more_is_cut_off(server: Server, sent: list
     ):
         await post(server, **body)
     letters = server.tokenizer.encode(text, add_special_tokens=True)
-    prompts = [message.prompt_token_ids for message in sent if isinstance(message, Submit)]
+    prompts = [message.prompt_token_ids for message in sent if isinstance(message, EngineCoreRequest)]
     assert prompts == [letters, letters, letters[:5], letters[-5:], ids[:3], ids[-128:]]
 
 
@@ -296,7 +296,7 @@ async def test_who_goes_away_leaves_nothing_running(server: Server, sent: list[A
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(server.http.post("/v1/embeddings", json={"input": ["a", "<hang>"]}), 0.3)
     await server.until_idle()
-    assert any(isinstance(message, Abort) and len(message.request_ids) == 1 for message in sent)
+    assert any(isinstance(message, AbortRequests) and len(message.request_ids) == 1 for message in sent)
     load = (await server.http.get("/load")).json()
     assert load == {"server_load": 0}
     assert "embedding" in (await post(server, input="a"))["data"][0]

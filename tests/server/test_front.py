@@ -20,9 +20,9 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import EngineStats
 from quire.server.config import ServerOptions
 from quire.server.frontend.engine_client import QueueFull
-from quire.server.frontend.output_stream import Deadline, Stream
+from quire.server.frontend.output_stream import Deadline, OutputStream
 from quire.server.http import errors, middleware
-from quire.server.http.api_keys import Keys
+from quire.server.http.api_keys import ApiKeys
 from quire.server.http.middleware import MIB
 from quire.server.openai import protocol
 from tests.server.conftest import Server, run_server
@@ -141,7 +141,7 @@ def _write(path: Path, text: str) -> Path:
 
 def test_where_keys_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def good(**options: Any) -> str | None:
-        keys = Keys.load(ServerOptions(**options))
+        keys = ApiKeys.load(ServerOptions(**options))
         return None if keys is None else "".join(key for key in "abcd" if keys.admit(key.encode()))
 
     monkeypatch.delenv("QUIRE_API_KEY", raising=False)
@@ -235,18 +235,18 @@ async def test_what_a_request_asks_for_inside_has_no_longer_than_it_has(
 ) -> None:
     made: list[Deadline] = []
     kept: list[Deadline] = []
-    end_at = Stream.end_at
+    end_at = OutputStream.end_at
 
     def make(*given: float) -> Deadline:
         made.append(Deadline(*given))
         return made[-1]
 
-    def keep(stream: Stream, deadline: Deadline) -> None:
+    def keep(stream: OutputStream, deadline: Deadline) -> None:
         kept.append(deadline)
         end_at(stream, deadline)
 
     monkeypatch.setattr(middleware, "Deadline", make)
-    monkeypatch.setattr(Stream, "end_at", keep)
+    monkeypatch.setattr(OutputStream, "end_at", keep)
     monkeypatch.setenv("AIP_PREDICT_ROUTE", "/predict")
     async with run_server(config, request_timeout=60) as server:
         for path, body, count in (

@@ -16,15 +16,15 @@ from typing import Any, cast
 
 import pytest
 
-from quire.engine.cluster.control_plane import Ended
+from quire.engine.cluster.control_plane import LinkEnded
 from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SamplingParams
 from quire.server.cli import headless
 from quire.server.cli.main import main
-from quire.server.frontend.dp_coordinator import Membership, meet
-from quire.server.frontend.frontend import Service
+from quire.server.frontend.dp_coordinator import DPMember, meet
+from quire.server.frontend.frontend import Frontend
 from tests.fakes import fake_core
 
 
@@ -49,20 +49,20 @@ MODE = [""]
 
 @dataclass
 class Alone:
-    """In place of `Membership`, with nobody at the other end."""
+    """In place of `DPMember`, with nobody at the other end."""
 
     folder: Path
     told: SimpleQueue[tuple[int, str]] = field(default_factory=SimpleQueue)
     leader: str = "the host with the API"
     responses: tuple[str, ...] = ()
     master: tuple[str, int] = ("127.0.0.1", 0)
-    end: Callable[[Ended], None] | None = None
+    end: Callable[[LinkEnded], None] | None = None
 
     @property
     def requests(self) -> tuple[str, ...]:
         return tuple(f"ipc://{self.folder}/requests-{replica}" for replica in range(2))
 
-    def listen(self, on_end: Callable[[Ended], None]) -> None:
+    def listen(self, on_end: Callable[[LinkEnded], None]) -> None:
         self.end = on_end
 
     def tell(self, replica: int, reason: str) -> None:
@@ -78,7 +78,7 @@ def spread(config: EngineConfig, start: int, local: int, *, is_coupled: bool = F
 
 @dataclass
 class Running:
-    """`Replicas.run` in a thread."""
+    """`HeadlessReplicas.run` in a thread."""
 
     stop: threading.Event
     result: Future[str | None]
@@ -89,7 +89,7 @@ def run(cores: SimpleQueue[tuple[int, int]]) -> Iterator[Callable[[EngineConfig,
     with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
 
         def begin(config: EngineConfig, membership: Any) -> Running:
-            replicas = headless.Replicas(config, cast(Membership, membership), "info")
+            replicas = headless.HeadlessReplicas(config, cast(DPMember, membership), "info")
             stop = threading.Event()
             stack.callback(stop.set)
 
@@ -189,7 +189,7 @@ def test_the_end_of_the_api_ends_them(
     running = run(spread(config, 0, 1), alone)
     cores.get(timeout=20)
     assert alone.end is not None
-    alone.end(Ended(reason))
+    alone.end(LinkEnded(reason))
     assert running.result.result(30) == (reason or None)
 
 
@@ -200,11 +200,11 @@ async def test_an_api_serves_replicas_of_other_hosts(
     config = replace(config, options=options)
 
     def host(replica: int) -> Running:
-        return run(spread(config, replica, 1), Membership(spread(config, replica, 1), is_headless=True))
+        return run(spread(config, replica, 1), DPMember(spread(config, replica, 1), is_headless=True))
 
     hosts = [asyncio.create_task(asyncio.to_thread(host, replica)) for replica in range(2)]
     here = spread(config, 0, 0)
-    service = await Service.start(here, name="x", hosts=await asyncio.to_thread(meet, here))
+    service = await Frontend.start(here, name="x", hosts=await asyncio.to_thread(meet, here))
     try:
         await asyncio.wait_for(service.ready(), 30)
         with service.generate("r", [[70, 71, 72]] * 8, SamplingParams(max_tokens=20)) as generation:

@@ -18,7 +18,7 @@ import pytest
 from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
 from quire.engine.core.launch import reserve_ports
 from quire.engine.protocol.errors import ConfigError
-from quire.server.frontend.dp_coordinator import Hosts, Membership, meet, role, served
+from quire.server.frontend.dp_coordinator import DPCoordinator, DPMember, meet, role, served
 from tests.fakes.configs import engine_config
 
 
@@ -53,11 +53,11 @@ class Site:
         )
         return replace(plain, options=asked, parallel=parallel)
 
-    def api(self, config: EngineConfig, count: int = 1) -> Future[Hosts | None]:
+    def api(self, config: EngineConfig, count: int = 1) -> Future[DPCoordinator | None]:
         return self.pool.submit(self._held, lambda: meet(config, count))
 
-    def headless(self, config: EngineConfig) -> Future[Membership]:
-        return self.pool.submit(self._held, lambda: Membership(config, is_headless=True))
+    def headless(self, config: EngineConfig) -> Future[DPMember]:
+        return self.pool.submit(self._held, lambda: DPMember(config, is_headless=True))
 
     def _held(self, make: Callable[[], Any]) -> Any:
         made = make()
@@ -101,7 +101,7 @@ def told() -> Iterator[Told]:
     told.close()
 
 
-def joined(future: Future[Hosts | None]) -> Hosts:
+def joined(future: Future[DPCoordinator | None]) -> DPCoordinator:
     hosts = future.result(30)
     assert hosts is not None
     return hosts

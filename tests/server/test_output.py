@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.protocol.messages import RequestOutput, SamplingParams, TokenLogprobs
-from quire.server.frontend.output_processor import Detokenizer, SequenceText, StopStrings
+from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams, TokenLogprobs
+from quire.server.frontend.output_processor import Detokenizer, OutputProcessor, StopStrings
 from quire.server.frontend.tokenizer import Tokenizer
-from quire.server.parsers.output_parser import Reading
+from quire.server.parsers.output_parser import OutputFormat
 from quire.server.parsers.tool_formats import TOOL_FORMATS
 from tests.fakes.tokenizers import byte_fallback, byte_level, wrapped
 
@@ -154,13 +154,13 @@ def test_stop_strings_do_not_depend_on_the_chunks(chunks: list[str], stops: list
 
 
 @st.composite
-def outputs(draw: st.DrawFn, tokens: list[int]) -> list[RequestOutput]:
+def outputs(draw: st.DrawFn, tokens: list[int]) -> list[EngineCoreOutput]:
     """These tokens in outputs of any sizes, as they come when the reader is slower than the engine."""
     cuts = sorted(draw(st.lists(st.integers(0, len(tokens)), max_size=8)))
     pieces = [tokens[a:b] for a, b in itertools.pairwise([0, *cuts, len(tokens)])]
     return [
-        *(RequestOutput("r", piece) for piece in pieces[:-1] if piece),
-        RequestOutput("r", pieces[-1], None, "length"),
+        *(EngineCoreOutput("r", piece) for piece in pieces[:-1] if piece),
+        EngineCoreOutput("r", pieces[-1], None, "length"),
     ]
 
 
@@ -189,7 +189,7 @@ def test_streamed_text_is_the_whole_up_to_the_stop_string(
         SamplingParams(skip_special_tokens=skip),
         SamplingParams(skip_special_tokens=skip, stop=stops, include_stop_str_in_output=include),
     ):
-        sequence, shown, reason = SequenceText(BYTE_LEVEL, 0, prompt, params), "", None
+        sequence, shown, reason = OutputProcessor(BYTE_LEVEL, 0, prompt, params), "", None
         for output in data.draw(outputs(tokens)):
             delta = sequence.feed(output)
             shown, reason = shown + delta.text, delta.finish_reason
@@ -217,8 +217,8 @@ def test_pieces_are_known_of_byte_level_decoders_only() -> None:
     assert FALLBACK.pieces(True)[token(FALLBACK, "▁hello")] == ""
 
 
-def feed(params: SamplingParams, *outputs: RequestOutput) -> tuple[str, list[int], str | None, int | str | None]:
-    sequence = SequenceText(BYTE_LEVEL, 0, [], params)
+def feed(params: SamplingParams, *outputs: EngineCoreOutput) -> tuple[str, list[int], str | None, int | str | None]:
+    sequence = OutputProcessor(BYTE_LEVEL, 0, [], params)
     first, *others = [sequence.feed(output) for output in outputs]
     for delta in others:
         first.extend(delta)
@@ -233,30 +233,30 @@ def ids(text: str) -> list[int]:
 def test_stop_string_inside_one_output_cuts_tokens_and_logprobs_behind_it() -> None:
     tokens = ids("a b c d")
     logprobs = [TokenLogprobs(-1.0, 1, [], []) for _ in tokens]
-    output = RequestOutput("r", list(tokens), logprobs, "length")
+    output = EngineCoreOutput("r", list(tokens), logprobs, "length")
     text, kept, reason, why = feed(SamplingParams(stop=[" b"]), output)
     assert (text, reason, why) == ("a", "stop", " b")
     assert kept == tokens[: len(ids("a b"))]
 
 
 def test_stop_string_is_found_in_what_is_flushed_at_the_end() -> None:
-    text, _, reason, _ = feed(SamplingParams(stop=["xy"]), RequestOutput("r", ids("ax"), None, "length"))
+    text, _, reason, _ = feed(SamplingParams(stop=["xy"]), EngineCoreOutput("r", ids("ax"), None, "length"))
     assert (text, reason) == ("ax", "length")
     half = ids("é")[:1] if len(ids("é")) > 1 else [token(BYTE_LEVEL, "Ã")]
-    text, _, reason, why = feed(SamplingParams(stop=["\ufffd"]), RequestOutput("r", half, None, "length"))
+    text, _, reason, why = feed(SamplingParams(stop=["\ufffd"]), EngineCoreOutput("r", half, None, "length"))
     assert (text, reason, why) == ("", "stop", "\ufffd")
 
 
 def test_stop_strings_wait_for_min_tokens() -> None:
     params = SamplingParams(stop=["a"], min_tokens=3)
-    text, _, reason, _ = feed(params, RequestOutput("r", [*ids("a"), *ids("a"), *ids("a"), *ids("b")], None, None))
+    text, _, reason, _ = feed(params, EngineCoreOutput("r", [*ids("a"), *ids("a"), *ids("a"), *ids("b")], None, None))
     assert (text, reason) == ("aa", "stop")
 
 
 @pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
 def test_stop_token_shows_only_when_asked_for(include: bool, text: str) -> None:
     params = SamplingParams(stop_token_ids=ids("b"), include_stop_str_in_output=include)
-    output = RequestOutput("r", ids("a") + ids("b"), None, "stop", ids("b")[0])
+    output = EngineCoreOutput("r", ids("a") + ids("b"), None, "stop", ids("b")[0])
     assert feed(params, output) == (text, ids("a") + ids("b"), "stop", ids("b")[0])
 
 
@@ -271,16 +271,16 @@ def test_special_tokens_that_are_kept_show_alone(prompt: list[int], output: list
 
 
 def test_stop_strings_go_before_the_parser() -> None:
-    reading = Reading(tools=TOOL_FORMATS["hermes"], names=frozenset({"f"}))
+    reading = OutputFormat(tools=TOOL_FORMATS["hermes"], names=frozenset({"f"}))
     text = 'Hi<tool_call>{"name": "f", "arguments": {"a": "STOP"}}</tool_call>'
-    sequence = SequenceText(BYTE_LEVEL, 0, [], SamplingParams(stop=["STOP"]), reading)
-    delta = sequence.feed(RequestOutput("r", ids(text), None, "stop"))
+    sequence = OutputProcessor(BYTE_LEVEL, 0, [], SamplingParams(stop=["STOP"]), reading)
+    delta = sequence.feed(EngineCoreOutput("r", ids(text), None, "stop"))
     assert (delta.text, delta.finish_reason, delta.stop_reason) == ("Hi", "tool_calls", "STOP")
     assert [(call.name, call.arguments) for call in delta.tool_calls] == [("f", '{"a": "')]
 
 
 def test_special_tokens_show_when_asked_for() -> None:
     end = token(BYTE_LEVEL, "<|im_end|>")
-    output = RequestOutput("r", [*ids("a"), end, *ids("b")], None, "length")
+    output = EngineCoreOutput("r", [*ids("a"), end, *ids("b")], None, "length")
     assert feed(SamplingParams(), output)[0] == "ab"
     assert feed(SamplingParams(skip_special_tokens=False), output)[0] == "a<|im_end|>b"

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.http.response_store import Kept, ResponseStore
+from quire.server.http.response_store import ResponseStore, StoredResponse
 from quire.server.openai.chat import ChatRequest
 from quire.server.openai.responses import ResponsesRequest
 from tests.server.conftest import Server, run_server
@@ -417,8 +417,8 @@ async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
 
 
 def test_the_store_is_bounded() -> None:
-    def kept(size: int) -> Kept:
-        return Kept(b"x" * size, b"")
+    def kept(size: int) -> StoredResponse:
+        return StoredResponse(b"x" * size, b"")
 
     store = ResponseStore(max_responses=3, max_bytes=100)
     for number in range(4):

@@ -13,7 +13,13 @@ import pytest
 from msgspec import structs
 
 from quire.engine.config.options import CacheConfig
-from quire.engine.protocol.messages import EngineStats, SamplingParams, StepPlan, StepResult, Submit
+from quire.engine.protocol.messages import (
+    EngineCoreRequest,
+    EngineStats,
+    ModelRunnerOutput,
+    SamplingParams,
+    SchedulerOutput,
+)
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.server.frontend.router import Router
 from tests.fakes.configs import engine_config
@@ -22,8 +28,8 @@ BLOCK = 16
 CACHE = CacheConfig(block_size=BLOCK, num_blocks=2000, dtype="float32", enable_prefix_caching=True)
 
 
-def asked(request_id: str, prompt: list[int], salt: bytes = b"", max_tokens: int = 16) -> Submit:
-    return Submit(0, request_id, prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt)
+def asked(request_id: str, prompt: list[int], salt: bytes = b"", max_tokens: int = 16) -> EngineCoreRequest:
+    return EngineCoreRequest(0, request_id, prompt, SamplingParams(max_tokens=max_tokens), cache_salt=salt)
 
 
 def idle(count: int) -> dict[int, EngineStats]:
@@ -39,7 +45,7 @@ class Engine:
     tokens: int = 0
     """That it has computed."""
     is_busy: bool = False
-    under_way: tuple[StepPlan, StepResult] | None = None
+    under_way: tuple[SchedulerOutput, ModelRunnerOutput] | None = None
 
     def begin(self) -> float | None:
         """Begin a step; returns its seconds."""
@@ -49,7 +55,7 @@ class Engine:
             return None
         rows = self.scheduler._rows[plan.step]
         sampled = [7 if row.num_computed >= len(row.token_ids) else -1 for row in rows]
-        self.under_way = plan, StepResult(plan.step, sampled)
+        self.under_way = plan, ModelRunnerOutput(plan.step, sampled)
         self.tokens += plan.num_tokens
         return 0.001 + 20e-6 * plan.num_tokens
 
@@ -221,7 +227,7 @@ def test_a_prefix_is_known_with_its_salt_and_its_output() -> None:
     turn = [*prompt, *output, 7, 8]
     assert place(router, "b", turn, idle(2), salt=b"x") == first
     assert router._placed["b"].pending == 202 - 192
-    scored = Submit(0, "c", turn, SamplingParams(prompt_logprobs=0), cache_salt=b"x")
+    scored = EngineCoreRequest(0, "c", turn, SamplingParams(prompt_logprobs=0), cache_salt=b"x")
     router.place(scored, idle(2))
     assert router._placed["c"].pending == 202  # its logits are needed, whatever is cached
 

@@ -15,7 +15,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.server.app import create_app
 from quire.server.config import ServerOptions
 from quire.server.http import sagemaker_vertex
-from quire.server.http.state import State
+from quire.server.http.state import AppState
 from tests.server.conftest import Server, run_server
 
 USER = [{"role": "user", "content": "hello"}]
@@ -234,5 +234,5 @@ async def test_vertex_may_name_routes_that_are_there(
     for name in ("AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"):
         monkeypatch.setenv(name, "predict")
         with pytest.raises(ConfigError, match=f"{name}=predict"):
-            create_app(State(server.service, ("echo",)), ServerOptions())
+            create_app(AppState(server.service, ("echo",)), ServerOptions())
         monkeypatch.delenv(name)

@@ -15,20 +15,20 @@ import psutil
 import pytest
 
 from quire.server.frontend import sandbox
-from quire.server.frontend.sandbox import Stoppable, Stopped
+from quire.server.frontend.sandbox import Sandbox, SandboxStopped
 
-Make = Callable[..., Stoppable[str]]
+Make = Callable[..., Sandbox[str]]
 FOR_EVER = "any(iter(int, 1))"
 
 
 @pytest.fixture
 def answering() -> Iterator[Make]:
     """Makes one that answers with an expression of `q`, the question."""
-    made: list[Stoppable[str]] = []
+    made: list[Sandbox[str]] = []
     others = {*psutil.Process().children(recursive=True)}
 
-    def make(expression: str, seconds: float = 0.2) -> Stoppable[str]:
-        made.append(Stoppable(eval, f"lambda q: {expression}", seconds))
+    def make(expression: str, seconds: float = 0.2) -> Sandbox[str]:
+        made.append(Sandbox(eval, f"lambda q: {expression}", seconds))
         return made[-1]
 
     yield make
@@ -56,7 +56,7 @@ def test_what_takes_too_much_is_stopped_alone(answering: Make, failure: str) -> 
         stopped = [pool.submit(picky.ask, b"") for _ in range(3)]
         assert picky.ask(b"fine") == b"fine"
         for one in stopped:
-            with pytest.raises(Stopped):
+            with pytest.raises(SandboxStopped):
                 one.result()
     assert picky.ask(b"fine") == b"fine"
 
@@ -80,12 +80,12 @@ def test_close_releases_those_who_wait(answering: Make, tmp_path: Path) -> None:
         while not begun.exists():
             time.sleep(0.001)
         busy.close()
-        with pytest.raises(Stopped):
+        with pytest.raises(SandboxStopped):
             waiting.result(timeout=10)
 
 
 def test_where_there_is_no_helper_that_is_said() -> None:
-    broken = Stoppable(eval, "1 /", 1.0)
+    broken = Sandbox(eval, "1 /", 1.0)
     with pytest.raises(OSError, match="cannot answer"):
         broken.ask(b"")
     broken.close()
@@ -94,8 +94,8 @@ def test_where_there_is_no_helper_that_is_said() -> None:
 def test_nothing_is_left_behind_by_one_who_is_killed() -> None:
     code = """
 import os, signal
-from quire.server.frontend.sandbox import Stoppable
-print(Stoppable(eval, "lambda q: b'%d' % __import__('os').getppid()", 1.0).ask(b"").decode(), flush=True)
+from quire.server.frontend.sandbox import Sandbox
+print(Sandbox(eval, "lambda q: b'%d' % __import__('os').getppid()", 1.0).ask(b"").decode(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -108,6 +108,6 @@ def test_a_slow_answer_gives_way(answering: Make, monkeypatch: pytest.MonkeyPatc
     given: list[int] = []
     monkeypatch.setattr(os, "setpriority", lambda which, pid, niceness: given.append(niceness))
     slow = answering(FOR_EVER, seconds=sandbox._PATIENCE + 0.1)
-    with pytest.raises(Stopped):
+    with pytest.raises(SandboxStopped):
         slow.ask(b"")
     assert given == [sandbox._NICENESS]

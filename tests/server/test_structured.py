@@ -20,7 +20,7 @@ from openai.types.shared_params import ResponseFormatJSONSchema
 from quire import SamplingParams, StructuredOutputs
 from quire.engine.config.options import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.scheduler.grammar import GrammarError, Grammars
+from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError
 from quire.server.frontend import structured_outputs
 from quire.server.frontend.structured_outputs import StructuredOutputCheck
 from quire.server.llm import AsyncLLM
@@ -272,7 +272,7 @@ def test_references_cost_no_more_each_where_there_are_many(kind: str) -> None:
 
 def accepts(checker: StructuredOutputCheck, schema: Any, text: str) -> bool:
     """Whether the grammar allows this whole text, and its end."""
-    grammars = Grammars(checker.model)
+    grammars = GrammarCompiler(checker.model)
     grammar = grammars.compile(checker.resolve(StructuredOutputs(json=schema)))
     try:
         grammar.advance(byte_level().encode(text, add_special_tokens=False).ids)

@@ -6,13 +6,20 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult, TokenLogprobs
-from quire.engine.worker.model_runner import Runner
+from quire.engine.protocol.messages import (
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SamplingParams,
+    SchedulerOutput,
+    TokenLogprobs,
+)
+from quire.engine.worker.model_runner import ModelRunner
 
-Execute = Callable[[StepPlan], StepResult | None]
+Execute = Callable[[SchedulerOutput], ModelRunnerOutput | None]
 
 
-def executing(runner: Runner) -> Execute:
+def executing(runner: ModelRunner) -> Execute:
     """Have it run steps, each to its end."""
     return lambda plan: runner.launch(plan).result()
 
@@ -57,7 +64,7 @@ class Driver:
 
     def step(self, *rows: tuple[Request, int]) -> None:
         """Run `count` more tokens of each request and take in what was sampled."""
-        plan = StepPlan(self._step, self._released, [], [])
+        plan = SchedulerOutput(self._step, self._released, [], [])
         self._step, self._released = self._step + 1, []
         for request, count in rows:
             needed = self._groups * -(-(request.computed + count) // self._block_size) - len(request.blocks)
@@ -66,10 +73,10 @@ class Driver:
             if request.slot < 0:
                 request.slot = self._slots.pop()
                 new = (request.slot, request.tokens, len(request.prompt), 0, list(request.blocks), request.params)
-                plan.new.append(NewRequest(*new))
-                plan.scheduled.append(Scheduled(request.slot, count, [], []))
+                plan.new.append(NewRequestData(*new))
+                plan.scheduled.append(CachedRequestData(request.slot, count, [], []))
             else:
-                plan.scheduled.append(Scheduled(request.slot, count, request.tokens[request.known :], fresh))
+                plan.scheduled.append(CachedRequestData(request.slot, count, request.tokens[request.known :], fresh))
             request.known = len(request.tokens)
             request.computed += count
         result = self._execute(plan)

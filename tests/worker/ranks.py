@@ -14,8 +14,8 @@ import torch
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.distributed import connect
-from quire.engine.protocol.messages import StepPlan, StepResult
-from quire.engine.worker.model_runner import Runner
+from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import read_plans
 
 
@@ -23,7 +23,7 @@ def serve(config: EngineConfig, rank: int, init_method: str, pipe: Connection) -
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
     links = connect(config.parallel, rank, init_method, cpu)
-    runner = Runner(config, rank, links, cpu)
+    runner = ModelRunner(config, rank, links, cpu)
     runner.settle()
     for plan in read_plans(pipe.recv_bytes, pickle.loads, runner.expect if runner.receives else None):
         pipe.send(runner.launch(plan).result())
@@ -43,16 +43,16 @@ class Ranks:
         for process in self._processes:
             process.start()
 
-    def send(self, plan: StepPlan) -> None:
+    def send(self, plan: SchedulerOutput) -> None:
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps(plan))
 
-    def receive(self) -> StepResult:
-        results: list[StepResult] = [result for pipe in self._pipes if (result := pipe.recv()) is not None]
+    def receive(self) -> ModelRunnerOutput:
+        results: list[ModelRunnerOutput] = [result for pipe in self._pipes if (result := pipe.recv()) is not None]
         assert len(results) == 1
         return results[0]
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self.send(plan)
         return self.receive()
 

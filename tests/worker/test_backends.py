@@ -15,7 +15,7 @@ from quire.engine.distributed import connect
 from quire.engine.layers.attention import attention_needs
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SamplingParams
-from quire.engine.worker.model_runner import Runner
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import Worker
 from quire.kernels import backends, reference
 from quire.kernels import flashinfer as ours
@@ -53,7 +53,7 @@ def test_a_step_is_planned_once_for_all_its_layers(settings: dict[str, Any], tmp
     rng = random.Random(1)
     prompts = [[rng.randrange(130) for _ in range(length)] for length in (1, 5, 16, 33)]
     config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128, enforce_eager=True)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     backends.CHOSEN["cpu"] = ours.FlashInfer(CPU)
     expected: list[str] = []
 
@@ -92,7 +92,7 @@ def test_the_reference_serves_where_it_is_asked_for(tmp_path: Path, monkeypatch:
 
 def test_a_backend_that_fails_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise backends.Unavailable("--attention-backend triton: its kernel does not work")
+        raise backends.BackendUnavailable("--attention-backend triton: its kernel does not work")
 
     monkeypatch.setattr(backends, "choose", refuse)
     config = configure(write_checkpoint("qwen3", tmp_path), max_model_len=128)
@@ -110,7 +110,7 @@ def test_a_gpu_that_cannot_read_the_cache_is_refused(monkeypatch: pytest.MonkeyP
         return backends.choose(gpu, dtype, needs, reference.paged_attention)
 
     refusal = r"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more, and cuda:3 has 8.6; use"
-    with pytest.raises(backends.Unavailable, match=refusal):
+    with pytest.raises(backends.BackendUnavailable, match=refusal):
         choose(torch.float8_e4m3fn, "auto")
     assert choose(torch.float8_e4m3fn, "reference") is not None
     assert choose(torch.int8, "auto") is None

@@ -13,23 +13,21 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config.options import ExpertParallelConfig
-from quire.engine.distributed import ExpertGroup, Peers, Pipeline, Placement
-from quire.engine.distributed.threads import ThreadPeers
+from quire.engine.distributed import ExpertCommunicator, ExpertGroup, ExpertPlacement, Pipeline
+from quire.engine.distributed.threads import ThreadExpertCommunicator
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import MixtureOfExperts
-from quire.engine.models.model_spec import FeedForward
+from quire.engine.models.model_spec import MLPSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ExpertLoad
-from quire.engine.worker.eplb import TOLD_STEPS, Balancer
+from quire.engine.worker.eplb import TOLD_STEPS, ExpertLoadBalancer
 from tests.fakes.ranks import on_replicas
 from tests.layers.experts import HIDDEN, PLAIN, batch, build, packed
 
 BACKENDS: Any = ("allgather_reducescatter", "all_to_all")
 CPU = torch.device("cpu")
 ALONE = Pipeline(0, 1, 0, 1, CPU)
-SPEC = replace(
-    PLAIN, num_experts=16, top_k=3, size=32, router_bias=True, bias=True, shared=FeedForward(size=64, bias=True)
-)
+SPEC = replace(PLAIN, num_experts=16, top_k=3, size=32, router_bias=True, bias=True, shared=MLPSpec(size=64, bias=True))
 
 
 def skewed(group: ExpertGroup, quantization: kernels.Quantization | None = None) -> MixtureOfExperts:
@@ -53,7 +51,7 @@ def serve(
     *,
     layers: int = 1,
     quantization: kernels.Quantization | None = None,
-) -> list[tuple[list[Tensor], list[ExpertLoad], list[Placement]]]:
+) -> list[tuple[list[Tensor], list[ExpertLoad], list[ExpertPlacement]]]:
     """What each rank's layers put out with each step, what it told, and where experts were last.
 
     Every step has the same tokens, uneven over the replicas.
@@ -62,9 +60,9 @@ def serve(
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(count, HIDDEN, generator=generator) for count in counts]
 
-    def run(group: ExpertGroup) -> tuple[list[Tensor], list[ExpertLoad], list[Placement]]:
+    def run(group: ExpertGroup) -> tuple[list[Tensor], list[ExpertLoad], list[ExpertPlacement]]:
         modules = {2 * number + 1: skewed(group, quantization) for number in range(layers)}
-        balancer = Balancer(modules, dict.fromkeys(modules, SPEC.num_experts), group, ALONE, CPU)
+        balancer = ExpertLoadBalancer(modules, dict.fromkeys(modules, SPEC.num_experts), group, ALONE, CPU)
         balancer.settle()
         x = inputs[group.dp.rank]
         outs, told = [], []
@@ -113,7 +111,7 @@ def test_a_layer_moves_with_a_step() -> None:
     moved: list[int] = []
     for steps in range(6, 10):
         placements = serve(balanced(), 1, 2, steps, layers=3)[0][2]
-        first = Placement.initial(SPEC.num_experts, 2, balanced())
+        first = ExpertPlacement.initial(SPEC.num_experts, 2, balanced())
         moved.append(sum(placement != first for placement in placements))
     assert moved == [1, 2, 3, 3]
     _, told, placements = serve(balanced(step_interval=2), 1, 2, 4, layers=3)[0]
@@ -129,7 +127,7 @@ def test_every_token_is_counted_once(dp: int, tp: int, backend: Any, monkeypatch
     ranks = serve(ExpertParallelConfig(all2all=backend, step_interval=1), dp, tp, 8, layers=2)
     for outs, told, placements in ranks:
         assert all(torch.equal(out, outs[0]) for out in outs)
-        assert placements == [Placement.initial(SPEC.num_experts, dp * tp, ExpertParallelConfig())] * 2
+        assert placements == [ExpertPlacement.initial(SPEC.num_experts, dp * tp, ExpertParallelConfig())] * 2
         assert [load.moved for load in told] == [0, 0]
         for steps, load in zip((3, 6), told, strict=True):
             assert load.layers == {1: SPEC.num_experts, 3: SPEC.num_experts}
@@ -160,7 +158,7 @@ def test_nothing_is_told_by_a_stage_that_is_not_the_last_but_it_goes_on() -> Non
         for number in range(3):
             here = {} if number == 1 else {number: build(PLAIN, group)}
             counts = counts | dict.fromkeys(here, PLAIN.num_experts)
-            stages.append((here, Balancer(here, counts, group, Stage(number, 3, number, 1, CPU), CPU)))
+            stages.append((here, ExpertLoadBalancer(here, counts, group, Stage(number, 3, number, 1, CPU), CPU)))
             stages[-1][1].settle()
         for step in range(4):
             for here, balancer in stages:
@@ -184,9 +182,9 @@ def test_nothing_is_told_by_a_stage_that_is_not_the_last_but_it_goes_on() -> Non
 def test_steps_before_the_ranks_have_settled_are_not_counted_and_move_nothing(interval: int) -> None:
     """They are made up: the largest step and its end, and decodes."""
 
-    def run(group: ExpertGroup) -> tuple[list[ExpertLoad | None], list[Placement | None]]:
+    def run(group: ExpertGroup) -> tuple[list[ExpertLoad | None], list[ExpertPlacement | None]]:
         layer = skewed(group)
-        balancer = Balancer({0: layer}, {0: SPEC.num_experts}, group, ALONE, CPU)
+        balancer = ExpertLoadBalancer({0: layer}, {0: SPEC.num_experts}, group, ALONE, CPU)
         told, placements = [], [layer.placement]
         for number, tokens in enumerate([500, 0, 5, 5, 5, 40, 40, 40]):
             if number == 5:
@@ -211,7 +209,7 @@ def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypat
         layer = build(PLAIN, group)
         if group.rank == 1:
             packed(layer)
-        Balancer({0: layer}, {0: PLAIN.num_experts}, group, ALONE, CPU).settle()
+        ExpertLoadBalancer({0: layer}, {0: PLAIN.num_experts}, group, ALONE, CPU).settle()
 
     with pytest.raises(ConfigError, match="--enable-eplb: experts cannot move between ranks whose processors"):
         on_replicas(1, 2, balanced(), run)
@@ -222,13 +220,13 @@ def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypat
 def test_few_experts_are_beside_the_held_ones_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that leaves, one that comes, and one laid beside."""
     most: list[int] = []
-    exchange = ThreadPeers.exchange
+    exchange = ThreadExpertCommunicator.exchange
 
-    def watched(peers: Peers, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def watched(peers: ExpertCommunicator, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         if x.dtype == torch.uint8:
             most.append(max(sum(sent), sum(received)))
         return exchange(peers, x, sent, received)
 
-    monkeypatch.setattr(ThreadPeers, "exchange", watched)
+    monkeypatch.setattr(ThreadExpertCommunicator, "exchange", watched)
     serve(balanced(redundant=8), 1, 4, 8)
     assert max(most) == 1

@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
+from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 from quire.engine.worker import async_copies, input_batch
 from quire.engine.worker.async_copies import Array
-from quire.engine.worker.input_batch import RequestStates, halve
+from quire.engine.worker.input_batch import InputBatch, halve
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams()
 
 
-def new(slot: int, tokens: list[int], computed: int, blocks: list[int]) -> NewRequest:
-    return NewRequest(slot, tokens, len(tokens), computed, blocks, PARAMS)
+def new(slot: int, tokens: list[int], computed: int, blocks: list[int]) -> NewRequestData:
+    return NewRequestData(slot, tokens, len(tokens), computed, blocks, PARAMS)
 
 
 @pytest.fixture(params=[True, False], ids=["one memory", "apart"])
@@ -28,12 +28,12 @@ def is_shared(request: pytest.FixtureRequest) -> bool:
 
 
 def test_mixed_batch(is_shared: bool) -> None:
-    states = RequestStates(4, 32, 4, is_shared=is_shared)
-    first = StepPlan(
+    states = InputBatch(4, 32, 4, is_shared=is_shared)
+    first = SchedulerOutput(
         0,
         [],
         [new(2, list(range(10, 20)), 4, [7, 3]), new(0, [5], 0, [9])],
-        [Scheduled(2, 3, [], []), Scheduled(0, 1, [], [])],
+        [CachedRequestData(2, 3, [], []), CachedRequestData(0, 1, [], [])],
     )
     rows = states.apply(first)
     assert rows.sampling.tolist() == [1]
@@ -48,7 +48,9 @@ def test_mixed_batch(is_shared: bool) -> None:
     assert step.sampled.tolist() == [3]
     states.advance(rows)
 
-    rows = states.apply(StepPlan(1, [], [], [Scheduled(0, 1, [77], []), Scheduled(2, 3, [], [6])]))
+    rows = states.apply(
+        SchedulerOutput(1, [], [], [CachedRequestData(0, 1, [77], []), CachedRequestData(2, 3, [], [6])])
+    )
     assert rows.sampling.tolist() == [0, 1]
     step, _ = states.batch(rows)
     assert step.token_ids.tolist() == [77, 17, 18, 19]
@@ -59,9 +61,11 @@ def test_mixed_batch(is_shared: bool) -> None:
 
 
 def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> None:
-    states = RequestStates(4, 32, 4, groups=2, is_shared=is_shared)
+    states = InputBatch(4, 32, 4, groups=2, is_shared=is_shared)
     start = [new(2, list(range(10, 20)), 4, [7, 8, 3, 4]), new(0, [5], 0, [9, 1])]
-    rows = states.apply(StepPlan(0, [], start, [Scheduled(2, 3, [], []), Scheduled(0, 1, [], [])]))
+    rows = states.apply(
+        SchedulerOutput(0, [], start, [CachedRequestData(2, 3, [], []), CachedRequestData(0, 1, [], [])])
+    )
     step, _ = states.batch(rows)
     of_groups = [step.of(group) for group in range(2)]
     assert [each.slots.tolist() for each in of_groups] == [[12, 13, 14, 36], [16, 17, 18, 4]]
@@ -70,32 +74,34 @@ def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> Non
     assert all(each.sequence_lengths.tolist() == [7, 1] for each in of_groups)
     states.advance(rows)
 
-    rows = states.apply(StepPlan(1, [], [], [Scheduled(2, 3, [], [6, 2])]))
+    rows = states.apply(SchedulerOutput(1, [], [], [CachedRequestData(2, 3, [], [6, 2])]))
     step, _ = states.batch(rows)
     assert [step.of(group).slots.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
     assert [step.of(group).block_tables.tolist() for group in range(2)] == [[[7, 3, 6]], [[8, 4, 2]]]
 
 
 def test_a_slot_is_taken_until_it_is_released(is_shared: bool) -> None:
-    states = RequestStates(2, 8, 4, is_shared=is_shared)
-    states.apply(StepPlan(0, [], [new(1, [1, 2, 3, 4, 5], 0, [1, 2])], []))
+    states = InputBatch(2, 8, 4, is_shared=is_shared)
+    states.apply(SchedulerOutput(0, [], [new(1, [1, 2, 3, 4, 5], 0, [1, 2])], []))
     with pytest.raises(AssertionError, match="slot 1"):
-        states.apply(StepPlan(1, [], [new(1, [6], 0, [3])], []))
-    rows = states.apply(StepPlan(2, [1], [new(1, [6], 0, [3])], [Scheduled(1, 1, [], [])]))
+        states.apply(SchedulerOutput(1, [], [new(1, [6], 0, [3])], []))
+    rows = states.apply(SchedulerOutput(2, [1], [new(1, [6], 0, [3])], [CachedRequestData(1, 1, [], [])]))
     assert rows.sampling.tolist() == [0]
     step, _ = states.batch(rows)
     assert (step.token_ids.tolist(), step.slots.tolist()) == ([6], [12])
 
 
 def test_decodes_are_bare_slots_that_go_on_from_what_was_kept(is_shared: bool) -> None:
-    states = RequestStates(4, 32, 4, is_shared=is_shared)
+    states = InputBatch(4, 32, 4, is_shared=is_shared)
     start = [new(2, [1, 2, 3], 0, [7]), new(0, [5], 0, [9])]
-    rows = states.apply(StepPlan(0, [], start, [Scheduled(2, 3, [], []), Scheduled(0, 1, [], [])]))
+    rows = states.apply(
+        SchedulerOutput(0, [], start, [CachedRequestData(2, 3, [], []), CachedRequestData(0, 1, [], [])])
+    )
     _, places = states.batch(rows)
     states.advance(rows)
     states.keep(rows, places, torch.tensor([40, 50]))
 
-    rows = states.apply(StepPlan(1, [], [], [], decodes=[0, 2]))
+    rows = states.apply(SchedulerOutput(1, [], [], [], decodes=[0, 2]))
     step, _ = states.batch(rows)
     assert rows.sampling.tolist() == [0, 1]
     assert step.token_ids.tolist() == [50, 40]
@@ -106,7 +112,7 @@ def test_decodes_are_bare_slots_that_go_on_from_what_was_kept(is_shared: bool) -
     states.advance(rows)
 
     # Stages that do not sample are told the tokens; a row that needs a block stands behind the bare ones.
-    rows = states.apply(StepPlan(2, [], [], [Scheduled(2, 1, [41], [3])], decodes=[0], token_ids=[51]))
+    rows = states.apply(SchedulerOutput(2, [], [], [CachedRequestData(2, 1, [41], [3])], decodes=[0], token_ids=[51]))
     step, _ = states.batch(rows)
     assert step.token_ids.tolist() == [51, 41]
     assert step.slots.tolist() == [38, 12]
@@ -120,13 +126,15 @@ def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
         return async_copies.send(values, device)
 
     monkeypatch.setattr(input_batch, "send", send)
-    states = RequestStates(4, 1024, 4, is_shared=False)
+    states = InputBatch(4, 1024, 4, is_shared=False)
     prompt = list(range(900))
-    rows = states.apply(StepPlan(0, [], [new(1, prompt, 0, list(range(225)))], [Scheduled(1, 900, [], [])]))
+    rows = states.apply(
+        SchedulerOutput(0, [], [new(1, prompt, 0, list(range(225)))], [CachedRequestData(1, 900, [], [])])
+    )
     _, places = states.batch(rows)
     states.advance(rows)
     states.keep(rows, places, torch.tensor([77]))
-    rows = states.apply(StepPlan(1, [], [], [Scheduled(1, 1, [], [300])]))
+    rows = states.apply(SchedulerOutput(1, [], [], [CachedRequestData(1, 1, [], [300])]))
     step, places = states.batch(rows)
     assert (step.token_ids.tolist(), step.slots.tolist(), places.tolist()) == ([77], [1200], [1024 + 901])
     assert step.block_tables[0].tolist() == [*range(225), 300]
@@ -136,9 +144,11 @@ def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [5, 1, 2], [1, 7], [3], [1, 1, 1], [2, 2], [1]])
 def test_halves_tell_the_host_what_they_tell_the_device(counts: list[int]) -> None:
-    states = RequestStates(8, 32, 4)
+    states = InputBatch(8, 32, 4)
     starts = [new(slot, list(range(count + slot)), slot, [slot] * 4) for slot, count in enumerate(counts)]
-    rows = states.apply(StepPlan(0, [], starts, [Scheduled(slot, count, [], []) for slot, count in enumerate(counts)]))
+    rows = states.apply(
+        SchedulerOutput(0, [], starts, [CachedRequestData(slot, count, [], []) for slot, count in enumerate(counts)])
+    )
     step, _ = states.batch(rows)
     for half in halve(step, rows.counts):
         assert half.host is not None

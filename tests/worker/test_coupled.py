@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import EngineConfig, ExpertParallelConfig
-from quire.engine.distributed import ExpertGroup, Links
+from quire.engine.distributed import ExpertGroup, ParallelState
 from quire.engine.layers.attention import Batch
-from quire.engine.protocol.messages import StepPlan
+from quire.engine.protocol.messages import SchedulerOutput
 from quire.engine.worker import model_runner as runners
 from quire.engine.worker.input_batch import Ints, halve
-from quire.engine.worker.model_runner import Runner
+from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate
 from tests.fakes.coupled import serving
 from tests.fakes.ranks import expert_groups
@@ -39,12 +39,12 @@ class ReplicaExecutor(ThreadExecutor):
     def __init__(self, config: EngineConfig, groups: Sequence[ExpertGroup]) -> None:
         tp, stages = config.parallel.tensor_parallel_size, len(config.parallel.stages)
         self.config, self.seconds = config, {}
-        self._plans: list[SimpleQueue[tuple[StepPlan, Future[Any]] | None]] = [SimpleQueue() for _ in groups]
+        self._plans: list[SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None]] = [SimpleQueue() for _ in groups]
         queues: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(stages)] for _ in range(tp)]
         self._threads = []
         for rank, (group, plans) in enumerate(zip(groups, self._plans, strict=True)):
-            links = Links(group.tp, QueuePipeline(rank // tp, stages, queues[rank % tp]), group)
-            runner = Runner(config, rank, links, CPU)
+            links = ParallelState(group.tp, QueuePipeline(rank // tp, stages, queues[rank % tp]), group)
+            runner = ModelRunner(config, rank, links, CPU)
             self._threads.append(threading.Thread(target=self._run, args=(runner, plans), daemon=True))
             self._threads[-1].start()
         self._last = (stages - 1) * tp

@@ -19,7 +19,13 @@ from quire.engine.distributed import connect
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.models.decoder import DecoderLayer
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import RequestOutput, SamplingParams, StepResult, WorkerFailed, WorkerReady
+from quire.engine.protocol.messages import (
+    EngineCoreOutput,
+    ModelRunnerOutput,
+    SamplingParams,
+    WorkerFailed,
+    WorkerReady,
+)
 from quire.engine.worker import worker
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import write_checkpoint
@@ -97,7 +103,7 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     return [(prompt, told if number % 3 == 2 else plain) for number, prompt in enumerate(prompts)]
 
 
-def tokens(outputs: list[RequestOutput]) -> list[int]:
+def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
@@ -145,9 +151,9 @@ def test_without_a_shortage_a_failure_is_one(config: EngineConfig, scarcity: Sca
 
 class Told:
     def __init__(self) -> None:
-        self.messages: list[WorkerReady | WorkerFailed | StepResult] = []
+        self.messages: list[WorkerReady | WorkerFailed | ModelRunnerOutput] = []
 
-    def send(self, message: WorkerReady | WorkerFailed | StepResult) -> None:
+    def send(self, message: WorkerReady | WorkerFailed | ModelRunnerOutput) -> None:
         self.messages.append(message)
 
 

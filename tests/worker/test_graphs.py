@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import EngineConfig, ExpertParallelConfig, GraphConfig
-from quire.engine.distributed import ExpertGroup, Links, Parallel, Peers, Placement, connect
-from quire.engine.layers.mlp import FeedForward
+from quire.engine.distributed import ExpertCommunicator, ExpertGroup, ExpertPlacement, Parallel, ParallelState, connect
+from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.loader import load
-from quire.engine.protocol.messages import SamplingParams, StepResult
+from quire.engine.protocol.messages import ModelRunnerOutput, SamplingParams
 from quire.engine.worker import cuda_graphs, graph_recorders
 from quire.engine.worker.cuda_graphs import DecodeGraphs
-from quire.engine.worker.graph_recorders import TapeRecorder
-from quire.engine.worker.model_runner import Runner, allocate_caches
+from quire.engine.worker.graph_recorders import OpReplayRecorder
+from quire.engine.worker.model_runner import ModelRunner, allocate_caches
 from quire.engine.worker.worker import Worker
 from quire.kernels import linear
 from tests.e2e.harness import Ranks
@@ -71,7 +71,7 @@ def config_of(folder: Path, *sizes: int, **options: Any) -> EngineConfig:
 
 
 def driver(config: EngineConfig) -> Driver:
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner.settle()
     cache = config.cache
     return Driver(executing(runner), 8, cache.num_blocks, cache.block_size, groups=len(cache.groups))
@@ -115,7 +115,7 @@ def test_a_replay_is_bit_for_bit_the_step_and_stores_nothing_else(
 ) -> None:
     """Of the same number of rows; and with padding, of the rows alone."""
     config = config_of(folders("Llama"), 1, 2, 4, 8)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner.settle()
     assert runner._graphs is not None
     memory, model = [cache.memory for cache in runner._caches], runner._model
@@ -233,7 +233,7 @@ class CountingExecutor(ThreadExecutor):
         self._loads = loads
         super().__init__(config)
 
-    def _run(self, runner: Runner, plans: Any) -> None:  # type: ignore[override]
+    def _run(self, runner: ModelRunner, plans: Any) -> None:  # type: ignore[override]
         assert runner._balancer is not None
         self._loads += [layer.tokens for layer in runner._balancer._layers]
         super()._run(runner, plans)
@@ -242,7 +242,7 @@ class CountingExecutor(ThreadExecutor):
 @pytest.mark.parametrize("redundant", [0, 4])
 def test_a_layer_of_experts_replays_by_the_places_of_now(redundant: int) -> None:
     config = ExpertParallelConfig(is_balanced=True, redundant=redundant)
-    module = packed(build(EVERYTHING, ExpertGroup(config, Parallel(), Peers(), Peers())))
+    module = packed(build(EVERYTHING, ExpertGroup(config, Parallel(), ExpertCommunicator(), ExpertCommunicator())))
     assert isinstance(module, MixtureOfExperts)
     count = EVERYTHING.num_experts
     x, step, out = torch.randn(6, HIDDEN), batch(6, (6,)), torch.zeros(6, HIDDEN)
@@ -259,7 +259,7 @@ def test_a_layer_of_experts_replays_by_the_places_of_now(redundant: int) -> None
         held = [[part.clone() for part in module.experts.state(place)] for place in range(len(before))]
         for place, number in enumerate(after):
             module.experts.restore(place, held[before.index(number)])
-        module.place(Placement((after,)))
+        module.place(ExpertPlacement((after,)))
         module.tokens.zero_()
         replay()
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -313,7 +313,7 @@ def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pi
     cuda_graphs.logger.addHandler(handler)
     torch.set_num_threads(1)
     links = connect(config.parallel, rank, init_method, CPU)
-    runner = Runner(config, rank, links, CPU)
+    runner = ModelRunner(config, rank, links, CPU)
     try:
         runner.settle()
     except RuntimeError as error:
@@ -323,7 +323,7 @@ def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pi
     request, cache = Request([3, 4, 5], GREEDY), config.cache
     if config.parallel.pipeline_parallel_size == 1:
         driven = Driver(
-            lambda plan: runner.launch(plan).result() or StepResult(plan.step, [7] * plan.num_rows),
+            lambda plan: runner.launch(plan).result() or ModelRunnerOutput(plan.step, [7] * plan.num_rows),
             8,
             cache.num_blocks,
             4,
@@ -419,7 +419,7 @@ def test_cpus_tape_the_products_of_onednn(
 
 def test_each_size_is_taped_once(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
     config = config_of(folders("Llama"), *range(1, 9))
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner.settle()
     assert runner._graphs is not None
     assert not runner._graphs._replays
@@ -439,16 +439,16 @@ def test_a_first_step_that_fails_leaves_no_tape_and_the_next_is_taped(
     monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]
 ) -> None:
     config = config_of(folders("Llama"), *range(1, 9))
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     taped, step = runner._graphs, cuda_graphs._Inputs(config, CPU, receives=False).batch(2)
     assert taped is not None
 
-    def fails(self: FeedForward, x: Tensor) -> Tensor:
+    def fails(self: MLP, x: Tensor) -> Tensor:
         raise RuntimeError("no memory")
 
     with torch.inference_mode():
         with monkeypatch.context() as patch:
-            patch.setattr(FeedForward, "forward", fails)
+            patch.setattr(MLP, "forward", fails)
             with pytest.raises(RuntimeError, match="no memory"):
                 taped.run(None, step)
         assert not taped._replays
@@ -469,14 +469,14 @@ def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
     caplog: pytest.LogCaptureFixture,
     folders: Callable[[str], Path],
 ) -> None:
-    forward = FeedForward.forward
+    forward = MLP.forward
 
-    def looks(self: FeedForward, x: Tensor) -> Tensor:
+    def looks(self: MLP, x: Tensor) -> Tensor:
         way(x)
         return forward(self, x)
 
     expected = crowds(driver(config_of(folders("Llama"))))
-    monkeypatch.setattr(FeedForward, "forward", looks)
+    monkeypatch.setattr(MLP, "forward", looks)
     with caplog.at_level(logging.INFO):
         assert crowds(driver(config_of(folders("Llama"), *range(1, 9)))) == expected
     told = caplog.text.count("decodes run without tapes, as a step cannot be replayed: ")
@@ -484,7 +484,7 @@ def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
 
 
 def test_ranks_that_meet_outside_of_operations_are_not_taped() -> None:
-    assert isinstance(graph_recorders.recorder_of(CPU, Parallel()), TapeRecorder)
+    assert isinstance(graph_recorders.recorder_of(CPU, Parallel()), OpReplayRecorder)
     assert on_ranks(2, lambda parallel: graph_recorders.recorder_of(CPU, parallel)) == [None, None]
 
 
@@ -576,7 +576,7 @@ def test_nothing_is_held_when_the_ranks_part(
     assert held is not None
     assert sorted(held._replays) == [1, 2]
     left: list[dict[int, graph_recorders.Replay]] = []
-    monkeypatch.setattr(Links, "close", lambda _: left.append(held._replays))
+    monkeypatch.setattr(ParallelState, "close", lambda _: left.append(held._replays))
     worker.close()
     assert left == [{}]
 

@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from quire.engine.distributed import connect
-from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult
-from quire.engine.worker.input_batch import RequestStates
-from quire.engine.worker.model_runner import Runner
+from quire.engine.protocol.messages import (
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SamplingParams,
+    SchedulerOutput,
+)
+from quire.engine.worker.input_batch import InputBatch
+from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.late_device import GPU, DeviceTensor, Waited, late_device, move
 from tests.models.common import CPU, configure
@@ -38,44 +44,44 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"), **request.param)
 
 
-def make(folder: Path) -> Runner:
+def make(folder: Path) -> ModelRunner:
     config = configure(folder, block_size=BLOCK, max_num_seqs=8, max_model_len=64, enforce_eager=True)
-    return Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    return ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
 
 
-def to_gpu(runner: Runner) -> None:
+def to_gpu(runner: ModelRunner) -> None:
     """What it would be if it had been loaded there."""
     move(runner._model)
     runner._caches = [cache._replace(memory=DeviceTensor(cache.memory)) for cache in runner._caches]
     runner._device = runner._sampler._device = GPU
-    runner._states = RequestStates(8, 64, BLOCK, runner._states._groups, GPU)
+    runner._states = InputBatch(8, 64, BLOCK, runner._states._groups, GPU)
 
 
-def plans(groups: int) -> list[StepPlan]:
+def plans(groups: int) -> list[SchedulerOutput]:
     """All are known beforehand: prompts in chunks, then decodes, among them one with a mask, and a slot used twice."""
     rng = random.Random(1)
     prompts = [[rng.randrange(130) for _ in range(length)] for length in LENGTHS]
     blocks = [list(range(slot * 16 * groups, (slot * 16 + 12) * groups)) for slot in range(len(prompts))]
     half = 6 * groups
     new = [
-        NewRequest(slot, prompt, len(prompt), 0, blocks[slot][:half], params)
+        NewRequestData(slot, prompt, len(prompt), 0, blocks[slot][:half], params)
         for slot, (prompt, params) in enumerate(zip(prompts, PARAMS, strict=True))
     ]
-    chunks = [Scheduled(slot, -(-len(prompt) // 2), [], []) for slot, prompt in enumerate(prompts)]
-    rests = [Scheduled(slot, len(prompt) // 2, [], blocks[slot][half:]) for slot, prompt in enumerate(prompts)]
+    chunks = [CachedRequestData(slot, -(-len(prompt) // 2), [], []) for slot, prompt in enumerate(prompts)]
+    rests = [CachedRequestData(slot, len(prompt) // 2, [], blocks[slot][half:]) for slot, prompt in enumerate(prompts)]
     rests[2].num_tokens = 1  # its prompt is a single token
     slots = list(range(len(prompts)))
-    decodes = [StepPlan(step, [], [], [], decodes=slots[::-1]) for step in range(2, COUNT)]
+    decodes = [SchedulerOutput(step, [], [], [], decodes=slots[::-1]) for step in range(2, COUNT)]
     mask = bytes([0b1111_0000] * 20)
     decodes[2].decodes.remove(0)
-    decodes[2].scheduled.append(Scheduled(0, 1, [], []))
+    decodes[2].scheduled.append(CachedRequestData(0, 1, [], []))
     decodes[2].masks = {0: mask}
-    again = NewRequest(1, prompts[4], len(prompts[4]), 0, blocks[1], PARAMS[4])
+    again = NewRequestData(1, prompts[4], len(prompts[4]), 0, blocks[1], PARAMS[4])
     rest = [slot for slot in slots if slot not in (1, 2)]
-    last = StepPlan(COUNT, [1, 2], [again], [Scheduled(1, len(prompts[4]), [], [])], decodes=rest)
-    empty = StepPlan(COUNT + 1, [], [], [])
-    end = StepPlan(COUNT + 2, [], [], [], decodes=[1, *rest])
-    return [StepPlan(0, [], new, chunks), StepPlan(1, [], [], rests), *decodes, last, empty, end]
+    last = SchedulerOutput(COUNT, [1, 2], [again], [CachedRequestData(1, len(prompts[4]), [], [])], decodes=rest)
+    empty = SchedulerOutput(COUNT + 1, [], [], [])
+    end = SchedulerOutput(COUNT + 2, [], [], [], decodes=[1, *rest])
+    return [SchedulerOutput(0, [], new, chunks), SchedulerOutput(1, [], [], rests), *decodes, last, empty, end]
 
 
 def test_nothing_waits_for_the_device_until_results_are_asked_for(
@@ -98,7 +104,7 @@ def test_nothing_waits_for_the_device_until_results_are_asked_for(
     assert any(result.logprobs for result in expected if result is not None)
 
 
-def check(found: StepResult, right: StepResult) -> None:
+def check(found: ModelRunnerOutput, right: ModelRunnerOutput) -> None:
     """The host's own kernels round in another way."""
     assert (found.step, found.token_ids) == (right.step, right.token_ids)
     assert found.prompt_logprobs.keys() == right.prompt_logprobs.keys()

@@ -15,10 +15,10 @@ from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import Sizes, limit_blocks, resolve
 from quire.engine.distributed import connect
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SamplingParams, StepPlan
+from quire.engine.protocol.messages import SamplingParams, SchedulerOutput
 from quire.engine.worker import memory
-from quire.engine.worker.async_copies import Launched
-from quire.engine.worker.model_runner import Runner
+from quire.engine.worker.async_copies import AsyncOutput
+from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.oom import is_out_of_memory
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
@@ -40,7 +40,7 @@ class FakeMeter:
     has_run: bool = False
     left: int = -1
 
-    def run(self, plan: StepPlan) -> None:
+    def run(self, plan: SchedulerOutput) -> None:
         self.has_run = True
 
     def held(self) -> int:
@@ -167,7 +167,7 @@ class SharingMeter(FakeMeter):
     has_given_back: Any = None
     """An event of each rank."""
 
-    def run(self, plan: StepPlan) -> None:
+    def run(self, plan: SchedulerOutput) -> None:
         super().run(plan)
         self.taken[self.rank] = self.weights + self.peak_bytes + self.others  # torch keeps the largest step's
 
@@ -232,14 +232,14 @@ class Recorder:
     """Lets the largest step run for real, and remembers its plans."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plans: list[StepPlan] = []
-        run: Callable[[Runner, StepPlan], Launched] = Runner._launch
+        self.plans: list[SchedulerOutput] = []
+        run: Callable[[ModelRunner, SchedulerOutput], AsyncOutput] = ModelRunner._launch
 
-        def launch(runner: Runner, plan: StepPlan) -> Launched:
+        def launch(runner: ModelRunner, plan: SchedulerOutput) -> AsyncOutput:
             self.plans.append(plan)
             return run(runner, plan)
 
-        monkeypatch.setattr(Runner, "_launch", launch)
+        monkeypatch.setattr(ModelRunner, "_launch", launch)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -254,7 +254,7 @@ def test_the_largest_step_runs_and_leaves_nothing_behind(
     seen = Recorder(monkeypatch)
     meter = FakeMeter()
     meter.watch = lambda: None  # type: ignore[method-assign]  # the step runs in the runner, and not in the meter
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
     step, end = seen.plans
     assert step.num_tokens == min(budget, rows * 511)
     assert step.num_rows == len(step.new) == len(end.released) == min(rows, budget)
@@ -274,7 +274,7 @@ def test_the_shortest_model_length_is_measured(tmp_path: Path, monkeypatch: pyte
         )
         seen, meter = Recorder(monkeypatch), FakeMeter()
         meter.watch = lambda: None  # type: ignore[method-assign]
-        runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
+        runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
         runner.settle()
         assert seen.plans[0].num_tokens == 3
         assert runner.num_blocks == config.cache.num_blocks
@@ -283,7 +283,7 @@ def test_the_shortest_model_length_is_measured(tmp_path: Path, monkeypatch: pyte
 def test_without_a_meter_nothing_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(folder, block_size=4, max_num_seqs=2)
     seen = Recorder(monkeypatch)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     assert runner.num_blocks == config.cache.num_blocks
     assert not seen.plans
 

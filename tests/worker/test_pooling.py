@@ -18,8 +18,8 @@ from transformers import BertConfig, BertModel
 from quire.engine.config.options import EngineConfig
 from quire.engine.config.pooling import MODES
 from quire.engine.distributed import connect
-from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan
-from quire.engine.worker.model_runner import Runner
+from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.worker.model_runner import ModelRunner
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.sentence import dense, hidden_states, pooled, write_modules
@@ -95,15 +95,15 @@ def test_preemption(qwen3: Path, prompts: list[list[int]], states: list[Tensor],
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(qwen3 / name)
     config = configure(write_modules(tmp_path, "mean"), block_size=8, max_num_seqs=8, max_model_len=128)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     prompt, params, blocks = prompts[4], SamplingParams(), list(range(8))
-    begin = NewRequest(3, prompt, len(prompt), 0, blocks, params)
-    again = NewRequest(3, prompt, len(prompt), 0, blocks[::-1], params)
+    begin = NewRequestData(3, prompt, len(prompt), 0, blocks, params)
+    again = NewRequestData(3, prompt, len(prompt), 0, blocks[::-1], params)
     plans = (
-        StepPlan(0, [], [begin], [Scheduled(3, 20, [], [])]),
-        StepPlan(1, [], [], [Scheduled(3, 20, [], [])]),
-        StepPlan(2, [3], [again], [Scheduled(3, 30, [], [])]),
-        StepPlan(3, [], [], [Scheduled(3, 34, [], [])]),
+        SchedulerOutput(0, [], [begin], [CachedRequestData(3, 20, [], [])]),
+        SchedulerOutput(1, [], [], [CachedRequestData(3, 20, [], [])]),
+        SchedulerOutput(2, [3], [again], [CachedRequestData(3, 30, [], [])]),
+        SchedulerOutput(3, [], [], [CachedRequestData(3, 34, [], [])]),
     )
     results = [runner.launch(plan).result() for plan in plans]
     found = [vector for result in results if result is not None for vector in result.vectors.values()]

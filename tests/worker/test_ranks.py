@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.engine.distributed import connect
-from quire.engine.protocol.messages import SamplingParams, StepPlan
-from quire.engine.worker.model_runner import Runner
+from quire.engine.protocol.messages import SamplingParams, SchedulerOutput
+from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
 from tests.worker.plans import Driver, Request, executing
@@ -49,7 +49,7 @@ def test_tokens_are_those_of_one_rank(tp: int, partition: str | None, folder: Pa
     driven.decode([sampled], 10, 100)
     alone = Request(prompts[1], sampled.params)
     single = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
-    one = Runner(single, 0, connect(single.parallel, 0, None, CPU), CPU)
+    one = ModelRunner(single, 0, connect(single.parallel, 0, None, CPU), CPU)
     Driver(executing(one), 8, single.cache.num_blocks, 4).decode([alone], 10, 100)
     assert sampled.output == alone.output
     for here, there in itertools.zip_longest(sampled.logprobs, alone.logprobs):
@@ -58,6 +58,6 @@ def test_tokens_are_those_of_one_rank(tp: int, partition: str | None, folder: Pa
         assert (here.rank, here.top_ids) == (there.rank, there.top_ids)
         assert here.logprob == pytest.approx(there.logprob, abs=1e-4)
     for step in range(6):  # a stage may run ahead of the next
-        ranks.send(StepPlan(1000 + step, [], [], []))
+        ranks.send(SchedulerOutput(1000 + step, [], [], []))
     assert [ranks.receive().step for _ in range(6)] == [1000 + step for step in range(6)]
     ranks.close()

@@ -10,8 +10,14 @@ import torch
 
 from quire.engine.distributed import connect
 from quire.engine.models.decoder import Decoder, DecoderLayer
-from quire.engine.protocol.messages import NewRequest, SamplingParams, Scheduled, StepPlan, StepResult
-from quire.engine.worker.model_runner import Runner
+from quire.engine.protocol.messages import (
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    SamplingParams,
+    SchedulerOutput,
+)
+from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
 from tests.worker.plans import Driver, Request, executing
@@ -38,7 +44,7 @@ def expected(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 def driver(folder: Path, block_size: int = 4) -> Driver:
     config = configure(folder, block_size=block_size, max_num_seqs=8, max_model_len=128)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     return Driver(executing(runner), 8, config.cache.num_blocks, block_size)
 
 
@@ -58,14 +64,14 @@ def test_chunked_prefill_beside_decodes(
 def test_decodes_run_ahead_of_what_is_known(folder: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
     """Plans made beforehand, without a look at a result: the worker goes on from its own tokens."""
     config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     params = SamplingParams(temperature=0.0)
-    start = StepPlan(0, [], [], [])
+    start = SchedulerOutput(0, [], [], [])
     for slot, prompt in enumerate(prompts[:3]):
         blocks = list(range(slot * 20, slot * 20 + 20))
-        start.new.append(NewRequest(slot, prompt, len(prompt), 0, blocks, params))
-        start.scheduled.append(Scheduled(slot, len(prompt), [], []))
-    plans = [start, *(StepPlan(step, [], [], [], decodes=[2, 0, 1]) for step in range(1, COUNT))]
+        start.new.append(NewRequestData(slot, prompt, len(prompt), 0, blocks, params))
+        start.scheduled.append(CachedRequestData(slot, len(prompt), [], []))
+    plans = [start, *(SchedulerOutput(step, [], [], [], decodes=[2, 0, 1]) for step in range(1, COUNT))]
     results = [runner.launch(plan).result() for plan in plans]
     columns = [result.token_ids for result in results if result is not None]
     assert [[columns[0][slot], *(row[(slot + 1) % 3] for row in columns[1:])] for slot in range(3)] == expected[:3]
@@ -75,7 +81,7 @@ def test_decodes_run_ahead_of_what_is_known(folder: Path, prompts: list[list[int
 def test_the_last_layer_computes_what_is_read(folder: Path, prompts: list[list[int]], scores: bool) -> None:
     """Of a prompt its last token alone, of a part of one as well, but all of it where it is scored."""
     config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     assert isinstance(runner._model, Decoder)
     rows: list[int] = []
     for layer in runner._model.layers.values():
@@ -126,8 +132,8 @@ def test_step_without_samples_or_rows(folder: Path, prompts: list[list[int]]) ->
 
 def test_empty_plan_is_answered(folder: Path) -> None:
     config = configure(folder)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
-    assert runner.launch(StepPlan(41, [], [], [])).result() == StepResult(41, [])
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    assert runner.launch(SchedulerOutput(41, [], [], [])).result() == ModelRunnerOutput(41, [])
 
 
 def test_logprobs_are_of_the_rows_that_asked(folder: Path, prompts: list[list[int]]) -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.protocol.messages import NewRequest, SamplingParams, StepPlan, TokenLogprobs
-from quire.engine.worker.input_batch import Ints, RequestStates
+from quire.engine.protocol.messages import NewRequestData, SamplingParams, SchedulerOutput, TokenLogprobs
+from quire.engine.worker.input_batch import InputBatch, Ints
 from quire.engine.worker.sampler import Sampled, Sampler
 from quire.kernels import dispatch, reference
 
@@ -39,12 +39,12 @@ class Row:
 
 
 def sample(*rows: Row) -> tuple[list[int], list[TokenLogprobs | None]]:
-    states = RequestStates(len(rows) + 2, 200, 16)
+    states = InputBatch(len(rows) + 2, 200, 16)
     slots = torch.randperm(len(rows) + 2)[: len(rows)].tolist()
-    plan = StepPlan(0, [], [], [])
+    plan = SchedulerOutput(0, [], [], [])
     for slot, row in zip(slots, rows, strict=True):
         tokens = row.prompt + row.output
-        plan.new.append(NewRequest(slot, tokens, len(row.prompt), len(tokens) - 1, [0] * 13, row.params))
+        plan.new.append(NewRequestData(slot, tokens, len(row.prompt), len(tokens) - 1, [0] * 13, row.params))
     states.apply(plan)
     logits = torch.stack([row.logits for row in rows])
     chosen: Ints = torch.tensor(slots).numpy()
@@ -165,7 +165,7 @@ def test_draws_have_the_softmax_distribution(along: str, temperature: float) -> 
     logits, many = torch.linspace(-2, 2, 20), 20_000
     numbers, fixed = torch.arange(many), torch.full((many,), 11)
     seeds, positions = (numbers, fixed) if along == "seed" else (fixed, numbers)
-    states = RequestStates(many, 1, 16)
+    states = InputBatch(many, 1, 16)
     states.controls["temperature"], states.controls["top_p"] = temperature, 1.0
     states.controls["repetition_penalty"], states.controls["logprobs"] = 1.0, -1
     states.controls["seed"], states.num_known[:] = seeds.numpy(), positions.numpy()
@@ -251,6 +251,6 @@ def test_plain_greedy_rows_pay_for_one_argmax_only(monkeypatch: pytest.MonkeyPat
 
 
 def test_nobody_samples() -> None:
-    states = RequestStates(2, 8, 4)
+    states = InputBatch(2, 8, 4)
     nobody = torch.empty(0).long().numpy()
     assert told(Sampler(VOCAB, EOS, CPU).sample(torch.empty(0, VOCAB), states, nobody)) == ([], [])

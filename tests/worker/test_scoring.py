@@ -10,8 +10,15 @@ import pytest
 from torch import Tensor
 
 from quire.engine.distributed import connect
-from quire.engine.protocol.messages import NewRequest, PromptLogprobs, SamplingParams, Scheduled, StepPlan, StepResult
-from quire.engine.worker.model_runner import Runner
+from quire.engine.protocol.messages import (
+    CachedRequestData,
+    ModelRunnerOutput,
+    NewRequestData,
+    PromptLogprobs,
+    SamplingParams,
+    SchedulerOutput,
+)
+from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import score, write_checkpoint
 from tests.models.common import CPU, configure
 from tests.worker.plans import Driver, Execute, Request, executing
@@ -38,7 +45,7 @@ class Recorder:
         self._execute = execute
         self.scores: dict[int, PromptLogprobs] = {}
 
-    def __call__(self, plan: StepPlan) -> StepResult | None:
+    def __call__(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
         result = self._execute(plan)
         if result is not None:
             slots = plan.decodes + [row.slot for row in plan.scheduled]
@@ -69,7 +76,7 @@ def configured(folder: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("budget", [3, 33, 1000])
 def test_scores_are_those_of_transformers(folder: Path, expected: list[Tensor], budget: int, at_once: int) -> None:
     config = configured(folder)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner._scored_at_once = at_once
     recorder = Recorder(executing(runner))
     driven = Driver(recorder, 8, config.cache.num_blocks, 4)
@@ -85,7 +92,7 @@ def test_scores_are_those_of_transformers(folder: Path, expected: list[Tensor], 
 
 def test_more_than_the_vocabulary_is_the_vocabulary(folder: Path, expected: list[Tensor]) -> None:
     config = configured(folder)
-    recorder = Recorder(executing(Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)))
+    recorder = Recorder(executing(ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)))
     request = Request(PROMPTS[2], SamplingParams(prompt_logprobs=1000))
     Driver(recorder, 8, config.cache.num_blocks, 4).decode([request], 1, 100)
     (scores,) = recorder.scores.values()
@@ -97,11 +104,11 @@ def test_more_than_the_vocabulary_is_the_vocabulary(folder: Path, expected: list
 
 def test_what_was_scored_before_is_not_scored_again(folder: Path, expected: list[Tensor]) -> None:
     config = configured(folder)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     params = SamplingParams(prompt_logprobs=1)
-    new = NewRequest(0, PROMPTS[3], 70, 0, list(range(20)), params, num_scored_tokens=31)
-    first = runner.launch(StepPlan(0, [], [new], [Scheduled(0, 30, [], [])])).result()
-    then = runner.launch(StepPlan(1, [], [], [Scheduled(0, 40, [], [])])).result()
+    new = NewRequestData(0, PROMPTS[3], 70, 0, list(range(20)), params, num_scored_tokens=31)
+    first = runner.launch(SchedulerOutput(0, [], [new], [CachedRequestData(0, 30, [], [])])).result()
+    then = runner.launch(SchedulerOutput(1, [], [], [CachedRequestData(0, 40, [], [])])).result()
     assert first is not None
     assert then is not None
     assert first.prompt_logprobs == {}

@@ -16,7 +16,7 @@ from quire.engine.config.options import ExpertParallelConfig
 from quire.engine.distributed import connect
 from quire.engine.protocol.messages import SamplingParams
 from quire.engine.worker import warm_up
-from quire.engine.worker.model_runner import Runner
+from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.models.common import CPU, configure
 from tests.worker.plans import Driver, Request
@@ -67,7 +67,7 @@ def chunk(longest: int) -> int:
 def test_every_variant_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seqs: int, length: int) -> None:
     folder = write_checkpoint("qwen3", tmp_path)
     config = configure(folder, block_size=4, max_num_seqs=seqs, max_model_len=length)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU, Meter())
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, Meter())
     calls = Calls(monkeypatch)
     seconds = runner.settle()
     assert list(seconds) == ["try decodes"]
@@ -90,7 +90,7 @@ def test_nothing_stays_of_what_was_tried(tmp_path: Path, family: str) -> None:
     windows = {"sliding_window": 16} if family == "mistral" else {}
     folder = write_checkpoint(family, tmp_path, **windows)
     config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
-    runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU, Meter())
+    runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, Meter())
     runner.settle()
     prompts = [[5, 6, 7, 8, 9, 10, 11], [3], list(range(30))]
     requests = [Request(prompt, SamplingParams(temperature=0.0)) for prompt in prompts]
@@ -103,7 +103,7 @@ def test_ranks_without_a_meter_and_models_that_embed_try_nothing(tmp_path: Path)
     folder = write_checkpoint("qwen3", tmp_path)
     for changes, meter in (({}, None), ({"runner": "pooling"}, Meter())):
         config = configure(folder, block_size=4, max_num_seqs=2, max_model_len=64, **changes)
-        runner = Runner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
+        runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
         assert runner.settle() == {}
 
 

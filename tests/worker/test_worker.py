@@ -12,24 +12,24 @@ import pytest
 import torch
 
 from quire.engine.executor.local_ranks import name_late
-from quire.engine.protocol.messages import StepResult, WorkerFailed, WorkerReady
+from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.worker import worker as workers
-from quire.engine.worker.async_copies import Launched, Reading
+from quire.engine.worker.async_copies import AsyncOutput, AsyncRead
 from quire.engine.worker.worker import Reports
 from tests.models.common import CPU
 
 
-class Late(Launched):
+class Late(AsyncOutput):
     """Its device is told when to come to it."""
 
     def __init__(self, step: int, error: Exception | None = None) -> None:
-        result = StepResult(step, [-1])
+        result = ModelRunnerOutput(step, [-1])
         super().__init__(
-            result, [Reading([torch.tensor([step])], lambda x: result.token_ids.__setitem__(0, x[0].item()))], CPU
+            result, [AsyncRead([torch.tensor([step])], lambda x: result.token_ids.__setitem__(0, x[0].item()))], CPU
         )
         self.may_go, self._error = threading.Event(), error
 
-    def result(self) -> StepResult | None:
+    def result(self) -> ModelRunnerOutput | None:
         assert self.may_go.wait(60)
         if self._error is not None:
             raise self._error
@@ -50,7 +50,7 @@ class Rank:
 
     def receive(self) -> object:
         assert self.pipe.poll(60)
-        return msgspec.msgpack.decode(self.pipe.recv_bytes(), type=StepResult | WorkerFailed | WorkerReady)
+        return msgspec.msgpack.decode(self.pipe.recv_bytes(), type=ModelRunnerOutput | WorkerFailed | WorkerReady)
 
 
 def test_results_follow_behind_the_launches() -> None:
@@ -63,7 +63,7 @@ def test_results_follow_behind_the_launches() -> None:
     assert name_late({4: rank.progress[1]}, 0) == [4]  # it has taken plans 1 and 2, but not done step 0
     for number, step in enumerate(steps):
         step.may_go.set()
-        assert rank.receive() == StepResult(number, [number])
+        assert rank.receive() == ModelRunnerOutput(number, [number])
     rank.reports.close()
     assert rank.progress[:] == [-1, 5]
     assert not rank.errors
@@ -75,7 +75,7 @@ def test_what_goes_wrong_on_the_device_ends_the_rank() -> None:
     for number, step in enumerate(steps):
         rank.launch(step, number)
         step.may_go.set()
-    assert rank.receive() == StepResult(0, [0])
+    assert rank.receive() == ModelRunnerOutput(0, [0])
     rank.reports.close()
     assert [str(error) for error in rank.errors] == ["an illegal memory access"]
     assert not rank.pipe.poll(0)  # nothing is told of what was behind

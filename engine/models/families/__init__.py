@@ -1,4 +1,4 @@
-"""The model families that are served: config.json → `Architecture`, and the names of checkpoint tensors. No torch here.
+"""The model families that are served: config.json → `ModelSpec`, and the names of checkpoint tensors. No torch here.
 
 A new family is a file here: a mapping from its config.json to the parts that `quire.engine.models.model_spec`
 describes, and one from our names of those parts to the checkpoint's.
@@ -12,7 +12,7 @@ from typing import Any
 from quire.engine.models.families import bert, cohere, deepseek, gemma, gpt, llama, moe, olmo
 from quire.engine.models.families.family import Family
 from quire.engine.models.families.quantized import quantized
-from quire.engine.models.model_spec import Architecture
+from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 FAMILIES: dict[str, Family] = {
@@ -28,8 +28,8 @@ FAMILIES: dict[str, Family] = {
 """By the name of the architecture in config.json."""
 
 
-def from_hf_config(config: Mapping[str, Any]) -> Architecture:
-    """Map a Hugging Face config to an `Architecture`; raises `ConfigError` for what is not served."""
+def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
+    """Map a Hugging Face config to an `ModelSpec`; raises `ConfigError` for what is not served."""
     names = config.get("architectures") or []
     name = next((n for n in names if n in FAMILIES), None)
     if name is None:

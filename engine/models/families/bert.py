@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.engine.models.encoder_spec import Encoder, WholeAttention
+from quire.engine.models.encoder_spec import EncoderAttentionSpec, EncoderSpec
 from quire.engine.models.families.family import Config, Family, activation
-from quire.engine.models.model_spec import FeedForward, Layer, Norm
+from quire.engine.models.model_spec import LayerSpec, MLPSpec, NormSpec
 from quire.engine.protocol.errors import ConfigError
 
 
-def _bert(name: str, config: Config, **changes: Any) -> Encoder:
+def _bert(name: str, config: Config, **changes: Any) -> EncoderSpec:
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     if hidden % heads:
         raise ConfigError(f"hidden_size {hidden} is no multiple of {heads} attention heads")
@@ -19,10 +19,10 @@ def _bert(name: str, config: Config, **changes: Any) -> Encoder:
         raise ConfigError(f"position_embedding_type {kind!r} is not served; only absolute is")
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise ConfigError("is_decoder and add_cross_attention are not served; this is an encoder here")
-    norm = Norm(eps=float(config.get("layer_norm_eps", 1e-12)), kind="layer", bias=True)
+    norm = NormSpec(eps=float(config.get("layer_norm_eps", 1e-12)), kind="layer", bias=True)
     head_dim = hidden // heads
-    layer = Layer(
-        attention=WholeAttention(
+    layer = LayerSpec(
+        attention=EncoderAttentionSpec(
             num_heads=heads,
             num_kv_heads=heads,
             head_dim=head_dim,
@@ -33,7 +33,7 @@ def _bert(name: str, config: Config, **changes: Any) -> Encoder:
         ),
         attention_norm=None,
         attention_post_norm=norm,
-        feed_forward=FeedForward(
+        feed_forward=MLPSpec(
             size=int(config["intermediate_size"]),
             activation=activation(config.get("hidden_act", "gelu")),
             is_gated=False,
@@ -44,7 +44,7 @@ def _bert(name: str, config: Config, **changes: Any) -> Encoder:
     )
     positions = int(config["max_position_embeddings"])
     offset = int(changes.get("position_offset", 0))
-    return Encoder(
+    return EncoderSpec(
         **{
             "name": name,
             "hidden_size": hidden,
@@ -60,19 +60,19 @@ def _bert(name: str, config: Config, **changes: Any) -> Encoder:
     )
 
 
-def _roberta(name: str, config: Config) -> Encoder:
+def _roberta(name: str, config: Config) -> EncoderSpec:
     padding = int(config.get("pad_token_id", 1))
     return _bert(name, config, padding_id=padding, position_offset=padding + 1)
 
 
-def _mpnet(name: str, config: Config) -> Encoder:
+def _mpnet(name: str, config: Config) -> EncoderSpec:
     buckets = int(config.get("relative_attention_num_buckets", 32))
     if buckets != 32:  # transformers computes buckets of 32 whatever the table has
         raise ConfigError(f"relative_attention_num_buckets {buckets} is not served; only 32 is")
     return _bert(name, config, padding_id=1, position_offset=2, token_types=0, relative_buckets=buckets)
 
 
-def _distilbert(name: str, config: Config) -> Encoder:
+def _distilbert(name: str, config: Config) -> EncoderSpec:
     names = {
         "hidden_size": config["dim"],
         "intermediate_size": config["hidden_dim"],
@@ -116,7 +116,7 @@ _BESIDE = ("pooler.", "cls.", "lm_head.", "vocab_", "embeddings.position_ids")
 """How names of what is not needed for vectors begin: heads, and BERT's own pooler."""
 
 
-def _family(architecture: Callable[[str, Config], Encoder], names: Mapping[str, str], prefix: str) -> Family:
+def _family(architecture: Callable[[str, Config], EncoderSpec], names: Mapping[str, str], prefix: str) -> Family:
     return Family(
         architecture,
         {module: prefix + name for module, name in names.items()},

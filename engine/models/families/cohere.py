@@ -14,10 +14,10 @@ from quire.engine.models.families.family import (
     windows,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import Architecture, Layer
+from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 
-def _cohere(name: str, config: Config) -> Architecture:
+def _cohere(name: str, config: Config) -> ModelSpec:
     """Cohere2 has windows, and turns only where there is one."""
     norm, is_second = layer_norm(config["layer_norm_eps"], bias=False), name.startswith("Cohere2")
     count = int(config["num_hidden_layers"])
@@ -27,7 +27,7 @@ def _cohere(name: str, config: Config) -> Architecture:
         config = {"layer_types": kinds, **config}
     turns = rope(config, head_dim(config), is_interleaved=True)
     layers = [
-        Layer(
+        LayerSpec(
             attention=attention(
                 config,
                 None if is_second and window is None else turns,

@@ -16,10 +16,10 @@ from quire.engine.models.families.family import (
     yarn_temperature,
 )
 from quire.engine.models.families.moe import NAMES_BY_EXPERT, sigmoid_experts
-from quire.engine.models.model_spec import Architecture, Experts, LatentAttention, Layer
+from quire.engine.models.model_spec import LayerSpec, MLASpec, ModelSpec, MoESpec
 
 
-def _deepseek(name: str, config: Config) -> Architecture:
+def _deepseek(name: str, config: Config) -> ModelSpec:
     norm, rotary_dim = rms_norm(config), int(config["qk_rope_head_dim"])
     turns = rope(
         {**config, "partial_rotary_factor": None}, rotary_dim, is_interleaved=bool(config.get("rope_interleave", True))
@@ -28,7 +28,7 @@ def _deepseek(name: str, config: Config) -> Architecture:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if turns.kind != "default" and scaling.get("mscale_all_dim"):
         scale *= yarn_temperature(turns.factor, float(scaling["mscale_all_dim"])) ** 2
-    attention = LatentAttention(
+    attention = MLASpec(
         num_heads=int(config["num_attention_heads"]),
         query_latent_dim=None if config["q_lora_rank"] is None else int(config["q_lora_rank"]),
         latent_dim=int(config["kv_lora_rank"]),
@@ -42,7 +42,7 @@ def _deepseek(name: str, config: Config) -> Architecture:
     dense = feed_forward(config)
     experts = sigmoid_experts(config) if name.startswith("DeepseekV3") else _softmax_experts(config)
     layers = [
-        Layer(
+        LayerSpec(
             attention=attention,
             attention_norm=norm,
             feed_forward=dense if number < int(config["first_k_dense_replace"]) else experts,
@@ -53,7 +53,7 @@ def _deepseek(name: str, config: Config) -> Architecture:
     return architecture(name, config, layers, norm)
 
 
-def _softmax_experts(config: Config) -> Experts:
+def _softmax_experts(config: Config) -> MoESpec:
     """V2's: softmax scores, groups by their best expert where the config says so."""
     require(config, "topk_method", "greedy", "group_limited_greedy")
     require(config, "scoring_func", "softmax")
@@ -61,7 +61,7 @@ def _softmax_experts(config: Config) -> Experts:
     require(config, "mlp_bias", False)
     grouped = config["topk_method"] == "group_limited_greedy"
     size, shared = int(config["moe_intermediate_size"]), int(config.get("n_shared_experts") or 0)
-    return Experts(
+    return MoESpec(
         num_experts=int(config["n_routed_experts"]),
         top_k=int(config["num_experts_per_tok"]),
         size=size,
@@ -84,9 +84,9 @@ _NAMES = NAMES_BY_EXPERT | {
 }
 
 
-def _names(arch: Architecture) -> dict[str, str]:
+def _names(arch: ModelSpec) -> dict[str, str]:
     attention = arch.layers[0].attention
-    is_direct = isinstance(attention, LatentAttention) and attention.query_latent_dim is None
+    is_direct = isinstance(attention, MLASpec) and attention.query_latent_dim is None
     return {**_NAMES, "layers.attention.query": f"model.layers.{{layer}}.self_attn.q_{'' if is_direct else 'b_'}proj"}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.engine.models.model_spec import Activation, Architecture, Attention, FeedForward, Layer, Norm, Rope
+from quire.engine.models.model_spec import Activation, AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 from quire.engine.protocol.errors import ConfigError
 
 Config = Mapping[str, Any]
@@ -27,16 +27,16 @@ class Family:
     experts have a name without their number, they are stacked in one tensor.
     """
 
-    architecture: Callable[[str, Config], Architecture]
+    architecture: Callable[[str, Config], ModelSpec]
     """From the architecture's name and config.json."""
-    names: Mapping[str, str] | Callable[[Architecture], Mapping[str, str]]
+    names: Mapping[str, str] | Callable[[ModelSpec], Mapping[str, str]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What transformers assumes where config.json is silent."""
     prefix: str = "model."
     """What a checkpoint of the model without its head may leave out at the start of names."""
     is_transposed: Callable[[str], bool] = lambda module: False
     """Whether a module's matrices are stored as `[in, out]`."""
-    rows: Callable[[Layer, str, str], Runs | None] = lambda layer, module, part: None
+    rows: Callable[[LayerSpec, str, str], Runs | None] = lambda layer, module, part: None
     """For a layer, a module and its part: the row of the checkpoint's tensor that each of the part's rows is.
     None: in order."""
     unused: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Family:
     behind_layers: str = ""
     """What layers behind the last are, where checkpoints have some that are not served."""
 
-    def names_of(self, arch: Architecture) -> Mapping[str, str]:
+    def names_of(self, arch: ModelSpec) -> Mapping[str, str]:
         return self.names(arch) if callable(self.names) else self.names
 
 
@@ -71,9 +71,11 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def architecture(name: str, config: Config, layers: Sequence[Layer], norm: Norm | None, **changes: Any) -> Architecture:
+def architecture(
+    name: str, config: Config, layers: Sequence[LayerSpec], norm: NormSpec | None, **changes: Any
+) -> ModelSpec:
     """The whole model, of `layers`, whose last hidden states pass `norm`."""
-    return Architecture(
+    return ModelSpec(
         **{
             "name": name,
             "hidden_size": int(config["hidden_size"]),
@@ -87,7 +89,7 @@ def architecture(name: str, config: Config, layers: Sequence[Layer], norm: Norm 
     )
 
 
-def _reach(layer: Layer, length: int) -> int:
+def _reach(layer: LayerSpec, length: int) -> int:
     """The model's length, or what scaling stretches it to, which configs that were edited by hand do not always say."""
     rope = layer.attention.rope
     if rope is None or rope.kind not in ("dynamic", "yarn") or length < rope.original_max_position:
@@ -95,11 +97,11 @@ def _reach(layer: Layer, length: int) -> int:
     return max(length, int(rope.original_max_position * rope.factor))
 
 
-def attention(config: Config, rope: Rope | None, **changes: Any) -> Attention:
+def attention(config: Config, rope: RopeSpec | None, **changes: Any) -> AttentionSpec:
     """Attention with the usual names in config.json."""
     heads = int(config["num_attention_heads"])
     dim, bias = head_dim(config), bool(config.get("attention_bias", False))
-    return Attention(
+    return AttentionSpec(
         **{
             "num_heads": heads,
             "num_kv_heads": int(config.get("num_key_value_heads") or heads),
@@ -113,9 +115,9 @@ def attention(config: Config, rope: Rope | None, **changes: Any) -> Attention:
     )
 
 
-def feed_forward(config: Config, **changes: Any) -> FeedForward:
+def feed_forward(config: Config, **changes: Any) -> MLPSpec:
     """A feed-forward with the usual names in config.json."""
-    return FeedForward(
+    return MLPSpec(
         **{
             "size": int(config["intermediate_size"]),
             "activation": activation(config.get("hidden_act", "silu")),
@@ -125,12 +127,12 @@ def feed_forward(config: Config, **changes: Any) -> FeedForward:
     )
 
 
-def rms_norm(config: Config, **changes: Any) -> Norm:
-    return Norm(**{"eps": float(config.get("rms_norm_eps", 1e-6)), **changes})
+def rms_norm(config: Config, **changes: Any) -> NormSpec:
+    return NormSpec(**{"eps": float(config.get("rms_norm_eps", 1e-6)), **changes})
 
 
-def layer_norm(eps: float, *, bias: bool = True) -> Norm:
-    return Norm(eps=float(eps), kind="layer", bias=bias)
+def layer_norm(eps: float, *, bias: bool = True) -> NormSpec:
+    return NormSpec(eps=float(eps), kind="layer", bias=bias)
 
 
 def require(config: Config, name: str, *served: Any) -> None:
@@ -143,7 +145,7 @@ def head_dim(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: bool = False) -> Rope:
+def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: bool = False) -> RopeSpec:
     """Rotary settings for heads of `dim` features.
 
     They stand in transformers 5's `rope_parameters`, where layers differ under the layer type `kind`, or in the older
@@ -160,13 +162,13 @@ def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: b
     original = config.get("original_max_position_embeddings") or settings.get("original_max_position_embeddings")
     match name:
         case "default":
-            return Rope(**common)
+            return RopeSpec(**common)
         case "linear":
-            return Rope(**common, kind="linear", factor=float(settings["factor"]))
+            return RopeSpec(**common, kind="linear", factor=float(settings["factor"]))
         case "dynamic":
-            return Rope(**common, kind="dynamic", factor=float(settings["factor"]), original_max_position=most)
+            return RopeSpec(**common, kind="dynamic", factor=float(settings["factor"]), original_max_position=most)
         case "llama3":
-            return Rope(
+            return RopeSpec(
                 **common,
                 kind="llama3",
                 factor=float(settings["factor"]),
@@ -176,7 +178,7 @@ def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: b
             )
         case "yarn":
             factor = float(settings.get("factor") or most / int(original or most))
-            return Rope(
+            return RopeSpec(
                 **common,
                 kind="yarn",
                 factor=factor,
@@ -192,7 +194,7 @@ def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: b
             amplitude = settings.get("attention_factor")
             if amplitude is None:
                 amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
-            return Rope(
+            return RopeSpec(
                 **common,
                 kind="longrope",
                 factor=factor,

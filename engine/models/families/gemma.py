@@ -16,7 +16,7 @@ from quire.engine.models.families.family import (
     windows,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import Architecture, Layer
+from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 _BOTH = NAMES | {
     "layers.attention_post_norm": "model.layers.{layer}.post_attention_layernorm",
@@ -25,9 +25,9 @@ _BOTH = NAMES | {
 }
 
 
-def _gemma(name: str, config: Config) -> Architecture:
+def _gemma(name: str, config: Config) -> ModelSpec:
     norm, turns = rms_norm(config, offset=1.0), rope(config, head_dim(config))
-    layer = Layer(
+    layer = LayerSpec(
         attention=attention(config, turns),
         attention_norm=norm,
         feed_forward=feed_forward(config, activation="gelu_tanh"),  # whatever its config says
@@ -37,7 +37,7 @@ def _gemma(name: str, config: Config) -> Architecture:
     return architecture(name, config, layers, norm, embedding_multiplier=float(config["hidden_size"]) ** 0.5)
 
 
-def _gemma2(name: str, config: Config) -> Architecture:
+def _gemma2(name: str, config: Config) -> ModelSpec:
     """Gemma 2, and 3, which has norms of queries and keys instead of soft-capping, and turns windows by themselves."""
     require(config, "use_bidirectional_attention", None, False)
     norm, is_third = rms_norm(config, offset=1.0), name.startswith("Gemma3")
@@ -52,7 +52,7 @@ def _gemma2(name: str, config: Config) -> Architecture:
         False: rope(config, dim, "full_attention"),
     }
     layers = {
-        window: Layer(
+        window: LayerSpec(
             attention=attention(
                 config,
                 turns[window is not None],

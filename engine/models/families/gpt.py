@@ -18,10 +18,10 @@ from quire.engine.models.families.family import (
     rope,
     windows,
 )
-from quire.engine.models.model_spec import Architecture, Attention, Layer
+from quire.engine.models.model_spec import AttentionSpec, LayerSpec, ModelSpec
 
 
-def _gpt2(name: str, config: Config) -> Architecture:
+def _gpt2(name: str, config: Config) -> ModelSpec:
     require(config, "add_cross_attention", False)
     config = {
         **config,
@@ -34,7 +34,7 @@ def _gpt2(name: str, config: Config) -> Architecture:
     scale = head_dim(config) ** -0.5 if config.get("scale_attn_weights", True) else 1.0
     falls = bool(config.get("scale_attn_by_inverse_layer_idx"))
     layers = [
-        Layer(
+        LayerSpec(
             attention=attention(
                 config,
                 None,
@@ -68,7 +68,7 @@ _GPT2_NAMES = {
 }
 
 
-def _opt(name: str, config: Config) -> Architecture:
+def _opt(name: str, config: Config) -> ModelSpec:
     """All but OPT-350m, whose norms stand behind the residual sum and whose embedding is narrower."""
     require(config, "do_layer_norm_before", True)
     require(config, "_remove_final_layer_norm", False)
@@ -76,7 +76,7 @@ def _opt(name: str, config: Config) -> Architecture:
     require(config, "word_embed_proj_dim", None, config["hidden_size"])
     norm, bias = layer_norm(1e-5), bool(config.get("enable_bias", True))
     config = {**config, "intermediate_size": config["ffn_dim"]}
-    layer = Layer(
+    layer = LayerSpec(
         attention=attention(
             config, None, num_kv_heads=int(config["num_attention_heads"]), qkv_bias=bias, output_bias=bias
         ),
@@ -104,10 +104,10 @@ _OPT_NAMES = {
 }
 
 
-def grouped_rows(layer: Layer, module: str, part: str) -> Runs | None:
+def grouped_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     """In one matrix, each KV head's queries, then its key, then its value."""
     attention = layer.attention
-    if module != "layers.attention.qkv" or not isinstance(attention, Attention):
+    if module != "layers.attention.qkv" or not isinstance(attention, AttentionSpec):
         return None
     queries, dim = attention.num_heads // attention.num_kv_heads, attention.head_dim
     first, count = {"q": (0, queries), "k": (queries, 1), "v": (queries + 1, 1)}[part]
@@ -115,14 +115,14 @@ def grouped_rows(layer: Layer, module: str, part: str) -> Runs | None:
     return [range((group + first) * dim, (group + first + count) * dim) for group in groups]
 
 
-def _neox(name: str, config: Config) -> Architecture:
+def _neox(name: str, config: Config) -> ModelSpec:
     norm, dim = layer_norm(config["layer_norm_eps"]), head_dim(config)
     config = {
         "partial_rotary_factor": config.get("rotary_pct", 0.25),
         "rope_theta": config.get("rotary_emb_base"),
         **config,
     }
-    layer = Layer(
+    layer = LayerSpec(
         attention=attention(config, rope(config, dim), num_kv_heads=int(config["num_attention_heads"])),
         attention_norm=norm,
         feed_forward=feed_forward(config, is_gated=False, bias=True),
@@ -145,7 +145,7 @@ _NEOX_NAMES = {
 }
 
 
-def _falcon(name: str, config: Config) -> Architecture:
+def _falcon(name: str, config: Config) -> ModelSpec:
     """Falcon with one KV head (7B), with groups (40B, 180B) and with ALiBi (RW)."""
     norm, heads = layer_norm(config["layer_norm_epsilon"]), int(config["num_attention_heads"])
     config = {**config, "hidden_size": config.get("n_embed") or config["hidden_size"]}
@@ -154,7 +154,7 @@ def _falcon(name: str, config: Config) -> Architecture:
     is_parallel = is_new or bool(config["parallel_attn"])
     has_two = not is_parallel or (is_new and (config.get("num_ln_in_parallel_attn") or 2) == 2)
     bias, has_alibi = bool(config["bias"]), bool(config["alibi"])
-    layer = Layer(
+    layer = LayerSpec(
         attention=attention(
             config,
             None if has_alibi else rope(config, dim),
@@ -176,7 +176,7 @@ def _falcon(name: str, config: Config) -> Architecture:
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
 
 
-def _falcon_names(arch: Architecture) -> Mapping[str, str]:
+def _falcon_names(arch: ModelSpec) -> Mapping[str, str]:
     layer = arch.layers[0]
     is_pair = layer.is_parallel and layer.feed_forward_norm is not None
     before, second = ("ln_attn", "ln_mlp") if is_pair else ("input_layernorm", "post_attention_layernorm")
@@ -193,10 +193,10 @@ def _falcon_names(arch: Architecture) -> Mapping[str, str]:
     }
 
 
-def _phi(name: str, config: Config) -> Architecture:
+def _phi(name: str, config: Config) -> ModelSpec:
     require(config, "qk_layernorm", False)
     norm = layer_norm(config["layer_norm_eps"])
-    layer = Layer(
+    layer = LayerSpec(
         attention=attention(config, rope(config, head_dim(config)), qkv_bias=True, output_bias=True),
         attention_norm=norm,
         feed_forward=feed_forward(config, activation=activation(config["hidden_act"]), is_gated=False, bias=True),
@@ -218,10 +218,10 @@ _PHI_NAMES = {
 }
 
 
-def _starcoder2(name: str, config: Config) -> Architecture:
+def _starcoder2(name: str, config: Config) -> ModelSpec:
     norm, bias, turns = layer_norm(config["norm_epsilon"]), bool(config["use_bias"]), rope(config, head_dim(config))
     layers = [
-        Layer(
+        LayerSpec(
             attention=attention(config, turns, window=window, qkv_bias=bias, output_bias=bias),
             attention_norm=norm,
             feed_forward=feed_forward(config, is_gated=False, bias=bias),

@@ -15,7 +15,7 @@ from quire.engine.models.families.family import (
     rope,
     windows,
 )
-from quire.engine.models.model_spec import Architecture, Layer, Norm, Rope
+from quire.engine.models.model_spec import LayerSpec, ModelSpec, NormSpec, RopeSpec
 
 NAMES = {
     "embedding": "model.embed_tokens",
@@ -39,9 +39,9 @@ FUSED = NAMES | {
 """Phi-3's: one matrix for queries, keys and values, and one for gate and up."""
 
 
-def sequential(config: Config, norm: Norm, turns: Rope | None, window: int | None, **changes: Any) -> Layer:
+def sequential(config: Config, norm: NormSpec, turns: RopeSpec | None, window: int | None, **changes: Any) -> LayerSpec:
     """Llama's layer; `changes` are of its attention."""
-    return Layer(
+    return LayerSpec(
         attention=attention(config, turns, window=window, **changes),
         attention_norm=norm,
         feed_forward=feed_forward(config),
@@ -50,19 +50,19 @@ def sequential(config: Config, norm: Norm, turns: Rope | None, window: int | Non
     )
 
 
-def _llama(name: str, config: Config) -> Architecture:
+def _llama(name: str, config: Config) -> ModelSpec:
     norm, turns = rms_norm(config), rope(config, head_dim(config))
     layer = sequential(config, norm, turns, None)
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
 
 
-def _mistral(name: str, config: Config) -> Architecture:
+def _mistral(name: str, config: Config) -> ModelSpec:
     norm, turns = rms_norm(config), rope(config, head_dim(config))
     layers = [sequential(config, norm, turns, window) for window in windows(config)]
     return architecture(name, config, layers, norm)
 
 
-def _phi3(name: str, config: Config) -> Architecture:
+def _phi3(name: str, config: Config) -> ModelSpec:
     """Its older configs call longrope by other names."""
     settings = ("rope_parameters", "rope_scaling")
     scaling = next((dict(config[key]) for key in settings if config.get(key)), {})
@@ -75,20 +75,20 @@ def _qwen_windows(config: Config) -> list[int | None]:
     return windows(config if config["use_sliding_window"] else {**config, "sliding_window": None})
 
 
-def _qwen2(name: str, config: Config) -> Architecture:
+def _qwen2(name: str, config: Config) -> ModelSpec:
     norm, turns = rms_norm(config), rope(config, head_dim(config))
     biases = {"qkv_bias": True, "output_bias": False}
     layers = [sequential(config, norm, turns, window, **biases) for window in _qwen_windows(config)]
     return architecture(name, config, layers, norm)
 
 
-def _qwen3(name: str, config: Config) -> Architecture:
+def _qwen3(name: str, config: Config) -> ModelSpec:
     norm, turns = rms_norm(config), rope(config, head_dim(config))
     layers = [sequential(config, norm, turns, window, qk_norm=norm) for window in _qwen_windows(config)]
     return architecture(name, config, layers, norm)
 
 
-def _granite(name: str, config: Config) -> Architecture:
+def _granite(name: str, config: Config) -> ModelSpec:
     norm, turns = rms_norm(config), rope(config, head_dim(config))
     layer = sequential(config, norm, turns, None, scale=float(config["attention_multiplier"]))
     return architecture(
@@ -101,7 +101,7 @@ def _granite(name: str, config: Config) -> Architecture:
     )
 
 
-def _smollm3(name: str, config: Config) -> Architecture:
+def _smollm3(name: str, config: Config) -> ModelSpec:
     """Every fourth layer has no positions; these are the ones that windows are for, if any."""
     norm, turns, count = rms_norm(config), rope(config, head_dim(config)), int(config["num_hidden_layers"])
     every = int(config["no_rope_layer_interval"])

@@ -17,7 +17,7 @@ from quire.engine.models.families.family import (
     windows,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import Architecture, Experts, Layer
+from quire.engine.models.model_spec import LayerSpec, ModelSpec, MoESpec
 
 NAMES_BY_EXPERT = NAMES | {
     "layers.feed_forward.router": "model.layers.{layer}.mlp.gate",
@@ -36,9 +36,9 @@ _MIXTRAL_NAMES = NAMES | {
 }
 
 
-def _mixtral(name: str, config: Config) -> Architecture:
+def _mixtral(name: str, config: Config) -> ModelSpec:
     norm, turns = rms_norm(config), rope(config, head_dim(config))
-    experts = Experts(
+    experts = MoESpec(
         num_experts=int(config["num_local_experts"]),
         top_k=int(config["num_experts_per_tok"]),
         size=int(config["intermediate_size"]),
@@ -46,7 +46,7 @@ def _mixtral(name: str, config: Config) -> Architecture:
         renormalize=True,
     )
     layers = [
-        Layer(
+        LayerSpec(
             attention=attention(config, turns, window=window),
             attention_norm=norm,
             feed_forward=experts,
@@ -57,12 +57,12 @@ def _mixtral(name: str, config: Config) -> Architecture:
     return architecture(name, config, layers, norm)
 
 
-def _qwen_moe(name: str, config: Config) -> Architecture:
+def _qwen_moe(name: str, config: Config) -> ModelSpec:
     """Qwen2's has a shared expert behind a gate; in both some layers may be dense."""
     norm, turns, is_second = rms_norm(config), rope(config, head_dim(config)), name.startswith("Qwen2")
     dense = feed_forward(config)
     shared = feed_forward(config, size=int(config["shared_expert_intermediate_size"])) if is_second else None
-    experts = Experts(
+    experts = MoESpec(
         num_experts=int(config.get("num_local_experts") or config["num_experts"]),
         top_k=int(config["num_experts_per_tok"]),
         size=int(config["moe_intermediate_size"]),
@@ -75,7 +75,7 @@ def _qwen_moe(name: str, config: Config) -> Architecture:
     every, without = int(config["decoder_sparse_step"]), set(config.get("mlp_only_layers") or ())
     require(config, "use_sliding_window", False)
     layers = [
-        Layer(
+        LayerSpec(
             attention=attention(config, turns, **biases),
             attention_norm=norm,
             feed_forward=experts if number not in without and (number + 1) % every == 0 else dense,
@@ -86,12 +86,12 @@ def _qwen_moe(name: str, config: Config) -> Architecture:
     return architecture(name, config, layers, norm)
 
 
-def _granite_moe(name: str, config: Config) -> Architecture:
+def _granite_moe(name: str, config: Config) -> ModelSpec:
     norm, turns = rms_norm(config), rope(config, head_dim(config))
-    layer = Layer(
+    layer = LayerSpec(
         attention=attention(config, turns, scale=float(config["attention_multiplier"])),
         attention_norm=norm,
-        feed_forward=Experts(
+        feed_forward=MoESpec(
             num_experts=int(config["num_local_experts"]),
             top_k=int(config["num_experts_per_tok"]),
             size=int(config["intermediate_size"]),
@@ -118,13 +118,13 @@ _GRANITE_NAMES = NAMES | {
 }
 
 
-def _glm4_moe(name: str, config: Config) -> Architecture:
+def _glm4_moe(name: str, config: Config) -> ModelSpec:
     """Its first layers are dense; routing is DeepSeek-V3's."""
     norm, turns = rms_norm(config), rope(config, head_dim(config))
     dense, experts = feed_forward(config), sigmoid_experts(config)
     biases = {"qkv_bias": bool(config.get("attention_bias", False)), "output_bias": False}
     layers = [
-        Layer(
+        LayerSpec(
             attention=attention(config, turns, **biases, qk_norm=norm if config.get("use_qk_norm") else None),
             attention_norm=norm,
             feed_forward=dense if number < int(config["first_k_dense_replace"]) else experts,
@@ -135,13 +135,13 @@ def _glm4_moe(name: str, config: Config) -> Architecture:
     return architecture(name, config, layers, norm)
 
 
-def sigmoid_experts(config: Config) -> Experts:
+def sigmoid_experts(config: Config) -> MoESpec:
     """DeepSeek-V3's: sigmoid scores, a correction bias for choosing, groups by their two best, a shared expert."""
     require(config, "scoring_func", "sigmoid")
     require(config, "topk_method", "noaux_tc")
     require(config, "moe_layer_freq", 1)
     size, shared = int(config["moe_intermediate_size"]), int(config.get("n_shared_experts") or 0)
-    return Experts(
+    return MoESpec(
         num_experts=int(config["n_routed_experts"]),
         top_k=int(config["num_experts_per_tok"]),
         size=size,
@@ -168,7 +168,7 @@ _GPT_OSS_ROPE = {
 """Unless the config has another."""
 
 
-def _gpt_oss(name: str, config: Config) -> Architecture:
+def _gpt_oss(name: str, config: Config) -> ModelSpec:
     require(config, "swiglu_alpha", 1.702)
     require(config, "swiglu_limit", 7.0)
     every = range(int(config["num_hidden_layers"]))
@@ -176,7 +176,7 @@ def _gpt_oss(name: str, config: Config) -> Architecture:
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config["rope_scaling"] = _GPT_OSS_ROPE
     norm, turns = rms_norm(config), rope(config, head_dim(config))
-    experts = Experts(
+    experts = MoESpec(
         num_experts=int(config["num_local_experts"]),
         top_k=int(config["num_experts_per_tok"]),
         size=int(config["intermediate_size"]),
@@ -186,7 +186,7 @@ def _gpt_oss(name: str, config: Config) -> Architecture:
         bias=True,
     )
     layers = {
-        window: Layer(
+        window: LayerSpec(
             attention=attention(config, turns, window=window, has_sinks=True),
             attention_norm=norm,
             feed_forward=experts,
@@ -207,9 +207,9 @@ _GPT_OSS_NAMES = NAMES | {
 }
 
 
-def _gpt_oss_rows(layer: Layer, module: str, part: str) -> Runs | None:
+def _gpt_oss_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     """Gates and ups take turns."""
-    if module != "layers.feed_forward.experts.gate_up" or not isinstance(layer.feed_forward, Experts):
+    if module != "layers.feed_forward.experts.gate_up" or not isinstance(layer.feed_forward, MoESpec):
         return None
     return [range(("gate", "up").index(part), 2 * layer.feed_forward.size, 2)]
 

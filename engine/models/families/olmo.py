@@ -14,7 +14,7 @@ from quire.engine.models.families.family import (
     windows,
 )
 from quire.engine.models.families.llama import NAMES
-from quire.engine.models.model_spec import Architecture, Layer
+from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 _NAMES = NAMES | {
     "layers.attention_post_norm": "model.layers.{layer}.post_attention_layernorm",
@@ -22,14 +22,14 @@ _NAMES = NAMES | {
 }
 
 
-def _olmo(name: str, config: Config) -> Architecture:
+def _olmo(name: str, config: Config) -> ModelSpec:
     norm, dim = rms_norm(config), head_dim(config)
     if name.startswith("Olmo3"):
         every = range(1, int(config["num_hidden_layers"]) + 1)
         config = {"layer_types": ["sliding_attention" if n % 4 else "full_attention" for n in every], **config}
     plain = {**config, "rope_scaling": None}  # an old config's scaling is of full attention
     layers = {
-        window: Layer(
+        window: LayerSpec(
             attention=attention(
                 config,
                 rope(config, dim, "full_attention") if window is None else rope(plain, dim, "sliding_attention"),

@@ -10,7 +10,7 @@ from quire.engine.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedCheckpoint:
     """How a checkpoint's quantized tensors are stored; others beside them are as in any checkpoint."""
 
     method: Literal["fp8", "mxfp4"]
@@ -19,18 +19,18 @@ class Quantized:
     """Rows and columns that share a scale of fp8."""
 
 
-def quantized(config: Mapping[str, Any]) -> Quantized | None:
+def quantized(config: Mapping[str, Any]) -> QuantizedCheckpoint | None:
     """What config.json says of it; raises `ConfigError` for methods that are not served."""
     settings = config.get("quantization_config")
     if not settings:
         return None
     method = settings.get("quant_method", "unknown")
     if method == "mxfp4":
-        return Quantized("mxfp4")
+        return QuantizedCheckpoint("mxfp4")
     if method == "fp8":
         block = settings.get("weight_block_size")
         if isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):
-            return Quantized("fp8", (block[0], block[1]))
+            return QuantizedCheckpoint("fp8", (block[0], block[1]))
         method = f"fp8 with weight_block_size {block}"
     raise ConfigError(
         f"this checkpoint is quantized ({method}), which is not served yet; use the full-precision one "

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.engine.models.model_spec import BuiltArchitecture
+from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ _SECONDS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class DescribeRequest:
     """A model folder, and the layout that it is to be served in."""
 
     path: Path
@@ -39,7 +39,7 @@ class Request:
         return self.tensor_parallel_size == self.pipeline_parallel_size == 1
 
 
-def describe(request: Request) -> BuiltArchitecture:
+def describe(request: DescribeRequest) -> TransformersModelSpec:
     """Measure the model, and see that it is served as transformers would run it; raises `ConfigError` with the reason.
 
     Takes some seconds, most of them for imports.
@@ -59,5 +59,5 @@ def describe(request: Request) -> BuiltArchitecture:
     answer = pickle.loads(done.stdout)
     if isinstance(answer, str):
         raise ConfigError(answer)
-    assert isinstance(answer, BuiltArchitecture)
+    assert isinstance(answer, TransformersModelSpec)
     return answer

@@ -1,7 +1,7 @@
 """transformers' attention interface, answered from the paged KV cache.
 
-A model's attention modules call the function that is registered under `NAME`, which asks the `Answer` that was attached
-to them: the paged cache of the step, or, before anything is loaded, a recorder of what they ask for.
+A model's attention modules call the function that is registered under `NAME`, which asks the `AttentionFunction` that
+was attached to them: the paged cache of the step, or, before anything is loaded, a recorder of what they ask for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HARMLESS = frozenset(
 
 
 @dataclass(frozen=True)
-class Asked:
+class AttentionSettings:
     """One call of the attention interface, its settings alone."""
 
     scale: float
@@ -45,13 +45,15 @@ class Asked:
     softcap: float
 
 
-class Answer(Protocol):
+class AttentionFunction(Protocol):
     """What attention modules are answered by. Queries, keys and values are `[tokens, heads, head_dim]`."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None) -> Tensor: ...
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, asked: AttentionSettings, sinks: Tensor | None
+    ) -> Tensor: ...
 
 
-def attach(model: nn.Module, answer: Answer) -> None:
+def attach(model: nn.Module, answer: AttentionFunction) -> None:
     for module in model.modules():
         setattr(module, _ATTRIBUTE, answer)
 
@@ -82,8 +84,8 @@ def _attention(
     if len(query) != 1 or query.shape[2] != key.shape[2]:
         raise ConfigError("its attention asks for other keys than those of its own tokens, which is not served")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    asked = Asked(scale, int(sliding_window or 0), float(softcap or 0.0))
-    answer: Answer = getattr(module, _ATTRIBUTE)
+    asked = AttentionSettings(scale, int(sliding_window or 0), float(softcap or 0.0))
+    answer: AttentionFunction = getattr(module, _ATTRIBUTE)
     mixed = answer(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), asked, s_aux)
     return mixed[None], None
 
@@ -95,7 +97,7 @@ def _matters(value: object) -> bool:
 AttentionInterface.register(NAME, _attention)
 
 
-class Paged:
+class PagedAttention:
     """Attention over the paged caches of the calls, in their order: `begin` each step."""
 
     def __init__(self) -> None:
@@ -106,12 +108,14 @@ class Paged:
     def begin(self, batch: Batch, caches: Sequence[LayerCache]) -> None:
         self._batch, self._caches, self._next = batch, caches, 0
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, asked: AttentionSettings, sinks: Tensor | None
+    ) -> Tensor:
         self._next += 1
         return self.answer(self._next - 1, query, key, value, asked, sinks)
 
     def answer(
-        self, number: int, query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None
+        self, number: int, query: Tensor, key: Tensor, value: Tensor, asked: AttentionSettings, sinks: Tensor | None
     ) -> Tensor:
         """The call of this number in the step."""
         assert self._batch is not None
@@ -138,25 +142,29 @@ class Paged:
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """What a model asked of its attention: heads and features on this rank."""
 
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
-    asked: Asked
+    asked: AttentionSettings
     has_sinks: bool
 
 
-class Recorder:
+class CallRecorder:
     """Writes down each call; the answers are zeros."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, asked: AttentionSettings, sinks: Tensor | None
+    ) -> Tensor:
         self.calls.append(
-            Call(query.shape[1], key.shape[1], query.shape[2], value.shape[2], asked, has_sinks=sinks is not None)
+            RecordedCall(
+                query.shape[1], key.shape[1], query.shape[2], value.shape[2], asked, has_sinks=sinks is not None
+            )
         )
         return query.new_zeros(*query.shape[:2], value.shape[2])

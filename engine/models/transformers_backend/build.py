@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from quire.engine.distributed import Parallel
 from quire.engine.layers.weight import Weight
 from quire.engine.models.transformers_backend.sharding import (
-    Plan,
     PlannedEmbedding,
     PlannedLinear,
+    ShardingPlan,
     hook,
     planned_parameter,
 )
@@ -116,12 +116,12 @@ def put_in_layers(model: Any, parallel: Parallel, device: torch.device) -> dict[
 
     Returns which parameter's values others take: head → embedding, where they are tied and not the same anyway.
     """
-    plan = Plan(model.tp_plan, parallel.size)
+    plan = ShardingPlan(model.tp_plan, parallel.size)
     embedding = model.get_input_embeddings()
     with device:
         for path, module in list(model.named_modules()):
             style = plan[path]
-            if isinstance(module, Elsewhere):
+            if isinstance(module, MissingLayer):
                 continue
             if type(module) is nn.Linear:
                 model.set_submodule(path, PlannedLinear(path, module, style, parallel))
@@ -137,7 +137,7 @@ def put_in_layers(model: Any, parallel: Parallel, device: torch.device) -> dict[
     return _tie(model)
 
 
-def _put_in_parameters(path: str, module: nn.Module, plan: Plan, parallel: Parallel) -> None:
+def _put_in_parameters(path: str, module: nn.Module, plan: ShardingPlan, parallel: Parallel) -> None:
     prefix = f"{path}." if path else ""
     for name, parameter in module._parameters.items():
         if parameter is not None and not isinstance(parameter, Weight):
@@ -171,7 +171,7 @@ def _tie(model: Any) -> dict[str, str]:
     return read
 
 
-class Elsewhere(nn.Module):
+class MissingLayer(nn.Module):
     """In the place of a layer that another stage has: hands on what it is given."""
 
     def forward(self, x: Tensor, *others: object, **more: object) -> Tensor:
@@ -187,11 +187,11 @@ def keep_stage(model: Any, layers: range, total: int) -> None:
         raise ConfigError("--pipeline-parallel-size: transformers has no pipeline plan for this model")
     for number in range(total):
         if number not in layers:
-            stack[number] = Elsewhere()
+            stack[number] = MissingLayer()
     if layers.start:
-        base.embed_tokens = Elsewhere()
+        base.embed_tokens = MissingLayer()
     if layers.stop < total:
-        base.norm = Elsewhere()
+        base.norm = MissingLayer()
         drop_head(model)
 
 
@@ -200,7 +200,7 @@ def drop_head(model: Any) -> None:
     base = base_of(model)
     for name, module in list(model.named_children()):
         if module is not base:
-            setattr(model, name, Elsewhere())
+            setattr(model, name, MissingLayer())
 
 
 def fix_frequencies(model: Any, max_length: int) -> None:

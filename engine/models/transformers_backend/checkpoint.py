@@ -16,12 +16,12 @@ from torch import nn
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.checkpoint import Stored
+from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A checkpoint tensor that a parameter is made of, and what transformers does to it on the way."""
 
     name: str
@@ -30,7 +30,7 @@ class Source:
     """Which of the patterns that are converted together its name fits."""
 
 
-class Names:
+class CheckpointNames:
     """The parameters of `model`, and what a checkpoint with the tensors `stored` has for them."""
 
     def __init__(self, model: Any, names: Collection[str], stored: Collection[str], rules: Sequence[Any]) -> None:
@@ -39,7 +39,7 @@ class Names:
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         known = dict.fromkeys(names, True)
         self._ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
-        self.sources: dict[str, list[Source]] = {}
+        self.sources: dict[str, list[TensorSource]] = {}
         self.surplus: list[str] = []
         for key in sorted(stored, key=_in_order):
             target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
@@ -47,13 +47,13 @@ class Names:
                 None if pattern is None else next(each for each in converters if pattern in each.source_patterns)
             )
             if converter is None or pattern is None:
-                self._add(target, Source(key), names)
+                self._add(target, TensorSource(key), names)
             else:
                 part = converter.source_patterns.index(pattern)
                 for each in self._targets(target, converter):
-                    self._add(each, Source(key, converter, part), names)
+                    self._add(each, TensorSource(key, converter, part), names)
 
-    def _add(self, target: str, source: Source, names: Collection[str]) -> None:
+    def _add(self, target: str, source: TensorSource, names: Collection[str]) -> None:
         if target in names:
             self.sources.setdefault(target, []).append(source)
         elif not any(re.search(pattern, source.name) for pattern in self._ignored):
@@ -72,7 +72,9 @@ def _in_order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def needed(model: nn.Module, tied: dict[str, str], names: Names | None) -> Iterator[tuple[Weight, Shard, Stored]]:
+def needed(
+    model: nn.Module, tied: dict[str, str], names: CheckpointNames | None
+) -> Iterator[tuple[Weight, Shard, StoredSlice]]:
     """What fills the parameters of `model`; without a checkpoint every tensor has its parameter's name and shape."""
     for path, weight in model.named_parameters():
         assert isinstance(weight, Weight)
@@ -80,14 +82,14 @@ def needed(model: nn.Module, tied: dict[str, str], names: Names | None) -> Itera
         sources = [] if names is None else names.sources.get(name) or names.sources.get(path, [])
         if not sources or sources[0].converter is None:
             stored = sources[0].name if sources else name
-            yield from ((weight, shard, Stored(stored, shard.shape)) for shard in weight.shards)
+            yield from ((weight, shard, StoredSlice(stored, shard.shape)) for shard in weight.shards)
         else:
             converted = list(_converted(name, weight, sources))
             weight.shards = tuple(shard for shard, _ in converted)
             yield from ((weight, shard, stored) for shard, stored in converted)
 
 
-def _converted(name: str, weight: Weight, sources: list[Source]) -> Iterator[tuple[Shard, Stored]]:
+def _converted(name: str, weight: Weight, sources: list[TensorSource]) -> Iterator[tuple[Shard, StoredSlice]]:
     """The shards of a parameter that transformers makes of `sources`, as slices of these."""
     converter = sources[0].converter
     kinds = [type(operation).__name__ for operation in converter.operations]
@@ -115,7 +117,7 @@ def _converted(name: str, weight: Weight, sources: list[Source]) -> Iterator[tup
                     shard = replace(shard, dim=dims[0], start=0, length=shape[dims[0]])
                 for number, (source,) in enumerate(groups):
                     if (cut := _within(shard, number, parts)) is not None:
-                        yield cut, Stored(source.name, cut.shape)
+                        yield cut, StoredSlice(source.name, cut.shape)
         case ["Chunk"] if len(sources) == 1:
             count = len(converter.target_patterns)
             number = next(i for i, pattern in enumerate(converter.target_patterns) if pattern in name)
@@ -126,10 +128,10 @@ def _converted(name: str, weight: Weight, sources: list[Source]) -> Iterator[tup
                 start, length = (shard.start, shard.length) if shard.dim == dims[0] else (0, size)
                 whole = (*shape[: dims[0]], size * count, *shape[dims[0] + 1 :])
                 cut = replace(shard, shape=whole, dim=dims[0], start=number * size + start, length=length)
-                yield cut, Stored(sources[0].name, whole)
+                yield cut, StoredSlice(sources[0].name, whole)
         case ["Transpose"] if len(shape) == 2 and len(sources) == 1:
             for shard in weight.shards:
-                yield shard, Stored(sources[0].name, shape[::-1], is_transposed=True)
+                yield shard, StoredSlice(sources[0].name, shape[::-1], is_transposed=True)
         case _:
             raise refusal
 
@@ -146,8 +148,8 @@ def _within(shard: Shard, number: int, parts: int) -> Shard | None:
 
 
 def _of_expert(
-    shard: Shard, source: Source, place: int, number: int, parts: int, joined: int, refusal: ConfigError
-) -> Iterator[tuple[Shard, Stored]]:
+    shard: Shard, source: TensorSource, place: int, number: int, parts: int, joined: int, refusal: ConfigError
+) -> Iterator[tuple[Shard, StoredSlice]]:
     """The slice of one expert's tensor that a shard of the stack needs."""
     if shard.dim == 0:  # all experts whole
         if shard.length != shard.shape[0]:
@@ -159,4 +161,4 @@ def _of_expert(
     cut = _within(shard, number, parts) if parts > 1 else shard
     if cut is not None:
         cut = replace(cut, shape=cut.shape[1:], dim=cut.dim - 1, expert=place, place=place)
-        yield cut, Stored(source.name, cut.shape)
+        yield cut, StoredSlice(source.name, cut.shape)

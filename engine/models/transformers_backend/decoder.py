@@ -13,10 +13,10 @@ from quire.engine.config.options import ModelConfig
 from quire.engine.distributed import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.weight import Shard, Weight
-from quire.engine.models.checkpoint import Stored
-from quire.engine.models.model_spec import BuiltArchitecture
+from quire.engine.models.checkpoint import StoredSlice
+from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.transformers_backend import attention, build
-from quire.engine.models.transformers_backend.checkpoint import Names, needed
+from quire.engine.models.transformers_backend.checkpoint import CheckpointNames, needed
 from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
 
 
@@ -62,7 +62,7 @@ class TransformersDecoder(nn.Module):
         self.plans = model.pp_plan
         tied_to = dict(model.all_tied_weights_keys)
         self._conversions = get_model_conversion_mapping(model)
-        self.places: list[tuple[Weight, Shard, Stored]] = []
+        self.places: list[tuple[Weight, Shard, StoredSlice]] = []
         """What fills the parameters, and where it lies in the checkpoint, once `find` knows."""
         self.surplus: list[str] = []
         """Tensors of the checkpoint that the whole model does not use."""
@@ -73,7 +73,7 @@ class TransformersDecoder(nn.Module):
         self.tied = build.put_in_layers(model, parallel, device)
         """Parameters whose values are another's in the checkpoint."""
         self.shell = model
-        self.paged = attention.Paged()
+        self.paged = attention.PagedAttention()
         attention.attach(model, self.paged)
         self._base = [build.base_of(model)]  # not another child: the shell has it
         self._given = _Given()
@@ -81,7 +81,7 @@ class TransformersDecoder(nn.Module):
 
     @staticmethod
     def of(
-        model: ModelConfig, arch: BuiltArchitecture, layers: range, parallel: Parallel, device: torch.device
+        model: ModelConfig, arch: TransformersModelSpec, layers: range, parallel: Parallel, device: torch.device
     ) -> TransformersDecoder:
         """As the resolved configuration says; without a head where it makes vectors."""
         config = build.read_config(model.path, model.trust_remote_code)
@@ -102,7 +102,7 @@ class TransformersDecoder(nn.Module):
 
     def find(self, stored: Collection[str] | None) -> None:
         """Where the parameters are in a checkpoint of these tensors; None: one that has them as they are."""
-        names = None if stored is None else Names(self.shell, self.names, stored, self._conversions)
+        names = None if stored is None else CheckpointNames(self.shell, self.names, stored, self._conversions)
         self.places = list(needed(self.shell, self.tied, names))
         self.surplus = [] if names is None else names.surplus
 

@@ -29,8 +29,14 @@ from quire.engine.distributed.threads import ThreadParallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Weight
-from quire.engine.models.families.transformers_backend import Request
-from quire.engine.models.model_spec import Attention, BuiltArchitecture, BuiltLayer, FeedForward, Matrices
+from quire.engine.models.families.transformers_backend import DescribeRequest
+from quire.engine.models.model_spec import (
+    AttentionSpec,
+    MatrixShape,
+    MLPSpec,
+    TransformersLayerSpec,
+    TransformersModelSpec,
+)
 from quire.engine.models.transformers_backend import attention, build
 from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
@@ -50,7 +56,7 @@ _BLOCK, _REQUEST_BLOCKS = 4, 6
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
-def describe(request: Request) -> BuiltArchitecture:
+def describe(request: DescribeRequest) -> TransformersModelSpec:
     """Raises `ConfigError` for what cannot be served, and for whatever transformers or the model's own code raises."""
     try:
         return _describe(request)
@@ -63,7 +69,7 @@ def describe(request: Request) -> BuiltArchitecture:
         raise ConfigError(f"transformers cannot run it {layout}({_first_line(error)})") from None
 
 
-def _describe(request: Request) -> BuiltArchitecture:
+def _describe(request: DescribeRequest) -> TransformersModelSpec:
     config = build.read_config(request.path, request.trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # tensors are dequantized while they are read
@@ -92,7 +98,7 @@ def _check_kind(config: Any) -> str:
 
 def _build(
     config: Any,
-    request: Request,
+    request: DescribeRequest,
     dtype: torch.dtype,
     device: torch.device,
     parallel: Parallel,
@@ -122,11 +128,11 @@ class _First(Parallel):
         return torch.cat([x] * self.size, dim=-1)
 
 
-def _measure(name: str, config: Any, request: Request) -> BuiltArchitecture:
+def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersModelSpec:
     tp = request.tensor_parallel_size
     decoder = _build(config, request, torch.float32, _META, _First(tp), range(1), 1, request.length or _UNLIMITED)
     _check_class(decoder.shell, name)
-    recorder = attention.Recorder()
+    recorder = attention.CallRecorder()
     attention.attach(decoder.shell, recorder)
     _make_hollow(decoder)
     try:
@@ -151,8 +157,8 @@ def _measure(name: str, config: Any, request: Request) -> BuiltArchitecture:
         own = number // count
         mine = number % count == 0
         layers.append(
-            BuiltLayer(
-                attention=Attention(
+            TransformersLayerSpec(
+                attention=AttentionSpec(
                     num_heads=call.heads * tp,
                     num_kv_heads=call.kv_heads * tp,
                     head_dim=max(call.key_dim, call.value_dim),
@@ -162,7 +168,7 @@ def _measure(name: str, config: Any, request: Request) -> BuiltArchitecture:
                     softcap=call.asked.softcap,
                     has_sinks=call.has_sinks,
                 ),
-                feed_forward=FeedForward(size=sizes.widest * tp),
+                feed_forward=MLPSpec(size=sizes.widest * tp),
                 linears=tuple(sizes.linears[own]) if mine else (),
                 others=sizes.others[own] if mine else 0,
             )
@@ -175,7 +181,7 @@ def _measure(name: str, config: Any, request: Request) -> BuiltArchitecture:
     length = next(
         (int(v) for each in _LENGTHS if isinstance(v := getattr(text, each, None), int) and v > 0), _UNLIMITED
     )
-    return BuiltArchitecture(
+    return TransformersModelSpec(
         name=name,
         hidden_size=hidden.shape[-1],
         vocab_size=logits.shape[-1],
@@ -204,18 +210,18 @@ def _check_class(model: Any, name: str) -> None:
         raise ConfigError(build.NO_INTERFACE)
 
 
-class _Sizes:
+class _MeasuredSizes:
     """What a rank holds: of each layer, by the first number in a parameter's path, and before and after them."""
 
     def __init__(self) -> None:
-        self.linears: dict[int, list[Matrices]] = defaultdict(list)
+        self.linears: dict[int, list[MatrixShape]] = defaultdict(list)
         self.others: dict[int, int] = defaultdict(int)
         self.layers = self.before = self.after = self.head_rows = self.widest = 0
         self.is_tied = False
 
 
-def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _Sizes:
-    sizes, model = _Sizes(), decoder.shell
+def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _MeasuredSizes:
+    sizes, model = _MeasuredSizes(), decoder.shell
     base, head = build.base_of(model), model.get_output_embeddings()
     text = model.config.get_text_config(decoder=True)
     sizes.layers = int(text.num_hidden_layers)
@@ -239,7 +245,7 @@ def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _Sizes:
                 and not module.is_router
                 and without_numbers(path) not in direct
             ):
-                sizes.linears[numbers[0]].append(Matrices(*weight.shape))
+                sizes.linears[numbers[0]].append(MatrixShape(*weight.shape))
                 sizes.widest = max(sizes.widest, len(weight))
             else:
                 sizes.others[numbers[0]] += count
@@ -250,7 +256,7 @@ def _is_inside(module: nn.Module, base: nn.Module) -> bool:
     return any(each is module for each in base.modules())
 
 
-class _Zeros(kernels.Linear):
+class _Zeros(kernels.PackedLinear):
     """The product of a linear layer without weights."""
 
     def __init__(self, rows: int) -> None:
@@ -289,7 +295,7 @@ def _make_hollow(decoder: TransformersDecoder) -> None:
             module.forward = lambda x, *others, **more: torch.zeros_like(x)
 
 
-def _compare(config: Any, request: Request, direct: frozenset[str]) -> None:
+def _compare(config: Any, request: DescribeRequest, direct: frozenset[str]) -> None:
     """A small model both ways."""
     tp = request.tensor_parallel_size
     try:
@@ -315,7 +321,7 @@ def _compare(config: Any, request: Request, direct: frozenset[str]) -> None:
             )
 
 
-def _reference(small: Any, request: Request) -> tuple[Any, dict[str, Tensor]]:
+def _reference(small: Any, request: DescribeRequest) -> tuple[Any, dict[str, Tensor]]:
     """transformers' own model, with weights far enough from 0 that a difference shows."""
     torch.manual_seed(0)
     config = copy.deepcopy(small)
@@ -332,7 +338,7 @@ def _reference(small: Any, request: Request) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _served(
-    small: Any, request: Request, direct: frozenset[str], state: dict[str, Tensor], prompts: list[Tensor]
+    small: Any, request: DescribeRequest, direct: frozenset[str], state: dict[str, Tensor], prompts: list[Tensor]
 ) -> list[Tensor]:
     """Logits of the prompts, which run together, the first in two chunks, over the ranks that are asked for."""
     tp, count = request.tensor_parallel_size, int(small.get_text_config(decoder=True).num_hidden_layers)
@@ -360,7 +366,7 @@ def _served(
 
 def _filled(
     small: Any,
-    request: Request,
+    request: DescribeRequest,
     direct: frozenset[str],
     layers: range,
     count: int,
@@ -380,7 +386,7 @@ def _filled(
     return decoder
 
 
-class _Growing(attention.Paged):
+class _Growing(attention.PagedAttention):
     """Keeps a cache for each call, made when it is first asked for."""
 
     def __init__(self) -> None:
@@ -391,7 +397,7 @@ class _Growing(attention.Paged):
         self.begin(batch, self._made)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, asked: attention.Asked, sinks: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, asked: attention.AttentionSettings, sinks: Tensor | None
     ) -> Tensor:
         if self._next == len(self._made):
             size = max(key.shape[-1], value.shape[-1])
@@ -444,9 +450,9 @@ def main() -> None:
     """Answer one request; whatever else is printed goes to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    request: Request = pickle.load(sys.stdin.buffer)
+    request: DescribeRequest = pickle.load(sys.stdin.buffer)
     try:
-        answer: BuiltArchitecture | str = describe(request)
+        answer: TransformersModelSpec | str = describe(request)
     except ConfigError as error:
         answer = str(error)
     pickle.dump(answer, answers)

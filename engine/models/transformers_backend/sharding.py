@@ -34,7 +34,7 @@ def without_numbers(path: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
-class Plan:
+class ShardingPlan:
     """A model's tensor-parallel plan."""
 
     def __init__(self, styles: Mapping[str, str], size: int) -> None:

@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "bench", help="measure a server, or the engine alone", description="Measure a server, or the engine alone."
     )
     benches = parser.add_subparsers(
-        title="benchmarks", required=True, metavar="BENCHMARK", parser_class=lazy.LateParser
+        title="benchmarks", required=True, metavar="BENCHMARK", parser_class=lazy.LazyParser
     )
     for name, text in _SUBCOMMANDS.items():
         lazy.add_parser(benches, f"bench {name}", f"{__name__}.{name}", text)

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 import httptools
 
 from quire.server.cli import remote
-from quire.server.cli.bench.load import Clock, Moments
-from quire.server.cli.bench.stream import Record, message_of
+from quire.server.cli.bench.load import Clock, SendTimes
+from quire.server.cli.bench.stream import RequestRecord, message_of
 
 _LONGEST_ERROR = 200
 """Characters of an error's body that are shown."""
@@ -24,7 +24,7 @@ _LONGEST_ERROR = 200
 OnBody = Callable[[float, bytes], None]
 
 
-class Refused(Exception):
+class BenchRefused(Exception):
     """The server answered with another status than 200."""
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -36,7 +36,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Client:
+class BenchClient:
     """Requests to one server, over connections that are kept for the next. Use it as a context manager."""
 
     def __init__(self, base_url: str, api_key: str | None, clock: Clock) -> None:
@@ -53,7 +53,7 @@ class Client:
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> BenchClient:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,7 +61,7 @@ class Client:
             connection.close()
 
     async def get(self, path: str) -> Any:
-        """The JSON that a path answers with; raises `OSError` and `Refused`."""
+        """The JSON that a path answers with; raises `OSError` and `BenchRefused`."""
         body = bytearray()
         await self._exchange(
             f"GET {self._path}{path} HTTP/1.1\r\n{self._head}\r\n".encode(), lambda _, part: body.extend(part)
@@ -75,12 +75,12 @@ class Client:
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode() + body
 
-    async def stream(self, request: bytes, moments: Moments, prompt_len: int) -> Record:
+    async def stream(self, request: bytes, moments: SendTimes, prompt_len: int) -> RequestRecord:
         """What came of a request for a streamed answer. Failures are in the record and nowhere else."""
-        record = Record(moments, prompt_len)
+        record = RequestRecord(moments, prompt_len)
         try:
             await self._exchange(request, record.feed)
-        except (OSError, Refused) as error:
+        except (OSError, BenchRefused) as error:
             if not record.is_done:
                 record.error = record.error or reason(error)
         record.close(self._clock.now())
@@ -196,7 +196,7 @@ class _Connection(asyncio.Protocol):
         if self._done is None or self._done.done():
             return
         if self._refusal is not None:
-            self._done.set_exception(Refused(self._parser.get_status_code(), bytes(self._refusal)))
+            self._done.set_exception(BenchRefused(self._parser.get_status_code(), bytes(self._refusal)))
         else:
             self._done.set_result(keep)
 

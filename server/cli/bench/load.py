@@ -26,7 +26,7 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class SendTimes:
     """When a request was to be sent, when it was, and from when its times are measured."""
 
     scheduled: float
@@ -49,7 +49,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 
 
 async def drive(
-    send: Callable[[int, Moments], Awaitable[T]],
+    send: Callable[[int, SendTimes], Awaitable[T]],
     arrivals: Sequence[float],
     max_concurrency: int | None,
     clock: Clock,
@@ -65,7 +65,7 @@ async def drive(
     async def one(index: int, scheduled: float) -> T:
         try:
             sent = clock.now()
-            return await send(index, Moments(scheduled, sent, scheduled if room is None else sent))
+            return await send(index, SendTimes(scheduled, sent, scheduled if room is None else sent))
         finally:
             if room is not None:
                 room.release()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from quire.engine.protocol.errors import ConfigError
-from quire.server.cli.bench.stream import Record
+from quire.server.cli.bench.stream import RequestRecord
 
 METRICS = {
     "ttft": "time to first token",
@@ -60,7 +60,7 @@ def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
     return goodput
 
 
-def is_good(record: Record, limits: dict[str, float]) -> bool:
+def is_good(record: RequestRecord, limits: dict[str, float]) -> bool:
     """Whether a request kept every limit; one of a single token has no TPOT to exceed."""
     seconds = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
     return all(seconds[name] * 1000 <= limit for name, limit in limits.items())
@@ -82,7 +82,7 @@ def spread(seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, 
     }
 
 
-def samples(records: Iterable[Record]) -> dict[str, list[float]]:
+def samples(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
     """All values of each metric, in seconds, of requests that succeeded."""
     good = [record for record in records if record.ok]
     return {
@@ -94,7 +94,7 @@ def samples(records: Iterable[Record]) -> dict[str, list[float]]:
     }
 
 
-def concurrency(records: Iterable[Record]) -> tuple[list[float], list[int]]:
+def concurrency(records: Iterable[RequestRecord]) -> tuple[list[float], list[int]]:
     """Moments, and how many requests are open from each on; one that ends as another begins makes room for it."""
     changes = sorted(
         itertools.chain.from_iterable(((record.moments.start, 1), (record.end, -1)) for record in records),
@@ -102,7 +102,7 @@ def concurrency(records: Iterable[Record]) -> tuple[list[float], list[int]]:
     return [moment for moment, _ in changes], list(itertools.accumulate(change for _, change in changes))
 
 
-def token_times(records: Iterable[Record]) -> tuple[list[float], list[float]]:
+def token_times(records: Iterable[RequestRecord]) -> tuple[list[float], list[float]]:
     """When output came, and how many tokens. Where chunks did not say, a request's tokens are spread over them."""
     moments: list[float] = []
     tokens: list[float] = []
@@ -113,7 +113,7 @@ def token_times(records: Iterable[Record]) -> tuple[list[float], list[float]]:
     return moments, tokens
 
 
-def peak_token_rate(records: Iterable[Record]) -> float:
+def peak_token_rate(records: Iterable[RequestRecord]) -> float:
     """The most output tokens in any one second, counted from the first request on."""
     moments, tokens = token_times(records)
     if not moments:
@@ -124,7 +124,7 @@ def peak_token_rate(records: Iterable[Record]) -> float:
 
 
 def summarize(
-    records: Sequence[Record],
+    records: Sequence[RequestRecord],
     *,
     metrics: Sequence[str],
     percentiles: Sequence[float],
@@ -156,7 +156,7 @@ def summarize(
     return result
 
 
-def details(records: Sequence[Record], begun: float) -> dict[str, list[Any]]:
+def details(records: Sequence[RequestRecord], begun: float) -> dict[str, list[Any]]:
     """One value for each request, in seconds; `start_times` counts from the beginning of the run."""
     return {
         "input_lens": [record.prompt_len for record in records],

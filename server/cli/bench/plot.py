@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench.metrics import concurrency, samples, token_times
-from quire.server.cli.bench.stream import Record
+from quire.server.cli.bench.stream import RequestRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ def check(file: str) -> None:
         raise ConfigError('--plot needs matplotlib: pip install "quire[bench]"')
 
 
-def draw(file: str, records: Sequence[Record], title: str) -> None:
+def draw(file: str, records: Sequence[RequestRecord], title: str) -> None:
     """Draw a run into a file, whose suffix says how."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -78,7 +78,7 @@ def draw(file: str, records: Sequence[Record], title: str) -> None:
         figure.savefig(file, dpi=150)
 
 
-def _requests(axes: Axes, records: Sequence[Record], begun: float) -> None:
+def _requests(axes: Axes, records: Sequence[RequestRecord], begun: float) -> None:
     """A line for each request, in the order of arrival."""
     ordered = sorted(records, key=lambda record: record.moments.start)
     rows = {"waiting for the first token": _WAITING, "answering": _ANSWERING, "failed": _FAILED}
@@ -102,7 +102,7 @@ def _requests(axes: Axes, records: Sequence[Record], begun: float) -> None:
     axes.tick_params(labelbottom=False)
 
 
-def _running(axes: Axes, records: Sequence[Record], begun: float) -> None:
+def _running(axes: Axes, records: Sequence[RequestRecord], begun: float) -> None:
     moments, counts = concurrency(records)
     axes.fill_between(np.asarray(moments) - begun, counts, step="post", color=_ANSWERING, alpha=0.25, linewidth=0)
     axes.step(np.asarray(moments) - begun, counts, where="post", color=_ANSWERING, linewidth=1)
@@ -110,7 +110,7 @@ def _running(axes: Axes, records: Sequence[Record], begun: float) -> None:
     axes.tick_params(labelbottom=False)
 
 
-def _tokens(axes: Axes, records: Sequence[Record], begun: float, span: float) -> None:
+def _tokens(axes: Axes, records: Sequence[RequestRecord], begun: float, span: float) -> None:
     moments, tokens = token_times(record for record in records if record.ok)
     edges = np.linspace(0, span, min(100, max(10, round(span * 4))) + 1)
     counts, _ = np.histogram(np.asarray(moments) - begun, edges, weights=tokens)

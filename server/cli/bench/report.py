@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench.metrics import percentile_name
-from quire.server.cli.bench.stream import Record
+from quire.server.cli.bench.stream import RequestRecord
 
 _SHOWN_ERRORS = 5
 _NOTABLE_LAG_MS = 10.0
@@ -55,7 +55,7 @@ def _row(label: str, *cells: str, note: str = "") -> str:
     return f"{label:<18}{''.join(f'{cell:>12}' for cell in cells)}{f'  ({note})' if note else ''}"
 
 
-def warnings(result: Mapping[str, Any], records: Sequence[Record]) -> list[str]:
+def warnings(result: Mapping[str, Any], records: Sequence[RequestRecord]) -> list[str]:
     """What to know before the figures are believed."""
     lines = []
     errors = Counter(record.error for record in records if not record.ok)

@@ -17,11 +17,11 @@ from tqdm import tqdm
 
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import dataset
-from quire.server.cli.bench.client import Client, Refused, reason
+from quire.server.cli.bench.client import BenchClient, BenchRefused, reason
 from quire.server.cli.bench.dataset import DatasetOptions, Sample
-from quire.server.cli.bench.load import Clock, Moments, arrival_times, drive
+from quire.server.cli.bench.load import Clock, SendTimes, arrival_times, drive
 from quire.server.cli.bench.options import ServeOptions
-from quire.server.cli.bench.stream import Record
+from quire.server.cli.bench.stream import RequestRecord
 
 _FEW_WORDS, _MANY_WORDS = 16, 256
 """Lengths of the two texts by which a server without token ids is asked how it counts."""
@@ -32,17 +32,17 @@ Make = Callable[[DatasetOptions, int], list[Sample]]
 
 
 @dataclass(frozen=True)
-class Finished:
+class BenchResult:
     """A run that is over."""
 
     model: str
     begun: float
     cpu_seconds: float
     """Of this process, the client."""
-    records: list[Record]
+    records: list[RequestRecord]
 
 
-class Run:
+class BenchRun:
     """A run to `measure`; raises `ConfigError` when the server does not answer as it should."""
 
     def __init__(self, options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> None:
@@ -51,11 +51,11 @@ class Run:
         self._extra = options.extra_fields()
         self._clock = clock
 
-    async def measure(self) -> Finished:
+    async def measure(self) -> BenchResult:
         """Make all requests and return what came of them."""
         options = self._options
         key = options.api_key or os.environ.get("OPENAI_API_KEY")
-        with Client(options.url, key, self._clock) as self._client:
+        with BenchClient(options.url, key, self._clock) as self._client:
             make = await self._get_ready()
             warmups = make(dataclasses.replace(self._wanted, num_prompts=options.num_warmups), dataset.WARMUP_SEED)
             await self._load(warmups, [0.0] * len(warmups), is_shown=False)
@@ -67,13 +67,13 @@ class Run:
             cpu, begun = time.process_time(), self._clock.now()
             records = await self._load(samples, arrivals, is_shown=not options.disable_tqdm)
             gc.unfreeze()
-            return Finished(self._model, begun, time.process_time() - cpu, records)
+            return BenchResult(self._model, begun, time.process_time() - cpu, records)
 
-    async def _load(self, samples: list[Sample], arrivals: list[float], *, is_shown: bool) -> list[Record]:
+    async def _load(self, samples: list[Sample], arrivals: list[float], *, is_shown: bool) -> list[RequestRecord]:
         requests = [self._request(sample) for sample in samples]
         with tqdm(total=len(samples), desc="requests", disable=not is_shown, smoothing=0) as bar:
 
-            async def send(index: int, moments: Moments) -> Record:
+            async def send(index: int, moments: SendTimes) -> RequestRecord:
                 record = await self._client.stream(requests[index], moments, samples[index].prompt_len)
                 bar.update()
                 return record
@@ -97,8 +97,8 @@ class Run:
         try:
             answer = await self._client.get("/v1/models")
             name: str = answer["data"][0]["id"]
-        except (OSError, Refused) as error:
-            is_locked = isinstance(error, Refused) and error.status in (401, 403)
+        except (OSError, BenchRefused) as error:
+            is_locked = isinstance(error, BenchRefused) and error.status in (401, 403)
             remedy = "--api-key" if is_locked else "is the server running? --base-url, --host, --port"
             raise ConfigError(f"cannot ask {url}: {reason(error)} ({remedy})") from None
         except (ValueError, LookupError, TypeError):
@@ -125,9 +125,9 @@ class Run:
         words_for = dataset.words_per_token(*counts)
         return lambda wanted, more: dataset.text_samples(wanted, words_for, options.seed + more)
 
-    async def _try(self, sample: Sample) -> Record:
+    async def _try(self, sample: Sample) -> RequestRecord:
         now = self._clock.now()
-        return await self._client.stream(self._request(sample), Moments(now, now, now), sample.prompt_len)
+        return await self._client.stream(self._request(sample), SendTimes(now, now, now), sample.prompt_len)
 
     def _request(self, sample: Sample) -> bytes:
         options = self._options

@@ -17,7 +17,7 @@ from quire.server.cli.bench import metrics, plot, report
 from quire.server.cli.bench.dataset import DatasetOptions
 from quire.server.cli.bench.load import Clock
 from quire.server.cli.bench.options import ServeOptions
-from quire.server.cli.bench.run import Run
+from quire.server.cli.bench.run import BenchRun
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def measure(options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> int:
     target = _target(options)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        finished = runner.run(Run(options, wanted, clock).measure())
+        finished = runner.run(BenchRun(options, wanted, clock).measure())
     records = finished.records
     result = metrics.summarize(records, metrics=chosen, percentiles=percentiles, goodput=goodput)
     result["client_cpu_share"] = finished.cpu_seconds / result["duration"]

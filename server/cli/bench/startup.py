@@ -25,11 +25,11 @@ from quire.engine.config.options import EngineOptions, flag
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
 from quire.server.cli.bench import report
-from quire.server.cli.bench.client import Client
+from quire.server.cli.bench.client import BenchClient
 from quire.server.cli.bench.latency import PERCENTILES
-from quire.server.cli.bench.load import Clock, Moments
+from quire.server.cli.bench.load import Clock, SendTimes
 from quire.server.cli.bench.options import COMPLETIONS
-from quire.server.cli.bench.stream import Record
+from quire.server.cli.bench.stream import RequestRecord
 
 _COMMAND = (sys.executable, "-P", "-c", "import sys; from quire.server.cli.main import main; sys.exit(main())", "serve")
 _READY = re.compile(r"ready ([\d.]+) s after the start \((.*)\)")
@@ -51,7 +51,7 @@ class StartupOptions:
 
 
 @dataclass(frozen=True)
-class Start:
+class StartupRun:
     """One start: seconds in all, and of the phases that the server logs, which may overlap."""
 
     seconds: float
@@ -91,7 +91,7 @@ def serve_arguments(parsed: argparse.Namespace) -> list[str]:
     return flags.to_arguments({name: value for name, value in vars(parsed).items() if name in names})
 
 
-def start_once(arguments: Sequence[str]) -> Start:
+def start_once(arguments: Sequence[str]) -> StartupRun:
     """Start a server, ask it for one token, stop it; raises `ConfigError` with its last words if it does not serve."""
     begun = time.perf_counter()
     command = [*_COMMAND, *arguments, "--host", "127.0.0.1", "--port", "0"]
@@ -109,7 +109,7 @@ def start_once(arguments: Sequence[str]) -> Start:
                     if not record.ok:
                         raise ConfigError(f"the server started but does not answer: {record.error}")
                     phases[FIRST_TOKEN] = record.arrivals[0] - served
-                    return Start(record.arrivals[0] - begun, phases)
+                    return StartupRun(record.arrivals[0] - begun, phases)
             raise ConfigError(f"quire serve did not start: {line.strip().removeprefix('quire: error: ')}")
         finally:
             server.terminate()
@@ -121,15 +121,15 @@ def read_phases(ready: str, phases: str) -> dict[str, float]:
     return {**{name: float(seconds) for name, seconds in _PHASE.findall(phases)}, READY: float(ready)}
 
 
-async def _ask(url: str) -> Record:
+async def _ask(url: str) -> RequestRecord:
     clock = Clock()
-    with Client(url, os.environ.get("OPENAI_API_KEY"), clock) as client:
+    with BenchClient(url, os.environ.get("OPENAI_API_KEY"), clock) as client:
         now = clock.now()
         request = client.prepare(COMPLETIONS, msgspec.json.encode(_QUESTION))
-        return await client.stream(request, Moments(now, now, now), 0)
+        return await client.stream(request, SendTimes(now, now, now), 0)
 
 
-def figures(starts: Sequence[Start]) -> dict[str, Any]:
+def figures(starts: Sequence[StartupRun]) -> dict[str, Any]:
     """Mean, percentiles and all values of the whole; median, least and most of each phase."""
     seconds = [start.seconds for start in starts]
     names = dict.fromkeys(name for start in starts for name in start.phases)

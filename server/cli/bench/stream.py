@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from quire.server.cli.bench.load import Moments
+from quire.server.cli.bench.load import SendTimes
 
 
-class EventStream:
+class SSEParser:
     """Splits a stream of bytes into the data of its events (WHATWG HTML, "Server-sent events").
 
     The other fields and comments are dropped.
@@ -52,14 +52,14 @@ class _Choice(msgspec.Struct):
         return self.delta.content or self.delta.reasoning_content or self.delta.reasoning or ""
 
 
-class _Usage(msgspec.Struct):
+class _UsageCounts(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
-    usage: _Usage | None = None
+    usage: _UsageCounts | None = None
     error: Any = None
 
 
@@ -67,10 +67,10 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """One request: what was asked, what came and when. Times are those of the clock that measured it."""
 
-    moments: Moments
+    moments: SendTimes
     prompt_len: int
     """Tokens; as the server counts them once it has said so."""
     end: float = 0.0
@@ -84,7 +84,7 @@ class Record:
     """The stream has said that nothing follows."""
     _counted: int = 0
     """Output tokens that the server's last usage spoke of."""
-    _stream: EventStream = field(default_factory=EventStream)
+    _stream: SSEParser = field(default_factory=SSEParser)
 
     @property
     def ok(self) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import dataset
 from quire.server.cli.bench.dataset import DatasetOptions
-from quire.server.cli.bench.load import Clock, Moments, arrival_times, drive
+from quire.server.cli.bench.load import Clock, SendTimes, arrival_times, drive
 
 
 class HandClock(Clock):
@@ -56,7 +56,7 @@ def test_the_ends_of_the_scale() -> None:
 async def test_an_open_loop_counts_from_the_schedule_however_late_it_is() -> None:
     clock = HandClock()
 
-    async def send(index: int, moments: Moments) -> Moments:
+    async def send(index: int, moments: SendTimes) -> SendTimes:
         if index == 0:
             clock.time += 5  # the client is kept busy
         return moments
@@ -70,7 +70,7 @@ async def test_a_closed_loop_never_exceeds_its_limit_and_counts_from_when_there_
     clock = HandClock()
     running, most = 0, 0
 
-    async def send(index: int, moments: Moments) -> Moments:
+    async def send(index: int, moments: SendTimes) -> SendTimes:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -88,7 +88,7 @@ async def test_a_closed_loop_never_exceeds_its_limit_and_counts_from_when_there_
 
 
 async def test_nothing_to_send() -> None:
-    async def send(index: int, moments: Moments) -> None:
+    async def send(index: int, moments: SendTimes) -> None:
         raise AssertionError
 
     assert await drive(send, [], None, HandClock()) == []

@@ -8,32 +8,32 @@ import pytest
 
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import metrics
-from quire.server.cli.bench.load import Moments
-from quire.server.cli.bench.stream import Record
+from quire.server.cli.bench.load import SendTimes
+from quire.server.cli.bench.stream import RequestRecord
 
 MILLISECONDS = 0.001
 
 
 def record(
     start: float, arrivals: list[float], *, end: float | None = None, tokens: int = 1, sent: float = 0
-) -> Record:
+) -> RequestRecord:
     """A request that began at `start`, with `tokens` in each chunk; milliseconds."""
     arrivals = [moment * MILLISECONDS for moment in arrivals]
     start *= MILLISECONDS
-    made = Record(Moments(start, max(start, sent * MILLISECONDS), start), prompt_len=10)
+    made = RequestRecord(SendTimes(start, max(start, sent * MILLISECONDS), start), prompt_len=10)
     made.arrivals, made.tokens = arrivals, [tokens] * len(arrivals)
     made.close(arrivals[-1] if end is None else end * MILLISECONDS)
     return made
 
 
-def failed(start: float, end: float) -> Record:
-    made = Record(Moments(start * MILLISECONDS, start * MILLISECONDS, start * MILLISECONDS), 10)
+def failed(start: float, end: float) -> RequestRecord:
+    made = RequestRecord(SendTimes(start * MILLISECONDS, start * MILLISECONDS, start * MILLISECONDS), 10)
     made.error = "refused"
     made.close(end * MILLISECONDS)
     return made
 
 
-def summary(*records: Record, goodput: dict[str, float] | None = None) -> dict[str, float]:
+def summary(*records: RequestRecord, goodput: dict[str, float] | None = None) -> dict[str, float]:
     return metrics.summarize(
         records, metrics=["ttft", "tpot", "itl", "e2el"], percentiles=[50, 99.5], goodput=goodput or {}
     )

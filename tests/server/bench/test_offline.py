@@ -103,9 +103,9 @@ def test_startup_tells_phases_from_the_servers_log() -> None:
 
 def test_startup_in_figures() -> None:
     starts = [
-        startup.Start(4.0, {"ready": 3.0}),
-        startup.Start(2.0, {"ready": 1.0}),
-        startup.Start(9.0, {"ready": 1.5}),
+        startup.StartupRun(4.0, {"ready": 3.0}),
+        startup.StartupRun(2.0, {"ready": 1.0}),
+        startup.StartupRun(9.0, {"ready": 1.5}),
     ]
     result = startup.figures(starts)
     assert list(result) == ["avg_startup_time", "startup_times", "startup_percentiles", "phases"]

@@ -14,7 +14,7 @@ import pytest
 from quire.server.cli import flags
 from quire.server.cli.bench.dataset import DatasetOptions
 from quire.server.cli.bench.options import ServeOptions
-from quire.server.cli.bench.run import Run
+from quire.server.cli.bench.run import BenchRun
 from quire.server.cli.bench.serve import measure
 from quire.server.cli.main import build_parser, main
 from tests.server.bench.fake_openai import DONE, Connection, FakeServer, event, fake_server, text, usage
@@ -318,7 +318,7 @@ def test_cancelling_leaves_nothing_open() -> None:
 
     async def interrupt() -> None:
         options = ServeOptions(base_url=server.url, disable_tqdm=True)
-        run = asyncio.create_task(Run(options, DatasetOptions(num_prompts=2), server.clock).measure())
+        run = asyncio.create_task(BenchRun(options, DatasetOptions(num_prompts=2), server.clock).measure())
         await asyncio.to_thread(asked.wait)
         run.cancel()
         with pytest.raises(asyncio.CancelledError):

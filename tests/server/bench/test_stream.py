@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.server.cli.bench.load import Moments
-from quire.server.cli.bench.stream import EventStream, Record, message_of
+from quire.server.cli.bench.load import SendTimes
+from quire.server.cli.bench.stream import RequestRecord, SSEParser, message_of
 
 BODY = b': ping\n\ndata: {"a": 1}\n\ndata:two\r\n\r\nevent: x\ndata: 3\ndata: more\n\n\n\ndata: [DONE]\n\ndata: not yet'
 EVENTS = [b'{"a": 1}', b"two", b"3\nmore", b"[DONE]"]
@@ -16,14 +16,14 @@ EVENTS = [b'{"a": 1}', b"two", b"3\nmore", b"[DONE]"]
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_events_may_be_cut_anywhere(size: int) -> None:
-    stream = EventStream()
+    stream = SSEParser()
     events = [event for at in range(0, len(BODY), size) for event in stream.feed(BODY[at : at + size])]
     assert events == EVENTS
 
 
-def fed(*chunks: Any, moments: Moments | None = None) -> Record:
+def fed(*chunks: Any, moments: SendTimes | None = None) -> RequestRecord:
     """A record that got these chunks, a second apart from 1 on."""
-    record = Record(moments or Moments(0, 0, 0), 5)
+    record = RequestRecord(moments or SendTimes(0, 0, 0), 5)
     for second, chunk in enumerate(chunks, 1):
         record.feed(second, b"data: " + (chunk if isinstance(chunk, bytes) else json.dumps(chunk).encode()) + b"\n\n")
     record.close(len(chunks))

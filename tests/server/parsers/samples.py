@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCall
-from quire.server.parsers.tool_grammar import Tool
+from quire.server.parsers.tool_grammar import GrammarTool
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -14,7 +14,7 @@ CITY: dict[str, Any] = {
     "additionalProperties": False,
 }
 EMPTY: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-TOOLS = (Tool("get_weather", CITY, strict=True), Tool("now", EMPTY, strict=True))
+TOOLS = (GrammarTool("get_weather", CITY, strict=True), GrammarTool("now", EMPTY, strict=True))
 NAMES = frozenset(tool.name for tool in TOOLS)
 
 TWO_CALLS = {

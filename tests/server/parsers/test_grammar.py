@@ -14,7 +14,7 @@ from quire.server.frontend.structured_outputs import _checked_grammar
 from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
 from quire.server.parsers.tool_calls import tool_parser
 from quire.server.parsers.tool_formats import TOOL_FORMATS
-from quire.server.parsers.tool_grammar import Tool, tool_grammar
+from quire.server.parsers.tool_grammar import GrammarTool, tool_grammar
 from tests.fakes.tokenizers import byte_level
 from tests.server.parsers.samples import NAMES, TOOLS, TWO_CALLS, joined
 
@@ -35,7 +35,7 @@ def tokenizers(kind: str) -> tuple[Tokenizer, llguidance.LLTokenizer]:
 
 
 def grammar(
-    format: str, kind: str, tools: tuple[Tool, ...] = TOOLS, required: bool = True, several: bool = True
+    format: str, kind: str, tools: tuple[GrammarTool, ...] = TOOLS, required: bool = True, several: bool = True
 ) -> str:
     tokenizer, _ = tokenizers(kind)
     return tool_grammar(TOOL_FORMATS[format], tools, tokenizer.token_to_id, required=required, several=several)
@@ -97,7 +97,7 @@ def test_strict_tools_beside_free_text(format: str, kind: str) -> None:
         assert verdict(kind, rules, f"Let me see.\n{text}") == "yes"
         assert verdict(kind, rules, f"Let me see.\n{wrong(text)[0]}") == "no"
     if not TOOL_FORMATS[format].python:
-        lax = (Tool("get_weather", TOOLS[0].parameters), TOOLS[1])
+        lax = (GrammarTool("get_weather", TOOLS[0].parameters), TOOLS[1])
         assert verdict(kind, grammar(format, kind, lax, required=False), wrong(text)[0]) == "yes"
 
 
@@ -184,7 +184,7 @@ def test_references_of_a_tool_lead_to_the_same_beside_an_answer() -> None:
     }
     rules = tool_grammar(
         TOOL_FORMATS["llama3_json"],
-        [Tool("f", tree, strict=True)],
+        [GrammarTool("f", tree, strict=True)],
         tokenizers("text")[0].token_to_id,
         required=False,
         several=False,
@@ -213,15 +213,15 @@ def test_keyword_arguments_in_any_selection() -> None:
         "required": ["c"],
         "$defs": {"n": {"type": "integer"}},
     }
-    rules = grammar("pythonic", "text", (Tool("f", schema),))
+    rules = grammar("pythonic", "text", (GrammarTool("f", schema),))
     for good in ("[f(c=1)]", "[f(a=1, c=[])]", '[f(b=true, c="x", d=null)]', "[f(a=2, b=false, c=1, d=null)]"):
         assert verdict("text", rules, good) == "yes"
     for bad in ("[f()]", "[f(a=1)]", "[f(a=1.5, c=1)]", "[f(c=1, a=1)]", "[f(, c=1)]", "[f(c=1,)]"):
         assert verdict("text", rules, bad) == "no"
-    optional = grammar("pythonic", "text", (Tool("f", {"properties": {"a": {}, "b": {}}}),))
+    optional = grammar("pythonic", "text", (GrammarTool("f", {"properties": {"a": {}, "b": {}}}),))
     for good in ("[f()]", "[f(a=1)]", "[f(b=1)]", "[f(a=1, b=1)]"):
         assert verdict("text", optional, good) == "yes"
-    for tool in (Tool("f", {"minProperties": 1}), Tool("f", {"properties": {"not a name": {}}})):
+    for tool in (GrammarTool("f", {"minProperties": 1}), GrammarTool("f", {"properties": {"not a name": {}}})):
         with pytest.raises(InvalidParameter):
             grammar("pythonic", "text", (tool,))
 
@@ -231,7 +231,7 @@ def test_what_the_grammar_forces_is_what_the_parser_reads(format: str) -> None:
     """Walk through the grammar, always taking the first token that it allows: a call of the one tool."""
     tokenizer, guide = tokenizers("special")
     schema = {"properties": {"n": {"const": 7}}, "required": ["n"], "additionalProperties": False}
-    matcher = llguidance.LLMatcher(guide, grammar(format, "special", (Tool("now", schema),), several=False))
+    matcher = llguidance.LLMatcher(guide, grammar(format, "special", (GrammarTool("now", schema),), several=False))
     ids: list[int] = []
     while not matcher.is_stopped():
         forced = matcher.compute_ff_tokens()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.parsers.output_parser import Reading
+from quire.server.parsers.output_parser import OutputFormat
 from quire.server.parsers.reasoning import REASONING_FORMATS, detect_reasoning
 from quire.server.parsers.tool_formats import TOOL_FORMATS
 from tests.server.parsers.samples import NAMES, TWO_CALLS, joined
@@ -15,7 +15,7 @@ CALL = TWO_CALLS["hermes"]
 
 
 def read(text: str, is_thinking: bool, chunks: list[str] | None = None, shows: bool = True) -> tuple[str, str, int]:
-    reading = Reading(
+    reading = OutputFormat(
         reasoning=REASONING_FORMATS["qwen3"],
         is_thinking=is_thinking,
         tools=TOOL_FORMATS["hermes"],
