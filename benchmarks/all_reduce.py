@@ -52,7 +52,7 @@ def measure(rank: int, size: int, init_method: str, rounds: int, results: Connec
         tensor_parallel_size=size, pipeline_parallel_size=1, stages=(range(1),), executor="mp", device="cpu"
     )
     links = connect(grid, rank, init_method, torch.device("cpu"), timedelta(seconds=60))
-    links.tp.settle()
+    links.tp.finalize()
     tp = links.tp
     if not isinstance(tp, CpuParallel) or tp.memory is None:
         raise SystemExit("the ranks do not share memory: is there a compiler?")

@@ -97,7 +97,7 @@ def run(
     seconds = time.perf_counter() - begun
     for request_id in list(scheduler.requests):
         scheduler.abort(request_id)
-    last = scheduler.sign_of_life()  # the ranks forget the slots
+    last = scheduler.heartbeat()  # the ranks forget the slots
     in_flight.append((last, executor.submit(last)))
     for plan, pending in in_flight:
         scheduler.update(plan, pending.result())

@@ -59,7 +59,7 @@ def serve(config: EngineConfig, rank: int, init_method: str, threads: int, pipe:
     links = connect(config.parallel, rank, init_method, cpu)
     runner = ModelRunner(config, rank, links, cpu)
     ready()
-    links.tp.settle()
+    links.tp.finalize()
     memory = links.tp.memory if isinstance(links.tp, CpuParallel) else None
     pipe.send(memory is not None)
     while (message := pipe.recv()) is not None:

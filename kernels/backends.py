@@ -75,11 +75,11 @@ CHOSEN: dict[str, Attention] = {}
 
 
 def choose(
-    device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, own: Callable[..., Tensor], trouble: str = ""
+    device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, own: Callable[..., Tensor], problem: str = ""
 ) -> Attention | None:
     """Who is to be asked before the platform's `own` paged attention, for queries of `dtype`.
 
-    `trouble` is what is wrong with the Triton kernel, so that `own` is the reference; "" where it is right. One line
+    `problem` is what is wrong with the Triton kernel, so that `own` is the reference; "" where it is right. One line
     of the log says who serves and why. Raises `BackendUnavailable` where the backend asked for cannot serve.
     """
     backend = needs.backend
@@ -97,27 +97,27 @@ def choose(
                 f"--kv-cache-dtype fp8 needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or "
                 f"more, and {device} has {capability[0]}.{capability[1]}; use --kv-cache-dtype int8, or auto"
             )
-    if backend == "triton" and trouble:
+    if backend == "triton" and problem:
         raise BackendUnavailable(
-            f"--attention-backend triton: its kernel does not work on {device}: {trouble}; take auto, or reference"
+            f"--attention-backend triton: its kernel does not work on {device}: {problem}; take auto, or reference"
         )
     if backend == "triton" or not needs.layers:
-        logger.info("attention on %s: by %s%s", device, _own_name(trouble), ", as asked" * (backend == "triton"))
+        logger.info("attention on %s: by %s%s", device, _own_name(problem), ", as asked" * (backend == "triton"))
         return None
     try:
-        return _with_flashinfer(device, dtype, needs, own, trouble)
+        return _with_flashinfer(device, dtype, needs, own, problem)
     except FlashInferMissing as error:
         if backend == "flashinfer":
             raise BackendUnavailable(
                 f"--attention-backend flashinfer: {error}; take triton, or leave the flag out"
             ) from None
         level = logging.WARNING if isinstance(error, FlashInferWrong) else logging.INFO
-        logger.log(level, "attention on %s: by %s (flashinfer is not used: %s)", device, _own_name(trouble), error)
+        logger.log(level, "attention on %s: by %s (flashinfer is not used: %s)", device, _own_name(problem), error)
         return None
 
 
-def _own_name(trouble: str) -> str:
-    return "the reference" if trouble else "triton"
+def _own_name(problem: str) -> str:
+    return "the reference" if problem else "triton"
 
 
 def _reference(*args: Any, host: HostRows | None = None, **options: Any) -> Tensor:
@@ -125,7 +125,7 @@ def _reference(*args: Any, host: HostRows | None = None, **options: Any) -> Tens
 
 
 def _with_flashinfer(
-    device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, own: Callable[..., Tensor], trouble: str
+    device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, own: Callable[..., Tensor], problem: str
 ) -> FlashInfer | None:
     """It, for the prompts, the decodes, or both. Raises `FlashInferMissing` where it can serve no layer."""
     lacks = {layer: FlashInfer.lacks(layer, dtype, needs.cache_dtype) for layer in needs.layers}
@@ -149,12 +149,12 @@ def _with_flashinfer(
         serves = needs.backend == "flashinfer" or theirs < ours
         chosen.append(serves)
         parts.append(
-            f"{kind} by {'flashinfer' if serves else _own_name(trouble)} "
-            f"(flashinfer {1e3 * theirs:.3f} ms, {_own_name(trouble)} {1e3 * ours:.3f} ms)"
+            f"{kind} by {'flashinfer' if serves else _own_name(problem)} "
+            f"(flashinfer {1e3 * theirs:.3f} ms, {_own_name(problem)} {1e3 * ours:.3f} ms)"
         )
     found.serves_prompts, found.serves_decodes = chosen
     why = "as asked" if needs.backend == "flashinfer" else "the faster of a layer of each kind"
-    rest = f"; {_own_name(trouble)} serves what flashinfer does not: {left}" if left else ""
+    rest = f"; {_own_name(problem)} serves what flashinfer does not: {left}" if left else ""
     logger.info("attention on %s: %s, %s%s", device, ", ".join(parts), why, rest)
     return found if found.serves_prompts or found.serves_decodes else None
 

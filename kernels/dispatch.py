@@ -82,20 +82,20 @@ def _load_cpu(device: torch.device, needs: AttentionNeeds) -> None:
 
 
 def _load_triton(device: torch.device, needs: AttentionNeeds, dtype: torch.dtype) -> None:
-    trouble = ""
+    problem = ""
     try:
         from quire.kernels.triton import check
     except ImportError as error:
-        trouble = f"Triton cannot be imported: {error}"
+        problem = f"Triton cannot be imported: {error}"
         logger.warning("the GPU kernels need Triton, a slower reference serves: %s", error)
     else:
-        PLATFORMS[device.type], troubles = check.passing(device, dtype, needs)
-        trouble = troubles.get("paged_attention", "")
-    _choose(device, dtype, needs, trouble)
+        PLATFORMS[device.type], problems = check.passing(device, dtype, needs)
+        problem = problems.get("paged_attention", "")
+    _choose(device, dtype, needs, problem)
 
 
-def _choose(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, trouble: str = "") -> None:
-    chosen = backends.choose(device, dtype, needs, _paged_attention, trouble)
+def _choose(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, problem: str = "") -> None:
+    chosen = backends.choose(device, dtype, needs, _paged_attention, problem)
     backends.CHOSEN.pop(device.type, None)
     if chosen is not None:
         backends.CHOSEN[device.type] = chosen

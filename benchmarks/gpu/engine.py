@@ -63,10 +63,10 @@ class Engine:
                 done, pending = in_flight.popleft()
                 news = self.scheduler.update(done, pending.result())
                 ended = time.perf_counter()
-                for told in news.values():
-                    for output in told.outputs:
+                for reported in news.values():
+                    for output in reported.outputs:
                         self.outputs[output.request_id] += output.token_ids
-                    for name, token in zip(told.request_ids, told.token_ids, strict=True):
+                    for name, token in zip(reported.request_ids, reported.token_ids, strict=True):
                         self.outputs[name].append(token)
                 yield Step(done, ended)
 

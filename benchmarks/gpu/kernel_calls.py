@@ -227,13 +227,13 @@ def _sampling(device: torch.device, rows: int, vocabulary: int) -> Iterator[Name
     yield "apply_bitmask", f"{rows} × {vocabulary}", mask
     asked = torch.randint(vocabulary, (rows,), device=device)
     yield "score_tokens", f"{rows} × {vocabulary}", lambda module: module.score_tokens(logits, asked, 20)
-    told = torch.randint(vocabulary, (rows, 300), device=device, dtype=torch.int32)
+    reported = torch.randint(vocabulary, (rows, 300), device=device, dtype=torch.int32)
     spans = torch.tensor([0, 200, 290], device=device) + 300 * numbers[:, None]
     factors = torch.tensor([1.2, 0.5, 0.25], device=device).expand(rows, 3).contiguous()
 
     def penalize(module: Any) -> Tensor:
         changed = logits.clone()
-        module.penalize(changed, told.flatten(), numbers, spans, factors, 290)
+        module.penalize(changed, reported.flatten(), numbers, spans, factors, 290)
         return changed
 
     yield "penalize", f"{rows} × {vocabulary}", penalize

@@ -75,11 +75,11 @@ def transformers(lab: Lab) -> Iterator[Record]:
     inputs = lab.prompts(streams, prompt, seed=3)
 
     results = model.generate_batch(inputs, generation_config=asked, continuous_batching_config=how)
-    told = sum(len(result.generated_tokens) for result in results.values())
-    assert told == streams * output, f"{told} tokens instead of {streams * output}"
+    reported = sum(len(result.generated_tokens) for result in results.values())
+    assert reported == streams * output, f"{reported} tokens instead of {streams * output}"
     lives = [result.lifespan for result in results.values()]
     seconds = max(end for _, end in lives) - min(begin for begin, _ in lives)  # without what it gets ready before
-    theirs = told / seconds
+    theirs = reported / seconds
     ours = lab.values.get("offline")
     formula = f"{streams} requests of {prompt} in, {output} out in {seconds:.1f} s: {theirs:,.0f} tok/s"
     if ours is None:

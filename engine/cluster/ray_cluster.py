@@ -385,12 +385,12 @@ def _look_at(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], kind
         ): share
         for name, share in ids.items()
     }
-    told, silent = ray.wait(list(asked), num_returns=len(asked), timeout=NODES_SECONDS)
+    reported, silent = ray.wait(list(asked), num_returns=len(asked), timeout=NODES_SECONDS)
     if silent:
         late = ", ".join(asked[each].node.address for each in silent)
         raise ConfigError(f"the Ray node {late} did not answer within {NODES_SECONDS:.0f} s; see `ray status`")
     memory: dict[str, int] = {}
-    for each in told:
+    for each in reported:
         node = asked[each].node
         name = f"the Ray node {node.address}"
         try:

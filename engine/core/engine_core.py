@@ -32,7 +32,7 @@ from quire.engine.core.wave import Wave
 from quire.engine.executor import Executor, StepFuture, WorkerError
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import (
-    LOST_TOUCH,
+    LOST_REPLICAS,
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -196,7 +196,7 @@ class EngineCore:
         now = time.perf_counter()
         # A pipeline that fills or drains shows no stage's time.
         shows = (is_full or self.scheduler.stages == 1) and not result.failure
-        self.scheduler.step_size.learn(plan, now - max(begun, self.result_taken) if shows else None)
+        self.scheduler.token_budget.learn(plan, now - max(begun, self.result_taken) if shows else None)
         self.result_taken = now
         if self.wave is not None:
             self.wave.take(is_active=result.is_wave_active)
@@ -208,7 +208,7 @@ class EngineCore:
             return self.schedule_together(self.wave)
         plan = self.scheduler.schedule()
         if plan is None and self.probes and not self.in_flight:
-            plan = self.scheduler.sign_of_life()
+            plan = self.scheduler.heartbeat()
         return plan
 
     def schedule_together(self, wave: Wave) -> SchedulerOutput | None:
@@ -219,7 +219,7 @@ class EngineCore:
         if not wave.goes_on:
             return None
         wave.hand_out()
-        plan = (self.scheduler.schedule() if has_work else None) or self.scheduler.sign_of_life()
+        plan = (self.scheduler.schedule() if has_work else None) or self.scheduler.heartbeat()
         plan.has_work = has_work
         return plan
 
@@ -261,7 +261,7 @@ class EngineCore:
                 self.wave.wake(number)
             case ReplicaFailed():
                 self.wire.inbox.put(message)  # for `first_cause`
-                raise WorkerError(LOST_TOUCH)
+                raise WorkerError(LOST_REPLICAS)
             case Shutdown():
                 self.stopping = True
                 self.leave_at = time.monotonic() + _LEAVE_SECONDS
@@ -365,7 +365,7 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     threading.Thread(target=_watch_stdin, args=(wire,), daemon=True, name="stdin-watch").start()
     executor: Executor | None = None
     core: EngineCore | None = None
-    trouble: str | None = None
+    problem: str | None = None
     try:
         executor = executors.start(config, log_level, on_end=lambda: wire.inbox.put(RankEnded()))
         seconds = {"start engine": age, **executor.seconds}
@@ -376,43 +376,43 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
         wire.broadcast(core.ready)
         core.run()
     except (ConfigError, WorkerError) as error:
-        trouble = str(error)
+        problem = str(error)
     except Exception as error:
         logger.error("engine core failed:\n%s", traceback.format_exc())
-        trouble = f"engine core failed: {type(error).__name__}: {error}"
-    if trouble is not None and config.parallel.is_coupled:
-        trouble = first_cause(trouble, wire, replica)
-    if core is not None and (trouble is None or config.parallel.replicas == 1):
-        core.end(trouble or "the engine was shut down")  # else `EngineDead` alone: what runs here may go on at another
-    if trouble is not None:
-        wire.broadcast(EngineDead(trouble, replica))
+        problem = f"engine core failed: {type(error).__name__}: {error}"
+    if problem is not None and config.parallel.is_coupled:
+        problem = first_cause(problem, wire, replica)
+    if core is not None and (problem is None or config.parallel.replicas == 1):
+        core.end(problem or "the engine was shut down")  # else `EngineDead` alone: what runs here may go on at another
+    if problem is not None:
+        wire.broadcast(EngineDead(problem, replica))
     wire.close()
     if executor is not None:
-        executor.close(trouble or "")
-    return 0 if trouble is None else 1
+        executor.close(problem or "")
+    return 0 if problem is None else 1
 
 
-def first_cause(trouble: str, wire: EngineCoreIO, replica: int) -> str | None:
+def first_cause(problem: str, wire: EngineCoreIO, replica: int) -> str | None:
     """What has ended the replicas that share experts, as all are told; None if they are being shut down.
 
     The one with the cause says it to the others, which have only lost touch. Whoever says nothing has it.
     """
-    wire.send_peers(ReplicaFailed(replica, trouble))
-    if LOST_TOUCH not in trouble:
-        return f"replica {replica}: {trouble}"
+    wire.send_peers(ReplicaFailed(replica, problem))
+    if LOST_REPLICAS not in problem:
+        return f"replica {replica}: {problem}"
     silent, deadline = set(wire.peers), time.monotonic() + _HEAR_SECONDS
     while silent and (seconds := deadline - time.monotonic()) > 0:
         with contextlib.suppress(Empty):
             match wire.inbox.get(timeout=seconds):
                 case ReplicaFailed(replica=other, reason=reason):
-                    if LOST_TOUCH not in reason:
+                    if LOST_REPLICAS not in reason:
                         return f"replica {other}: {reason}"
                     silent.discard(other)
                 case Shutdown():
                     return None
     if not silent:
-        return f"replica {replica}: {trouble}"
-    return f"replica{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))} ended or hung: {trouble}"
+        return f"replica {replica}: {problem}"
+    return f"replica{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))} ended or hung: {problem}"
 
 
 def _watch_stdin(wire: EngineCoreIO) -> None:

@@ -16,11 +16,11 @@ class Parallel:
     size: int = 1
 
     @property
-    def is_taped(self) -> bool:
+    def is_replayed(self) -> bool:
         """Whether a CPU's collectives are operations on tensors and nothing else, which a tape keeps."""
         return self.size == 1
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Choose how to talk, once it is known whether there are compiled kernels. Every rank calls it, then serves."""
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -32,10 +32,10 @@ class CpuParallel(GroupParallel):
         """The segment that the ranks share, `[bytes]`; without it gloo serves."""
 
     @property
-    def is_taped(self) -> bool:
+    def is_replayed(self) -> bool:
         return self.memory is not None
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Go over to shared memory if every rank has the compiled kernels and is on this host."""
         # A memfd has no name that could outlive the ranks, however they end.
         length = shared.segment_bytes(self.size)

@@ -34,20 +34,20 @@ class CudaParallel(GroupParallel):
     """The ranks of a NCCL group. Invariant: each has the same `table`, so that all go the same way."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, is_custom: bool = True) -> None:
-        """`is_custom`: whether symmetric memory may serve, once `settle` has found it right."""
+        """`is_custom`: whether symmetric memory may serve, once `finalize` has found it right."""
         super().__init__(group)
         self._device, self._is_custom = device, is_custom
         self.table: dict[torch.dtype, list[AllReduceAlgorithm | None]] = {}
         """The way of sums of each type that have up to `SIZES[number]` bytes; None: NCCL's."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        way = self.way(x.dtype, x.nbytes)
-        if way is None:
+        algorithm = self.algorithm(x.dtype, x.nbytes)
+        if algorithm is None:
             return super().all_reduce(x)
         flat = x.reshape(-1)
         if flat.storage_offset() * flat.element_size() % UNIT:
             flat = flat.clone()
-        return way.run(flat).view(x.shape)
+        return algorithm.run(flat).view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
         parts = x.new_empty(self.size, *x.shape)
@@ -57,84 +57,90 @@ class CudaParallel(GroupParallel):
             raise watchdog.failed("all_gather", x, self._group, error) from error
         return parts.movedim(0, -2).flatten(-2)
 
-    def way(self, dtype: torch.dtype, length: int) -> AllReduceAlgorithm | None:
+    def algorithm(self, dtype: torch.dtype, length: int) -> AllReduceAlgorithm | None:
         """How a sum of so many bytes is made; None: by NCCL."""
-        ways = self.table.get(dtype)
-        if ways is None or not 0 < length <= MOST_BYTES or length % UNIT:
+        algorithms = self.table.get(dtype)
+        if algorithms is None or not 0 < length <= MOST_BYTES or length % UNIT:
             return None
-        return ways[max(0, (length - 1).bit_length() - SIZES[0].bit_length() + 1)]
+        return algorithms[max(0, (length - 1).bit_length() - SIZES[0].bit_length() + 1)]
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Go over to symmetric memory for the types and sizes for which all ranks find it right, and faster."""
         if not self._is_custom:
             return
-        ways, reason = self._ways()
+        algorithms, reason = self._algorithms()
         if not reason:
-            right = self._right(ways)
+            right = self._right(algorithms)
             self.table = self._tables(right)
-            reason = "" if any(right.values()) else f"none of {', '.join(way.name for way in ways)} sums as NCCL does"
+            reason = (
+                ""
+                if any(right.values())
+                else f"none of {', '.join(algorithm.name for algorithm in algorithms)} sums as NCCL does"
+            )
         if self.rank == 0 and reason:
             logger.warning("sums of a stage: NCCL alone, since %s", reason)
         elif self.rank == 0:
             for dtype, chosen in self.table.items():
-                logger.info("sums of a stage in %s: %s", str(dtype).removeprefix("torch."), told(chosen))
+                logger.info("sums of a stage in %s: %s", str(dtype).removeprefix("torch."), reported(chosen))
 
-    def _ways(self) -> tuple[list[AllReduceAlgorithm], str]:
+    def _algorithms(self) -> tuple[list[AllReduceAlgorithm], str]:
         """Those that the ranks have, or why there are none."""
-        ways: list[AllReduceAlgorithm] = []
+        algorithms: list[AllReduceAlgorithm] = []
         reason = symmetric_memory.obstacle(self._exchange(symmetric_memory.here(self._device)))
         if reason:
-            return ways, reason
+            return algorithms, reason
         try:
             memory = symmetric_memory.allocate(self._device)
         except Exception as error:  # whatever a driver finds
             reason = _first_line(error)
         if reason := self._first(reason):
-            return ways, reason
+            return algorithms, reason
         try:
-            ways = symmetric_memory.share(memory, self._group)
+            algorithms = symmetric_memory.share(memory, self._group)
         except Exception as error:
             reason = _first_line(error)
-        names = self._exchange([way.name for way in ways])
-        return [way for way in ways if all(way.name in theirs for theirs in names)], self._first(reason)
+        names = self._exchange([algorithm.name for algorithm in algorithms])
+        return [
+            algorithm for algorithm in algorithms if all(algorithm.name in theirs for theirs in names)
+        ], self._first(reason)
 
     def _tables(
         self, right: dict[torch.dtype, list[AllReduceAlgorithm]]
     ) -> dict[torch.dtype, list[AllReduceAlgorithm | None]]:
         """`table`; what goes for a type goes for others that the same ways are right for, too."""
         tables: dict[torch.dtype, list[AllReduceAlgorithm | None]] = {}
-        for dtype, ways in right.items():
-            like = next((other for other in tables if right[other] == ways), None)
-            if ways:
-                tables[dtype] = self._fastest(ways, dtype) if like is None else tables[like]
+        for dtype, algorithms in right.items():
+            like = next((other for other in tables if right[other] == algorithms), None)
+            if algorithms:
+                tables[dtype] = self._fastest(algorithms, dtype) if like is None else tables[like]
         return tables
 
-    def _right(self, ways: list[AllReduceAlgorithm]) -> dict[torch.dtype, list[AllReduceAlgorithm]]:
+    def _right(self, algorithms: list[AllReduceAlgorithm]) -> dict[torch.dtype, list[AllReduceAlgorithm]]:
         """The ways that sum numbers of each type as NCCL does, on every rank to the same bits."""
         right: dict[torch.dtype, list[AllReduceAlgorithm]] = {}
         for dtype in _DTYPES:
             right[dtype] = []
-            for way in ways:
-                everyone = self._exchange(self._tried(way, dtype))
+            for algorithm in algorithms:
+                everyone = self._exchange(self._tried(algorithm, dtype))
                 reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(everyone) if reason]
                 if not reasons and len({bits for _, bits in everyone}) > 1:
                     reasons = ["the sums of ranks differ"]
                 if not reasons:
-                    right[dtype].append(way)
+                    right[dtype].append(algorithm)
                 elif self.rank == 0:
                     name = str(dtype).removeprefix("torch.")
-                    logger.info("%s sums of %s are not used: %s", way.name, name, reasons[0])
+                    logger.info("%s sums of %s are not used: %s", algorithm.name, name, reasons[0])
         return right
 
-    def _tried(self, way: AllReduceAlgorithm, dtype: torch.dtype) -> tuple[str, int]:
+    def _tried(self, algorithm: AllReduceAlgorithm, dtype: torch.dtype) -> tuple[str, int]:
         """What is wrong with the way's sums of this type, "" if nothing, and a digest of their bits."""
         wrong, digest = "", 0
         for x in self._samples(dtype):
             try:
-                total = way.run(x)
+                total = algorithm.run(x)
             except RuntimeError as error:  # a type or a size that it does not take is refused by all ranks alike
                 return _first_line(error), 0
-            symmetric_memory.wait(f"rank {self.rank}: a {way.name} sum of {x.nbytes} bytes", _CHECK_SECONDS)
+            symmetric_memory.wait(f"rank {self.rank}: a {algorithm.name} sum of {x.nbytes} bytes", _CHECK_SECONDS)
             expected = super().all_reduce(x.clone())
             wrong = wrong or _difference(total, expected, self.size)
             digest = zlib.crc32(total.cpu().view(torch.uint8).numpy().tobytes(), digest)
@@ -145,16 +151,16 @@ class CudaParallel(GroupParallel):
         for length in _CHECKED:
             yield torch.randn(length // dtype.itemsize, generator=noise).to(self._device, dtype)
 
-    def _fastest(self, ways: list[AllReduceAlgorithm], dtype: torch.dtype) -> list[AllReduceAlgorithm | None]:
+    def _fastest(self, algorithms: list[AllReduceAlgorithm], dtype: torch.dtype) -> list[AllReduceAlgorithm | None]:
         """For sums of each of `SIZES`, by the slowest rank."""
         chosen: list[AllReduceAlgorithm | None] = []
         for size in SIZES:
             x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=self._device)
-            runs = [super().all_reduce, *(way.run for way in ways)]
+            runs = [super().all_reduce, *(algorithm.run for algorithm in algorithms)]
             mine = [symmetric_memory.measure(partial(run, x)) for run in runs]
             nccl, *theirs = (max(times) for times in zip(*self._exchange(mine), strict=True))
             best = min(theirs)
-            chosen.append(ways[theirs.index(best)] if best < _GAIN * nccl else None)
+            chosen.append(algorithms[theirs.index(best)] if best < _GAIN * nccl else None)
         return chosen
 
     def _first(self, reason: str) -> str:
@@ -167,9 +173,9 @@ class CudaParallel(GroupParallel):
         return everyone
 
 
-def told(chosen: Sequence[AllReduceAlgorithm | None]) -> str:
+def reported(chosen: Sequence[AllReduceAlgorithm | None]) -> str:
     """The sizes that go each way, in words."""
-    names = ["NCCL" if way is None else way.name for way in chosen]
+    names = ["NCCL" if algorithm is None else algorithm.name for algorithm in chosen]
     steps = zip(pairwise([*names, "NCCL"]), SIZES, strict=True)
     ends = [(name, size) for (name, after), size in steps if name != after]
     return ", ".join([*(f"{name} up to {size >> 10} KiB" for name, size in ends), "NCCL for the rest"])

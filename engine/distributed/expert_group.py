@@ -106,7 +106,7 @@ class ProcessGroupExpertCommunicator(ExpertCommunicator):
             dist.all_gather(everyone, mine, group=self._host)
         except RuntimeError as error:
             raise watchdog.failed("exchange of numbers", mine, self._host, error) from error
-        return [told.tolist() for told in everyone]
+        return [reported.tolist() for reported in everyone]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from quire.engine.distributed import watchdog
 
 
-def tell_all(subject: str, mine: str) -> list[str]:
+def all_gather_object(subject: str, mine: str) -> list[str]:
     """What every rank of the grid says of a subject, in their order; a rank that is alone hears itself.
 
     All call this, once for a subject. Raises `watchdog.ExchangeError` where a rank says nothing in time.
@@ -17,12 +17,12 @@ def tell_all(subject: str, mine: str) -> list[str]:
     store = dist.distributed_c10d._get_default_store()
     try:
         store.set(_key(subject, dist.get_rank()), mine)
-        told = store.multi_get([_key(subject, rank) for rank in range(dist.get_world_size())])
+        reported = store.multi_get([_key(subject, rank) for rank in range(dist.get_world_size())])
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         what = f"what ranks say of {subject}"
         raise watchdog.CollectiveError(watchdog.described(what, None, reason, is_late=True)) from error
-    return [each.decode() for each in told]
+    return [each.decode() for each in reported]
 
 
 def _key(subject: str, rank: int) -> str:

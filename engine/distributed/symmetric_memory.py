@@ -103,18 +103,18 @@ def share(memory: Tensor, group: dist.ProcessGroup) -> list[AllReduceAlgorithm]:
             return out
         return ops.two_shot_all_reduce_(filled(x), "sum", name).clone()  # type: ignore[no-any-return]
 
-    ways = [
+    algorithms = [
         AllReduceAlgorithm("one-shot", lambda x: ops.one_shot_all_reduce_copy(mine(x), x, "sum", name)),
         AllReduceAlgorithm("two-shot", two_shot),
     ]
     if _is_multicast(memory.device):
-        ways.append(
+        algorithms.append(
             AllReduceAlgorithm("multicast one-shot", lambda x: ops.multimem_one_shot_all_reduce(filled(x), "sum", name))
         )
-        ways.append(
+        algorithms.append(
             AllReduceAlgorithm("multicast two-shot", lambda x: ops.multimem_all_reduce_(filled(x), "sum", name).clone())
         )
-    return ways
+    return algorithms
 
 
 def _is_multicast(device: torch.device) -> bool:

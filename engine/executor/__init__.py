@@ -11,7 +11,7 @@ from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 STEP_TIMEOUT = 600.0
 """Seconds that a step may compute; a rank alone that takes longer counts as hung."""
-SIGN_OF_LIFE_TIMEOUT = 15.0
+HEARTBEAT_TIMEOUT = 15.0
 """The same for a plan without rows, which costs nothing."""
 _LATER = 5.0
 """Seconds that ranks which give up an exchange have to say so (see `quire.engine.distributed.watchdog`), and in which a
@@ -22,7 +22,7 @@ class WorkerError(RuntimeError):
     """A rank died, hung or failed; the text names it."""
 
 
-def patience(plan: SchedulerOutput, config: EngineConfig) -> float:
+def step_timeout(plan: SchedulerOutput, config: EngineConfig) -> float:
     """Seconds after which a step that does not come back counts as hung.
 
     Ranks that wait for others give up before, whatever they have computed until then: their errors name the exchange
@@ -31,7 +31,7 @@ def patience(plan: SchedulerOutput, config: EngineConfig) -> float:
     parallel = config.parallel
     if plan.has_work is None:  # else, rows or none, it takes as long as the longest of all replicas
         if not plan.num_rows:
-            return SIGN_OF_LIFE_TIMEOUT
+            return HEARTBEAT_TIMEOUT
         if parallel.world_size == 1:
             return STEP_TIMEOUT
     # On a GPU a step takes well below a second, and nothing else bounds what waits inside CUDA graphs.

@@ -225,7 +225,7 @@ class LocalRanks:
             pipe.close()
 
 
-def name_late(progress: dict[int, int], step: int) -> list[int]:
+def describe_late(progress: dict[int, int], step: int) -> list[int]:
     """The ranks that keep a step from its result: those that never took its plan, else those that have not run it.
 
     All, where each has handed it to its GPU and none of these comes to the end.

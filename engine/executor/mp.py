@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.executor import WorkerError, patience
-from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, name_late, ranks_text
+from quire.engine.executor import WorkerError, step_timeout
+from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, describe_late, ranks_text
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 
@@ -38,7 +38,7 @@ class MpExecutor:
     def submit(self, plan: SchedulerOutput) -> LocalStepFuture:
         # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
         self._ranks.write(self._encode(plan), while_waiting=self.check)
-        return LocalStepFuture(self.receive, plan.step, patience(plan, self.config))
+        return LocalStepFuture(self.receive, plan.step, step_timeout(plan, self.config))
 
     def close(self, reason: str = "") -> None:
         """Ask every rank to end, and kill those that do not; in trouble, kill them all at once."""
@@ -51,7 +51,7 @@ class MpExecutor:
         """The next result; raises `WorkerError` when a rank dies, fails or hangs instead."""
         arrived = self._ranks.arrived
         if not arrived and not self._ranks.poll(timeout):
-            late = name_late(dict(enumerate(self._ranks.progress)), step)
+            late = describe_late(dict(enumerate(self._ranks.progress)), step)
             raise WorkerError(f"{ranks_text(late)} did not answer within {timeout:.0f} s")
         return arrived.popleft()
 

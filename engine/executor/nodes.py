@@ -32,8 +32,8 @@ from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnde
 from quire.engine.cluster.ray_cluster import RayResources
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
-from quire.engine.executor import WorkerError, patience
-from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, RankFailed, name_late, ranks_text
+from quire.engine.executor import WorkerError, step_timeout
+from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, RankFailed, describe_late, ranks_text
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
@@ -196,7 +196,7 @@ class MultiNodeExecutor:
             self._leader.send(number, encoded)
         # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
         self._ranks.write(encoded, while_waiting=self.check)
-        return LocalStepFuture(self.receive, plan.step, patience(plan, self.config))
+        return LocalStepFuture(self.receive, plan.step, step_timeout(plan, self.config))
 
     def receive(self, step: int, timeout: float) -> ModelRunnerOutput:
         """The next result; raises `WorkerError` when a rank or a node dies, fails or hangs instead."""
@@ -287,7 +287,7 @@ class MultiNodeExecutor:
         """The ranks that keep a step from its result, with their nodes."""
         assert self._ranks is not None
         self._progress |= zip(self._ranks.ranks, self._ranks.progress, strict=True)
-        late, parallel = name_late(self._progress, step), self.config.parallel
+        late, parallel = describe_late(self._progress, step), self.config.parallel
         texts = []
         for number, name in sorted(self._names.items()):
             if theirs := [rank for rank in late if rank in parallel.ranks_of(number)]:

@@ -109,7 +109,7 @@ class Actors:
         """That a node ends is no news any more."""
         ray_cluster.connect(ray, self._place.address, log_to_driver=True)
         try:
-            self._told = self._start()
+            self._reported = self._start()
         except BaseException:
             self.close()
             raise
@@ -118,7 +118,7 @@ class Actors:
     def meeting_point(self) -> str:
         """A free port of the host of rank 0, for torch.distributed."""
         address = self._place.nodes[0][1]
-        return f"tcp://{f'[{address}]' if ':' in address else address}:{self._told[0].port}"
+        return f"tcp://{f'[{address}]' if ':' in address else address}:{self._reported[0].port}"
 
     def name(self, node: int) -> str:
         """As errors say it."""
@@ -128,7 +128,7 @@ class Actors:
         """Have the node's process run `main` with `body`; `on_end` is called, in some thread, when it has ended."""
         first = self._node_of.index(node)
         env = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED) and name not in _OWN}
-        gpus = [told.gpu for told, its in zip(self._told, self._node_of, strict=True) if its == node]
+        gpus = [reported.gpu for reported, its in zip(self._reported, self._node_of, strict=True) if its == node]
         visible = ",".join(gpus) if self._resource == "GPU" else None
         run = self._actors[first].run.remote(pickle.dumps(body), env, visible)
         self._runs.append(run)
@@ -170,17 +170,17 @@ class Actors:
             ).remote()
             for bundle in bundles
         ]
-        told = [actor.tell.remote() for actor in self._actors]
-        _, silent = ray.wait(told, num_returns=size, timeout=ACTORS_SECONDS)
+        reported = [actor.tell.remote() for actor in self._actors]
+        _, silent = ray.wait(reported, num_returns=size, timeout=ACTORS_SECONDS)
         if silent:
-            late = sorted({self.name(self._node_of[told.index(each)]) for each in silent})
+            late = sorted({self.name(self._node_of[reported.index(each)]) for each in silent})
             whose = "of the placement group may be in use" if self._place.group else "may have been lost"
             raise ConfigError(
                 f"Ray did not start {len(silent)} of {size} workers within {ACTORS_SECONDS:.0f} s, on "
                 f"{', '.join(late)}: bundles {whose}; see `ray status`"
             )
         answers = []
-        for rank, each in enumerate(told):
+        for rank, each in enumerate(reported):
             try:
                 answers.append(_Told(*ray.get(each)))
             except ray.exceptions.RayError as error:

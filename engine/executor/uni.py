@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.executor import StepFuture, WorkerError, patience
+from quire.engine.executor import StepFuture, WorkerError, step_timeout
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class UniExecutor:
         if self._threads:
             future: Future[ModelRunnerOutput | None] = Future()
             self._work.put((partial(self._launch, plan, future), future))
-            return RunningStep(future, patience(plan, self.config))
+            return RunningStep(future, step_timeout(plan, self.config))
         result = self._worker.launch(plan).result()
         assert result is not None
         return FinishedStep(result)

@@ -44,7 +44,7 @@ class Batch:
     """Tokens of each replica in this step, where they share experts."""
     host: HostRows | None = None
     """None: what is needed of it is read from the tensors."""
-    halves: tuple[Batch, ...] = ()
+    micro_batches: tuple[Batch, ...] = ()
     """The step cut in two, where one half's exchange is to run beside the other's computation; else empty."""
     only_ends: bool = False
     """Of the last stage's output, only each request's last token is read: it is `[requests, hidden_size]`."""
@@ -96,7 +96,7 @@ class Attention(nn.Module):
         if spec.alibi:
             self._slopes = spec.alibi * alibi_slopes(spec.num_heads)[heads.start : heads.start + heads.length]
 
-    def forward(self, x: Tensor, batch: Batch, turns: Tensor, cache: Tensor, ends: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor, ends: Tensor | None = None) -> Tensor:
         """`[tokens, hidden_size]` → the same, or of the tokens `ends` alone, the last ones of the requests.
 
         Writes the keys and values of all tokens into this layer's `cache`.
@@ -106,7 +106,7 @@ class Attention(nn.Module):
         query, key, value = heads.split(self._heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query = kernels.rotary_write_kv(query, key, value, turns, cache, batch.slots)
+        query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slots)
         if ends is not None:
             query, batch = query[ends], batch.at_ends()
         mixed = kernels.paged_attention(

@@ -57,7 +57,7 @@ class MLA(nn.Module):
         cheaper = 2 * row - 2 * spec.head_dim
         self._plain_from = spec.latent_dim * (spec.plain_dim + spec.value_dim) // max(cheaper, 1)
 
-    def forward(self, x: Tensor, batch: Batch, turns: Tensor, cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → the same; writes the tokens' rows into this layer's `cache`.
 
         `cache` is `[1, blocks, 1, block_size, row]`.
@@ -70,7 +70,7 @@ class MLA(nn.Module):
         query = self.query(x).unflatten(-1, (self._heads, spec.head_dim))  # a head's rotary features come first
         rotary_key, latent = down.split((spec.rope.dim, spec.latent_dim), dim=-1)
         key = torch.cat((rotary_key, self.latent_norm(latent)), dim=-1)[:, None]
-        query = kernels.rotary_write_kv(query, key, None, turns, cache, batch.slots)
+        query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slots)
         mixed = self._attend(query, batch, cache)
         out: Tensor = self.output(mixed.flatten(1))
         return out

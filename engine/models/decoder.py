@@ -41,7 +41,7 @@ class DecoderLayer(nn.Module):
         x: Tensor,
         residual: Tensor | None,
         batch: Batch,
-        turns: Tensor,
+        cos_sin: Tensor,
         cache: Tensor,
         ends: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -50,16 +50,16 @@ class DecoderLayer(nn.Module):
         With `ends`, the requests' last tokens, only these are returned: of the others, all that is needed of a model's
         last layer is their keys and values.
         """
-        normed, mixed, residual = self._attended(x, residual, batch, turns, cache, ends)
+        normed, mixed, residual = self._attended(x, residual, batch, cos_sin, cache, ends)
         is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
         x = self.feed_forward(normed, batch) if is_mixture else self.feed_forward(normed)
         return self._added(x, mixed), residual
 
     def in_phases(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, turns: Tensor, cache: Tensor
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Tensor
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """As `forward`, with a pause wherever its tokens are on their way to experts or back."""
-        normed, mixed, residual = self._attended(x, residual, batch, turns, cache)
+        normed, mixed, residual = self._attended(x, residual, batch, cos_sin, cache)
         if isinstance(self.feed_forward, MixtureOfExperts):
             begun = self.feed_forward.begin(normed, batch)
             yield
@@ -75,16 +75,16 @@ class DecoderLayer(nn.Module):
         x: Tensor,
         residual: Tensor | None,
         batch: Batch,
-        turns: Tensor,
+        cos_sin: Tensor,
         cache: Tensor,
         ends: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the feed-forward reads, what attention has made, and the residual stream."""
         normed, residual = _add(self.attention_norm, x, residual)
         if ends is None:
-            mixed = self.attention(normed, batch, turns, cache)
+            mixed = self.attention(normed, batch, cos_sin, cache)
         else:
-            mixed = self.attention(normed, batch, turns, cache, ends)
+            mixed = self.attention(normed, batch, cos_sin, cache, ends)
             normed, residual = normed[ends], residual[ends]
         mixed = self._scaled(_apply(self.attention_post_norm, mixed))
         if self.spec.is_parallel:
@@ -200,16 +200,16 @@ class Decoder(nn.Module):
         """
         if x is None:
             x = self._embed(batch)
-        if batch.halves:
-            parts = x.split_with_sizes([len(half.positions) for half in batch.halves])
-            runs = [self._in_phases(part, half, caches) for part, half in zip(parts, batch.halves, strict=True)]
-            return torch.cat(_by_turns(runs))
+        if batch.micro_batches:
+            parts = x.split_with_sizes([len(half.positions) for half in batch.micro_batches])
+            runs = [self._in_phases(part, half, caches) for part, half in zip(parts, batch.micro_batches, strict=True)]
+            return torch.cat(_interleaved(runs))
         residual = None
-        turns = self._turns(batch)
+        cos_sin = self._cos_sin(batch)
         ends, last = batch.query_starts[1:] - 1 if batch.only_ends else None, len(self.layers) - 1
         for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
-            place = batch.of(cache.group), turns[layer.spec.attention.rope], cache.memory
+            place = batch.of(cache.group), cos_sin[layer.spec.attention.rope], cache.memory
             x, residual = layer(x, residual, *place, ends if number == last else None)
         assert x is not None
         return x if residual is None else residual + x
@@ -217,14 +217,14 @@ class Decoder(nn.Module):
     def _in_phases(self, x: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Generator[None, None, Tensor]:
         """All layers, with the pauses of `DecoderLayer.in_phases`."""
         residual = None
-        turns = self._turns(batch)
+        cos_sin = self._cos_sin(batch)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            place = batch.of(cache.group), turns[layer.spec.attention.rope], cache.memory
+            place = batch.of(cache.group), cos_sin[layer.spec.attention.rope], cache.memory
             x, residual = yield from layer.in_phases(x, residual, *place)
         return x if residual is None else residual + x
 
-    def _turns(self, batch: Batch) -> dict[model_spec.RopeSpec | None, Tensor]:
+    def _cos_sin(self, batch: Batch) -> dict[model_spec.RopeSpec | None, Tensor]:
         return {rope: rotary(batch.positions) for rope, rotary in self._rotary.items()}
 
     def _embed(self, batch: Batch) -> Tensor:
@@ -247,7 +247,7 @@ class Decoder(nn.Module):
         return out if not arch.logit_softcap else (out / arch.logit_softcap).tanh() * arch.logit_softcap
 
 
-def _by_turns(runs: list[Generator[None, None, Tensor]]) -> list[Tensor]:
+def _interleaved(runs: list[Generator[None, None, Tensor]]) -> list[Tensor]:
     """Drive all to their ends, from pause to pause: while one's tokens are on their way, the next computes."""
     results: list[Tensor] = []
     while len(results) < len(runs):

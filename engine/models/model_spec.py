@@ -119,7 +119,7 @@ class AttentionSpec:
         """What the KV cache of a rank holds of each token: keys and values, heads, numbers of a head."""
         return 2, self.kv_heads_per_rank(tp), self.head_dim
 
-    def misfits(self, tp: int) -> Iterator[str]:
+    def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot share."""
         if self.num_heads % tp:
             yield f"{self.num_heads} attention heads"
@@ -173,7 +173,7 @@ class MLASpec:
         """What the KV cache of every rank holds of each token: one vector, which is key and value of all heads."""
         return 1, 1, self.latent_dim + self.rope.dim
 
-    def misfits(self, tp: int) -> Iterator[str]:
+    def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot share."""
         if self.num_heads % tp:
             yield f"{self.num_heads} attention heads"
@@ -200,7 +200,7 @@ class MLPSpec:
         """Parameters beside the matrices."""
         return self.bias * ((1 + self.is_gated) * self.size // tp + hidden)
 
-    def misfits(self, tp: int) -> Iterator[str]:
+    def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot share."""
         if self.size % tp:
             yield f"{self.size} feed-forward columns"
@@ -271,12 +271,12 @@ class MoESpec:
         """Parameters that are float32 whatever the model is: what decides where a token goes."""
         return self.num_experts * (hidden + self.correction_bias) + self.shared_gate * hidden
 
-    def misfits(self, tp: int) -> Iterator[str]:
+    def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot share."""
         if self.size % tp:
             yield f"{self.size} feed-forward columns of an expert"
         if self.shared is not None:
-            yield from self.shared.misfits(tp)
+            yield from self.shared.layout_errors(tp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,10 +289,10 @@ class ExpertParallelMoESpec(MoESpec):
     def held(self, tp: int) -> tuple[int, int]:
         return self.places, self.size
 
-    def misfits(self, tp: int) -> Iterator[str]:
+    def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot share."""
         if self.shared is not None:
-            yield from self.shared.misfits(tp)
+            yield from self.shared.layout_errors(tp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,18 +386,18 @@ class ModelSpec:
             count += self.norm.parameters(self.hidden_size) if self.norm is not None else 0
         return count
 
-    def misfits(self, tp: int) -> list[str]:
+    def layout_errors(self, tp: int) -> list[str]:
         """What `tp` ranks cannot share."""
         found: dict[str, None] = {}
         for layer in dict.fromkeys(self.layers):
-            found |= dict.fromkeys((*layer.attention.misfits(tp), *layer.feed_forward.misfits(tp)))
+            found |= dict.fromkeys((*layer.attention.layout_errors(tp), *layer.feed_forward.layout_errors(tp)))
         return list(found)
 
     def check_divides(self, tp: int) -> None:
         """Refuse a tensor-parallel size that does not cut heads and feed-forward evenly."""
-        if problems := self.misfits(tp):
+        if problems := self.layout_errors(tp):
             most = max(layer.attention.num_heads for layer in self.layers)
-            fits = [str(size) for size in range(1, most + 1) if not self.misfits(size)]
+            fits = [str(size) for size in range(1, most + 1) if not self.layout_errors(size)]
             raise ConfigError(
                 f"--tensor-parallel-size {tp} does not divide this model's {' and '.join(problems)}; "
                 f"sizes that do: {', '.join(fits)}"
@@ -446,6 +446,6 @@ class TransformersModelSpec(ModelSpec):
             count += self.after + (self.tie_embeddings and stage > 0) * self.head_rows * self.hidden_size
         return count
 
-    def misfits(self, tp: int) -> list[str]:
+    def layout_errors(self, tp: int) -> list[str]:
         """None: what does not fit was refused when it was measured."""
         return []

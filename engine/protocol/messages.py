@@ -11,7 +11,7 @@ from quire.engine.protocol.errors import InvalidParameter
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-LOST_TOUCH = "lost touch with the other replicas"
+LOST_REPLICAS = "lost touch with the other replicas"
 """What a rank says when an exchange with them fails: the cause is elsewhere."""
 MAX_STOP_STRINGS = 16
 MAX_TEXT = 16_384

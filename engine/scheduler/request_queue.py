@@ -59,7 +59,7 @@ class RequestQueue:
 
     def pending(self, most: int) -> int:
         """Tokens of about the first `most` that are to be computed."""
-        return sum(request.num_pending for _, request in self._heap[:most] if request.finish_reason is None)
+        return sum(request.num_pending_tokens for _, request in self._heap[:most] if request.finish_reason is None)
 
     def check_integrity(self) -> list[Request]:
         """Assert that the count is right; returns those that wait."""

@@ -65,10 +65,10 @@ class Scheduler:
         self.decoding: list[Request] = []
         """Those that go on by one token, in the same order. Whose last token is under way is in neither list."""
         self.grammars = GrammarCompiler(config.model)
-        self.guided = StructuredOutputManager(self.grammars, workers_keep=self.workers_keep)
+        self.structured_output = StructuredOutputManager(self.grammars, workers_keep=self.workers_keep)
         """Those that go on by a grammar."""
         self.waiting = RequestQueue()
-        self.step_size = TokenBudget(self.config, self.stages)
+        self.token_budget = TokenBudget(self.config, self.stages)
         self._decode_context = 0
         """Tokens computed of all that are decoding."""
         self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
@@ -123,12 +123,12 @@ class Scheduler:
             token_ids=prompt + output,
             max_tokens=self.max_model_len if limit is None else min(self.max_model_len, len(prompt) + limit),
             stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
-            num_scored=len(prompt) - 1 if output and params.prompt_logprobs is not None else 0,
+            num_scored_tokens=len(prompt) - 1 if output and params.prompt_logprobs is not None else 0,
             grammar=grammar,
         )
         if len(request.token_ids) >= request.max_tokens:
             return EngineCoreOutput(submit.request_id, [], finish_reason="length")
-        if grammar is not None and (end := self.guided.begin(request)) is not None:
+        if grammar is not None and (end := self.structured_output.begin(request)) is not None:
             return end
         self._arrivals += 1
         self.requests[submit.request_id] = request
@@ -145,7 +145,9 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason) -> EngineCoreOutput:
         """End a request without another token; returns its terminal output."""
         self._finish(request, reason)
-        return EngineCoreOutput(request.request_id, [], finish_reason=reason, num_cached_tokens=request.num_cached or 0)
+        return EngineCoreOutput(
+            request.request_id, [], finish_reason=reason, num_cached_tokens=request.num_cached_tokens or 0
+        )
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
@@ -161,21 +163,21 @@ class Scheduler:
         self._publish(request)
         discard(self.running, request)
         discard(self.prefilling, request)
-        self.guided.leave(request)
+        self.structured_output.leave(request)
         self._end_decode(request)
         self.kv.release(self.kv.held(request.block_ids))
         self._released.append(request.slot)
         self._free_slots.append(request.slot)
         request.slot = None
         request.block_ids = []
-        request.num_computed = request.num_published = request.decode_until = 0
+        request.num_computed_tokens = request.num_published = request.decode_until = 0
 
     # --- a plan goes out --------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
         """The next plan, or None when nothing can run before a plan in flight comes back."""
         plan = SchedulerOutput(step=self._step, released=[], new=[], scheduled=[])
-        max_rows, tokens_left = self.step_size.share(self.running, self.waiting, self._tokens_in_flight)
+        max_rows, tokens_left = self.token_budget.share(self.running, self.waiting, self._tokens_in_flight)
         preemptions = self.stats.preemptions
         self._held = None
         while self._outgrown:
@@ -183,11 +185,15 @@ class Scheduler:
 
         rows = self._plan_decodes(plan, min(max_rows, tokens_left))
         num_plain, context = len(rows), self._context_of(len(rows))
-        tokens_left = self._plan_chunks(plan, rows, self.guided.ready, max_rows, tokens_left - num_plain)
+        tokens_left = self._plan_chunks(plan, rows, self.structured_output.ready, max_rows, tokens_left - num_plain)
         num_decodes = len(rows)
-        context += sum(request.num_computed for request in rows[num_plain:])
-        most = self.step_size.prompt_tokens(
-            num_decodes, context, self.prefilling, self.waiting, is_awaited=bool(self.decoding or self.guided)
+        context += sum(request.num_computed_tokens for request in rows[num_plain:])
+        most = self.token_budget.prompt_tokens(
+            num_decodes,
+            context,
+            self.prefilling,
+            self.waiting,
+            is_latency_bound=bool(self.decoding or self.structured_output),
         )
         tokens_left = min(tokens_left, most)
         tokens_left = self._plan_chunks(plan, rows, self.prefilling, max_rows, tokens_left)
@@ -204,17 +210,17 @@ class Scheduler:
             tokens_left -= count
 
         if rows:
-            self.step_size.depart(plan, rows, num_decodes, context)
-            return self._depart(plan, rows)
+            self.token_budget.on_scheduled(plan, rows, num_decodes, context)
+            return self._on_scheduled(plan, rows)
         if self._rows and len(self.requests) >= self.stages:
             self.stats.idle_stage_steps += max(0, self.stages - len(self._rows))
         return None
 
-    def sign_of_life(self) -> SchedulerOutput:
+    def heartbeat(self) -> SchedulerOutput:
         """A plan without rows, which every rank answers."""
-        return self._depart(SchedulerOutput(step=self._step, released=[], new=[], scheduled=[]), [])
+        return self._on_scheduled(SchedulerOutput(step=self._step, released=[], new=[], scheduled=[]), [])
 
-    def _depart(self, plan: SchedulerOutput, rows: list[Request]) -> SchedulerOutput:
+    def _on_scheduled(self, plan: SchedulerOutput, rows: list[Request]) -> SchedulerOutput:
         plan.released, self._released = self._released, []
         plan.resumes, self._resumes = self._resumes, False
         self._rows[plan.step] = rows
@@ -233,9 +239,9 @@ class Scheduler:
         grown: list[Request] = []
         ready = self.decoding if self.workers_keep else [r for r in self.decoding if r.last_step <= self._done]
         for request in ready[:limit]:
-            computed = request.num_computed
+            computed = request.num_computed_tokens
             if computed < request.decode_until:
-                request.num_computed = computed + 1
+                request.num_computed_tokens = computed + 1
                 request.last_step = plan.step
                 steady.append(request)
             elif (row := self._grow(request)) is not None:
@@ -251,7 +257,7 @@ class Scheduler:
         """The row of a decode at the end of its blocks, or None if it can not go on now."""
         if request.slot is None or request is self._held:
             return None
-        if request.num_computed >= request.max_tokens - 1:
+        if request.num_computed_tokens >= request.max_tokens - 1:
             self._end_decode(request)
             return None
         needed = self._make_room(request, 1)
@@ -284,39 +290,39 @@ class Scheduler:
         """A row of a request with pending tokens; with its last chunk it becomes a decode, or takes its mask along."""
         assert request.slot is not None
         new_blocks = self._advance(request, count, needed)
-        plan.scheduled.append(CachedRequestData(request.slot, count, request.untold, new_blocks))
+        plan.scheduled.append(CachedRequestData(request.slot, count, request.unsent_to_workers, new_blocks))
         if self.kv.windows:
             self._outgrown.append(request)
-        if request.untold:
-            request.untold = []
-        if request.num_pending:
+        if request.unsent_to_workers:
+            request.unsent_to_workers = []
+        if request.num_pending_tokens:
             return
         discard(self.prefilling, request)
         if request.grammar is not None:
-            plan.masks[request.slot] = self.guided.depart(request)
+            plan.masks[request.slot] = self.structured_output.on_scheduled(request)
         else:
             insert(self.decoding, request)
-            self._decode_context += request.num_computed
+            self._decode_context += request.num_computed_tokens
             request.decode_until = self._decode_until(request)
 
     def _end_decode(self, request: Request) -> None:
         if discard(self.decoding, request):
-            self._decode_context -= request.num_computed
+            self._decode_context -= request.num_computed_tokens
 
     def _decode_until(self, request: Request) -> int:
         size = self.kv.block_size
-        return min(-(-request.num_computed // size) * size, request.max_tokens - 1)
+        return min(-(-request.num_computed_tokens // size) * size, request.max_tokens - 1)
 
     def _chunk(self, request: Request, tokens_left: int) -> int:
         """How many of its pending tokens fit; without chunked prefill all or none."""
-        pending = request.num_pending
+        pending = request.num_pending_tokens
         if pending <= tokens_left or self.config.enable_chunked_prefill:
             return min(pending, tokens_left)
         return 0
 
     def _needed(self, request: Request, count: int) -> int:
         """Blocks that `count` more tokens need beyond those it holds."""
-        return self.kv.blocks_for(request.num_computed + count) - len(request.block_ids)
+        return self.kv.blocks_for(request.num_computed_tokens + count) - len(request.block_ids)
 
     def _make_room(self, request: Request, count: int) -> int | None:
         """Preempt until `count` more tokens fit: the blocks that they need, which are free then.
@@ -337,13 +343,13 @@ class Scheduler:
         For all rows of a step write before any of them attends: a later row could write what this one still reads.
         """
         self._publish(request)
-        self.kv.give_back_behind(request.block_ids, request.num_computed)
+        self.kv.give_back_behind(request.block_ids, request.num_computed_tokens)
 
     def _advance(self, request: Request, count: int, needed: int) -> list[int]:
         """Move a request forward by `count` tokens; returns the `needed` blocks that it gets for them."""
         new_blocks = self.kv.take(needed)
         request.block_ids += new_blocks
-        request.num_computed += count
+        request.num_computed_tokens += count
         request.last_step = self._step
         self._publish(request)
         return new_blocks
@@ -353,7 +359,7 @@ class Scheduler:
         kv = self.kv
         if not kv.enable_prefix_caching:
             return
-        full = min(request.num_computed, len(request.token_ids)) // kv.block_size * kv.num_groups
+        full = min(request.num_computed_tokens, len(request.token_ids)) // kv.block_size * kv.num_groups
         if full > request.num_published:
             extend_hashes(request.hashes, request.token_ids, kv.block_size, request.submit.cache_salt, kv.num_groups)
             step = request.last_step if request.last_step > self._done else None
@@ -374,15 +380,15 @@ class Scheduler:
         if kv.enable_prefix_caching:
             extend_hashes(request.hashes, request.token_ids, kv.block_size, request.submit.cache_salt, kv.num_groups)
         # At least one token is computed: the logits of the last one are not in the cache.
-        cached = kv.match(request.hashes[: kv.full_blocks(request.num_reusable)])
+        cached = kv.match(request.hashes[: kv.full_blocks(request.num_reusable_tokens)])
         held = kv.held(cached)
         needed = kv.blocks_at_once(len(request.token_ids), self.config.max_num_batched_tokens, cached)
         if not kv.can_take(needed, beside=held):
             return None
-        request.num_computed = kv.tokens_in(len(cached))
+        request.num_computed_tokens = kv.tokens_in(len(cached))
         count = self._chunk(request, tokens_left)
         if not count:
-            request.num_computed = 0
+            request.num_computed_tokens = 0
             return None
         self.waiting.pop()
         kv.hold(held)
@@ -391,24 +397,24 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         insert(self.running, request)
         insert(self.prefilling, request)
-        if request.num_cached is None:
-            request.num_cached = min(request.num_computed, request.num_prompt)
-            self.stats.prefix_queried_tokens += request.num_prompt
-            self.stats.prefix_hit_tokens += request.num_cached
-            self.stats.prompt_tokens += request.num_prompt
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+            self.stats.prefix_queried_tokens += request.num_prompt_tokens
+            self.stats.prefix_hit_tokens += request.num_cached_tokens
+            self.stats.prompt_tokens += request.num_prompt_tokens
         return request, count
 
     def _introduce(self, request: Request) -> NewRequestData:
         assert request.slot is not None
-        request.untold = []
+        request.unsent_to_workers = []
         return NewRequestData(
             slot=request.slot,
             token_ids=list(request.token_ids),
-            num_prompt_tokens=request.num_prompt,
-            num_computed_tokens=request.num_computed,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.num_computed_tokens,
             block_ids=self.kv.table(request.block_ids),
             params=request.submit.params,
-            num_scored_tokens=request.num_scored,
+            num_scored_tokens=request.num_scored_tokens,
         )
 
     def _preempt_below(self, request: Request) -> bool:
@@ -446,7 +452,7 @@ class Scheduler:
             self._tell_prompts(rows, result.prompt_logprobs, news)
         if result.vectors:
             self._tell_vectors(rows, result.vectors, news)
-        guided: list[tuple[Request, EngineCoreOutput]] = []
+        structured_output: list[tuple[Request, EngineCoreOutput]] = []
         client, mine = -1, EngineCoreOutputs()
         columns = zip(rows, result.token_ids, result.logprobs or repeat(None), strict=False)  # the last may be endless
         for request, token_id, logprobs in columns:
@@ -464,9 +470,9 @@ class Scheduler:
                 output = self._tell(request, token_id, logprobs)
                 mine.outputs.append(output)
                 if request.grammar is not None and output.finish_reason is None:
-                    guided.append((request, output))
-        if guided:
-            self._go_on(guided)
+                    structured_output.append((request, output))
+        if structured_output:
+            self._go_on(structured_output)
         self.stats.generated_tokens += sum(
             len(each.token_ids) + sum(len(output.token_ids) for output in each.outputs) for each in news.values()
         )
@@ -498,7 +504,7 @@ class Scheduler:
         for row, scored in scores.items():
             request = rows[row]
             if request.finish_reason is None:
-                request.num_scored += len(scored)
+                request.num_scored_tokens += len(scored)
                 output = EngineCoreOutput(request.request_id, [], prompt_logprobs=scored)
                 news.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
 
@@ -515,31 +521,31 @@ class Scheduler:
         """The output of a request that has more to tell than a token; ends it if the token does."""
         reason: FinishReason | None = None
         error: str | None = None
-        told = [*request.unreported, token_id]
+        reported = [*request.unsent_to_client, token_id]
         if token_id in request.stops:
             reason = "stop"
         elif request.grammar is not None:
-            reason, error = self.guided.follow(request, token_id, told)
+            reason, error = self.structured_output.follow(request, token_id, reported)
         elif len(request.token_ids) >= request.max_tokens:
             reason = "length"
         if reason is not None:
             self._finish(request, reason)
-        request.unreported = []
+        request.unsent_to_client = []
         request.is_plain = request.submit.params.logprobs is None and request.grammar is None
         return EngineCoreOutput(
             request_id=request.request_id,
-            token_ids=told,
+            token_ids=reported,
             logprobs=None if logprobs is None else [logprobs],
             finish_reason=reason,
             stop_token_id=token_id if token_id in request.stops else None,
             error=error,
-            num_cached_tokens=request.num_cached or 0,
+            num_cached_tokens=request.num_cached_tokens or 0,
         )
 
-    def _go_on(self, guided: list[tuple[Request, EngineCoreOutput]]) -> None:
+    def _go_on(self, structured_output: list[tuple[Request, EngineCoreOutput]]) -> None:
         """Let structured outputs go on, or end those that cannot."""
-        errors = self.guided.go_on([request for request, _ in guided])
-        for (request, output), error in zip(guided, errors, strict=True):
+        errors = self.structured_output.go_on([request for request, _ in structured_output])
+        for (request, output), error in zip(structured_output, errors, strict=True):
             if error is not None:
                 output.finish_reason, output.error = "error", error
                 self._finish(request, "error")
@@ -556,22 +562,22 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that requests, slots, blocks and queues agree. Called by tests after every step."""
         self.kv.check_integrity(self.kv.held(request.block_ids) for request in self.running)
-        self.guided.check_integrity(self._done)
+        self.structured_output.check_integrity(self._done)
         waiting = self.waiting.check_integrity()
         assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
         slots = [request.slot for request in self.running] + self._free_slots
         assert sorted(slots, key=lambda s: -1 if s is None else s) == list(range(self.config.max_num_seqs))
-        for queue in (self.running, self.prefilling, self.decoding, self.guided.ready):
+        for queue in (self.running, self.prefilling, self.decoding, self.structured_output.ready):
             assert queue == sorted(queue, key=order)
-        queued = self.prefilling + self.decoding + self.guided.ready
+        queued = self.prefilling + self.decoding + self.structured_output.ready
         last_under_way = [r for r in self.running if r not in queued and r.grammar is None]
-        assert len(self.prefilling + self.decoding + last_under_way) + len(self.guided) == len(self.running)
-        assert all(r.num_pending for r in self.prefilling)
-        assert self._decode_context == sum(r.num_computed for r in self.decoding)
-        assert all(r.num_computed == r.max_tokens - 1 for r in last_under_way)
+        assert len(self.prefilling + self.decoding + last_under_way) + len(self.structured_output) == len(self.running)
+        assert all(r.num_pending_tokens for r in self.prefilling)
+        assert self._decode_context == sum(r.num_computed_tokens for r in self.decoding)
+        assert all(r.num_computed_tokens == r.max_tokens - 1 for r in last_under_way)
         for request in self.running:
-            self.kv.check_windows(request.block_ids, request.num_computed, self.config.max_num_batched_tokens)
-            assert request.num_computed < len(request.token_ids) + self.config.depth
-            assert max(request.num_computed + 1, len(request.token_ids)) <= request.max_tokens
-        assert all(r.num_scored < r.num_prompt for r in self.requests.values())
-        assert all(r.slot is None and not r.block_ids and not r.num_computed for r in waiting)
+            self.kv.check_windows(request.block_ids, request.num_computed_tokens, self.config.max_num_batched_tokens)
+            assert request.num_computed_tokens < len(request.token_ids) + self.config.depth
+            assert max(request.num_computed_tokens + 1, len(request.token_ids)) <= request.max_tokens
+        assert all(r.num_scored_tokens < r.num_prompt_tokens for r in self.requests.values())
+        assert all(r.slot is None and not r.block_ids and not r.num_computed_tokens for r in waiting)

@@ -35,17 +35,17 @@ class StructuredOutputManager:
         try:
             if output := request.submit.output_token_ids:  # else a grammar of nothing would be at its end
                 grammar.advance(output)
-            request.unreported = _force(request)
+            request.unsent_to_client = _force(request)
             (error,) = self._constrain([request])
-        except GrammarError as trouble:
-            error = str(trouble)
+        except GrammarError as problem:
+            error = str(problem)
         if error is not None:
             return EngineCoreOutput(request.request_id, [], finish_reason="error", error=error)
         if grammar.is_complete:
-            return EngineCoreOutput(request.request_id, request.unreported, finish_reason="stop")
+            return EngineCoreOutput(request.request_id, request.unsent_to_client, finish_reason="stop")
         return None
 
-    def depart(self, request: Request) -> bytes:
+    def on_scheduled(self, request: Request) -> bytes:
         """A plan samples the next token of this request; returns the tokens that are allowed."""
         discard(self.ready, request)
         self._under_way.add(request)
@@ -56,17 +56,17 @@ class StructuredOutputManager:
         discard(self.ready, request)
         self._under_way.discard(request)
 
-    def follow(self, request: Request, token_id: int, told: list[int]) -> tuple[FinishReason | None, str | None]:
+    def follow(self, request: Request, token_id: int, reported: list[int]) -> tuple[FinishReason | None, str | None]:
         """Take a sampled token into the grammar, and tell what that forces, too; whether it ends, and the error."""
         grammar = request.grammar
         assert grammar is not None
-        request.untold = [] if self._workers_keep else [token_id]
+        request.unsent_to_workers = [] if self._workers_keep else [token_id]
         try:
             grammar.advance([token_id])
             if not grammar.is_complete and len(request.token_ids) < request.max_tokens:
                 forced = _force(request)
-                request.untold += forced
-                told += forced
+                request.unsent_to_workers += forced
+                reported += forced
         except GrammarError as error:
             return "error", str(error)
         if grammar.is_complete:
@@ -87,7 +87,7 @@ class StructuredOutputManager:
         grammars = [request.grammar for request in requests if request.grammar is not None]
         errors: list[str | None] = []
         for request, grammar, mask in zip(requests, grammars, self._grammars.masks(grammars), strict=True):
-            output = request.token_ids[request.num_prompt :]
+            output = request.token_ids[request.num_prompt_tokens :]
             try:
                 request.mask = grammar.restricted(mask, request.submit.params, output)
                 errors.append(None)
@@ -101,8 +101,8 @@ class StructuredOutputManager:
             assert request.grammar is not None
             assert request.mask
             assert not request.is_plain
-        assert all(request.num_pending for request in self.ready)
-        assert all(r.last_step > done and r.num_computed == len(r.token_ids) for r in self._under_way)
+        assert all(request.num_pending_tokens for request in self.ready)
+        assert all(r.last_step > done and r.num_computed_tokens == len(r.token_ids) for r in self._under_way)
 
 
 def _force(request: Request) -> list[int]:

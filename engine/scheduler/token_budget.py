@@ -60,17 +60,23 @@ class TokenBudget:
         rows = -(-(len(running) + min(room, len(waiting))) // self.stages)
         if not limits.enable_chunked_prefill:
             return rows, limits.max_num_batched_tokens
-        tokens = tokens_in_flight + sum(request.num_pending for request in running) + waiting.pending(room)
+        tokens = tokens_in_flight + sum(request.num_pending_tokens for request in running) + waiting.pending(room)
         share = max(-(-tokens // self.stages), _LEAST_SHARE)
         return rows, min(limits.max_num_batched_tokens, share)
 
     def prompt_tokens(
-        self, decodes: int, context: int, prefilling: Sequence[Request], waiting: RequestQueue, *, is_awaited: bool
+        self,
+        decodes: int,
+        context: int,
+        prefilling: Sequence[Request],
+        waiting: RequestQueue,
+        *,
+        is_latency_bound: bool,
     ) -> int:
         """Prompt tokens that a tuned plan takes beside its decodes: so many that the step stays within the target.
 
-        `context` is how many KV tokens the decodes read. Unless the step `is_awaited` by somebody who needs its next
-        token, it is as long as it pays.
+        `context` is how many KV tokens the decodes read. Unless the step `is_latency_bound` by somebody who needs its
+        next token, it is as long as it pays.
         """
         limits, step_time = self.config, self.step_time
         most = limits.max_num_batched_tokens
@@ -84,9 +90,9 @@ class TokenBudget:
         most = min(most, max(_FIRST_CHUNK, 2 * step_time.most_prompt_tokens))
         if not step_time.is_ready:
             return min(most, _FIRST_CHUNK)
-        if not is_awaited:
+        if not is_latency_bound:
             return int(min(most, max(_FIRST_CHUNK, step_time.paying_prompt_tokens(_OVERHEAD))))
-        position = prefilling[0].num_computed if prefilling else 0
+        position = prefilling[0].num_computed_tokens if prefilling else 0
 
         def within(seconds: float) -> int:
             tokens = step_time.prompt_tokens_within(seconds, decodes, context, position)
@@ -96,17 +102,17 @@ class TokenBudget:
             return within(limits.itl_target / self.stages)  # a token passes every stage
         short, long = _DECODE_STEPS
         target = max(_LEAST_TARGET, short * step_time.predict(StepLoad(0, decodes, context, 0.0)))
-        queued = sum(request.num_pending for request in prefilling) + waiting.pending(_LOOK_AHEAD)
+        queued = sum(request.num_pending_tokens for request in prefilling) + waiting.pending(_LOOK_AHEAD)
         return within(target * min(long / short, max(1.0, queued / within(target) / _SOON)))
 
-    def depart(self, plan: SchedulerOutput, rows: Sequence[Request], decodes: int, context: int) -> None:
+    def on_scheduled(self, plan: SchedulerOutput, rows: Sequence[Request], decodes: int, context: int) -> None:
         """A plan goes out, of which the first rows are decodes (more than a token each where some are forced)."""
         if self.step_time is None:
             return
         prompt_context = 0.0
         chunks = plan.scheduled[decodes - len(plan.decodes) :]
         for request, row in zip(rows[decodes:], chunks, strict=True):
-            prompt_context += row.num_tokens * (request.num_computed - row.num_tokens / 2)
+            prompt_context += row.num_tokens * (request.num_computed_tokens - row.num_tokens / 2)
         self._loads[plan.step] = StepLoad(plan.num_tokens - decodes, decodes, context, prompt_context)
 
     def learn(self, plan: SchedulerOutput, seconds: float | None) -> None:

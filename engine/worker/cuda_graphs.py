@@ -23,7 +23,7 @@ from tqdm import tqdm
 from quire.engine.config.options import EngineConfig
 from quire.engine.config.resolve import human
 from quire.engine.distributed import Parallel
-from quire.engine.distributed.host_gather import tell_all
+from quire.engine.distributed.host_gather import all_gather_object
 from quire.engine.layers.attention import Batch, HostRows, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker import graph_recorders
@@ -75,15 +75,15 @@ class DecodeGraphs:
         sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar)
         with _without_garbage_collection(), sizes:
             for size in sizes:
-                told = tell_all(f"CUDA graph {size}", self._try(size, recorder, self._inputs))
-                failed = [rank for rank, reason in enumerate(told) if reason]
+                reported = all_gather_object(f"CUDA graph {size}", self._try(size, recorder, self._inputs))
+                failed = [rank for rank, reason in enumerate(reported) if reason]
                 if failed:
                     break
         if failed:
             self.close()
-            if len(told) == 1 or dist.get_rank() == 0:
-                where = f" on rank {failed[0]}" * (len(told) > 1)
-                reason = told[failed[0]]
+            if len(reported) == 1 or dist.get_rank() == 0:
+                where = f" on rank {failed[0]}" * (len(reported) > 1)
+                reason = reported[failed[0]]
                 logger.warning("decodes run without CUDA graphs, as a step cannot be captured%s: %s", where, reason)
             return False
         logger.info(
@@ -133,7 +133,7 @@ class DecodeGraphs:
             or not 0 < rows == len(batch.sequence_lengths) <= self._sizes[-1]
         ):
             return None
-        if batch.replica_tokens or batch.halves:
+        if batch.replica_tokens or batch.micro_batches:
             return None
         size = self._sizes[bisect_left(self._sizes, rows)]
         self._inputs.fill(received, batch, size)

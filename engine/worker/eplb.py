@@ -45,12 +45,12 @@ class ExpertLoadBalancer:
         self._group, self._pipeline, self._config, self._device = group, pipeline, group.config, device
         self._layers, self._counts = list(layers.values()), counts
         self._sizes = [counts[number] for number in layers]
-        self._told_before = (3 + sum(counts.values()) - sum(self._sizes),)
+        self._reported_before = (3 + sum(counts.values()) - sum(self._sizes),)
         """The shape of what the stage before tells."""
         self._every = min(TOLD_STEPS, self._config.step_interval) if self._config.is_balanced else TOLD_STEPS
         self._is_settled = False
         self._steps = self._expected = self._moved = 0
-        self._told = self._balanced = [[0] * size for size in self._sizes]
+        self._reported = self._balanced = [[0] * size for size in self._sizes]
         """What experts had computed at the last report, and when they were last moved."""
         self._waiting: deque[tuple[MixtureOfExperts, list[int]]] = deque()
         """Layers whose experts are to be moved, and the load to do so by."""
@@ -72,23 +72,23 @@ class ExpertLoadBalancer:
     def expect(self) -> None:
         """A step is to come: have a place for what the stage before tells in it. Another thread may do this."""
         if self._tells(self._expected):
-            self._pipeline.expect(self._told_before, torch.float64)
+            self._pipeline.expect(self._reported_before, torch.float64)
         self._expected += 1
 
     def step(self) -> ExpertLoad | None:
         """Before each step of the model; sometimes there is something to tell, on the last stage.
 
-        Steps before `settle` are made up: they are not counted, and move nothing.
+        Steps before `finalize` are made up: they are not counted, and move nothing.
         """
         if not self._is_settled:
             return None
-        told = self._tell() if self._tells(self._steps) else None
+        reported = self._tell() if self._tells(self._steps) else None
         if self._config.is_balanced and self._steps and self._steps % self._config.step_interval == 0:
             self._begin()
         for _ in range(min(len(self._waiting), math.ceil(len(self._layers) / self._config.step_interval))):
             self._balance(*self._waiting.popleft())
         self._steps += 1
-        return told
+        return reported
 
     def _tells(self, step: int) -> bool:
         return step > 0 and step % self._every == 0
@@ -107,10 +107,10 @@ class ExpertLoadBalancer:
         totals = self._totals()
         loads = [
             rank_loads(_since(now, then), _table(layer))
-            for layer, now, then in zip(self._layers, totals, self._told, strict=True)
+            for layer, now, then in zip(self._layers, totals, self._reported, strict=True)
         ]
-        self._told = totals
-        told = torch.tensor(
+        self._reported = totals
+        reported = torch.tensor(
             [
                 sum(map(max, loads)),
                 sum(sum(each) / len(each) for each in loads),
@@ -120,12 +120,12 @@ class ExpertLoadBalancer:
             dtype=torch.float64,
         )
         if not self._pipeline.is_first:
-            before = self._pipeline.receive(self._told_before, torch.float64).cpu()
-            told = torch.cat([before[:3] + told[:3], before[3:], told[3:]])
+            before = self._pipeline.receive(self._reported_before, torch.float64).cpu()
+            reported = torch.cat([before[:3] + reported[:3], before[3:], reported[3:]])
         if not self._pipeline.is_last:
-            self._pipeline.send(told.to(self._device))
+            self._pipeline.send(reported.to(self._device))
             return None
-        busiest, mean, moved, *tokens = told.tolist()
+        busiest, mean, moved, *tokens = reported.tolist()
         counts = torch.tensor(tokens, dtype=torch.int64).numpy().tobytes()
         return ExpertLoad(self._counts, counts, busiest / mean if mean else 1.0, int(moved))
 
@@ -148,7 +148,7 @@ class ExpertLoadBalancer:
         layer.place(ExpertPlacement(then))
         self._moved += sum(step.target.place is not None for step in steps)
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Once all ranks are loaded: those that move experts are to hold them in the same form.
 
         It depends on the processor. Raises `ConfigError` on all ranks.
@@ -159,8 +159,8 @@ class ExpertLoadBalancer:
         if not self._config.is_balanced or not self._layers:
             return
         forms = str([layer.experts.form for layer in self._layers])
-        told = self._group.everyone.tell([zlib.crc32(forms.encode())])
-        if told.count(told[self._group.rank]) != len(told):
+        reported = self._group.everyone.tell([zlib.crc32(forms.encode())])
+        if reported.count(reported[self._group.rank]) != len(reported):
             raise ConfigError(
                 "--enable-eplb: experts cannot move between ranks whose processors want their weights in different "
                 "forms; run all ranks on hosts of one kind, or leave it out"

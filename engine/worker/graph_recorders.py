@@ -91,7 +91,7 @@ class CudaGraphRecorder:
 def _waiting_is_told(places: list[str]) -> Iterator[None]:
     """Add where the device is waited for. The step goes on: an error there would leave other ranks waiting for it."""
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -99,7 +99,7 @@ def _waiting_is_told(places: list[str]) -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
             places += [
-                f"{each.message} at {each.filename}:{each.lineno}" for each in told if _WAITS in str(each.message)
+                f"{each.message} at {each.filename}:{each.lineno}" for each in reported if _WAITS in str(each.message)
             ]
 
 
@@ -144,4 +144,4 @@ def recorder_of(device: torch.device, parallel: Parallel) -> GraphRecorder | Non
     """For the ranks of a stage; None: no steps are kept."""
     if device.type == "cuda":
         return CudaGraphRecorder(device)
-    return OpReplayRecorder() if op_replay.available() and parallel.is_taped else None
+    return OpReplayRecorder() if op_replay.available() and parallel.is_replayed else None

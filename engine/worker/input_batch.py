@@ -72,21 +72,21 @@ class InputBatch:
         self._block_size, self._groups, self._device = block_size, groups, torch.device(device)
         self._slots, self._max_length, self._width = slots, max_length, -(-max_length // block_size)
         self._tables_begin = slots * max_length
-        self._told = np.zeros(slots * (max_length + groups * self._width), np.int32)
+        self._reported = np.zeros(slots * (max_length + groups * self._width), np.int32)
         """Tokens `[slots, max_length]`, then block tables `[groups, slots, width]`."""
         self._is_shared = self._device.type == "cpu" if is_shared is None else is_shared
-        self.memory = torch.from_numpy(self._told)
+        self.memory = torch.from_numpy(self._reported)
         """The same on the device, and beside it what was sampled."""
         if not self._is_shared:
-            self.memory = torch.zeros(len(self._told), dtype=torch.int32, device=self._device)
+            self.memory = torch.zeros(len(self._reported), dtype=torch.int32, device=self._device)
         shape = groups, slots, self._width
-        self._tables = [*self._told[self._tables_begin :].reshape(shape)]
+        self._tables = [*self._reported[self._tables_begin :].reshape(shape)]
         self._device_tables = self.memory[self._tables_begin :].view(shape)
         self._changes: list[Ints] = []
         """Places in the memory that were told of since the last batch."""
-        self.num_prompt = np.zeros(slots, np.int64)
+        self.num_prompt_tokens = np.zeros(slots, np.int64)
         self.num_known = np.zeros(slots, np.int64)
-        self.num_computed = np.zeros(slots, np.int64)
+        self.num_computed_tokens = np.zeros(slots, np.int64)
         self.num_blocks = np.zeros(slots, np.int64)
         """Of each group."""
         self.score_from = np.zeros(slots, np.int64)
@@ -110,7 +110,7 @@ class InputBatch:
         if plan.token_ids:
             slots = np.array(plan.decodes, np.int64)
             places = self.places(slots, self.num_known[slots])
-            self._told[places] = plan.token_ids
+            self._reported[places] = plan.token_ids
             self.num_known[slots] += 1
             if not self._is_shared:
                 self._changes.append(places)
@@ -118,11 +118,11 @@ class InputBatch:
         counts = np.ones(len(slots), np.int64)
         if plan.scheduled:
             counts[len(plan.decodes) :] = [row.num_tokens for row in plan.scheduled]
-        sampling = np.flatnonzero(self.num_computed[slots] + counts == self.num_known[slots])
+        sampling = np.flatnonzero(self.num_computed_tokens[slots] + counts == self.num_known[slots])
         scoring = [
             number
             for number, row in enumerate(plan.scheduled, len(plan.decodes))
-            if self.num_computed[row.slot] < self.score_until[row.slot]
+            if self.num_computed_tokens[row.slot] < self.score_until[row.slot]
         ]
         return StepRows(slots, counts, sampling, scoring)
 
@@ -140,12 +140,12 @@ class InputBatch:
         starts = rows.counts.cumsum() - rows.counts
         places, following, counts = [], [], []
         for row in rows.scoring:
-            slot, first = rows.slots[row], self.num_computed[rows.slots[row]]
+            slot, first = rows.slots[row], self.num_computed_tokens[rows.slots[row]]
             begin = max(first, self.score_from[slot])
             end = max(begin, min(first + rows.counts[row], self.score_until[slot]))
             places.append(starts[row] - first + np.arange(begin, end))
             place = slot * self._max_length  # of the prompt, which was told
-            following.append(self._told[place + begin + 1 : place + end + 1].astype(np.int64))
+            following.append(self._reported[place + begin + 1 : place + end + 1].astype(np.int64))
             counts.append(int(end - begin))
         return np.concatenate(places), np.concatenate(following), counts
 
@@ -156,7 +156,7 @@ class InputBatch:
     def keep(self, rows: StepRows, places: Tensor, tokens: Tensor) -> None:
         """One more known token for each row that samples: those on the device, at the places that `batch` gave."""
         if self._is_shared:  # the same, for less
-            self._told[places.numpy()] = tokens.numpy()
+            self._reported[places.numpy()] = tokens.numpy()
         else:
             self.memory.index_copy_(0, places, tokens.int())
         self.num_known[rows.slots[rows.sampling]] += 1
@@ -165,8 +165,8 @@ class InputBatch:
         slot, params = request.slot, request.params
         assert self.params[slot] is None, f"slot {slot} is taken"
         self.params[slot] = params
-        self.num_prompt[slot] = request.num_prompt_tokens
-        self.num_computed[slot] = request.num_computed_tokens
+        self.num_prompt_tokens[slot] = request.num_prompt_tokens
+        self.num_computed_tokens[slot] = request.num_computed_tokens
         self.num_known[slot] = self.num_blocks[slot] = 0
         self._extend_tokens(slot, request.token_ids)
         self._extend_tables(slot, request.block_ids)
@@ -191,7 +191,7 @@ class InputBatch:
     def _extend_tokens(self, slot: int, token_ids: list[int]) -> None:
         begin = slot * self._max_length + int(self.num_known[slot])
         end = begin + len(token_ids)
-        self._told[begin:end] = token_ids
+        self._reported[begin:end] = token_ids
         self.num_known[slot] += len(token_ids)
         if not self._is_shared:
             self._changes.append(np.arange(begin, end))
@@ -214,7 +214,7 @@ class InputBatch:
 
         To be called once after each `apply` with rows, before `advance`. See `Batch.replica_tokens`.
         """
-        first = self.num_computed[rows.slots]
+        first = self.num_computed_tokens[rows.slots]
         lengths = first + rows.counts
         if rows.counts.max(initial=1) == 1:
             owners, positions, starts = rows.slots, first, np.arange(len(first) + 1)
@@ -259,13 +259,13 @@ class InputBatch:
         """
         if self._is_shared:
             tables = (table[slots, :width].ravel() for table in self._tables)
-            token_ids, *sent = self._send(self._told[tokens], *tables, *numbers)
+            token_ids, *sent = self._send(self._reported[tokens], *tables, *numbers)
             return token_ids, [part.view(-1, width) for part in sent[: self._groups]], sent[self._groups :]
         changed = np.concatenate(self._changes) if self._changes else _NONE
         self._changes.clear()
-        places, told, at, rows, *sent = self._send(changed, self._told[changed], tokens, slots, *numbers)
+        places, reported, at, rows, *sent = self._send(changed, self._reported[changed], tokens, slots, *numbers)
         if len(changed):
-            self.memory.index_copy_(0, places, told.int())
+            self.memory.index_copy_(0, places, reported.int())
         device_tables = [table[:, :width].index_select(0, rows).long() for table in self._device_tables]
         return self.memory.index_select(0, at).long(), device_tables, sent
 
@@ -275,10 +275,10 @@ class InputBatch:
 
     def advance(self, rows: StepRows) -> None:
         """The rows' tokens are computed."""
-        self.num_computed[rows.slots] += rows.counts
+        self.num_computed_tokens[rows.slots] += rows.counts
 
 
-def halve(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
+def split_micro_batches(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
     """The first and the second half of a step's tokens, and of each replica's; what samples is left to the whole.
 
     `counts` are the tokens of each row. A row may be cut: its first tokens come first in every layer, so that its last

@@ -211,11 +211,11 @@ def _shares(config: EngineConfig, rank: int, meter: MemoryMeter, held: int) -> t
         return meter.at_start, max(0, meter.at_start - meter.free() - held), 0
     dist.barrier()  # all have given back what they only kept
     device, free = config.parallel.device_of(rank), meter.free()
-    told = [each for each in _tell_all((device, meter.at_start, free, held)) if each[0] == device]
-    _, starts, frees, helds = zip(*told, strict=True)
+    reported = [each for each in _tell_all((device, meter.at_start, free, held)) if each[0] == device]
+    _, starts, frees, helds = zip(*reported, strict=True)
     at_start, least = max(starts), min(frees)  # the first to look saw none of the others
-    others = max(0, at_start - least - sum(helds)) // len(told)
-    share = at_start // len(told)
+    others = max(0, at_start - least - sum(helds)) // len(reported)
+    share = at_start // len(reported)
     return share, others, max(0, free - (share - others - held))
 
 

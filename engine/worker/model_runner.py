@@ -20,12 +20,12 @@ from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_dense, load_model
-from quire.engine.protocol.messages import LOST_TOUCH, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
+from quire.engine.protocol.messages import LOST_REPLICAS, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
 from quire.engine.worker import memory, warm_up
 from quire.engine.worker.async_copies import Array, AsyncOutput, AsyncRead, send
 from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.eplb import ExpertLoadBalancer
-from quire.engine.worker.input_batch import InputBatch, StepRows, halve
+from quire.engine.worker.input_batch import InputBatch, StepRows, split_micro_batches
 from quire.engine.worker.oom import OOMHandler
 from quire.engine.worker.pooler import Pooler
 from quire.engine.worker.sampler import Sampler
@@ -115,7 +115,7 @@ class ModelRunner:
         config = config.with_blocks(self.num_blocks)
         self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
         # A GPU's kernels are compiled, or loaded, when they are first launched.
-        self._trials = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
+        self._warm_up_plans = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
         self._shows_progress = rank == 0 and config.parallel.is_first_here
         if isinstance(self._model, Decoder) and self._pooler is None:
             self._graphs = DecodeGraphs(self._model, self._caches, config, device, links.pipeline.stage, links.tp)
@@ -131,7 +131,7 @@ class ModelRunner:
             self._balancer.expect()
         self._pipeline.expect((plan.num_tokens or 1, self._hidden_size), self._dtype)
 
-    def settle(self) -> dict[str, float]:
+    def finalize(self) -> dict[str, float]:
         """Get ready to serve, once all ranks are loaded; returns where the seconds went.
 
         Raises `ConfigError` where the ranks do not fit together.
@@ -140,11 +140,11 @@ class ModelRunner:
         if self._graphs is not None and self._graphs.capture(bar=self._shows_progress):
             seconds["capture graphs"] = time.perf_counter() - begun
         begun = time.perf_counter()
-        for plan in self._trials:
+        for plan in self._warm_up_plans:
             self._launch(plan).result()
             seconds["try decodes"] = time.perf_counter() - begun
         if self._balancer is not None:
-            self._balancer.settle()
+            self._balancer.finalize()
         return seconds
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class ModelRunner:
             readings = self._run(plan, replica_tokens, result)
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
-                raise RuntimeError(f"{LOST_TOUCH}: {error}") from error
+                raise RuntimeError(f"{LOST_REPLICAS}: {error}") from error
             raise
         if result is not None:
             result.is_wave_active = is_active
@@ -186,9 +186,11 @@ class ModelRunner:
     def _agree(self, plan: SchedulerOutput, replicas: ExpertCommunicator) -> tuple[tuple[int, ...], bool]:
         """The tokens of each replica in this step, and whether any of them has work."""
         assert plan.has_work is not None
-        told = replicas.tell((plan.step, plan.num_tokens, plan.has_work))
-        assert all(step == plan.step for step, *_ in told), f"replicas are at steps {[step for step, *_ in told]}"
-        return tuple(tokens for _, tokens, _ in told), any(has_work for *_, has_work in told)
+        reported = replicas.tell((plan.step, plan.num_tokens, plan.has_work))
+        assert all(step == plan.step for step, *_ in reported), (
+            f"replicas are at steps {[step for step, *_ in reported]}"
+        )
+        return tuple(tokens for _, tokens, _ in reported), any(has_work for *_, has_work in reported)
 
     def _run(
         self, plan: SchedulerOutput, replica_tokens: tuple[int, ...], result: ModelRunnerOutput | None
@@ -204,7 +206,7 @@ class ModelRunner:
         only_ends = self._can_stop_at_ends and has_prompts and not rows.scoring
         batch, places = self._states.batch(rows, replica_tokens, only_ends=only_ends)
         if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
-            batch = replace(batch, halves=halve(batch, rows.counts))
+            batch = replace(batch, micro_batches=split_micro_batches(batch, rows.counts))
         if not plan.num_rows:
             return self._pass_on(batch)
         hidden = self._forward(self._receive(plan.num_tokens), batch)
@@ -273,8 +275,8 @@ class ModelRunner:
                 result.token_ids[row] = token
             if logprobs:
                 result.logprobs = [None] * len(result.token_ids)
-                for row, told in zip(rows.sampling.tolist(), logprobs, strict=True):
-                    result.logprobs[row] = told
+                for row, reported in zip(rows.sampling.tolist(), logprobs, strict=True):
+                    result.logprobs[row] = reported
 
         return sampled.tokens, AsyncRead([sampled.tokens, *sampled.columns], fill)
 

@@ -65,7 +65,7 @@ class Pooler:
         ends, pooled = set(rows.sampling.tolist()), []
         parts = torch.split(x.float(), rows.counts.tolist())
         for row, (slot, part) in enumerate(zip(rows.slots.tolist(), parts, strict=True)):
-            position = int(states.num_computed[slot])
+            position = int(states.num_computed_tokens[slot])
             seen = _Seen.of(part, position)
             if position:
                 before = self._seen.pop(slot)

@@ -98,7 +98,7 @@ class Sampler:
     def _forbid(self, logits: Tensor, states: InputBatch, slots: Ints, free: Bools) -> None:
         """Early ends, what would complete a bad word, and all but the allowed tokens. Bad words leave one of these."""
         controls = states.controls[slots]
-        outputs = states.num_known[slots] - states.num_prompt[slots]
+        outputs = states.num_known[slots] - states.num_prompt_tokens[slots]
         early = outputs < controls["min_tokens"]
         ends, words, allowed = _Pairs(), _Pairs(), _Pairs()
         beginnings: list[list[int]] = []  # of the words
@@ -168,7 +168,7 @@ class Sampler:
         if not len(penalized):
             return
         slots, controls = slots[penalized], controls[penalized]
-        ends = states.num_prompt[slots], states.num_known[slots]
+        ends = states.num_prompt_tokens[slots], states.num_known[slots]
         spans = np.stack([states.places(slots, positions) for positions in (np.zeros_like(slots), *ends)], axis=1)
         names = "repetition_penalty", "frequency_penalty", "presence_penalty"
         factors = np.stack([controls[name] for name in names], axis=1)

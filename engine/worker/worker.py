@@ -71,7 +71,7 @@ class Worker:
                 raise ConfigError(str(error)) from error
             waited += time.perf_counter() - begun
             # Measured while nothing else runs, and before CUDA graphs hold what it chooses.
-            self._links.tp.settle()
+            self._links.tp.finalize()
 
         if parallel.device == "cpu":
             ready()  # weights are packed for them
@@ -86,7 +86,7 @@ class Worker:
         # NCCL would hold a part of the device while it waits.
         self.expects = self._runner.receives and parallel.device == "cpu"
         loaded = time.perf_counter()
-        spent = self._runner.settle()
+        spent = self._runner.finalize()
         self.seconds = {
             "connect ranks": connected - started,
             "compile kernels": waited,

@@ -39,15 +39,15 @@ def passing(
             found = list(pool.map(lambda each: _trouble(each[1], dtype), calls))
     else:  # Triton's interpreter runs one kernel at a time
         found = [_trouble(call, dtype) for _, call in calls]
-    troubles: dict[str, str] = {}
-    for (name, _), trouble in zip(calls, found, strict=True):
-        if trouble:
-            troubles.setdefault(name, trouble)
-    for name, trouble in troubles.items():
-        logger.warning("the Triton kernel %s is not used on %s, a slower reference serves: %s", name, device, trouble)
-    right = {name: getattr(kernels, name) for name, _ in calls if name not in troubles}
+    problems: dict[str, str] = {}
+    for (name, _), problem in zip(calls, found, strict=True):
+        if problem:
+            problems.setdefault(name, problem)
+    for name, problem in problems.items():
+        logger.warning("the Triton kernel %s is not used on %s, a slower reference serves: %s", name, device, problem)
+    right = {name: getattr(kernels, name) for name, _ in calls if name not in problems}
     logger.info("Triton kernels on %s: %s", device, ", ".join(right) or "none")
-    return types.SimpleNamespace(**right), troubles
+    return types.SimpleNamespace(**right), problems
 
 
 def _attend(case: Callable[..., Tensor], module: Any) -> Tensor:
@@ -89,11 +89,11 @@ def _calls(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds) -> I
 
     blocks = random(2, 40, 2, 16, 80)
     query, key, value = random(20, 6, 80), random(20, 2, 80), random(20, 2, 80)
-    turns = random(20, 80).float()
+    cos_sin = random(20, 80).float()
 
     def write(module: Any) -> tuple[Tensor, Tensor]:
         cache = blocks.clone()
-        return module.rotary_write_kv(query, key, value, turns, cache, torch.arange(20, device=device) * 3), cache
+        return module.rotary_write_kv(query, key, value, cos_sin, cache, torch.arange(20, device=device) * 3), cache
 
     yield "rotary_write_kv", write
     table = torch.arange(40, device=device).flip(0).repeat(3, 1)
@@ -125,13 +125,13 @@ def _calls(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds) -> I
     logits = torch.randn(6, 9999, generator=noise).to(device)
     asked = whole(0, 9998, 5000, 17, 3, 4096)
     yield "score_tokens", lambda module: module.score_tokens(logits, asked, 5)
-    told = torch.randint(9999, (600,), generator=noise).to(device, torch.int32)
-    told[20:70:3] = 5
+    reported = torch.randint(9999, (600,), generator=noise).to(device, torch.int32)
+    reported[20:70:3] = 5
 
     def penalize(module: Any) -> Tensor:
         changed = logits.clone()
         spans, factors = whole(10, 40, 600, 0, 0, 30).view(2, 3), torch.tensor([[1.3, 0.5, 0.25], [0.7, 1.0, -1.0]])
-        module.penalize(changed, told, whole(4, 1), spans, factors.to(device), 590)
+        module.penalize(changed, reported, whole(4, 1), spans, factors.to(device), 590)
         return changed
 
     yield "penalize", penalize

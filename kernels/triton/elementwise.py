@@ -167,10 +167,10 @@ def _rotary_write_kernel(
     """One head of a token: a query's, or a key's and its value's."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
-    turns = rotations + token * 2 * half
+    cos_sin = rotations + token * 2 * half
     if head < heads:
         row = query + token * query_token + head * query_head
-        turned = _turned(row, column, turns, half, query_width)
+        turned = _turned(row, column, cos_sin, half, query_width)
         tl.store(out + (token * heads + head) * query_width + column, turned, mask=column < query_width)
     else:
         head -= heads
@@ -178,7 +178,7 @@ def _rotary_write_kernel(
         block, number = slot // block_size * cache_block + head * cache_head, slot % block_size
         place, scale_at = cache + block + number * cache_row, scales + (block + block_size * key_width) // 4 + number
         width = tl.where(slot < 0, 0, key_width)
-        turned = _turned(key + token * key_token + head * key_head, column, turns, half, key_width)
+        turned = _turned(key + token * key_token + head * key_head, column, cos_sin, half, key_width)
         _write_row(place, scale_at, turned, column, width, LARGEST)
         if HAS_VALUE:
             row = value + token * value_token + head * value_head

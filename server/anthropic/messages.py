@@ -35,7 +35,7 @@ from quire.server.http.errors import describe, json_response
 from quire.server.http.response import EventStreamResponse, part, while_connected
 from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.chat import ChatRequest, PreparedChat, prepare
-from quire.server.openai.protocol import Int64, LenientModel, StrictModel, refuse_extra, renamed, variant
+from quire.server.openai.protocol import Int64, LenientModel, StrictModel, reject_extra, renamed, variant
 
 router = APIRouter()
 
@@ -172,7 +172,7 @@ class CountTokensRequest(LenientModel):
 
     def as_chat(self) -> ChatRequest:
         """The same in the shape of chat; raises `InvalidParameter` for what it cannot say."""
-        refuse_extra(self, _HARMLESS)
+        reject_extra(self, _HARMLESS)
         messages = [message for _, message in self._conversation()]
         fields: dict[str, Any] = {"chat_template_kwargs": self.chat_template_kwargs}
         if self.messages and self.messages[-1].role == "assistant":
@@ -198,7 +198,7 @@ class CountTokensRequest(LenientModel):
         if self.system is not None:
             yield "system", {"role": "system", "content": _text(self.system, "system")}
         for at, turn in enumerate(self.messages):
-            refuse_extra(turn, {}, f"messages[{at}].")
+            reject_extra(turn, {}, f"messages[{at}].")
             for message in _chat_messages(turn, f"messages[{at}].content"):
                 yield f"messages[{at}]", message
 
@@ -402,7 +402,7 @@ def _text(content: str | list[dict[str, Any]], param: str) -> str:
 
 def _read(kinds: Mapping[str, type[LenientModel]], block: dict[str, Any], param: str) -> LenientModel:
     read = variant(kinds, block, param)
-    refuse_extra(read, {"type": ..., **_HARMLESS_IN_BLOCKS}, f"{param}.")
+    reject_extra(read, {"type": ..., **_HARMLESS_IN_BLOCKS}, f"{param}.")
     return read
 
 
@@ -413,7 +413,7 @@ def _chat_tool(tool: MessageTool, param: str) -> dict[str, Any]:
         )
     if tool.input_schema is None:
         raise InvalidParameter(f"{param}.input_schema is missing", f"{param}.input_schema")
-    refuse_extra(tool, _HARMLESS_IN_TOOLS, f"{param}.")
+    reject_extra(tool, _HARMLESS_IN_TOOLS, f"{param}.")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description

@@ -56,11 +56,11 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(130) if stop.is_set() else stop.set())
         replicas = stack.enter_context(HeadlessReplicas(config, membership, server.log_level))
-        trouble = replicas.run(stop)
-        reason = trouble or ""
-    if trouble is None:
+        problem = replicas.run(stop)
+        reason = problem or ""
+    if problem is None:
         return 0
-    print(f"quire: error: {trouble}", file=sys.stderr)
+    print(f"quire: error: {problem}", file=sys.stderr)
     return 1
 
 
@@ -120,8 +120,8 @@ class HeadlessReplicas:
             if self._news.poll(_WATCH_MS):
                 self._hear()
             for replica, core in self._cores.items():
-                if replica not in self._gone and (trouble := self._look_after(replica, core)) is not None:
-                    return trouble
+                if replica not in self._gone and (problem := self._look_after(replica, core)) is not None:
+                    return problem
             for replica in [r for r in self._gone if time.monotonic() - self._started[r] >= _RESTART_SECONDS]:
                 self._start(replica)
         logger.info("shutting down")

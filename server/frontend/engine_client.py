@@ -68,12 +68,12 @@ class _RunningRequest:
     replica: int = 0
     submit: EngineCoreRequest | None = None
     """As it was sent first, where it may go on at another replica; the rest is what that must know."""
-    told: list[int] = field(default_factory=list)
-    num_scored: int = 0
+    reported: list[int] = field(default_factory=list)
+    num_scored_tokens: int = 0
     """Prompt tokens whose log-probabilities have been told."""
     num_repeated: int = 0
     """Of these, those that the replica it moved to will tell again."""
-    num_cached: int | None = None
+    num_cached_tokens: int | None = None
     """What its first output said, which is told again with that of the replica it moved to."""
     moves: int = 0
 
@@ -81,7 +81,7 @@ class _RunningRequest:
     def resumed(self) -> EngineCoreRequest:
         """What another replica is sent."""
         assert self.submit is not None
-        return msgspec.structs.replace(self.submit, output_token_ids=self.told)
+        return msgspec.structs.replace(self.submit, output_token_ids=self.reported)
 
 
 class EngineClient:
@@ -272,7 +272,7 @@ class EngineClient:
         """Count a request that has left `_running`."""
         self._metrics.finished(reason, time.monotonic() - running.arrived)
         if running.submit is not None:
-            self._router.ended(request_id, running.told)
+            self._router.ended(request_id, running.reported)
 
     def fail(self, reason: str) -> None:
         """Give every open request a terminal error and take no new ones; what runs in the engine is aborted."""
@@ -348,7 +348,7 @@ class EngineClient:
         if running.moves > MOST_MOVES or not (among := self._stats()):
             return False
         resumed = running.resumed
-        running.num_repeated = 0 if resumed.output_token_ids else running.num_scored
+        running.num_repeated = 0 if resumed.output_token_ids else running.num_scored_tokens
         self._router.ended(resumed.request_id, [])
         running.replica = self._router.place(resumed, among)
         self._send(resumed, running.replica)
@@ -477,7 +477,7 @@ class EngineClient:
                     earlier.append(running.last_output)
                 running.last_output = now
                 if running.submit is not None:
-                    running.told.append(token_id)
+                    running.reported.append(token_id)
                 running.stream.put_token(request_id, token_id)
         for last_output, count in Counter(earlier).items():  # most had their last output in the same step
             self._metrics.inter_token_latency.observe(now - last_output, count)
@@ -503,11 +503,11 @@ class EngineClient:
         if (scores := output.prompt_logprobs) is not None:
             repeated = min(running.num_repeated, len(scores))
             running.num_repeated -= repeated
-            running.num_scored += len(scores) - repeated
+            running.num_scored_tokens += len(scores) - repeated
             output.prompt_logprobs = scores.behind(repeated) if repeated < len(scores) else None
         if output.token_ids:
-            if running.num_cached is None:
-                running.num_cached = output.num_cached_tokens
-            output.num_cached_tokens = running.num_cached
-            running.told += output.token_ids
+            if running.num_cached_tokens is None:
+                running.num_cached_tokens = output.num_cached_tokens
+            output.num_cached_tokens = running.num_cached_tokens
+            running.reported += output.token_ids
             self._router.began(output.request_id)

@@ -128,7 +128,7 @@ class Metrics(Collector):
         cells = memoryview(table).cast("d")
         self._rows = [cells[row * width : (row + 1) * width] for row in range(count)]
         starts = [_CELLS + place * (_STATS + 1) for place in range(len(replicas))]
-        self._told = {
+        self._reported = {
             number: [row[start : start + _STATS] for row in self._rows]
             for number, start in zip(replicas, starts, strict=True)
         }
@@ -156,7 +156,7 @@ class Metrics(Collector):
 
     def take(self, replica: int, stats: EngineStats) -> None:
         """A replica has told this."""
-        self._told[replica][self._index][:] = memoryview(array("d", astuple(stats)))
+        self._reported[replica][self._index][:] = memoryview(array("d", astuple(stats)))
 
     def lost(self, replica: int) -> None:
         """Nothing runs any more on a replica that has died; what it has counted stays."""
@@ -168,7 +168,7 @@ class Metrics(Collector):
 
     def of(self, replica: int) -> EngineStats:
         """The newest that a replica has sent to any of the processes; nothing runs on one that is dead."""
-        rows = [EngineStats(*map(int, row)) for row in self._told[replica]]
+        rows = [EngineStats(*map(int, row)) for row in self._reported[replica]]
         stats = max(rows, key=lambda stats: (stats.started, stats.steps))
         if self._states[replica][0] == STATES.index("dead"):
             stats.running = stats.waiting = stats.kv_blocks_used = 0
@@ -177,18 +177,18 @@ class Metrics(Collector):
     @property
     def stats(self) -> EngineStats:
         """The sum over the replicas."""
-        each = [astuple(self.of(replica)) for replica in self._told]
+        each = [astuple(self.of(replica)) for replica in self._reported]
         return EngineStats(*map(int, map(sum, zip(*each, strict=True))))
 
     def collect(self) -> Iterator[Metric]:
         """Everything, read when Prometheus asks."""
         labels = [self._model_name]
-        stats = {str(replica): self.of(replica) for replica in self._told}
+        stats = {str(replica): self.of(replica) for replica in self._reported}
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
         for name, kind, meaning, value in ENGINE_METRICS:
             family = families[kind](f"quire:{name}", meaning, labels=["model_name", "engine"])
-            for replica, told in stats.items():
-                family.add_metric([*labels, replica], value(told))
+            for replica, reported in stats.items():
+                family.add_metric([*labels, replica], value(reported))
             yield family
         replicas = GaugeMetricFamily("quire:replicas", "Replicas of the engine.", labels=["model_name", "state"])
         states = [STATES[int(state[0])] for state in self._states.values()]

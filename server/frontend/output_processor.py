@@ -162,7 +162,7 @@ class TextDelta:
     """Pieces of calls; of each call one at most."""
 
     @property
-    def says_something(self) -> bool:
+    def has_content(self) -> bool:
         """Whether there is more to it than tokens that wait for their text."""
         return bool(self.text or self.logprobs or self.finish_reason or self.reasoning or self.tool_calls)
 

@@ -130,7 +130,7 @@ class Renderer:
         def render() -> list[list[int]]:
             return [self._fitting(self._ids(prompt, add_special_tokens), "prompt", last) for prompt in prompts]
 
-        return await aside(sum(map(len, prompts)), render)
+        return await run_in_thread(sum(map(len, prompts)), render)
 
     async def chat(
         self,
@@ -145,7 +145,7 @@ class Renderer:
         def render() -> list[int]:
             return self._fitting(self._chat_ids(messages, tools, options or ChatTemplateOptions()), "messages", last)
 
-        return await aside(_length(messages, tools), render)
+        return await run_in_thread(_length(messages, tools), render)
 
     async def tokenize_chat(
         self,
@@ -154,17 +154,19 @@ class Renderer:
         options: ChatTemplateOptions | None = None,
     ) -> list[int]:
         """The same, however long it is."""
-        return await aside(
+        return await run_in_thread(
             _length(messages, tools), lambda: self._chat_ids(messages, tools, options or ChatTemplateOptions())
         )
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text, however long it is."""
-        return await aside(len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return await run_in_thread(
+            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
 
     async def names(self, token_ids: Sequence[int]) -> list[str | None]:
         """Tokens as the vocabulary spells them."""
-        return await aside(len(token_ids), lambda: list(map(self.tokenizer.backend.id_to_token, token_ids)))
+        return await run_in_thread(len(token_ids), lambda: list(map(self.tokenizer.backend.id_to_token, token_ids)))
 
     async def detokenize(self, token_ids: list[int], param: str) -> str:
         """The text of token ids, special tokens included; refuses those that the model does not have."""
@@ -178,7 +180,7 @@ class Renderer:
             return [self._embedding(given, prompt, options, param) for param, given in inputs.items()]
 
         prompt = self._embedding_prompt(options.prompt_name)
-        return await aside(sum(len(given) + len(prompt) for given in inputs.values()), render)
+        return await run_in_thread(sum(len(given) + len(prompt) for given in inputs.values()), render)
 
     def _embedding(self, given: Prompt, prompt: str, options: EmbeddingOptions, param: str) -> list[int]:
         assert self.pooling is not None
@@ -306,14 +308,14 @@ class Renderer:
         self.check_logprobs(params.logprobs, "logprobs")
         self.check_logprobs(params.prompt_logprobs, "prompt_logprobs")
         given = (params.stop_token_ids, params.logit_bias, params.allowed_token_ids or (), *params.bad_words)
-        bad = await aside(sum(map(len, given)), lambda: self._bad_word_ids(params))
+        bad = await run_in_thread(sum(map(len, given)), lambda: self._bad_word_ids(params))
         if outputs is not None:
-            outputs = await self._structured.resolve_aside(outputs, structured_param)
+            outputs = await self._structured.resolve_in_thread(outputs, structured_param)
         return msgspec.structs.replace(params, bad_word_ids=bad, structured_outputs=outputs)
 
     async def check_structured(self, outputs: StructuredOutputs, param: str) -> None:
         """Raise `InvalidParameter` about `param` for what cannot be enforced."""
-        await self._structured.resolve_aside(outputs, param)
+        await self._structured.resolve_in_thread(outputs, param)
 
     def close(self) -> None:
         """End the process that compiles grammars."""
@@ -403,7 +405,7 @@ class Renderer:
         return self.tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
 
 
-async def aside(size: int, work: Callable[[], T]) -> T:
+async def run_in_thread(size: int, work: Callable[[], T]) -> T:
     """The result of work on so many characters, tokens or the like: in a thread unless it is short."""
     return work() if size <= _SHORT else await asyncio.to_thread(work)
 

@@ -60,13 +60,13 @@ class Sandbox(Generic[T]):
     def ask(self, question: bytes) -> bytes:
         """The answer; raises `SandboxStopped`, and `OSError` where no process can be started."""
         for _ in range(2):  # the helper may just have died
-            if (told := self._ask(question)) is not None:
+            if (reported := self._ask(question)) is not None:
                 break
         else:
             raise OSError(errno.EAGAIN, "the helper process cannot answer")
-        if not told.endswith(b"."):
+        if not reported.endswith(b"."):
             raise SandboxStopped
-        return told[:-1]
+        return reported[:-1]
 
     def _ask(self, question: bytes) -> bytes | None:
         """What a fork has said; None where there was none."""
@@ -78,7 +78,7 @@ class Sandbox(Generic[T]):
                 mine.sendall(question)
             mine.shutdown(socket.SHUT_WR)
             mine.settimeout(_PATIENCE)
-            told = b""
+            reported = b""
             while True:
                 try:
                     part = mine.recv(2**16)
@@ -86,14 +86,14 @@ class Sandbox(Generic[T]):
                     break
                 except TimeoutError:
                     mine.settimeout(None)
-                    if told:
+                    if reported:
                         with contextlib.suppress(OSError):
-                            os.setpriority(os.PRIO_PROCESS, _PID.unpack_from(told)[0], _NICENESS)
+                            os.setpriority(os.PRIO_PROCESS, _PID.unpack_from(reported)[0], _NICENESS)
                     continue
                 if not part:
                     break
-                told += part
-        return told[_PID.size :] if told else None
+                reported += part
+        return reported[_PID.size :] if reported else None
 
     def close(self) -> None:
         """End the helper and its answers, for which `ask` raises `SandboxStopped`; the next question starts another."""

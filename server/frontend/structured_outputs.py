@@ -113,7 +113,9 @@ class StructuredOutputCheck:
         self._jobs: dict[str, _CheckJob] = {}
         """By what is asked for; of the event loop's thread."""
 
-    async def resolve_aside(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
+    async def resolve_in_thread(
+        self, outputs: StructuredOutputs, param: str = "structured_outputs"
+    ) -> StructuredOutputs:
         """`resolve`, while other streams go on. What is remembered waits for nothing; what others are waiting for is
         not compiled twice, and is given up when nobody waits any more."""
         with _about(param):

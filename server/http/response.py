@@ -156,7 +156,7 @@ class GenerationResponse:
                 if delta.is_text and (frame := frames[delta.index]) is not None:
                     before, after = frame
                     events += before + _encode(delta.text) + after
-                elif delta.says_something or (shape.tells_tokens and delta.token_ids):
+                elif delta.has_content or (shape.tells_tokens and delta.token_ids):
                     events += head + _encode(shape.chunk_choice(delta)) + tail
             if events:
                 await send(part(events))

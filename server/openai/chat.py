@@ -86,9 +86,9 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     """vLLM's: put the tokenizer's special tokens around what the template writes; false if left out."""
 
-    def refuse_unserved(self) -> None:
+    def reject_unsupported(self) -> None:
         """See `GenerationRequest`; also too many messages, and their fields that would be lost."""
-        super().refuse_unserved()
+        super().reject_unsupported()
         if len(self.messages) > MAX_MESSAGES:
             raise InvalidParameter(
                 f"messages: at most {MAX_MESSAGES} may be given, not {len(self.messages)}", "messages"
@@ -161,7 +161,7 @@ async def prepare(
     engine is to go on, `EngineUnavailable` and `QueueFull`.
     """
     model = state.check_model(body.model)
-    body.refuse_unserved()
+    body.reject_unsupported()
     if generates:
         state.service.check()
     else:

@@ -34,9 +34,9 @@ class CompletionRequest(GenerationRequest):
     add_special_tokens: bool | None = None
     """vLLM's: put the tokenizer's special tokens around a text; true if left out."""
 
-    def refuse_unserved(self) -> None:
+    def reject_unsupported(self) -> None:
         """See `GenerationRequest`; also `best_of` where it cannot be."""
-        super().refuse_unserved()
+        super().reject_unsupported()
         if self.best_of is not None and not self.shown <= self.best_of <= MAX_N:
             raise InvalidParameter(f"best_of must be from n to {MAX_N}, got {self.best_of}", "best_of")
         if self.candidates != self.shown and self.stream:
@@ -89,7 +89,7 @@ class CompletionRequest(GenerationRequest):
 async def completions(body: CompletionRequest, request: Request, state: AppState) -> Response:
     """Continue one or more prompts."""
     model = state.check_model(body.model)
-    body.refuse_unserved()
+    body.reject_unsupported()
     state.service.check()
     renderer = state.service.renderer
     params = body.params(renderer.defaults)

@@ -69,7 +69,7 @@ class EmbeddingRequest(LenientModel):
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = None
     """vLLM's: what the response's id ends with."""
 
-    def refuse_unserved(self) -> None:
+    def reject_unsupported(self) -> None:
         """Raise `InvalidParameter` for the first field that asks for something not served."""
         for name, value in (self.model_extra or {}).items():
             if name in _NOT_SERVED and (value is None or value in _NOT_SERVED[name]):
@@ -109,7 +109,7 @@ class EmbeddingRequest(LenientModel):
 async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) -> Response:
     """Vectors of one or more texts, by a model that embeds."""
     model = state.check_model(body.model)
-    body.refuse_unserved()
+    body.reject_unsupported()
     service = state.service
     service.check(embeds=True)
     pooling = service.renderer.pooling

@@ -208,7 +208,7 @@ class GenerationRequest(LenientModel):
     return_tokens_as_token_ids: bool | None = None
     """vLLM's: in log-probabilities, name tokens `token:123`."""
 
-    def refuse_unserved(self) -> None:
+    def reject_unsupported(self) -> None:
         """Raise `InvalidParameter` for the first field that asks for something not served."""
         for name, value in (self.model_extra or {}).items():
             if name in _HARMLESS or (name in _NOT_SERVED and (value is None or value in _NOT_SERVED[name])):
@@ -283,7 +283,7 @@ def variant(kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, 
         raise InvalidParameter(f"{where}: {problem['msg']}", where) from None
 
 
-def refuse_extra(model: LenientModel, harmless: Mapping[str, Any], param: str = "") -> None:
+def reject_extra(model: LenientModel, harmless: Mapping[str, Any], param: str = "") -> None:
     """Raise `InvalidParameter` for the first field without a meaning here.
 
     Null is always accepted; so is what `harmless` names: with `...` any value, with a tuple one of these.
@@ -316,9 +316,9 @@ def renamed(names: Mapping[str, str], places: Sequence[str] = ()) -> Iterator[No
         text, param = str(error), error.param
         if placed := _MESSAGE.search(text):
             text = text[: placed.start()] + place(placed) + text[placed.end() :]
-        if (told := _MESSAGE.sub(place, param)) == param:
+        if (reported := _MESSAGE.sub(place, param)) == param:
             for name, other in names.items():
-                told = told.replace(name, other)
+                reported = reported.replace(name, other)
         if text.startswith(param):
-            text = told + text.removeprefix(param)
-        raise type(error)(text, told) from None
+            text = reported + text.removeprefix(param)
+        raise type(error)(text, reported) from None

@@ -34,7 +34,7 @@ from quire.server.http.response import EventStreamResponse, part, while_connecte
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.chat import ChatRequest, PreparedChat, prepare
-from quire.server.openai.protocol import Int64, LenientModel, StrictModel, refuse_extra, renamed, variant
+from quire.server.openai.protocol import Int64, LenientModel, StrictModel, reject_extra, renamed, variant
 from quire.server.openai.responses_input import InputTurns, is_json_object
 
 router = APIRouter()
@@ -133,7 +133,7 @@ class ResponsesRequest(LenientModel):
 
     def conversation(self, state: ServedModel) -> InputTurns:
         """The messages of chat up to the answer, without instructions; raises `InvalidParameter`."""
-        refuse_extra(self, _HARMLESS)
+        reject_extra(self, _HARMLESS)
         if other := next((name for name in self.include or () if name not in _INCLUDABLE), None):
             raise InvalidParameter(f"include: {other} is not served", "include")
         turns = InputTurns([] if self.previous_response_id is None else _earlier(self.previous_response_id, state))
@@ -427,7 +427,7 @@ def _part(block: ContentBlock) -> dict[str, Any]:
 
 def _chat_tool(tool: dict[str, Any], param: str) -> dict[str, Any]:
     read = variant({"function": _Tool}, tool, param)
-    refuse_extra(read, {"type": ..., "defer_loading": (False,), "allowed_callers": (["direct"],)}, f"{param}.")
+    reject_extra(read, {"type": ..., "defer_loading": (False,), "allowed_callers": (["direct"],)}, f"{param}.")
     function = read.model_dump(include={"name", "description", "parameters", "strict"}, exclude_none=True)
     return {"type": "function", "function": function}
 

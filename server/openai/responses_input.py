@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.openai.protocol import LenientModel, refuse_extra, variant
+from quire.server.openai.protocol import LenientModel, reject_extra, variant
 
 _HARMLESS_IN_ITEMS: Mapping[str, Any] = {
     "type": ...,
@@ -69,7 +69,7 @@ class InputTurns:
     def add(self, item: dict[str, Any], param: str) -> None:
         """An item of the input; raises `InvalidParameter` where it is none, or has what is not served."""
         read = variant(_ITEMS, item, param, default="message")
-        refuse_extra(read, _HARMLESS_IN_ITEMS, f"{param}.")
+        reject_extra(read, _HARMLESS_IN_ITEMS, f"{param}.")
         self._add(read, param)
         self.places += [param] * (len(self.messages) - len(self.places))
 
@@ -118,7 +118,7 @@ def _text(content: str | list[dict[str, Any]], param: str) -> str:
     for at, given in enumerate(content):
         where = f"{param}[{at}]"
         read = variant(_PARTS, given, where)
-        refuse_extra(read, _HARMLESS_IN_PARTS, f"{where}.")
+        reject_extra(read, _HARMLESS_IN_PARTS, f"{where}.")
         texts.append(
             read.refusal if isinstance(read, _RefusalPart) else read.text if isinstance(read, _InputPart) else ""
         )

@@ -57,7 +57,7 @@ async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
         tokens = await renderer.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         chat = body.chat()
-        chat.refuse_unserved()
+        chat.reject_unsupported()
         state.check_template(chat.chat_template)
         options = chat.options(may_call=chat.tool_use() is not None)
         last = renderer.truncation(chat.truncate_prompt_tokens, chat.longest)

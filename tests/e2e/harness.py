@@ -77,13 +77,13 @@ class Ranks:
         self,
         requests: list[tuple[list[int], SamplingParams]],
         *,
-        told: list[list[int]] | None = None,
+        reported: list[list[int]] | None = None,
         num_blocks: int | None = None,
         **settings: Any,
     ) -> list[list[EngineCoreOutput]]:
         """Serve the requests all at once; `settings` are of `SchedulerConfig` and `CacheConfig`.
 
-        `told` is output of each that another replica has given before.
+        `reported` is output of each that another replica has given before.
         """
         scheduler = {k: v for k, v in settings.items() if k in SchedulerConfig.__dataclass_fields__}
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
@@ -98,7 +98,7 @@ class Ranks:
             cache=replace(self.config.cache, num_blocks=blocks, **cache),
         )
         submits = [
-            EngineCoreRequest(0, str(i), prompt, params, output_token_ids=told[i] if told else [])
+            EngineCoreRequest(0, str(i), prompt, params, output_token_ids=reported[i] if reported else [])
             for i, (prompt, params) in enumerate(requests)
         ]
         wire = CountingWire(submits)

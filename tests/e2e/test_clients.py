@@ -84,8 +84,12 @@ def test_a_message_calls_a_tool_and_tells_its_result(claude: anthropic.Anthropic
     assert json.loads("".join(pieces)) == same.input == call.input
 
     result = {"type": "tool_result", "tool_use_id": call.id, "content": '{"temperature": 21, "condition": "sunny"}'}
-    told: list[Any] = [*asked, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
-    message = claude.messages.create(messages=told, **request)
+    reported: list[Any] = [
+        *asked,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": [result]},
+    ]
+    message = claude.messages.create(messages=reported, **request)
     assert message.stop_reason == "end_turn"
     assert message.content[0].type == "text"
     assert "21" in message.content[0].text
@@ -144,11 +148,11 @@ def test_a_response_calls_a_tool_and_goes_on(client: openai.OpenAI) -> None:
 
     output = '{"temperature": 21, "condition": "sunny"}'
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": output}
-    told = client.responses.create(input=[result], previous_response_id=response.id, **request)
-    assert "21" in told.output_text
-    assert "sunny" in told.output_text
+    reported = client.responses.create(input=[result], previous_response_id=response.id, **request)
+    assert "21" in reported.output_text
+    assert "sunny" in reported.output_text
     items: list[Any] = [{"role": "user", "content": asked}, call.model_dump(exclude_none=True), result]
-    assert client.responses.create(input=items, **request).output_text == told.output_text
+    assert client.responses.create(input=items, **request).output_text == reported.output_text
 
 
 class Place(pydantic.BaseModel):

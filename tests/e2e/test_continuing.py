@@ -77,7 +77,7 @@ def test_cut_at_every_position(ranks: Ranks, kind: str, prefix: bool) -> None:
     output, rows, end = tokens(whole), logprobs(whole), whole[-1]
     assert len(output) > 5
     cuts = range(len(output))
-    again = ranks.run([(PROMPT, params) for _ in cuts], told=[output[:cut] for cut in cuts], **settings)
+    again = ranks.run([(PROMPT, params) for _ in cuts], reported=[output[:cut] for cut in cuts], **settings)
     for cut, outputs in zip(cuts, again, strict=True):
         assert tokens(outputs) == output[cut:]
         assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == (end.finish_reason, end.stop_token_id)
@@ -96,6 +96,6 @@ def test_a_stop_token_ends_it_at_the_same_place(ranks: Ranks) -> None:
     stop = output[15]
     end = output.index(stop) + 1
     params = SamplingParams(temperature=1.5, seed=7, max_tokens=COUNT, ignore_eos=True, stop_token_ids=[stop])
-    for cut, outputs in enumerate(ranks.run([(PROMPT, params)] * end, told=[output[:cut] for cut in range(end)])):
+    for cut, outputs in enumerate(ranks.run([(PROMPT, params)] * end, reported=[output[:cut] for cut in range(end)])):
         assert tokens(outputs) == output[cut:end]
         assert (outputs[-1].finish_reason, outputs[-1].stop_token_id) == ("stop", stop)

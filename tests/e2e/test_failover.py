@@ -118,7 +118,7 @@ async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, 
         streams = [running.client.submit([request]) for request in requests]
         reading = [asyncio.create_task(read(stream, outputs)) for stream in streams]
         if kill:
-            while sum(len(output.token_ids) for told in outputs.values() for output in told) < 50 * 12:
+            while sum(len(output.token_ids) for reported in outputs.values() for output in reported) < 50 * 12:
                 await asyncio.sleep(0.005)
             moved = sum(request.replica == 0 for request in running.client._running.values())
             os.kill(running.cores[0].pid, signal.SIGKILL)
@@ -132,11 +132,11 @@ async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, 
             await asyncio.gather(*(read(stream, outputs) for stream in streams))
     found = []
     for request_id, _, _ in requests:
-        told = outputs[request_id]
-        tokens = list(itertools.chain.from_iterable(output.token_ids for output in told))
-        logprobs = sum(len(output.logprobs or []) for output in told)
-        scores = sum(len(output.prompt_logprobs or []) for output in told)
-        found.append((tokens, logprobs, scores, told[-1].finish_reason))
+        reported = outputs[request_id]
+        tokens = list(itertools.chain.from_iterable(output.token_ids for output in reported))
+        logprobs = sum(len(output.logprobs or []) for output in reported)
+        scores = sum(len(output.prompt_logprobs or []) for output in reported)
+        found.append((tokens, logprobs, scores, reported[-1].finish_reason))
     return found, moved
 
 

@@ -142,18 +142,18 @@ def stop_node(nodes: Nodes, other: Host) -> None:
     ],
 )
 def test_a_node_that_goes_is_named_and_all_stop(
-    hosts: tuple[Host, Host], trouble: object, text: str, code: int | None
+    hosts: tuple[Host, Host], problem: object, text: str, code: int | None
 ) -> None:
     nodes = serving(hosts, "-tp", "2", "-pp", "2")
     processes = nodes.everybody()
-    assert callable(trouble)
+    assert callable(problem)
     with hosts[0].inside(), openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(
             model="quire-demo", prompt="Quire", max_tokens=900, extra_body={"ignore_eos": True}, stream=True
         )
         next(stream)
         begun = time.monotonic()
-        trouble(nodes, hosts[1])
+        problem(nodes, hosts[1])
         with pytest.raises(openai.APIError, match=text):
             list(stream)
         health = httpx.get(f"{URL}/health")
@@ -164,9 +164,9 @@ def test_a_node_that_goes_is_named_and_all_stop(
     assert code is None or ended == code
     assert not psutil.wait_procs(processes, timeout=max(0.0, begun + STOPPED_SECONDS - time.monotonic()))[1]
     nodes.api.wait_for(rf"ERROR .*{text}", 0)
-    if trouble is unplug:
+    if problem is unplug:
         nodes.other.wait_for(r"ERROR .*node 0 \(10.77.0.1\) was lost: nothing was heard of it for 5 s", 0)
-    if trouble is kill_rank:
+    if problem is kill_rank:
         nodes.other.wait_for(rf"ERROR .*{text}", 0)
 
 

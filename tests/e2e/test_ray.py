@@ -299,7 +299,7 @@ def mended(cluster: Cluster) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("trouble", [kill_actor, unplug, kill_node])
-def test_a_node_that_is_lost_is_named_and_all_end(mended: Cluster, trouble: Callable[[Cluster], None]) -> None:
+def test_a_node_that_is_lost_is_named_and_all_end(mended: Cluster, problem: Callable[[Cluster], None]) -> None:
     cluster = mended
     api = cluster.serve_when_free(*SHAPE, *GRID, *RAY)
     processes = cluster.ours() | api.family()
@@ -309,7 +309,7 @@ def test_a_node_that_is_lost_is_named_and_all_end(mended: Cluster, trouble: Call
         )
         next(stream)
         begun = time.monotonic()
-        trouble(cluster)
+        problem(cluster)
         with pytest.raises(openai.APIError, match=r"node 2 \(10.77.0.2\)"):
             list(stream)
     assert api.wait(STOPPED_SECONDS) == 1

@@ -123,9 +123,9 @@ def test_each_api_process_gets_its_own_outputs_once_a_step(stages: int, depth: i
 def test_nothing_is_kept_of_plans_whose_time_does_not_show(stages: int, depth: int) -> None:
     """One request alone never fills a pipeline."""
     core = core_with({40: [Shutdown()]}, [submit(0, "a", [1], 100)], stages, depth=depth)
-    core.scheduler.step_size.step_time = StepTimeModel()
+    core.scheduler.token_budget.step_time = StepTimeModel()
     core.run()
-    assert len(core.scheduler.step_size._loads) <= depth
+    assert len(core.scheduler.token_budget._loads) <= depth
 
 
 def test_an_abort_is_answered_and_frees_the_blocks() -> None:
@@ -226,8 +226,8 @@ def test_the_newest_expert_load_travels_with_the_stats_once(monkeypatch: pytest.
     monkeypatch.setattr(core.executor.model, "execute", with_load)  # type: ignore[attr-defined]
     core.run()
     for client in (0, 1):
-        told = [m.expert_load for c, m in wire_of(core).sent if c == client and isinstance(m, EngineCoreOutputs)]
-        assert [load.imbalance for load in told if load is not None] == [3.0]
+        reported = [m.expert_load for c, m in wire_of(core).sent if c == client and isinstance(m, EngineCoreOutputs)]
+        assert [load.imbalance for load in reported if load is not None] == [3.0]
 
 
 def structured(request_id: str) -> EngineCoreRequest:
@@ -272,8 +272,8 @@ def test_requests_that_are_compiling_can_be_aborted(monkeypatch: pytest.MonkeyPa
     core.send()
     ends = [(o.finish_reason, o.error) for o in wire_of(core).outputs(0, "a")]
     assert ends == [("error", "request id 'a' is in use"), ("abort", None)]
-    told = [(o.finish_reason, str(failure) in str(o.error)) for o in wire_of(core).outputs(0, "b")]
-    assert told == ([] if failure is None else [("error", True)])
+    reported = [(o.finish_reason, str(failure) in str(o.error)) for o in wire_of(core).outputs(0, "b")]
+    assert reported == ([] if failure is None else [("error", True)])
 
 
 def test_grammars_that_take_long_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from quire.engine.config.options import EngineConfig, ExpertParallelConfig
 from quire.engine.core import engine_core as cores
 from quire.engine.core.engine_core import EngineCore, first_cause
 from quire.engine.executor import Executor, WorkerError
-from quire.engine.protocol.messages import LOST_TOUCH, ModelRunnerOutput, ReplicaFailed, SchedulerOutput, Shutdown
+from quire.engine.protocol.messages import LOST_REPLICAS, ModelRunnerOutput, ReplicaFailed, SchedulerOutput, Shutdown
 from tests.engine.test_scheduler import continuation
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
@@ -41,7 +41,7 @@ class Meeting:
                 lambda: self.has_ended or all(len(plans) > step for plans in self.plans), WAIT
             )
             if self.has_ended or not everyone:
-                raise WorkerError(LOST_TOUCH)
+                raise WorkerError(LOST_REPLICAS)
             return any(plans[step].has_work for plans in self.plans)
 
     def end(self) -> None:
@@ -178,27 +178,27 @@ def reported(mine: str, *heard: ReplicaFailed | Shutdown, replicas: int = 3) -> 
     for message in heard:
         wires[0].inbox.put(message)
     reason = first_cause(mine, wires[0], 0)  # type: ignore[arg-type]
-    told = wires[1].inbox.get_nowait()
-    assert isinstance(told, ReplicaFailed)
-    assert (told.replica, told.reason) == (0, mine)
+    reported = wires[1].inbox.get_nowait()
+    assert isinstance(reported, ReplicaFailed)
+    assert (reported.replica, reported.reason) == (0, mine)
     return reason
 
 
 def test_the_cause_is_named_by_the_replica_that_has_it() -> None:
-    killed, lost = "rank 1 was killed by SIGKILL", f"rank 0 failed: {LOST_TOUCH}: Connection closed"
+    killed, lost = "rank 1 was killed by SIGKILL", f"rank 0 failed: {LOST_REPLICAS}: Connection closed"
     assert reported(killed) == f"replica 0: {killed}"
     assert reported(lost, ReplicaFailed(2, lost), ReplicaFailed(1, killed)) == f"replica 1: {killed}"
 
 
 def test_who_says_nothing_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "_HEAR_SECONDS", 0.05)
-    lost = f"rank 0 failed: {LOST_TOUCH}: Connection closed"
+    lost = f"rank 0 failed: {LOST_REPLICAS}: Connection closed"
     assert reported(lost, ReplicaFailed(2, lost)) == f"replica 1 ended or hung: {lost}"
     assert reported(lost, ReplicaFailed(2, lost), ReplicaFailed(1, lost)) == f"replica 0: {lost}"
 
 
 def test_nobody_is_to_blame_for_being_shut_down() -> None:
-    assert reported(LOST_TOUCH, Shutdown()) is None
+    assert reported(LOST_REPLICAS, Shutdown()) is None
 
 
 def test_a_core_ends_when_another_says_that_it_does() -> None:

@@ -53,7 +53,7 @@ class FakeRanks:
         self.arrived: deque[ModelRunnerOutput] = deque()
         self.progress = [-1] * len(ranks)
         self.plans: SimpleQueue[bytes] = SimpleQueue()
-        self.trouble: Exception | None = None
+        self.problem: Exception | None = None
         self.was_killed: RankFailed | None = None
         self.selector = selectors.DefaultSelector()
         self.bell = os.eventfd(0, os.EFD_NONBLOCK)
@@ -64,9 +64,9 @@ class FakeRanks:
     def _hear(self) -> None:
         os.eventfd_read(self.bell)
 
-    def say(self, *, trouble: Exception | None = None, result: ModelRunnerOutput | None = None) -> None:
+    def say(self, *, problem: Exception | None = None, result: ModelRunnerOutput | None = None) -> None:
         """In the middle of a wait, if there is one."""
-        self.trouble = trouble
+        self.problem = problem
         if result is not None:
             self.arrived.append(result)
         os.eventfd_write(self.bell, 1)
@@ -82,8 +82,8 @@ class FakeRanks:
         events = self.selector.select(timeout)
         for key, _ in events:
             key.data()
-        if self.trouble is not None:
-            raise self.trouble
+        if self.problem is not None:
+            raise self.problem
         return bool(events)
 
     def killed(self, seconds: float) -> RankFailed | None:
@@ -150,7 +150,7 @@ class Hosts:
         assert self.follower is not None
         self.follower.send(encode(message))
 
-    def trouble(self) -> str:
+    def problem(self) -> str:
         """What node 0 says of a step that does not come back."""
         assert self.executor is not None
         with pytest.raises(WorkerError) as error:
@@ -302,29 +302,29 @@ def test_a_node_that_is_lost_while_all_is_idle_is_named(hosts: Hosts) -> None:
 def test_a_rank_that_was_killed_elsewhere_is_named_with_its_node(hosts: Hosts) -> None:
     hosts.start()
     hosts.say(NodeFailed("rank 3 was killed by SIGKILL", is_certain=True))
-    assert hosts.trouble() == "rank 3 was killed by SIGKILL on node 1 (127.0.0.1)"
+    assert hosts.problem() == "rank 3 was killed by SIGKILL on node 1 (127.0.0.1)"
 
 
 def test_a_rank_that_was_killed_here_is_named_although_others_complain_first(hosts: Hosts) -> None:
     hosts.start()
     hosts.ranks.was_killed = RankFailed("rank 1 was killed by SIGKILL", is_certain=True)
     hosts.say(NodeFailed("rank 3 failed: connection closed by peer", is_certain=False))
-    assert hosts.trouble() == "rank 1 was killed by SIGKILL on node 0 (127.0.0.1)"
+    assert hosts.problem() == "rank 1 was killed by SIGKILL on node 0 (127.0.0.1)"
 
 
 def test_a_lost_node_is_named_although_ranks_complain_first(hosts: Hosts) -> None:
     hosts.start()
-    hosts.ranks.say(trouble=RankFailed("rank 0 failed: connection closed by peer", is_certain=False))
+    hosts.ranks.say(problem=RankFailed("rank 0 failed: connection closed by peer", is_certain=False))
     assert hosts.follower is not None
     threading.Timer(0.3, hosts.follower.close).start()
-    assert hosts.trouble() == "node 1 (127.0.0.1) has left"
+    assert hosts.problem() == "node 1 (127.0.0.1) has left"
 
 
 def test_a_rank_that_failed_by_itself_is_named_without_a_wait_once_all_complain(hosts: Hosts) -> None:
     hosts.start()
-    hosts.ranks.say(trouble=RankFailed("rank 0 failed: out of memory", is_certain=False))
+    hosts.ranks.say(problem=RankFailed("rank 0 failed: out of memory", is_certain=False))
     hosts.say(NodeFailed("rank 3 failed: connection closed by peer", is_certain=False))
-    assert hosts.trouble() in (  # whichever was heard first
+    assert hosts.problem() in (  # whichever was heard first
         "rank 0 failed: out of memory on node 0 (127.0.0.1)",
         "rank 3 failed: connection closed by peer on node 1 (127.0.0.1)",
     )
@@ -343,10 +343,10 @@ def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts, monkeypatch: p
     hosts.start()
     hosts.ranks.progress = [3, 3]
     hosts.say(NodeProgress([3, 2]))
-    assert hosts.trouble() == "rank 3 on node 1 (127.0.0.1) did not answer within 0 s"
+    assert hosts.problem() == "rank 3 on node 1 (127.0.0.1) did not answer within 0 s"
     hosts.ranks.progress = [-1, 3]
     hosts.say(NodeProgress([-1, -1]))
-    assert "rank 0 on node 0 (127.0.0.1) and ranks 2, 3 on node 1 (127.0.0.1) did not" in hosts.trouble()
+    assert "rank 0 on node 0 (127.0.0.1) and ranks 2, 3 on node 1 (127.0.0.1) did not" in hosts.problem()
 
 
 class Follows:
@@ -420,12 +420,12 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
     ],
 )
 def test_a_node_tells_of_its_trouble_and_hears_why_all_end(
-    follows: Follows, trouble: Exception, told: NodeFailed
+    follows: Follows, problem: Exception, reported: NodeFailed
 ) -> None:
     for _ in range(2):
         follows.messages.get(timeout=5)  # ready, and its progress
-    follows.ranks.say(trouble=trouble)
-    assert follows.messages.get(timeout=5) == told
+    follows.ranks.say(problem=problem)
+    assert follows.messages.get(timeout=5) == reported
     follows.leader.close("rank 0 was killed by SIGKILL on node 0")
     assert follows.reason() == "rank 0 was killed by SIGKILL on node 0"
 
@@ -434,7 +434,7 @@ def test_a_node_that_is_not_answered_ends_with_its_own_trouble(
     follows: Follows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "_FAREWELL", 0.2)
-    follows.ranks.say(trouble=RankFailed("rank 3 failed: closed", is_certain=False))
+    follows.ranks.say(problem=RankFailed("rank 3 failed: closed", is_certain=False))
     assert follows.reason() == "rank 3 failed: closed"
     assert follows.lost.get(timeout=5) == "node 1 (127.0.0.1) has ended: rank 3 failed: closed"
 
@@ -463,11 +463,11 @@ def test_node_0_is_told_of_a_node_whose_address_is_wrong(hosts: Hosts, monkeypat
 
     following = threading.Thread(target=follow)
     following.start()
-    told = msgspec.msgpack.decode(leader.wait(10)[1].body, type=NodeOffer).error
-    leader.close(told)
+    reported = msgspec.msgpack.decode(leader.wait(10)[1].body, type=NodeOffer).error
+    leader.close(reported)
     following.join(10)
-    assert error == [told]
-    assert told.startswith("QUIRE_HOST_IP=192.0.2.9: no network interface")
+    assert error == [reported]
+    assert reported.startswith("QUIRE_HOST_IP=192.0.2.9: no network interface")
 
 
 def test_only_node_0_has_a_core(hosts: Hosts) -> None:

@@ -50,10 +50,12 @@ class Engine:
         prompt: list[int],
         priority: int = 0,
         cache_salt: bytes = b"",
-        told: Sequence[int] = (),
+        reported: Sequence[int] = (),
         **params: Any,
     ) -> None:
-        submit = EngineCoreRequest(0, request_id, prompt, SamplingParams(**params), priority, cache_salt, list(told))
+        submit = EngineCoreRequest(
+            0, request_id, prompt, SamplingParams(**params), priority, cache_salt, list(reported)
+        )
         self.outputs[request_id] = []
         outputs = submit.params.structured_outputs
         refusal = self.scheduler.add(submit, None if outputs is None else self.scheduler.grammars.compile(outputs))
@@ -245,10 +247,10 @@ def test_a_request_goes_on_behind_the_output_that_another_replica_gave(
     output = continuation(prompt, 30)
     end = output.index(output[20]) + 1
     for cut in range(end):
-        engine.add(f"stop {cut}", prompt, told=output[:cut], max_tokens=50, stop_token_ids=[output[20]])
+        engine.add(f"stop {cut}", prompt, reported=output[:cut], max_tokens=50, stop_token_ids=[output[20]])
     for cut in range(30):
         scores: dict[str, Any] = {"prompt_logprobs": 0} if cut % 2 else {}
-        engine.add(f"length {cut}", prompt, told=output[:cut], max_tokens=30, **scores)
+        engine.add(f"length {cut}", prompt, reported=output[:cut], max_tokens=30, **scores)
     engine.run()
     for cut in range(end):
         assert engine.tokens(f"stop {cut}") == output[cut:end]
@@ -262,7 +264,7 @@ def test_a_request_goes_on_behind_the_output_that_another_replica_gave(
 
 def test_what_another_replica_has_ended_but_for_the_word_is_ended() -> None:
     engine = Engine(engine_config())
-    engine.add("a", [1, 2, 3], told=[4, 5], max_tokens=2)
+    engine.add("a", [1, 2, 3], reported=[4, 5], max_tokens=2)
     assert (engine.tokens("a"), engine.ends("a")) == ([], ["length"])
     assert not engine.turn()
 
@@ -551,7 +553,7 @@ def test_a_sign_of_life_tells_the_workers_what_was_released() -> None:
     engine.add("a", [1, 2, 3], max_tokens=5)
     engine.turn()
     engine.abort("a")
-    plan = engine.scheduler.sign_of_life()
+    plan = engine.scheduler.heartbeat()
     assert plan.released == [0]
     assert engine.scheduler.update(plan, engine.model.execute(plan)) == {}
     assert not engine.model.rows
@@ -572,7 +574,7 @@ class TimedEngine(Engine):
             chunks = sum(row.num_tokens for row in plan.scheduled if row.num_tokens > 1)
             decodes = plan.num_tokens - chunks
             took = 0.01 + 0.001 * chunks + 0.0005 * decodes
-            self.scheduler.step_size.learn(plan, took)
+            self.scheduler.token_budget.learn(plan, took)
             if chunks and decodes:
                 self.seconds.append(took)
         return went_on
@@ -624,7 +626,7 @@ def test_a_fixed_size_learns_nothing() -> None:
     engine.add("a", [1] * 100, max_tokens=3)
     engine.run()
     assert [plan.num_tokens for plan in engine.model.plans] == [64, 36, 1, 1]
-    assert engine.scheduler.step_size.step_time is None
+    assert engine.scheduler.token_budget.step_time is None
 
 
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
@@ -645,7 +647,7 @@ def test_memory_stays_flat_behind_a_window(stages: int, depth: int, budget: int,
     def watch(turn: int) -> None:
         for request in engine.scheduler.running:
             used = engine.scheduler.snapshot().kv_blocks_used
-            (decoding if request.num_computed > prompt + size else chunked).append(used)
+            (decoding if request.num_computed_tokens > prompt + size else chunked).append(used)
 
     engine.run(watch)
     assert engine.tokens("a") == continuation(list(range(prompt)), 256 - prompt)

@@ -118,7 +118,7 @@ def test_an_output_goes_on_in_its_grammar_behind_what_another_replica_gave(
     output = whole.tokens("x")
     engine = Engine(config_of(folder, stages=stages, depth=depth))
     for cut in range(len(output)):
-        engine.add(str(cut), prompt, told=output[:cut], **params)
+        engine.add(str(cut), prompt, reported=output[:cut], **params)
     engine.run()
     for cut in range(len(output)):
         assert engine.tokens(str(cut)) == output[cut:]
@@ -127,7 +127,7 @@ def test_an_output_goes_on_in_its_grammar_behind_what_another_replica_gave(
 
 def test_output_that_its_grammar_does_not_allow_is_an_error(folder: Path) -> None:
     engine = Engine(config_of(folder))
-    engine.add("x", [60], told=[70, 71], **asked(choice=CHOICES))
+    engine.add("x", [60], reported=[70, 71], **asked(choice=CHOICES))
     assert engine.ends("x") == ["error"]
     assert not engine.turn()
 
@@ -148,8 +148,8 @@ def test_forced_tokens_are_computed_in_one_row_and_never_sampled(folder: Path) -
     assert first == 3 + common - 1 or first == 3 + common  # the last may begin otherwise
     assert len(engine.model.plans) < len(output) / 2
     assert sum(len(o.token_ids) for o in engine.outputs["x"]) == len(output)
-    told = engine.outputs["x"]
-    assert len(told) == 1 + len(later)
+    reported = engine.outputs["x"]
+    assert len(reported) == 1 + len(later)
 
 
 def test_what_is_forced_throughout_needs_no_step(folder: Path) -> None:

@@ -60,7 +60,7 @@ class World:
         core.wave.take(is_active=any(each.steps[step][1] for each in self.cores))
         return True
 
-    def settle(self) -> None:
+    def finalize(self) -> None:
         """Let all go on until they can only wait."""
         for _ in range(100_000):
             order = self.rng.sample(self.cores, len(self.cores))
@@ -85,8 +85,8 @@ def test_all_run_the_same_steps_and_then_sleep(cores: int, depth: int) -> None:
             for _ in range(rng.choice((0, 1, 3, 10, 40))):  # more arrives while they are under way, or not
                 world.turn(rng.choice(world.cores))
             if rng.random() < 0.3:
-                world.settle()
-        world.settle()
+                world.finalize()
+        world.finalize()
         first = world.cores[0]
         for core in world.cores:
             assert core.work == 0, f"seed {seed}: work was left undone"

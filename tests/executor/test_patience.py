@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.config.options import ExpertParallelConfig, ParallelConfig
 from quire.engine.distributed import watchdog
-from quire.engine.executor import SIGN_OF_LIFE_TIMEOUT, STEP_TIMEOUT, patience
+from quire.engine.executor import HEARTBEAT_TIMEOUT, STEP_TIMEOUT, step_timeout
 from quire.engine.protocol.messages import SchedulerOutput
 from tests.fakes.configs import engine_config
 
@@ -22,7 +22,7 @@ def wait(plan: SchedulerOutput, **grid: Any) -> float:
     stages = tuple(range(stage, stage + 1) for stage in range(grid.get("pipeline_parallel_size", 1)))
     sizes: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "executor": "mp", "device": "cpu"}
     parallel = ParallelConfig(**(sizes | {"stages": stages} | grid))
-    return patience(plan, replace(engine_config(), parallel=parallel))
+    return step_timeout(plan, replace(engine_config(), parallel=parallel))
 
 
 def plan(rows: int, has_work: bool | None = None) -> SchedulerOutput:
@@ -52,5 +52,5 @@ def test_a_rank_that_waits_for_another_speaks_first(
 
 def test_who_waits_for_nobody_is_given_up_sooner() -> None:
     assert wait(plan(1), timeout=4.0) == STEP_TIMEOUT
-    assert wait(plan(0), timeout=4.0, tensor_parallel_size=2) == SIGN_OF_LIFE_TIMEOUT
+    assert wait(plan(0), timeout=4.0, tensor_parallel_size=2) == HEARTBEAT_TIMEOUT
     assert wait(plan(1), timeout=4.0, tensor_parallel_size=2, device="cuda") < 20.0, "nothing else ends it there"

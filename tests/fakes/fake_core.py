@@ -85,7 +85,7 @@ class FakeCore:
         self.running: dict[str, Iterator[EngineCoreOutput]] = {}
         self.clients: dict[str, int] = {}
         """Which API process a request is of."""
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         """Requests whose first output, with the numbers that stand only there, has been sent."""
         self.stats = EngineStats(kv_blocks=100)
         self.is_mute = False
@@ -147,9 +147,9 @@ class FakeCore:
     def tell_client(self, client: int, outputs: list[EngineCoreOutput]) -> None:
         plain = [output for output in outputs if output.token_ids and not output.logprobs and not output.finish_reason]
         full = [output for output in outputs if output not in plain]
-        first = [output for output in plain if output.request_id not in self.told]
-        columns = [output for output in plain if output.request_id in self.told]
-        self.told.update(output.request_id for output in first)
+        first = [output for output in plain if output.request_id not in self.reported]
+        columns = [output for output in plain if output.request_id in self.reported]
+        self.reported.update(output.request_id for output in first)
         ids, tokens = [output.request_id for output in columns], [output.token_ids[0] for output in columns]
         self.send(client, EngineCoreOutputs(first + full, self.stats, ids, tokens, self.replica))
 

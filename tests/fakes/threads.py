@@ -60,7 +60,7 @@ class ThreadExecutor:
 
     @staticmethod
     def _run(runner: ModelRunner, plans: SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None]) -> None:
-        runner.settle()
+        runner.finalize()
         while (entry := plans.get()) is not None:
             plan, future = entry
             try:

@@ -48,8 +48,8 @@ def test_every_kernel_passes_the_check_of_a_rank(
     from quire.kernels.triton import check
 
     caplog.set_level(logging.WARNING)
-    passing, troubles = check.passing(device, dtype, AttentionNeeds(tuple(KINDS), 16, dtype))
-    assert not troubles
+    passing, problems = check.passing(device, dtype, AttentionNeeds(tuple(KINDS), 16, dtype))
+    assert not problems
     assert set(vars(passing)) == set(triton.__all__)
     assert not caplog.text
 

@@ -175,9 +175,9 @@ def test_a_step_that_cannot_be_planned_is_served_by_others(
     assert caplog.text.count("Buffer overflow") == 1
 
 
-def choose(needs: AttentionNeeds, dtype: torch.dtype = torch.float16, trouble: str = "") -> FlashInfer | None:
+def choose(needs: AttentionNeeds, dtype: torch.dtype = torch.float16, problem: str = "") -> FlashInfer | None:
     """As on a GPU."""
-    return backends._with_flashinfer(CPU, dtype, needs, reference.paged_attention, trouble)
+    return backends._with_flashinfer(CPU, dtype, needs, reference.paged_attention, problem)
 
 
 @pytest.mark.parametrize(

@@ -343,9 +343,9 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
 
     names = set(platform.__all__)
     needs = kernels.AttentionNeeds((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
-    whole, troubles = check.passing(torch.device("cpu"), torch.float32, needs)
+    whole, problems = check.passing(torch.device("cpu"), torch.float32, needs)
     assert set(vars(whole)) == names
-    assert not troubles
+    assert not problems
 
     def wrong(x: Tensor, activation: str) -> Tensor:
         return reference.act_mul(x, activation) + 0.01
@@ -355,9 +355,9 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
 
     monkeypatch.setattr(platform, "act_mul", wrong)
     monkeypatch.setattr(platform, "rms_norm", broken)
-    passing, troubles = check.passing(torch.device("cpu"), torch.float32, needs)
+    passing, problems = check.passing(torch.device("cpu"), torch.float32, needs)
     assert set(vars(passing)) == names - {"act_mul", "rms_norm"}
-    assert set(troubles) == {"act_mul", "rms_norm"}
+    assert set(problems) == {"act_mul", "rms_norm"}
     assert "act_mul is not used on cpu" in caplog.text
     assert "RuntimeError: PTX was compiled for another architecture" in caplog.text
 

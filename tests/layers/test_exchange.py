@@ -104,20 +104,20 @@ def test_experts_may_be_anywhere(backend: Any) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_batches_may_be_under_way(backend: Any) -> None:
     counts = ((6, 2), (0, 9))
-    halves = [[torch.randn(count, HIDDEN) for count in half] for half in counts]
+    micro_batches = [[torch.randn(count, HIDDEN) for count in half] for half in counts]
 
     def run(group: ExpertGroup) -> list[Tensor]:
         module = packed(build(EVERYTHING, group))
         assert isinstance(module, MixtureOfExperts)
         begun = []
-        for inputs, tokens in zip(halves, counts, strict=True):
+        for inputs, tokens in zip(micro_batches, counts, strict=True):
             x = inputs[group.dp.rank]
             begun.append(module.begin(x, batch(len(x), tokens)))
         begun = [module.compute(each) for each in begun]
         return [module.end(each) for each in begun]
 
     for rank, results in enumerate(on_replicas(2, 2, ExpertParallelConfig(all2all=backend), run)):
-        for inputs, result in zip(halves, results, strict=True):
+        for inputs, result in zip(micro_batches, results, strict=True):
             if len(x := inputs[rank // 2]):
                 expected = whole(EVERYTHING, x)
                 assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
 from quire.engine.distributed import CollectiveError, watchdog
-from quire.engine.distributed.host_gather import tell_all
+from quire.engine.distributed.host_gather import all_gather_object
 
 
 @pytest.fixture
@@ -27,15 +27,15 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def test_a_rank_that_is_alone_hears_itself() -> None:
-    assert tell_all("a size", "out of memory") == ["out of memory"]
+    assert all_gather_object("a size", "out of memory") == ["out of memory"]
 
 
 def test_all_are_heard_in_their_order(store: Store) -> None:
     store.set("quire-a size-1", "out of memory")
-    assert tell_all("a size", "") == ["", "out of memory"]
+    assert all_gather_object("a size", "") == ["", "out of memory"]
 
 
 def test_who_says_nothing_in_time_is_named(store: Store) -> None:
     store.set("quire-another size-1", "")
     with pytest.raises(CollectiveError, match=r"what ranks say of a size: rank 1 did not come \(True\)"):
-        tell_all("a size", "")
+        all_gather_object("a size", "")

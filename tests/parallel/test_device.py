@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.distributed import cuda_communicator, symmetric_memory
-from quire.engine.distributed.cuda_communicator import SIZES, CudaParallel, told
+from quire.engine.distributed.cuda_communicator import SIZES, CudaParallel, reported
 from quire.engine.distributed.symmetric_memory import MOST_BYTES, AllReduceAlgorithm, SymmetricBuffer, obstacle
 from tests.parallel.test_connect import CPU
 
@@ -43,13 +43,13 @@ def test_ranks_share_memory_where_all_reach_each_other() -> None:
 def test_sizes_are_told_in_runs() -> None:
     one, two = AllReduceAlgorithm("one-shot", lambda x: x), AllReduceAlgorithm("two-shot", lambda x: x)
     assert SIZES[-1] == MOST_BYTES
-    assert told([one] * 3 + [two] * (len(SIZES) - 3)) == (
+    assert reported([one] * 3 + [two] * (len(SIZES) - 3)) == (
         f"one-shot up to 16 KiB, two-shot up to {MOST_BYTES >> 10} KiB, NCCL for the rest"
     )
-    assert told([one, None, one, *[None] * (len(SIZES) - 3)]) == (
+    assert reported([one, None, one, *[None] * (len(SIZES) - 3)]) == (
         "one-shot up to 4 KiB, NCCL up to 8 KiB, one-shot up to 16 KiB, NCCL for the rest"
     )
-    assert told([None] * len(SIZES)) == "NCCL for the rest"
+    assert reported([None] * len(SIZES)) == "NCCL for the rest"
 
 
 class Site:
@@ -63,7 +63,10 @@ class Site:
         host = ("kernel", str(self.rank)) if self.apart else HOST
         symmetric_memory.here = lambda _: SymmetricBuffer(host, self.rank, (0, 1))  # type: ignore[assignment]
         symmetric_memory.allocate = self.allocate  # type: ignore[assignment]
-        symmetric_memory.share = lambda memory, group: [self.way("one-shot", group), self.way("two-shot", group)]
+        symmetric_memory.share = lambda memory, group: [
+            self.algorithm("one-shot", group),
+            self.algorithm("two-shot", group),
+        ]
         symmetric_memory.wait = lambda what, seconds: None
         symmetric_memory.measure = self.measure
         dist.get_backend = lambda group=None: "nccl"  # type: ignore[assignment, return-value]
@@ -73,7 +76,7 @@ class Site:
             raise RuntimeError(self.no_memory)
         return torch.empty(MOST_BYTES, dtype=torch.uint8)
 
-    def way(self, name: str, group: dist.ProcessGroup) -> AllReduceAlgorithm:
+    def algorithm(self, name: str, group: dist.ProcessGroup) -> AllReduceAlgorithm:
         def run(x: Tensor) -> Tensor:
             self.calls.append(name)
             if self.refuses == name and x.dtype == torch.float16:
@@ -112,7 +115,7 @@ def serve(
     log: Any = cuda_communicator.logger
     log.info = log.warning = lambda text, *arguments: said.append(text % arguments)
     tp = CudaParallel(dist.group.WORLD, CPU)
-    tp.settle()
+    tp.finalize()
     pipe.send((work(tp, site), said))
     pipe.recv()
     os._exit(0)
@@ -141,13 +144,13 @@ def on_ranks(folder: Path, work: Callable[[CudaParallel, Site], Any], *options: 
             process.join()
 
 
-def name(way: AllReduceAlgorithm | None) -> str | None:
-    return None if way is None else way.name
+def name(algorithm: AllReduceAlgorithm | None) -> str | None:
+    return None if algorithm is None else algorithm.name
 
 
 def ways_by_size(tp: CudaParallel, site: Site) -> list[str | None]:
     sizes = (16, 4 * KIB, 64 * KIB, 64 * KIB + 16, 1 << 20, (1 << 20) + 16, MOST_BYTES, MOST_BYTES + 16, 24, 0)
-    return [name(tp.way(torch.bfloat16, size)) for size in sizes]
+    return [name(tp.algorithm(torch.bfloat16, size)) for size in sizes]
 
 
 def sums(tp: CudaParallel, site: Site) -> list[Any]:
@@ -167,7 +170,7 @@ def sums(tp: CudaParallel, site: Site) -> list[Any]:
 
 
 def types(tp: CudaParallel, site: Site) -> dict[str, set[str | None]]:
-    return {str(dtype): {name(way) for way in ways} for dtype, ways in tp.table.items()}
+    return {str(dtype): {name(algorithm) for algorithm in algorithms} for dtype, algorithms in tp.table.items()}
 
 
 def test_a_sum_goes_the_way_that_was_fastest_for_its_size(tmp_path: Path) -> None:
@@ -220,6 +223,6 @@ def alone(folder: Path) -> Any:
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
     with alone(tmp_path) as group:
         tp = CudaParallel(group, CPU, is_custom=False)
-        tp.settle()
+        tp.finalize()
         assert tp.table == {}
         assert tp.all_reduce(torch.ones(2)).tolist() == [1.0, 1.0]

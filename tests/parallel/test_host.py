@@ -35,7 +35,7 @@ def serve(tp: int, pp: int, rank: int, init_method: str, prepared: bool, timeout
         kernels.prepare("cpu")()
     links = connect(grid(tp, pp), rank, init_method, CPU, timedelta(seconds=timeout))
     assert isinstance(links.tp, CpuParallel)
-    links.tp.settle()
+    links.tp.finalize()
     while (work := pipe.recv()) is not None:
         try:
             pipe.send(work(links.tp))
@@ -188,7 +188,7 @@ def settle_elsewhere(tp: CpuParallel) -> bool:
     from quire.engine.distributed import symmetric_memory
 
     symmetric_memory.host = lambda: ("another kernel", str(tp.rank))
-    tp.settle()
+    tp.finalize()
     return shares_memory(tp)
 
 
@@ -199,7 +199,7 @@ def test_a_group_is_gloos_until_it_has_settled(tmp_path: Path) -> None:
         tp = CpuParallel(dist.group.WORLD, timedelta(seconds=5))
         assert tp.memory is None
         assert one_sum(tp) == [1.0, 1.0]
-        tp.settle()
+        tp.finalize()
         assert shares_memory(tp) == shared.available()
         assert one_sum(tp) == [1.0, 1.0]
     finally:

@@ -94,7 +94,7 @@ def test_exchanges_go_through_the_host(tmp_path: Path) -> None:
         process.start()
         started.append((process, ours))
     try:
-        told = [pipe.recv() for _, pipe in started]
+        reported = [pipe.recv() for _, pipe in started]
         for process, pipe in started:
             pipe.send(None)
             process.join(60)
@@ -103,7 +103,7 @@ def test_exchanges_go_through_the_host(tmp_path: Path) -> None:
             process.kill()
             process.join()
     base = torch.arange(6.0).view(2, 3)
-    for rank, (kind, backend, found) in enumerate(told):
+    for rank, (kind, backend, found) in enumerate(reported):
         assert (kind, backend) == (HostStagedParallel, "gloo")
         first = rank - rank % 2  # of the stage
         total = 2 * base + 2 * first + 1

@@ -52,7 +52,7 @@ class Alone:
     """In place of `DPMember`, with nobody at the other end."""
 
     folder: Path
-    told: SimpleQueue[tuple[int, str]] = field(default_factory=SimpleQueue)
+    reported: SimpleQueue[tuple[int, str]] = field(default_factory=SimpleQueue)
     leader: str = "the host with the API"
     responses: tuple[str, ...] = ()
     master: tuple[str, int] = ("127.0.0.1", 0)
@@ -66,7 +66,7 @@ class Alone:
         self.end = on_end
 
     def tell(self, replica: int, reason: str) -> None:
-        self.told.put((replica, reason))
+        self.reported.put((replica, reason))
 
 
 def spread(config: EngineConfig, start: int, local: int, *, is_coupled: bool = False) -> EngineConfig:
@@ -118,7 +118,7 @@ def test_a_replica_that_dies_is_told_of_and_started_again(
     first = dict(cores.get(timeout=20) for _ in range(2))
     wait_for(lambda: "replica 1 is ready" in caplog.text)
     os.kill(first[1], signal.SIGKILL)
-    assert alone.told.get(timeout=20) == (1, "the engine core of replica 1 was killed by signal 9")
+    assert alone.reported.get(timeout=20) == (1, "the engine core of replica 1 was killed by signal 9")
     replica, process = cores.get(timeout=20)
     assert replica == 1
     assert process != first[1]
@@ -141,7 +141,7 @@ def test_a_dead_core_that_does_not_end_is_killed(
     alone = Alone(tmp_path)
     running = run(spread(config, 1, 1), alone)
     first = cores.get(timeout=20)
-    assert alone.told.get(timeout=20) == (1, "rank 0 hangs")
+    assert alone.reported.get(timeout=20) == (1, "rank 0 hangs")
     assert cores.get(timeout=20) != first
     running.stop.set()
     assert running.result.result(30) is None
@@ -159,7 +159,7 @@ def test_what_cannot_be_loaded_ends_the_host(
     MODE[0] = "dead"
     alone = Alone(tmp_path)
     assert run(spread(config, 1, 1), alone).result.result(30) == "the weights do not fit"
-    assert alone.told.get(timeout=1) == (1, "the weights do not fit")
+    assert alone.reported.get(timeout=1) == (1, "the weights do not fit")
 
 
 def test_coupled_replicas_end_together(

@@ -95,10 +95,10 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    told = Told()
-    yield told
-    told.close()
+def reported() -> Iterator[Told]:
+    reported = Told()
+    yield reported
+    reported.close()
 
 
 def joined(future: Future[DPCoordinator | None]) -> DPCoordinator:
@@ -210,14 +210,14 @@ def test_an_api_of_its_own_behind_an_api_of_all_is_refused(site: Site) -> None:
             future.result(30)
 
 
-def test_a_lost_replica_is_told_and_may_come_back(told: Told, site: Site) -> None:
+def test_a_lost_replica_is_told_and_may_come_back(reported: Told, site: Site) -> None:
     starting, member = site.api(site.config(3, None, 1)), site.headless(site.config(3, 1, 2)).result(30)
     api = joined(starting)
     member.tell(2, "rank 0 was killed by SIGKILL")
-    api.watch(told)
-    assert told.said.get(timeout=10) == (2, "rank 0 was killed by SIGKILL")
+    api.watch(reported)
+    assert reported.said.get(timeout=10) == (2, "rank 0 was killed by SIGKILL")
     member.close("the lights went out")
-    losses = [told.said.get(timeout=10) for _ in range(2)]
+    losses = [reported.said.get(timeout=10) for _ in range(2)]
     assert sorted(losses) == [(r, f"replica {r} (127.0.0.1) has ended: the lights went out") for r in (1, 2)]
     with pytest.raises(ConfigError, match="--block-size 32"):
         site.headless(site.config(3, 1, 2, block_size=32)).result(30)
@@ -233,21 +233,21 @@ def test_the_end_of_the_api_is_told(site: Site) -> None:
     assert ends.get(timeout=10) == "the engine is gone"
 
 
-def test_peers_that_share_experts_end_together(told: Told, site: Site) -> None:
+def test_peers_that_share_experts_end_together(reported: Told, site: Site) -> None:
     """Each has an API of its own; the first leads."""
     first, second = (site.api(site.config(2, start, 1, coupled=True)) for start in (0, 1))
     leader, member = joined(first), joined(second)
     assert (leader.requests, leader.master, leader.responses) == (member.requests, member.master, ())
-    leader.watch(told)
+    leader.watch(reported)
     member.close()
-    assert told.said.get(timeout=10) == (None, "replica 1 (127.0.0.1) has left")
+    assert reported.said.get(timeout=10) == (None, "replica 1 (127.0.0.1) has left")
 
 
-def test_peers_that_share_experts_leave_once_all_would(told: Told, site: Site) -> None:
+def test_peers_that_share_experts_leave_once_all_would(reported: Told, site: Site) -> None:
     first, second, third = (site.api(site.config(3, start, 1, coupled=True)) for start in range(3))
     leader, members = joined(first), [joined(second), joined(third)]
     for each in (leader, *members):
-        each.watch(told)
+        each.watch(reported)
         assert not each.may_end
     for each in (members[0], leader):
         each.leave()
@@ -259,10 +259,10 @@ def test_peers_that_share_experts_leave_once_all_would(told: Told, site: Site) -
     until(lambda: all(member.may_end for member in members))
 
 
-def test_nobody_stays_for_one_that_is_lost(told: Told, site: Site) -> None:
+def test_nobody_stays_for_one_that_is_lost(reported: Told, site: Site) -> None:
     first, second, third = (site.api(site.config(3, start, 1, coupled=True)) for start in range(3))
     leader, members = joined(first), [joined(second), joined(third)]
-    leader.watch(told)
+    leader.watch(reported)
     leader.leave()
     members[0].close()
     until(lambda: leader.may_end)

@@ -110,8 +110,8 @@ async def refused(server: Server, fields: dict[str, Any], status: int = 400, pat
     assert error.keys() == {"type", "error"}
     assert error["type"] == "error"
     assert error["error"].keys() == {"type", "message"}
-    told: dict[str, Any] = error["error"]
-    return told
+    reported: dict[str, Any] = error["error"]
+    return reported
 
 
 async def test_text(server: Server) -> None:
@@ -330,12 +330,12 @@ async def test_an_error_about_a_message_names_the_turn(server: Server, monkeypat
         {"role": "user", "content": [{**result, "tool_use_id": "a"}, {**result, "tool_use_id": "b"}]},
         {"role": "assistant", "content": "So"},
     ]
-    refuse_unserved = ChatRequest.refuse_unserved
+    reject_unsupported = ChatRequest.reject_unsupported
     expected = ("system", "messages[0]", "messages[1]", "messages[2]", "messages[2]", "messages[3]")
     for at, place in enumerate(expected):
 
         def refuse(body: ChatRequest, at: int = at) -> None:
-            refuse_unserved(body)
+            reject_unsupported(body)
             assert len(body.messages) == len(expected)
             raise InvalidParameter(f"continue_final_message: messages[{at}] is bad", f"messages[{at}]")
 

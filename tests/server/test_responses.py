@@ -237,10 +237,10 @@ async def test_a_call_and_its_result_over_an_earlier_response(server: Server) ->
     (call,) = last.response.output
     assert call.type == "function_call"
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": " hot"}
-    told = await server.openai.responses.create(
+    reported = await server.openai.responses.create(
         model="echo", input=[result], previous_response_id=last.response.id, tools=[F], tool_choice="none"
     )
-    assert told.output_text.endswith("{'a': 1} hot")
+    assert reported.output_text.endswith("{'a': 1} hot")
 
 
 async def test_a_call_that_was_cut_off_is_not_remembered(server: Server) -> None:
@@ -379,12 +379,12 @@ async def test_an_error_about_a_message_names_the_item(server: Server, monkeypat
             {"type": "function_call_output", "call_id": "d", "output": "2"},
         ],
     }
-    refuse_unserved = ChatRequest.refuse_unserved
+    reject_unsupported = ChatRequest.reject_unsupported
     expected = ("instructions", *["previous_response_id"] * 2, "input[0]", "input[1]", "input[4]", "input[5]")
     for at, place in enumerate(expected):
 
         def refuse(body: ChatRequest, at: int = at) -> None:
-            refuse_unserved(body)
+            reject_unsupported(body)
             assert len(body.messages) == len(expected)
             raise InvalidParameter(f"messages[{at}].content is bad", f"messages[{at}].content")
 

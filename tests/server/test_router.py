@@ -54,7 +54,7 @@ class Engine:
         if plan is None:
             return None
         rows = self.scheduler._rows[plan.step]
-        sampled = [7 if row.num_computed >= len(row.token_ids) else -1 for row in rows]
+        sampled = [7 if row.num_computed_tokens >= len(row.token_ids) else -1 for row in rows]
         self.under_way = plan, ModelRunnerOutput(plan.step, sampled)
         self.tokens += plan.num_tokens
         return 0.001 + 20e-6 * plan.num_tokens
@@ -106,7 +106,7 @@ def run(
         for index in range(processes)
     ]
     traffic = Traffic(engines)
-    told: dict[int, EngineStats] = {number: EngineStats(kv_blocks=num_blocks) for number in range(replicas)}
+    reported: dict[int, EngineStats] = {number: EngineStats(kv_blocks=num_blocks) for number in range(replicas)}
     arrivals: dict[str, float] = {}
     shared: dict[int, list[int]] = {}
     outputs: dict[str, list[int]] = {}
@@ -126,7 +126,7 @@ def run(
             head = shared.setdefault(group, [rng.randrange(1000) for _ in range(prefix)])
             prompt = head + [rng.randrange(1000) for _ in range(rng.randrange(16, 64))]
             submit = asked(str(sent), prompt, max_tokens=rng.randrange(8, 64))
-            chosen = routers[sent % processes].place(submit, told)
+            chosen = routers[sent % processes].place(submit, reported)
             assert engines[chosen].scheduler.add(submit) is None
             engines[chosen].requests += 1
             traffic.prefixes += prefix
@@ -149,7 +149,7 @@ def run(
                 outputs[request_id].append(7)
             for request_id in ended:
                 routers[int(request_id) % processes].ended(request_id, outputs.pop(request_id))
-        told[number] = structs.replace(engine.scheduler.snapshot())
+        reported[number] = structs.replace(engine.scheduler.snapshot())
         go_on(engine, now)
     assert not any(engine.scheduler.has_requests for engine in engines)
     for router in routers:

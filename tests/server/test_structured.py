@@ -367,14 +367,14 @@ async def test_what_takes_long_to_compile_is_refused_and_holds_up_nobody(
     check = StructuredOutputCheck(checker.model)
     check.resolve(StructuredOutputs(json={"const": 0}))
     costly = [
-        asyncio.create_task(check.resolve_aside(StructuredOutputs(json={**COSTLY, "title": str(at)})))
+        asyncio.create_task(check.resolve_in_thread(StructuredOutputs(json={**COSTLY, "title": str(at)})))
         for at in range(check._waiting._max_workers - 1)
     ]
     while not len(check._waiting._threads) >= len(costly):
         await asyncio.sleep(0)
-    assert (await check.resolve_aside(StructuredOutputs(regex="a+"))).regex == "a+"
+    assert (await check.resolve_in_thread(StructuredOutputs(regex="a+"))).regex == "a+"
     with pytest.raises(InvalidParameter, match="uniqueItems"):
-        await check.resolve_aside(StructuredOutputs(json={"uniqueItems": True}))
+        await check.resolve_in_thread(StructuredOutputs(json={"uniqueItems": True}))
     assert await asyncio.to_thread(int, "5") == 5  # where long prompts are encoded
     assert not any(task.done() for task in costly)
     for task in costly:
@@ -393,7 +393,7 @@ async def test_what_is_known_does_not_wait_and_what_is_asked_twice_is_compiled_o
     check = StructuredOutputCheck(checker.model)
     threads = check._waiting._max_workers
     assert 2 <= threads <= structured_outputs.MAX_COMPILING
-    known = await check.resolve_aside(StructuredOutputs(regex="a+"))
+    known = await check.resolve_in_thread(StructuredOutputs(regex="a+"))
     go, asked = threading.Event(), []
 
     def ask(question: bytes) -> bytes:
@@ -404,13 +404,15 @@ async def test_what_is_known_does_not_wait_and_what_is_asked_twice_is_compiled_o
     monkeypatch.setattr(check._compiler, "ask", ask)
 
     def resolve(regex: str) -> asyncio.Task[StructuredOutputs]:
-        return asyncio.create_task(check.resolve_aside(StructuredOutputs(regex=regex)))
+        return asyncio.create_task(check.resolve_in_thread(StructuredOutputs(regex=regex)))
 
     slow = [resolve(f"b{at % threads}") for at in range(3 * threads)]
     queued, given_up = resolve("c"), resolve("d")
     while len(asked) < threads:
         await asyncio.sleep(0)
-    assert await asyncio.wait_for(check.resolve_aside(StructuredOutputs(regex="a+"), "response_format"), 60) is known
+    assert (
+        await asyncio.wait_for(check.resolve_in_thread(StructuredOutputs(regex="a+"), "response_format"), 60) is known
+    )
     assert not any(task.done() for task in slow)
     for task in (slow[0], given_up):
         task.cancel()

@@ -63,14 +63,14 @@ def serve(
     def run(group: ExpertGroup) -> tuple[list[Tensor], list[ExpertLoad], list[ExpertPlacement]]:
         modules = {2 * number + 1: skewed(group, quantization) for number in range(layers)}
         balancer = ExpertLoadBalancer(modules, dict.fromkeys(modules, SPEC.num_experts), group, ALONE, CPU)
-        balancer.settle()
+        balancer.finalize()
         x = inputs[group.dp.rank]
-        outs, told = [], []
+        outs, reported = [], []
         for _ in range(steps):
             load = balancer.step()
-            told += [load] if load is not None else []
+            reported += [load] if load is not None else []
             outs.append(torch.stack([module(x, batch(len(x), counts)) for module in modules.values()]))
-        return outs, told, [module.placement for module in modules.values() if module.placement is not None]
+        return outs, reported, [module.placement for module in modules.values() if module.placement is not None]
 
     return on_replicas(dp, tp, config, run)
 
@@ -86,13 +86,13 @@ def test_busy_experts_move_and_outputs_stay(dp: int, tp: int, redundant: int, ba
     assert first_told[1].moved > 0
     assert first_told[0].imbalance > (1.3 if not redundant else 1.1)
     assert first_told[1].imbalance < min(1.2, first_told[0].imbalance)
-    for outs, told, placements in ranks:
+    for outs, reported, placements in ranks:
         # Bit for bit while nothing moves; then the sum over ranks has another order.
         assert all(torch.equal(out, outs[0]) for out in outs[:5])
         assert all(torch.equal(out, outs[7]) for out in outs[7:])
         assert not torch.equal(outs[0], outs[7])
         assert max((out - outs[0]).abs().max() for out in outs) <= 1e-6 * outs[0].abs().max()
-        assert told == first_told
+        assert reported == first_told
         assert placements == ranks[0][2]
         assert sorted({e for rank in placements[0].experts for e in rank}) == list(range(SPEC.num_experts))
 
@@ -100,8 +100,8 @@ def test_busy_experts_move_and_outputs_stay(dp: int, tp: int, redundant: int, ba
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_experts_move_as_they_are(quantization: kernels.Quantization) -> None:
     """They are not rounded again."""
-    for outs, told, _ in serve(balanced(redundant=4), 2, 2, 8, quantization=quantization):
-        assert told[0].imbalance > 1.3
+    for outs, reported, _ in serve(balanced(redundant=4), 2, 2, 8, quantization=quantization):
+        assert reported[0].imbalance > 1.3
         assert not torch.equal(outs[-1], outs[0])
         assert (outs[-1] - outs[0]).abs().max() <= 2e-6 * outs[0].abs().max()
 
@@ -114,9 +114,9 @@ def test_a_layer_moves_with_a_step() -> None:
         first = ExpertPlacement.initial(SPEC.num_experts, 2, balanced())
         moved.append(sum(placement != first for placement in placements))
     assert moved == [1, 2, 3, 3]
-    _, told, placements = serve(balanced(step_interval=2), 1, 2, 4, layers=3)[0]
+    _, reported, placements = serve(balanced(step_interval=2), 1, 2, 4, layers=3)[0]
     assert first not in placements
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -125,17 +125,17 @@ def test_every_token_is_counted_once(dp: int, tp: int, backend: Any, monkeypatch
     """Without EPLB too; nothing moves then."""
     monkeypatch.setattr("quire.engine.worker.eplb.TOLD_STEPS", 3)
     ranks = serve(ExpertParallelConfig(all2all=backend, step_interval=1), dp, tp, 8, layers=2)
-    for outs, told, placements in ranks:
+    for outs, reported, placements in ranks:
         assert all(torch.equal(out, outs[0]) for out in outs)
         assert placements == [ExpertPlacement.initial(SPEC.num_experts, dp * tp, ExpertParallelConfig())] * 2
-        assert [load.moved for load in told] == [0, 0]
-        for steps, load in zip((3, 6), told, strict=True):
+        assert [load.moved for load in reported] == [0, 0]
+        for steps, load in zip((3, 6), reported, strict=True):
             assert load.layers == {1: SPEC.num_experts, 3: SPEC.num_experts}
             tokens = array("q", load.tokens).tolist()
             assert sum(tokens[: SPEC.num_experts]) == steps * sum([40, 23][:dp]) * SPEC.top_k
             assert tokens[: SPEC.num_experts] == tokens[SPEC.num_experts :]
             assert 1.0 <= load.imbalance <= dp * tp
-        assert told[0].imbalance == told[1].imbalance
+        assert reported[0].imbalance == reported[1].imbalance
     assert TOLD_STEPS >= 50  # as the exchange takes time
 
 
@@ -152,29 +152,29 @@ def test_nothing_is_told_by_a_stage_that_is_not_the_last_but_it_goes_on() -> Non
             return sent.pop(0)
 
     def run(group: ExpertGroup) -> ExpertLoad | None:
-        told = None
+        reported = None
         counts: dict[int, int] = {}
         stages = []
         for number in range(3):
             here = {} if number == 1 else {number: build(PLAIN, group)}
             counts = counts | dict.fromkeys(here, PLAIN.num_experts)
             stages.append((here, ExpertLoadBalancer(here, counts, group, Stage(number, 3, number, 1, CPU), CPU)))
-            stages[-1][1].settle()
+            stages[-1][1].finalize()
         for step in range(4):
             for here, balancer in stages:
-                told = balancer.step()
-                assert (told is None) == (step != 3 or balancer is not stages[-1][1])
+                reported = balancer.step()
+                assert (reported is None) == (step != 3 or balancer is not stages[-1][1])
                 for number, layer in here.items():
                     layer(torch.randn(5 + number, HIDDEN), batch(5 + number, ()))
-        return told
+        return reported
 
-    (told,) = on_replicas(1, 1, balanced(step_interval=3), run)
-    assert told is not None
-    assert told.layers == {0: 6, 2: 6}
-    tokens = array("q", told.tokens).tolist()
+    (reported,) = on_replicas(1, 1, balanced(step_interval=3), run)
+    assert reported is not None
+    assert reported.layers == {0: 6, 2: 6}
+    tokens = array("q", reported.tokens).tolist()
     assert sum(tokens[:6]) == 3 * 5 * PLAIN.top_k
     assert sum(tokens[6:]) == 3 * 7 * PLAIN.top_k
-    assert told.imbalance == 1.0
+    assert reported.imbalance == 1.0
     assert sent == []
 
 
@@ -185,19 +185,19 @@ def test_steps_before_the_ranks_have_settled_are_not_counted_and_move_nothing(in
     def run(group: ExpertGroup) -> tuple[list[ExpertLoad | None], list[ExpertPlacement | None]]:
         layer = skewed(group)
         balancer = ExpertLoadBalancer({0: layer}, {0: SPEC.num_experts}, group, ALONE, CPU)
-        told, placements = [], [layer.placement]
+        reported, placements = [], [layer.placement]
         for number, tokens in enumerate([500, 0, 5, 5, 5, 40, 40, 40]):
             if number == 5:
-                balancer.settle()
-            told.append(balancer.step())
+                balancer.finalize()
+            reported.append(balancer.step())
             placements.append(layer.placement)
             layer(torch.randn(tokens, HIDDEN), batch(tokens, (tokens,)))
-        return told, placements
+        return reported, placements
 
-    for told, placements in on_replicas(1, 2, balanced(step_interval=interval), run):
+    for reported, placements in on_replicas(1, 2, balanced(step_interval=interval), run):
         first = 5 + interval
-        assert told[:first] == [None] * first
-        load = told[first]
+        assert reported[:first] == [None] * first
+        load = reported[first]
         assert load is not None
         assert sum(array("q", load.tokens)) == interval * 40 * SPEC.top_k
         assert placements[: first + 1] == placements[:1] * (first + 1)
@@ -209,7 +209,7 @@ def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypat
         layer = build(PLAIN, group)
         if group.rank == 1:
             packed(layer)
-        ExpertLoadBalancer({0: layer}, {0: PLAIN.num_experts}, group, ALONE, CPU).settle()
+        ExpertLoadBalancer({0: layer}, {0: PLAIN.num_experts}, group, ALONE, CPU).finalize()
 
     with pytest.raises(ConfigError, match="--enable-eplb: experts cannot move between ranks whose processors"):
         on_replicas(1, 2, balanced(), run)

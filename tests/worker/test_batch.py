@@ -10,7 +10,7 @@ import torch
 from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 from quire.engine.worker import async_copies, input_batch
 from quire.engine.worker.async_copies import Array
-from quire.engine.worker.input_batch import InputBatch, halve
+from quire.engine.worker.input_batch import InputBatch, split_micro_batches
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams()
@@ -150,7 +150,7 @@ def test_halves_tell_the_host_what_they_tell_the_device(counts: list[int]) -> No
         SchedulerOutput(0, [], starts, [CachedRequestData(slot, count, [], []) for slot, count in enumerate(counts)])
     )
     step, _ = states.batch(rows)
-    for half in halve(step, rows.counts):
+    for half in split_micro_batches(step, rows.counts):
         assert half.host is not None
         from_device = replace(half, host=None).rows()
         assert half.host.counts.tolist() == from_device.counts.tolist()

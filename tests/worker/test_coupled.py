@@ -20,7 +20,7 @@ from quire.engine.distributed import ExpertGroup, ParallelState
 from quire.engine.layers.attention import Batch
 from quire.engine.protocol.messages import SchedulerOutput
 from quire.engine.worker import model_runner as runners
-from quire.engine.worker.input_batch import Ints, halve
+from quire.engine.worker.input_batch import Ints, split_micro_batches
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate
 from tests.fakes.coupled import serving
@@ -138,7 +138,7 @@ def test_a_large_step_is_cut_and_a_small_one_is_not(folders: dict[str, Path], mo
 
     def counted(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
         cuts.append(batch.replica_tokens)
-        return halve(batch, counts)
+        return split_micro_batches(batch, counts)
 
     monkeypatch.setattr(runners, "halve", counted)
     config = coupled(configure(folders["Mixtral"], max_model_len=64), 2, ExpertParallelConfig(split_tokens=20))
@@ -161,7 +161,7 @@ def test_halves_are_the_whole(counts: list[int]) -> None:
     numbers, tables = torch.arange(total), torch.arange(len(counts))[:, None]
     whole = Batch(numbers, positions, numbers + 100, tables, lengths, ends, ends[1:] - 1, replica_tokens=(total, 3))
     whole = replace(whole, others=(replace(whole, slots=numbers + 200, block_tables=tables + 50),))
-    first, second = halve(whole, torch.tensor(counts, dtype=torch.int64).numpy())
+    first, second = split_micro_batches(whole, torch.tensor(counts, dtype=torch.int64).numpy())
     assert [half.replica_tokens for half in (first, second)] == [(-(-total // 2), 2), (total // 2, 1)]
     seen = []
     for half in (first, second, *first.others, *second.others):

@@ -99,8 +99,8 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     shared = [rng.randrange(130) for _ in range(24)]
     prompts = [shared + [rng.randrange(130) for _ in range(rng.choice([1, 8, 60]))] for _ in range(10)]
     plain = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    told = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
-    return [(prompt, told if number % 3 == 2 else plain) for number, prompt in enumerate(prompts)]
+    reported = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    return [(prompt, reported if number % 3 == 2 else plain) for number, prompt in enumerate(prompts)]
 
 
 def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
@@ -162,10 +162,10 @@ def test_a_rank_that_others_wait_for_ends_and_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     monkeypatch.setattr(os, "_exit", sys.exit)
-    told = Told()
+    reported = Told()
     with pytest.raises(SystemExit):
-        worker._fail(1, error, told)  # type: ignore[arg-type]
-    (failed,) = told.messages
+        worker._fail(1, error, reported)  # type: ignore[arg-type]
+    (failed,) = reported.messages
     assert isinstance(failed, WorkerFailed)
     assert failed.reason.startswith(f"{type(error).__name__}: {error}")
     assert ("lower --max-num-batched-tokens" in failed.reason) == (error is ERRORS["cuda"])

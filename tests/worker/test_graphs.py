@@ -72,7 +72,7 @@ def config_of(folder: Path, *sizes: int, **options: Any) -> EngineConfig:
 
 def driver(config: EngineConfig) -> Driver:
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
-    runner.settle()
+    runner.finalize()
     cache = config.cache
     return Driver(executing(runner), 8, cache.num_blocks, cache.block_size, groups=len(cache.groups))
 
@@ -116,7 +116,7 @@ def test_a_replay_is_bit_for_bit_the_step_and_stores_nothing_else(
     """Of the same number of rows; and with padding, of the rows alone."""
     config = config_of(folders("Llama"), 1, 2, 4, 8)
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
-    runner.settle()
+    runner.finalize()
     assert runner._graphs is not None
     memory, model = [cache.memory for cache in runner._caches], runner._model
     for cache in memory:
@@ -315,7 +315,7 @@ def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pi
     links = connect(config.parallel, rank, init_method, CPU)
     runner = ModelRunner(config, rank, links, CPU)
     try:
-        runner.settle()
+        runner.finalize()
     except RuntimeError as error:
         pipe.send(f"raised: {error}")
         return
@@ -349,12 +349,12 @@ def on_two_ranks(config: EngineConfig, place: str, folder: Path) -> list[Any]:
             assert pipes[1][0].poll(120)
             return [pipes[1][0].recv()]
         assert all(ours.poll(120) for ours, _ in pipes), "a rank waits for one that has given up"
-        told = [ours.recv() for ours, _ in pipes]
+        reported = [ours.recv() for ours, _ in pipes]
         for ours, _ in pipes:
             ours.send(None)
         for process in ranks:
             process.join(30)
-        return told
+        return reported
     finally:
         for process in ranks:
             process.kill()
@@ -374,14 +374,14 @@ def test_all_ranks_have_a_size_or_none_has(
 ) -> None:
     """Whichever rank fails, and nobody waits for it; in an exchange of the step itself, it ends by name instead."""
     config = config_of(folders("Llama"), 1, 2, 4, **layout)
-    told = on_two_ranks(config, place, tmp_path)
+    reported = on_two_ranks(config, place, tmp_path)
     if place == "warm-up":
-        assert told == [f"raised: {reason}"]
+        assert reported == [f"raised: {reason}"]
         return
-    assert [sizes for sizes, *_ in told] == [[], []]
+    assert [sizes for sizes, *_ in reported] == [[], []]
     text = f"decodes run without CUDA graphs, as a step cannot be captured on rank 1: {reason}"
-    assert [said for _, said, _ in told] == [[text], []]
-    assert "pipeline_parallel_size" in layout or all(count >= 3 for *_, count in told)
+    assert [said for _, said, _ in reported] == [[text], []]
+    assert "pipeline_parallel_size" in layout or all(count >= 3 for *_, count in reported)
 
 
 OPTIONS = [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}]
@@ -420,7 +420,7 @@ def test_cpus_tape_the_products_of_onednn(
 def test_each_size_is_taped_once(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
     config = config_of(folders("Llama"), *range(1, 9))
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
-    runner.settle()
+    runner.finalize()
     assert runner._graphs is not None
     assert not runner._graphs._replays
     driven = Driver(executing(runner), 8, config.cache.num_blocks, config.cache.block_size)
@@ -479,8 +479,8 @@ def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
     monkeypatch.setattr(MLP, "forward", looks)
     with caplog.at_level(logging.INFO):
         assert crowds(driver(config_of(folders("Llama"), *range(1, 9)))) == expected
-    told = caplog.text.count("decodes run without tapes, as a step cannot be replayed: ")
-    assert told == (way is not Tensor.sum)
+    reported = caplog.text.count("decodes run without tapes, as a step cannot be replayed: ")
+    assert reported == (way is not Tensor.sum)
 
 
 def test_ranks_that_meet_outside_of_operations_are_not_taped() -> None:

@@ -141,17 +141,17 @@ def test_ranks_agree_on_the_least(folder: Path, tmp_path: Path, weights: int) ->
     ]
     for process in ranks:
         process.start()
-    told = [ours.recv() for ours, _ in pipes]
+    reported = [ours.recv() for ours, _ in pipes]
     for ours, _ in pipes:
         ours.send(None)
     for process in ranks:
         process.join(30)
         assert process.exitcode == 0
     if weights == 20:
-        assert told == [(72 - 20 - 3 - 1) * U // Sizes.of(config).kv_block[1]] * 2
+        assert reported == [(72 - 20 - 3 - 1) * U // Sizes.of(config).kv_block[1]] * 2
     else:
-        assert told[0] == told[1]
-        assert "on rank 1, beside weights 9.12 GiB" in told[0]
+        assert reported[0] == reported[1]
+        assert "on rank 1, beside weights 9.12 GiB" in reported[0]
 
 
 SHARED = 80 * U
@@ -213,13 +213,13 @@ def test_ranks_that_share_a_device_count_their_own(folder: Path, tmp_path: Path)
         ranks.append(spawn.Process(target=share, args=arguments))
     for process in ranks:
         process.start()
-    told = [ours.recv() for ours, _ in pipes]
+    reported = [ours.recv() for ours, _ in pipes]
     for ours, _ in pipes:
         ours.send(None)
     for process in ranks:
         process.join(30)
         assert process.exitcode == 0
-    (blocks, first, cache), (same, second, _) = told
+    (blocks, first, cache), (same, second, _) = reported
     assert blocks == same == (36 - 20 - 3 - 2) * U // Sizes.of(config).kv_block[1]
     not_torchs = (40 - 16 - 1 - 2) * U - first
     assert second == (40 - 20 - 1 - 2) * U - not_torchs
@@ -275,7 +275,7 @@ def test_the_shortest_model_length_is_measured(tmp_path: Path, monkeypatch: pyte
         seen, meter = Recorder(monkeypatch), FakeMeter()
         meter.watch = lambda: None  # type: ignore[method-assign]
         runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
-        runner.settle()
+        runner.finalize()
         assert seen.plans[0].num_tokens == 3
         assert runner.num_blocks == config.cache.num_blocks
 

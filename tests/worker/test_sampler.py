@@ -49,10 +49,10 @@ def sample(*rows: Row) -> tuple[list[int], list[TokenLogprobs | None]]:
     logits = torch.stack([row.logits for row in rows])
     chosen: Ints = torch.tensor(slots).numpy()
     masks = {slot: bits(row.mask) for slot, row in zip(slots, rows, strict=True) if row.mask is not None}
-    return told(Sampler(logits.shape[1], EOS, CPU).sample(logits, states, chosen, masks))
+    return reported(Sampler(logits.shape[1], EOS, CPU).sample(logits, states, chosen, masks))
 
 
-def told(sampled: Sampled) -> tuple[list[int], list[TokenLogprobs | None]]:
+def reported(sampled: Sampled) -> tuple[list[int], list[TokenLogprobs | None]]:
     columns = [column.numpy() for column in sampled.columns]
     return sampled.tokens.tolist(), sampled.logprobs(*columns) if columns else []
 
@@ -253,4 +253,4 @@ def test_plain_greedy_rows_pay_for_one_argmax_only(monkeypatch: pytest.MonkeyPat
 def test_nobody_samples() -> None:
     states = InputBatch(2, 8, 4)
     nobody = torch.empty(0).long().numpy()
-    assert told(Sampler(VOCAB, EOS, CPU).sample(torch.empty(0, VOCAB), states, nobody)) == ([], [])
+    assert reported(Sampler(VOCAB, EOS, CPU).sample(torch.empty(0, VOCAB), states, nobody)) == ([], [])

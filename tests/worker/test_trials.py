@@ -69,7 +69,7 @@ def test_every_variant_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     config = configure(folder, block_size=4, max_num_seqs=seqs, max_model_len=length)
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, Meter())
     calls = Calls(monkeypatch)
-    seconds = runner.settle()
+    seconds = runner.finalize()
     assert list(seconds) == ["try decodes"]
     assert calls.rows == {*(rows for rows in (1, 2, 4, 8, 16, 32) if rows < seqs), seqs}
     assert calls.drawn == {
@@ -81,7 +81,7 @@ def test_every_variant_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert calls.counted == {chunk(known) for known in range(1, length)}
     assert calls.scored
     calls.rows.clear()
-    assert runner.settle() == {}
+    assert runner.finalize() == {}
     assert not calls.rows
 
 
@@ -91,7 +91,7 @@ def test_nothing_stays_of_what_was_tried(tmp_path: Path, family: str) -> None:
     folder = write_checkpoint(family, tmp_path, **windows)
     config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, Meter())
-    runner.settle()
+    runner.finalize()
     prompts = [[5, 6, 7, 8, 9, 10, 11], [3], list(range(30))]
     requests = [Request(prompt, SamplingParams(temperature=0.0)) for prompt in prompts]
     groups = len(config.cache.groups)
@@ -104,7 +104,7 @@ def test_ranks_without_a_meter_and_models_that_embed_try_nothing(tmp_path: Path)
     for changes, meter in (({}, None), ({"runner": "pooling"}, Meter())):
         config = configure(folder, block_size=4, max_num_seqs=2, max_model_len=64, **changes)
         runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
-        assert runner.settle() == {}
+        assert runner.finalize() == {}
 
 
 def test_replicas_that_share_experts_step_together(tmp_path: Path) -> None:

@@ -25,12 +25,12 @@ def _cohere(name: str, config: Config) -> ModelSpec:
         every = int(config.get("sliding_window_pattern") or 4)
         kinds = ["full_attention" if (number + 1) % every == 0 else "sliding_attention" for number in range(count)]
         config = {"layer_types": kinds, **config}
-    turns = rope(config, head_dim(config), is_interleaved=True)
+    rope_spec = rope(config, head_dim(config), is_interleaved=True)
     layers = [
         LayerSpec(
             attention=attention(
                 config,
-                None if is_second and window is None else turns,
+                None if is_second and window is None else rope_spec,
                 window=window,
                 qk_norm=norm if config.get("use_qk_norm") else None,
                 qk_norm_over="each head",

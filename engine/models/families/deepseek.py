@@ -21,13 +21,13 @@ from quire.engine.models.model_spec import LayerSpec, MLASpec, ModelSpec, MoESpe
 
 def _deepseek(name: str, config: Config) -> ModelSpec:
     norm, rotary_dim = rms_norm(config), int(config["qk_rope_head_dim"])
-    turns = rope(
+    rope_spec = rope(
         {**config, "partial_rotary_factor": None}, rotary_dim, is_interleaved=bool(config.get("rope_interleave", True))
     )
     scale = (int(config["qk_nope_head_dim"]) + rotary_dim) ** -0.5
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if turns.kind != "default" and scaling.get("mscale_all_dim"):
-        scale *= yarn_temperature(turns.factor, float(scaling["mscale_all_dim"])) ** 2
+    if rope_spec.kind != "default" and scaling.get("mscale_all_dim"):
+        scale *= yarn_temperature(rope_spec.factor, float(scaling["mscale_all_dim"])) ** 2
     attention = MLASpec(
         num_heads=int(config["num_attention_heads"]),
         query_latent_dim=None if config["q_lora_rank"] is None else int(config["q_lora_rank"]),
@@ -35,7 +35,7 @@ def _deepseek(name: str, config: Config) -> ModelSpec:
         plain_dim=int(config["qk_nope_head_dim"]),
         value_dim=int(config["v_head_dim"]),
         scale=scale,
-        rope=turns,
+        rope=rope_spec,
         norm=replace(norm, eps=1e-6),  # of the latents, whatever the model's is
         bias=bool(config.get("attention_bias", False)),
     )

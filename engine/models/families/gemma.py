@@ -26,9 +26,9 @@ _BOTH = NAMES | {
 
 
 def _gemma(name: str, config: Config) -> ModelSpec:
-    norm, turns = rms_norm(config, offset=1.0), rope(config, head_dim(config))
+    norm, rope_spec = rms_norm(config, offset=1.0), rope(config, head_dim(config))
     layer = LayerSpec(
-        attention=attention(config, turns),
+        attention=attention(config, rope_spec),
         attention_norm=norm,
         feed_forward=feed_forward(config, activation="gelu_tanh"),  # whatever its config says
         feed_forward_norm=norm,
@@ -47,7 +47,7 @@ def _gemma2(name: str, config: Config) -> ModelSpec:
     dim, local = head_dim(config), {**config, "rope_theta": config.get("rope_local_base_freq")}
     if not config.get("rope_parameters"):
         local["rope_scaling"] = None
-    turns = {
+    rope_spec = {
         True: rope(local if is_third else config, dim, "sliding_attention"),
         False: rope(config, dim, "full_attention"),
     }
@@ -55,7 +55,7 @@ def _gemma2(name: str, config: Config) -> ModelSpec:
         window: LayerSpec(
             attention=attention(
                 config,
-                turns[window is not None],
+                rope_spec[window is not None],
                 window=window,
                 scale=float(config["query_pre_attn_scalar"]) ** -0.5,
                 softcap=float(config.get("attn_logit_softcapping") or 0.0),

@@ -219,10 +219,10 @@ _PHI_NAMES = {
 
 
 def _starcoder2(name: str, config: Config) -> ModelSpec:
-    norm, bias, turns = layer_norm(config["norm_epsilon"]), bool(config["use_bias"]), rope(config, head_dim(config))
+    norm, bias, rope_spec = layer_norm(config["norm_epsilon"]), bool(config["use_bias"]), rope(config, head_dim(config))
     layers = [
         LayerSpec(
-            attention=attention(config, turns, window=window, qkv_bias=bias, output_bias=bias),
+            attention=attention(config, rope_spec, window=window, qkv_bias=bias, output_bias=bias),
             attention_norm=norm,
             feed_forward=feed_forward(config, is_gated=False, bias=bias),
             feed_forward_norm=norm,

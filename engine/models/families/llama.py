@@ -39,10 +39,12 @@ FUSED = NAMES | {
 """Phi-3's: one matrix for queries, keys and values, and one for gate and up."""
 
 
-def sequential(config: Config, norm: NormSpec, turns: RopeSpec | None, window: int | None, **changes: Any) -> LayerSpec:
+def sequential(
+    config: Config, norm: NormSpec, rope_spec: RopeSpec | None, window: int | None, **changes: Any
+) -> LayerSpec:
     """Llama's layer; `changes` are of its attention."""
     return LayerSpec(
-        attention=attention(config, turns, window=window, **changes),
+        attention=attention(config, rope_spec, window=window, **changes),
         attention_norm=norm,
         feed_forward=feed_forward(config),
         feed_forward_norm=norm,
@@ -51,14 +53,14 @@ def sequential(config: Config, norm: NormSpec, turns: RopeSpec | None, window: i
 
 
 def _llama(name: str, config: Config) -> ModelSpec:
-    norm, turns = rms_norm(config), rope(config, head_dim(config))
-    layer = sequential(config, norm, turns, None)
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
+    layer = sequential(config, norm, rope_spec, None)
     return architecture(name, config, [layer] * int(config["num_hidden_layers"]), norm)
 
 
 def _mistral(name: str, config: Config) -> ModelSpec:
-    norm, turns = rms_norm(config), rope(config, head_dim(config))
-    layers = [sequential(config, norm, turns, window) for window in windows(config)]
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
+    layers = [sequential(config, norm, rope_spec, window) for window in windows(config)]
     return architecture(name, config, layers, norm)
 
 
@@ -76,21 +78,21 @@ def _qwen_windows(config: Config) -> list[int | None]:
 
 
 def _qwen2(name: str, config: Config) -> ModelSpec:
-    norm, turns = rms_norm(config), rope(config, head_dim(config))
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     biases = {"qkv_bias": True, "output_bias": False}
-    layers = [sequential(config, norm, turns, window, **biases) for window in _qwen_windows(config)]
+    layers = [sequential(config, norm, rope_spec, window, **biases) for window in _qwen_windows(config)]
     return architecture(name, config, layers, norm)
 
 
 def _qwen3(name: str, config: Config) -> ModelSpec:
-    norm, turns = rms_norm(config), rope(config, head_dim(config))
-    layers = [sequential(config, norm, turns, window, qk_norm=norm) for window in _qwen_windows(config)]
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
+    layers = [sequential(config, norm, rope_spec, window, qk_norm=norm) for window in _qwen_windows(config)]
     return architecture(name, config, layers, norm)
 
 
 def _granite(name: str, config: Config) -> ModelSpec:
-    norm, turns = rms_norm(config), rope(config, head_dim(config))
-    layer = sequential(config, norm, turns, None, scale=float(config["attention_multiplier"]))
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
+    layer = sequential(config, norm, rope_spec, None, scale=float(config["attention_multiplier"]))
     return architecture(
         name,
         config,
@@ -103,13 +105,13 @@ def _granite(name: str, config: Config) -> ModelSpec:
 
 def _smollm3(name: str, config: Config) -> ModelSpec:
     """Every fourth layer has no positions; these are the ones that windows are for, if any."""
-    norm, turns, count = rms_norm(config), rope(config, head_dim(config)), int(config["num_hidden_layers"])
+    norm, rope_spec, count = rms_norm(config), rope(config, head_dim(config)), int(config["num_hidden_layers"])
     every = int(config["no_rope_layer_interval"])
     has_rope = config.get("no_rope_layers") or [(number + 1) % every != 0 for number in range(count)]
     is_windowed = bool(config["use_sliding_window"])
     kinds = ["sliding_attention" if is_windowed and not turned else "full_attention" for turned in has_rope]
     layers = [
-        sequential(config, norm, turns if turned else None, window)
+        sequential(config, norm, rope_spec if turned else None, window)
         for turned, window in zip(has_rope, windows({"layer_types": kinds, **config}), strict=True)
     ]
     return architecture(name, config, layers, norm)

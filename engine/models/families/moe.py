@@ -37,7 +37,7 @@ _MIXTRAL_NAMES = NAMES | {
 
 
 def _mixtral(name: str, config: Config) -> ModelSpec:
-    norm, turns = rms_norm(config), rope(config, head_dim(config))
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     experts = MoESpec(
         num_experts=int(config["num_local_experts"]),
         top_k=int(config["num_experts_per_tok"]),
@@ -47,7 +47,7 @@ def _mixtral(name: str, config: Config) -> ModelSpec:
     )
     layers = [
         LayerSpec(
-            attention=attention(config, turns, window=window),
+            attention=attention(config, rope_spec, window=window),
             attention_norm=norm,
             feed_forward=experts,
             feed_forward_norm=norm,
@@ -59,7 +59,7 @@ def _mixtral(name: str, config: Config) -> ModelSpec:
 
 def _qwen_moe(name: str, config: Config) -> ModelSpec:
     """Qwen2's has a shared expert behind a gate; in both some layers may be dense."""
-    norm, turns, is_second = rms_norm(config), rope(config, head_dim(config)), name.startswith("Qwen2")
+    norm, rope_spec, is_second = rms_norm(config), rope(config, head_dim(config)), name.startswith("Qwen2")
     dense = feed_forward(config)
     shared = feed_forward(config, size=int(config["shared_expert_intermediate_size"])) if is_second else None
     experts = MoESpec(
@@ -76,7 +76,7 @@ def _qwen_moe(name: str, config: Config) -> ModelSpec:
     require(config, "use_sliding_window", False)
     layers = [
         LayerSpec(
-            attention=attention(config, turns, **biases),
+            attention=attention(config, rope_spec, **biases),
             attention_norm=norm,
             feed_forward=experts if number not in without and (number + 1) % every == 0 else dense,
             feed_forward_norm=norm,
@@ -87,9 +87,9 @@ def _qwen_moe(name: str, config: Config) -> ModelSpec:
 
 
 def _granite_moe(name: str, config: Config) -> ModelSpec:
-    norm, turns = rms_norm(config), rope(config, head_dim(config))
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     layer = LayerSpec(
-        attention=attention(config, turns, scale=float(config["attention_multiplier"])),
+        attention=attention(config, rope_spec, scale=float(config["attention_multiplier"])),
         attention_norm=norm,
         feed_forward=MoESpec(
             num_experts=int(config["num_local_experts"]),
@@ -120,12 +120,12 @@ _GRANITE_NAMES = NAMES | {
 
 def _glm4_moe(name: str, config: Config) -> ModelSpec:
     """Its first layers are dense; routing is DeepSeek-V3's."""
-    norm, turns = rms_norm(config), rope(config, head_dim(config))
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     dense, experts = feed_forward(config), sigmoid_experts(config)
     biases = {"qkv_bias": bool(config.get("attention_bias", False)), "output_bias": False}
     layers = [
         LayerSpec(
-            attention=attention(config, turns, **biases, qk_norm=norm if config.get("use_qk_norm") else None),
+            attention=attention(config, rope_spec, **biases, qk_norm=norm if config.get("use_qk_norm") else None),
             attention_norm=norm,
             feed_forward=dense if number < int(config["first_k_dense_replace"]) else experts,
             feed_forward_norm=norm,
@@ -175,7 +175,7 @@ def _gpt_oss(name: str, config: Config) -> ModelSpec:
     config = {"layer_types": [("sliding_attention", "full_attention")[number % 2] for number in every], **config}
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
         config["rope_scaling"] = _GPT_OSS_ROPE
-    norm, turns = rms_norm(config), rope(config, head_dim(config))
+    norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     experts = MoESpec(
         num_experts=int(config["num_local_experts"]),
         top_k=int(config["num_experts_per_tok"]),
@@ -187,7 +187,7 @@ def _gpt_oss(name: str, config: Config) -> ModelSpec:
     )
     layers = {
         window: LayerSpec(
-            attention=attention(config, turns, window=window, has_sinks=True),
+            attention=attention(config, rope_spec, window=window, has_sinks=True),
             attention_norm=norm,
             feed_forward=experts,
             feed_forward_norm=norm,

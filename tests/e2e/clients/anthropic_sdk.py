@@ -68,8 +68,12 @@ def calls_tools(client: anthropic.Anthropic) -> None:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
     assert json.loads("".join(pieces)) == call.input
     result = {"type": "tool_result", "tool_use_id": call.id, "content": '{"temperature": 21, "condition": "sunny"}'}
-    told: Any = [*ASK_WEATHER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
-    assert "sunny" in text_of(client.messages.create(messages=told, **request))
+    reported: Any = [
+        *ASK_WEATHER,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": [result]},
+    ]
+    assert "sunny" in text_of(client.messages.create(messages=reported, **request))
     forced = client.messages.create(messages=QUESTION, tool_choice={"type": "tool", "name": "get_weather"}, **request)
     assert [block.name for block in forced.content if block.type == "tool_use"] == ["get_weather"]
 

@@ -149,10 +149,10 @@ def responds_with_tools(client: openai.OpenAI) -> None:
     assert "".join(pieces) == call.arguments
     output = '{"temperature": 21, "condition": "sunny"}'
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": output}
-    told = client.responses.create(input=[result], previous_response_id=response.id, **request)
-    assert "sunny" in told.output_text
+    reported = client.responses.create(input=[result], previous_response_id=response.id, **request)
+    assert "sunny" in reported.output_text
     items: Any = [{"role": "user", "content": asked}, *response.output, result]  # as the client's examples do
-    assert client.responses.create(input=items, **request).output_text == told.output_text
+    assert client.responses.create(input=items, **request).output_text == reported.output_text
 
 
 def completes(client: openai.OpenAI) -> None:
