@@ -28,9 +28,9 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config.options import ParallelConfig
-from quire.engine.distributed import connect
 from quire.engine.distributed.communicator import GroupParallel
 from quire.engine.distributed.cpu_communicator import CpuParallel
+from quire.engine.distributed.parallel_state import connect
 
 SIZES = [1 << power for power in range(12, 23)]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

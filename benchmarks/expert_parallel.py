@@ -32,8 +32,8 @@ from torch import Tensor
 
 from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
 from quire.engine.config.resolve import resolve
-from quire.engine.distributed import connect
 from quire.engine.distributed.expert_group import ProcessGroupExpertCommunicator, Transfer
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.executor.nodes import set_interfaces
 from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner

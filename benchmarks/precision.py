@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from quire import LLM, SamplingParams, kernels
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.loader import load
 

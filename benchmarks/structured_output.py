@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from quire import kernels
-from quire.engine import executor as executors
 from quire.engine.config.options import DEMO_MODEL, EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.executor import Executor, StepFuture
+from quire.engine.executor import factory
+from quire.engine.executor.base import Executor, StepFuture
 from quire.engine.protocol.messages import EngineCoreRequest, SamplingParams, SchedulerOutput, StructuredOutputs
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.scheduler import Scheduler
@@ -121,7 +121,7 @@ def median_of(work: Callable[[], object], repeats: int = 50) -> float:
 
 def steps(config: EngineConfig, rounds: int, count: int) -> dict[str, float]:
     """Milliseconds and ratios by number of constrained requests."""
-    executor = executors.start(config, "warning", on_end=lambda: None)
+    executor = factory.start(config, "warning", on_end=lambda: None)
     step = 0
     found: dict[int, list[tuple[float, float, float]]] = {number: [] for number in CONSTRAINED}
     for turn in range(rounds + 1):

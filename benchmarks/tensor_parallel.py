@@ -25,8 +25,8 @@ import torch
 from quire import kernels
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.distributed import connect
 from quire.engine.distributed.cpu_communicator import CpuParallel
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine import executor
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.executor import StepFuture
+from quire.engine.executor import factory
+from quire.engine.executor.base import StepFuture
 from quire.engine.protocol.messages import EngineCoreRequest, SamplingParams, SchedulerOutput
 from quire.engine.scheduler.scheduler import Scheduler
 
@@ -38,7 +38,7 @@ class Engine:
     """A loaded model and its requests."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.executor = executor.start(resolve(EngineOptions(**options)), "warning", on_end=lambda: None)
+        self.executor = factory.start(resolve(EngineOptions(**options)), "warning", on_end=lambda: None)
         self.config = self.executor.config
         self.scheduler = Scheduler(self.config)
         self.outputs: dict[str, list[int]] = {}

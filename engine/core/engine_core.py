@@ -24,12 +24,12 @@ from queue import Empty, SimpleQueue
 import msgspec
 import zmq
 
-from quire.engine import executor as executors
 from quire.engine import log, process
 from quire.engine.config.options import EngineConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.core.wave import Wave
-from quire.engine.executor import Executor, StepFuture, WorkerError
+from quire.engine.executor import factory
+from quire.engine.executor.base import Executor, StepFuture, WorkerError
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import (
     LOST_REPLICAS,
@@ -367,7 +367,7 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     core: EngineCore | None = None
     problem: str | None = None
     try:
-        executor = executors.start(config, log_level, on_end=lambda: wire.inbox.put(RankEnded()))
+        executor = factory.start(config, log_level, on_end=lambda: wire.inbox.put(RankEnded()))
         seconds = {"start engine": age, **executor.seconds}
         core = EngineCore(executor.config, executor, wire, EngineReady(seconds, replica))
         gc.collect()

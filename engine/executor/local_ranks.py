@@ -23,7 +23,7 @@ import msgspec
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
-from quire.engine.executor import WorkerError
+from quire.engine.executor.base import WorkerError
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
 

@@ -32,7 +32,7 @@ from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnde
 from quire.engine.cluster.ray_cluster import RayResources
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
-from quire.engine.executor import WorkerError, step_timeout
+from quire.engine.executor.base import WorkerError, step_timeout
 from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, RankFailed, describe_late, ranks_text
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput

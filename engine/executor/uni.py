@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.executor import StepFuture, WorkerError, step_timeout
+from quire.engine.executor.base import StepFuture, WorkerError, step_timeout
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:

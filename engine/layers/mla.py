@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, HostRows
 from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided
 from quire.engine.layers.norm import make_norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import ColumnParallelLinear, GatedLinear, RowParallelLinear, divided
 from quire.engine.models import model_spec
 

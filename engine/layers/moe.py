@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.distributed import ExpertGroup, ExpertPlacement, Parallel
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.distributed.expert_placement import ExpertPlacement
 from quire.engine.layers.all_to_all import (
     AllGatherDispatch,
     AllToAllDispatch,

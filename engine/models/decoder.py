@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.engine.distributed import ExpertGroup, Parallel
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache
 from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from quire.engine.layers.mla import MLA

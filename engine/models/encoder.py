@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.embedding import VocabParallelEmbedding
 from quire.engine.layers.linear import ColumnParallelLinear, RowParallelLinear, divided

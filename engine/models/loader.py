@@ -24,7 +24,8 @@ from quire import kernels
 from quire.engine.config.model_files import TensorInfo
 from quire.engine.config.options import EngineConfig, ModelConfig
 from quire.engine.config.pooling import Dense
-from quire.engine.distributed import ExpertGroup, Parallel
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts
 from quire.engine.layers.weight import Shard, Weight

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.config.resolve import human
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.host_gather import all_gather_object
 from quire.engine.layers.attention import Batch, HostRows, LayerCache
 from quire.engine.models.decoder import Decoder

@@ -11,8 +11,11 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.distributed import ExpertGroup, ExpertPlacement, ParallelState, Pipeline
 from quire.engine.distributed.eplb import ExpertMove, moves, rank_loads, rebalance, rounds
+from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.distributed.expert_placement import ExpertPlacement
+from quire.engine.distributed.parallel_state import ParallelState
+from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.model_spec import MoESpec

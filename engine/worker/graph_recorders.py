@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.kernels.cpu import op_replay
 
 Replay = Callable[[], None]

@@ -15,7 +15,8 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.config.kv_cache_groups import cache_specs, count_planes, place_layers
 from quire.engine.config.options import EngineConfig
-from quire.engine.distributed import ExpertCommunicator, ParallelState
+from quire.engine.distributed.expert_group import ExpertCommunicator
+from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder

@@ -24,8 +24,9 @@ from tqdm import tqdm
 from quire import kernels
 from quire.engine import log, process
 from quire.engine.config.options import EngineConfig
-from quire.engine.distributed import CollectiveError, ParallelState, connect
+from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
+from quire.engine.distributed.watchdog import CollectiveError
 from quire.engine.layers.attention import attention_needs
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput, WorkerFailed, WorkerReady

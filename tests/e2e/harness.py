@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from quire.engine import executor as executors
 from quire.engine.config.options import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.core.engine_core import EngineCore, EngineCoreIO, Inbound
-from quire.engine.executor import Executor
+from quire.engine.executor import factory
+from quire.engine.executor.base import Executor
 from quire.engine.protocol.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -62,7 +62,7 @@ class Ranks:
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
         self.config = config
-        self.executor = executor or executors.start(config, "warning", on_end=lambda: None)
+        self.executor = executor or factory.start(config, "warning", on_end=lambda: None)
         torch.set_num_threads(1)  # for a rank in this process: its matrices are too small to be shared
         self.stats = EngineStats()
         """Of the last `run`."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire.engine.core.engine_core import EngineCore, GrammarCompiled, Inbound, RankEnded
-from quire.engine.executor import WorkerError
+from quire.engine.executor.base import WorkerError
 from quire.engine.protocol.messages import (
     AbortRequests,
     EngineCoreOutput,

@@ -13,7 +13,7 @@ import pytest
 from quire.engine.config.options import EngineConfig, ExpertParallelConfig
 from quire.engine.core import engine_core as cores
 from quire.engine.core.engine_core import EngineCore, first_cause
-from quire.engine.executor import Executor, WorkerError
+from quire.engine.executor.base import Executor, WorkerError
 from quire.engine.protocol.messages import LOST_REPLICAS, ModelRunnerOutput, ReplicaFailed, SchedulerOutput, Shutdown
 from tests.engine.test_scheduler import continuation
 from tests.fakes.configs import engine_config

@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine import executor as executors
 from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.executor import WorkerError, nodes
+from quire.engine.executor import base, factory
+from quire.engine.executor.base import WorkerError, nodes
 from quire.engine.executor.local_ranks import RankFailed
 from quire.engine.executor.nodes import (
     FromNode,
@@ -339,7 +339,7 @@ def test_a_model_that_cannot_be_loaded_elsewhere_is_the_users_error(hosts: Hosts
 
 
 def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "SIGN_OF_LIFE_TIMEOUT", 0.5)
+    monkeypatch.setattr(base, "HEARTBEAT_TIMEOUT", 0.5)
     hosts.start()
     hosts.ranks.progress = [3, 3]
     hosts.say(NodeProgress([3, 2]))
@@ -473,7 +473,7 @@ def test_node_0_is_told_of_a_node_whose_address_is_wrong(hosts: Hosts, monkeypat
 def test_only_node_0_has_a_core(hosts: Hosts) -> None:
     config = replace(hosts.config, parallel=replace(hosts.config.parallel, node=1))
     with pytest.raises(ConfigError, match=r"--node-rank 1: node 0 has the API; .* with quire serve --headless"):
-        executors.start(config, "info", lambda: None)
+        factory.start(config, "info", lambda: None)
 
 
 def test_devices_are_counted_on_each_host(hosts: Hosts) -> None:

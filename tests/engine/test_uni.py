@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.engine import executor as executors
 from quire.engine.config.options import EngineConfig
-from quire.engine.executor import WorkerError
+from quire.engine.executor.base import WorkerError
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import CachedRequestData, ModelRunnerOutput, SchedulerOutput
@@ -100,7 +99,7 @@ def test_what_a_step_raises_comes_out_of_its_result(executor: UniExecutor) -> No
 
 
 def test_a_rank_that_hangs_is_named(executor: UniExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executors, "SIGN_OF_LIFE_TIMEOUT", 0.0)
+    monkeypatch.setattr(base, "HEARTBEAT_TIMEOUT", 0.0)
     with pytest.raises(WorkerError, match="rank 0 did not answer within 0 s"):
         executor.submit(SchedulerOutput(0, [], [], [])).result()
 

@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.config.options import ExpertParallelConfig, ParallelConfig
 from quire.engine.distributed import watchdog
-from quire.engine.executor import HEARTBEAT_TIMEOUT, STEP_TIMEOUT, step_timeout
+from quire.engine.executor.base import HEARTBEAT_TIMEOUT, STEP_TIMEOUT, step_timeout
 from quire.engine.protocol.messages import SchedulerOutput
 from tests.fakes.configs import engine_config
 

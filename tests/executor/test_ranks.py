@@ -7,13 +7,13 @@ import sys
 
 _START = """
 import sys
-from quire.engine import executor
+from quire.engine.executor import factory
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 
 if __name__ == "__main__":
     config = resolve(EngineOptions(device="cpu", tensor_parallel_size=2, max_model_len=64, max_num_seqs=2))
-    executor.start(config, "warning", lambda: None).close()
+    factory.start(config, "warning", lambda: None).close()
     assert "torch" not in sys.modules
 """
 

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.core.engine_core import EngineCore, Inbound
-from quire.engine.executor import Executor
+from quire.engine.executor.base import Executor
 from quire.engine.protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,

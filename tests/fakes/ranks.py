@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import ExpertParallelConfig
-from quire.engine.distributed import ExpertCommunicator, ExpertGroup, Parallel
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.distributed.threads import ThreadExpertCommunicator, ThreadParallel
 
 T = TypeVar("T")

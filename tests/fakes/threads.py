@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import EngineConfig, ExpertParallelConfig
-from quire.engine.distributed import ParallelState
+from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.distributed.pipeline import Pipeline
-from quire.engine.executor import StepFuture
+from quire.engine.executor.base import StepFuture
 from quire.engine.protocol.messages import SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.ranks import expert_groups

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quire import kernels
-from quire.engine.distributed import ExpertGroup
+from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.moe import Experts as ExpertsOfRank

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import ExpertParallelConfig
-from quire.engine.distributed import ExpertGroup, ExpertPlacement, Parallel
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.distributed.expert_placement import ExpertPlacement
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.model_spec import MLPSpec, MoESpec
 from tests.fakes.ranks import on_replicas

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.rotary import Rotary

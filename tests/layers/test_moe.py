@@ -21,7 +21,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from quire import kernels
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import LocalExperts, MixtureOfExperts, ReplicatedLinear
 from quire.engine.layers.weight import Shard, Weight

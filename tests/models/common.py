@@ -11,7 +11,8 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.distributed import ExpertCommunicator, ExpertGroup, Parallel
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_model

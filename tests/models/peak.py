@@ -12,7 +12,8 @@ from pathlib import Path
 
 from quire import kernels
 from quire.engine.config.resolve import Sizes
-from quire.engine.distributed import ExpertCommunicator, ExpertGroup, Parallel
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.models.loader import load
 from quire.engine.worker.worker import return_freed_memory
 from tests.models.common import CPU, configure

@@ -16,7 +16,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from quire.engine.config.resolve import Sizes
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
 from quire.engine.models.families import FAMILIES, transformers_backend
 from quire.engine.models.loader import load_model
@@ -234,7 +234,7 @@ def test_workers_of_our_own_models_do_without_transformers() -> None:
         "import sys\n"
         "from quire.engine.config.options import EngineOptions\n"
         "from quire.engine.models.loader import load_model\n"
-        "from quire.engine.distributed import Parallel\n"
+        "from quire.engine.distributed.communicator import Parallel\n"
         "from quire.engine.config.resolve import resolve\n"
         "import torch\n"
         "assert 'transformers' not in sys.modules\n"

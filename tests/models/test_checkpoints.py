@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import fetch_weights, plan_text, resolve
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Weight
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import load, needed_tensors

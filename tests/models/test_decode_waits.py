@@ -15,7 +15,8 @@ import torch
 import transformers
 
 from quire import kernels
-from quire.engine.distributed import ExpertCommunicator, ExpertGroup, Parallel
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.layers.attention import LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import load

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.encoder_spec import EncoderSpec as Description

@@ -13,7 +13,7 @@ import torch
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.config.resolve import Sizes, plan_text
-from quire.engine.distributed import ExpertGroup
+from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import needed_tensors
 from quire.engine.models.model_spec import MoESpec

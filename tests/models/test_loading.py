@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.engine.config.options import DEMO_MODEL
 from quire.engine.config.resolve import Sizes
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import moe
 from quire.engine.layers.linear import Linear
 from quire.engine.layers.weight import Shard, Weight, whole

@@ -16,7 +16,7 @@ import torch
 from quire.engine.config import devices
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import Sizes, plan_text, resolve
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Shard
 from quire.engine.models.checkpoint import StoredSlice
 from quire.engine.models.decoder import Decoder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.models import loader, staging
 from quire.engine.models.loader import load
 from quire.engine.models.staging import PinnedStaging

@@ -8,8 +8,9 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
 
-from quire.engine.distributed import CollectiveError, watchdog
+from quire.engine.distributed import watchdog
 from quire.engine.distributed.host_gather import all_gather_object
+from quire.engine.distributed.watchdog import CollectiveError
 
 
 @pytest.fixture

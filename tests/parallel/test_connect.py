@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from quire.engine.config.options import ParallelConfig
-from quire.engine.distributed import Parallel, connect
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.parallel_state import connect
 
 CPU = torch.device("cpu")
 

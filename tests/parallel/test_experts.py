@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from quire.engine.config.options import ExpertParallelConfig, ParallelConfig
-from quire.engine.distributed import ExpertCommunicator, connect
+from quire.engine.distributed.expert_group import ExpertCommunicator
+from quire.engine.distributed.parallel_state import connect
 from tests.parallel.test_connect import CPU, grid
 
 
@@ -74,7 +75,7 @@ def talk(dp: int, tp: int, pp: int, replica: int, rank: int, init_method: str) -
 
 def compute(dp: int, tp: int, replica: int, rank: int, init_method: str, all2all: Any) -> None:
     """A layer, of which replica 0 has 9 tokens, 1 none, and so on; then of none at all."""
-    from quire.engine.distributed import Parallel
+    from quire.engine.distributed.communicator import Parallel
     from quire.engine.layers.moe import MixtureOfExperts
     from tests.layers.experts import EVERYTHING, HIDDEN, batch, build, packed
     from tests.layers.test_sharding import fill

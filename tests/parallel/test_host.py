@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from quire import kernels
-from quire.engine.distributed import connect
 from quire.engine.distributed.communicator import GroupParallel
 from quire.engine.distributed.cpu_communicator import CpuParallel
+from quire.engine.distributed.parallel_state import connect
 from quire.kernels.cpu import shared
 from tests.parallel.test_connect import CPU, grid
 

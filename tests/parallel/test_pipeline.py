@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.distributed import Parallel, ParallelState, connect
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner

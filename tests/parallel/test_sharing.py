@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.config.options import ExpertParallelConfig
-from quire.engine.distributed import ParallelState, connect
 from quire.engine.distributed.communicator import HostStagedParallel
+from quire.engine.distributed.parallel_state import ParallelState, connect
 from tests.fakes.late_device import GPU, DeviceTensor, LateDevice
 from tests.parallel.test_connect import CPU, grid
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire.engine.distributed import ParallelState, connect, watchdog
+from quire.engine.distributed import watchdog
+from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.watchdog import PendingCollective, unfinished, watch
 from tests.parallel.test_connect import CPU, grid
 

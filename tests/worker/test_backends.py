@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.distributed import connect
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.layers.attention import attention_needs
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SamplingParams

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config.options import ExpertParallelConfig
-from quire.engine.distributed import ExpertCommunicator, ExpertGroup, ExpertPlacement, Pipeline
+from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
+from quire.engine.distributed.expert_placement import ExpertPlacement
+from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.distributed.threads import ThreadExpertCommunicator
 from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import MixtureOfExperts

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import EngineConfig, ExpertParallelConfig
-from quire.engine.distributed import ExpertGroup, ParallelState
+from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.layers.attention import Batch
 from quire.engine.protocol.messages import SchedulerOutput
 from quire.engine.worker import model_runner as runners

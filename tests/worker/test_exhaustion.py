@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.distributed import connect
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.models.decoder import DecoderLayer
 from quire.engine.protocol.errors import ConfigError

@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from quire.engine.config.options import EngineConfig, ExpertParallelConfig, GraphConfig
-from quire.engine.distributed import ExpertCommunicator, ExpertGroup, ExpertPlacement, Parallel, ParallelState, connect
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
+from quire.engine.distributed.expert_placement import ExpertPlacement
+from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.loader import load

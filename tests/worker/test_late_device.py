@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.distributed import connect
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.messages import (
     CachedRequestData,
     ModelRunnerOutput,

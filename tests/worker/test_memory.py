@@ -13,7 +13,7 @@ import pytest
 
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import Sizes, limit_blocks, resolve
-from quire.engine.distributed import connect
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SamplingParams, SchedulerOutput
 from quire.engine.worker import memory

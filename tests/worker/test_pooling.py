@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.config.pooling import MODES
-from quire.engine.distributed import connect
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from tests.e2e.harness import Ranks

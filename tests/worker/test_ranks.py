@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.distributed import connect
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.messages import SamplingParams, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate, write_checkpoint

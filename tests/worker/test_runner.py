@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.engine.distributed import connect
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.models.decoder import Decoder, DecoderLayer
 from quire.engine.protocol.messages import (
     CachedRequestData,

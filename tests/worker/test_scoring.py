@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from quire.engine.distributed import connect
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.messages import (
     CachedRequestData,
     ModelRunnerOutput,

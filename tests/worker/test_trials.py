@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.engine.config.options import ExpertParallelConfig
-from quire.engine.distributed import connect
+from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.messages import SamplingParams
 from quire.engine.worker import warm_up
 from quire.engine.worker.model_runner import ModelRunner

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Weight
 from quire.engine.models.transformers_backend.sharding import (
     PlannedEmbedding,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from quire.engine.config.options import ModelConfig
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.checkpoint import StoredSlice

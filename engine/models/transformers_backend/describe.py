@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.distributed import Parallel
+from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.threads import ThreadParallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.linear import Linear

@@ -1,0 +1,36 @@
+"""Which executor a configuration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.engine.config.options import EngineConfig
+from quire.engine.executor.base import Executor
+from quire.engine.executor.mp import MpExecutor
+from quire.engine.executor.nodes import MultiNodeExecutor, set_interfaces
+from quire.engine.executor.ray import RayExecutor
+from quire.engine.executor.uni import UniExecutor
+from quire.engine.protocol.errors import ConfigError
+
+
+def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> Executor:
+    """Start the ranks and load the model; raises `WorkerError` or `ConfigError`.
+
+    `on_end` is called, in some thread, as soon as a rank's process ends, in idle times too.
+    """
+    if config.parallel.node:
+        raise ConfigError(
+            f"--node-rank {config.parallel.node}: node 0 has the API; the others are started with "
+            "quire serve --headless"
+        )
+    if config.parallel.is_coupled:
+        set_interfaces(config)
+    match config.parallel.executor:
+        case "uni":
+            return UniExecutor(config)
+        case "mp" if config.parallel.nodes > 1:
+            return MultiNodeExecutor(config, log_level, on_end)
+        case "mp":
+            return MpExecutor(config, log_level, on_end)
+        case "ray":
+            return RayExecutor(config, log_level, on_end)
