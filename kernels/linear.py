@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import dispatch, packed, reference
+from quire.kernels import dispatch, isa, packed, reference
 from quire.kernels.dispatch import by_device
 
 Quantization = Literal["int8", "int4"]
@@ -84,7 +84,7 @@ def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tens
         return Panels if _is_ours("f") else OneDNN if _has_onednn() else Plain
     if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _is_ours("bf16"):
         return Panels
-    if weight.dtype == torch.bfloat16 and _has_onednn() and (torch.cpu._is_avx512_bf16_supported() or _has_tiles()):
+    if weight.dtype == torch.bfloat16 and _has_onednn() and (isa.has("avx512_bf16") or _has_tiles()):
         return OneDNN
     # oneDNN emulates bfloat16 where the processor does not have it, at half the speed of float32.
     return Widened
@@ -92,12 +92,12 @@ def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tens
 
 def _is_ours(extension: Literal["f", "bf16", "vnni"]) -> bool:
     """Whether our own products, by this extension of AVX-512, are the fastest that this processor has."""
-    if "cpu" not in dispatch.PLATFORMS or not torch.cpu._is_avx512_supported():
+    if "cpu" not in dispatch.PLATFORMS or not isa.has("avx512"):
         return False
     if extension == "bf16":
-        return torch.cpu._is_avx512_bf16_supported() and not _has_tiles()
+        return isa.has("avx512_bf16") and not _has_tiles()
     if extension == "vnni":
-        return hasattr(torch.ops.quire, "int8_linear") and torch.cpu._is_vnni_supported() and not _has_tiles()
+        return hasattr(torch.ops.quire, "int8_linear") and isa.has("avx512_vnni") and not _has_tiles()
     return True
 
 
@@ -108,7 +108,7 @@ def _has_onednn() -> bool:
 
 def _has_tiles() -> bool:
     """AMX, whose matmuls oneDNN has."""
-    return torch.cpu._is_amx_tile_supported()
+    return isa.has("amx")
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class Int8OneDNN(Linear):
 
     def __init__(self, weight: Tensor) -> None:
         # Without VNNI, two products are summed in 16 bits: weights of 7 bits cannot overflow them.
-        steps = 127 if torch.cpu._is_vnni_supported() else 63
+        steps = 127 if isa.has("avx512_vnni") else 63
         quantized, self._scales = _quantize_weight(weight.detach(), steps)
         self._zeros = torch.zeros(len(weight), dtype=torch.int32)
         self._weight = torch.ops.onednn.qlinear_prepack(quantized, None)
