@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 import torch
 
-from quire.kernels import isa
+from quire import kernels
+from quire.kernels import isa, linear
 from quire.kernels.cpu import build
 
 needs_avx2 = pytest.mark.skipif(not torch.cpu._is_avx2_supported(), reason="needs AVX2")
@@ -22,13 +23,19 @@ def test_without_it_the_processor_has_what_it_has(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_avx2
-def test_avx2_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_avx2_is_all_there_is(monkeypatch: pytest.MonkeyPatch, implementation: str) -> None:
     monkeypatch.setenv("QUIRE_CPU_ISA", "native")
     native = build._key("c++")
     monkeypatch.setenv("QUIRE_CPU_ISA", "avx2")
     assert [feature for feature in get_args(isa.Feature) if isa.has(feature)] == ["avx2"]
     assert isa.compiler_flag() == "-march=x86-64-v3"
     assert build._key("c++") != native
+    if implementation == "cpu":  # the same forms as elsewhere, for all but AMX
+        assert type(kernels.pack_linear(torch.zeros(2, 4))) is linear.Panels
+        assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=torch.bfloat16))) is linear.Panels
+        assert type(kernels.pack_linear(torch.zeros(2, 4), "int8")) is linear.Int8
+    else:  # oneDNN takes no bfloat16 there
+        assert type(kernels.pack_linear(torch.zeros(2, 4, dtype=torch.bfloat16))) is linear.Widened
 
 
 def test_what_is_not_known_or_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,10 @@ def test_full_precision_is_the_plain_product(
     packs: list[Callable[[Tensor], kernels.Linear]] = [kernels.pack_linear, linear.Plain, linear.Widened]
     if dtype == torch.float32:
         packs += [linear.Panels, linear.OneDNN]
-    elif dtype == torch.bfloat16 and isa.has("avx512"):  # without it, oneDNN takes no bfloat16
-        packs.append(linear.OneDNN)
+    elif dtype == torch.bfloat16:
+        packs.append(linear.Panels)
+        if isa.has("avx512"):  # without it, oneDNN takes no bfloat16
+            packs.append(linear.OneDNN)
     for pack in packs:
         close(pack(weight)(x, bias), expected, tolerance)
 
@@ -49,13 +51,12 @@ def test_full_precision_is_the_plain_product(
 def test_int8_is_exact_on_the_rounded_numbers(rows: int, outs: int, ins: int, dtype: torch.dtype) -> None:
     x, weight, bias = torch.randn(rows, ins).to(dtype), torch.randn(outs, ins), torch.randn(outs).to(dtype)
     x_bytes, x_scales = packed.quantize_rows(x)
-    bytes_, scales = packed.quantize_weight(weight, 127 if isa.has("avx512_vnni") else 63)
-    sums = (x_bytes.double() - packed.INT8_ZERO) @ bytes_.double().T
-    expected = (sums * x_scales[:, None] * scales + bias).to(dtype)
-    packs: list[Callable[[Tensor], kernels.Linear]] = [linear.Int8OneDNN]
-    if isa.has("avx512_vnni"):
-        packs.append(linear.Int8)
-    for pack in packs:
+    packs: list[tuple[Callable[[Tensor], kernels.Linear], int]] = [(linear.Int8, 127)]
+    packs.append((linear.Int8OneDNN, 127 if isa.has("avx512_vnni") else 63))
+    for pack, steps in packs:
+        bytes_, scales = packed.quantize_weight(weight, steps)
+        sums = (x_bytes.double() - packed.INT8_ZERO) @ bytes_.double().T
+        expected = (sums * x_scales[:, None] * scales + bias).to(dtype)
         close(pack(weight)(x, bias), expected, {torch.float32: 1e-6}.get(dtype, 5e-3))
         close(pack(weight)(x, bias), F.linear(x.float(), weight, bias.float()).to(dtype), 0.03)
         close(pack(weight)(x, None), (expected.double() - bias.double()).to(dtype), 0.02)
@@ -171,7 +172,17 @@ def test_compiled_quantization_is_the_references(dtype: torch.dtype, steps: int)
         assert torch.equal(one, other)
 
 
-@pytest.mark.skipif(not isa.has("avx512_vnni"), reason="without VNNI there is no such product")
+@pytest.mark.parametrize("rows", [1, 2, 7])
+def test_the_largest_numbers_of_8_bits_do_not_saturate(rows: int) -> None:
+    """Two of their products fill 16 bits all but one."""
+    signs = torch.ones(3, 512)
+    signs[1, ::2] = signs[2, ::4] = -1
+    assert torch.equal(
+        linear.Int8(signs * 127)(signs[:1].expand(rows, -1) * 127, None), signs.sum(1).expand(rows, 3) * 127**2
+    )
+    assert torch.equal(linear.Int8(signs * 127)(signs[1:2] * -127, None), (signs * -signs[1]).sum(1)[None] * 127**2)
+
+
 def test_a_row_that_is_not_a_number_stays_none() -> None:
     x = torch.randn(3, 64)
     x[1, 5] = torch.nan

@@ -409,8 +409,8 @@ def test_cpus_tape_the_products_of_onednn(
     folders: Callable[[str], Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As processors without AVX-512, and those with AMX, do most of their work by."""
-    monkeypatch.setattr(linear, "_is_ours", lambda extension: False)
+    """As processors without AVX2, and those with AMX, do most of their work by."""
+    monkeypatch.setattr(linear, "_is_ours", lambda kind: False)
     eager, taped = (driver(config_of(folders("Llama"), *sizes, **options)) for sizes in ((), range(1, 9)))
     with caplog.at_level(logging.INFO):
         assert crowds(taped) == crowds(eager)
