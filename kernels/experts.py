@@ -148,7 +148,10 @@ def _widened(weight: Tensor, padding: int) -> Tensor:
 
 
 class ExpertByExpert(PackedExperts):
-    """A call of two packed linear layers for every expert that has rows."""
+    """A call of two packed linear layers for every expert that has rows.
+
+    Python reads which these are, so that a step cannot be replayed: decodes run without CUDA graphs or tapes.
+    """
 
     def __init__(
         self,

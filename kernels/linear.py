@@ -1,9 +1,10 @@
 """The matmul of a linear layer. Its weight is packed once, into the form that the device multiplies by fastest.
 
-On CPUs with AVX-512 the products are our own: as fast as oneDNN's for many rows, in 60 to 90 % of its time for the few
-of decodes (benchmarks/matmul.py), and a row's product does not depend on the rows beside it. Elsewhere, and for int8
-and bfloat16 where there are tiles (AMX), they are oneDNN's, through torch: prepacked, they run at 85 % of the
-processor's peak where `F.linear` (MKL) stays at 40 % on processors not made by Intel (benchmarks/machine.py).
+On CPUs with AVX2 or AVX-512 the products are our own: faster than oneDNN's for the few rows of decodes, about as fast
+for many (benchmarks/matmul.py; docs/cpu.md has the figures), and a row's product does not depend on the rows beside it.
+Elsewhere, and for int8 and bfloat16 where there are tiles (AMX), they are oneDNN's, through torch: prepacked, they run
+at 85 % of the processor's peak where `F.linear` (MKL) stays at 40 % on processors not made by Intel
+(benchmarks/machine.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels import dispatch, packed, reference
+from quire.kernels import dispatch, isa, packed, reference
 from quire.kernels.dispatch import by_device
 
 Quantization = Literal["int8", "int4"]
@@ -79,36 +80,28 @@ def packing(weight: Tensor, quantization: Quantization | None) -> Callable[[Tens
     if quantization == "int4":
         return Int4Linear
     if quantization == "int8":
-        return Int8Linear if _is_ours("vnni") else Int8OneDNNLinear
+        return Int8Linear if _is_ours("int8") else Int8OneDNNLinear
     if weight.dtype == torch.float32:
-        return TiledLinear if _is_ours("f") else OneDNNLinear if _has_onednn() else PlainLinear
-    if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and _is_ours("bf16"):
-        return TiledLinear
-    if weight.dtype == torch.bfloat16 and _has_onednn() and (torch.cpu._is_avx512_bf16_supported() or _has_tiles()):
-        return OneDNNLinear
-    # oneDNN emulates bfloat16 where the processor does not have it, at half the speed of float32.
+        return TiledLinear if _is_ours("float32") else OneDNNLinear if _has_onednn() else PlainLinear
+    if weight.dtype == torch.bfloat16:
+        if weight.shape[1] % 2 == 0 and _is_ours("bfloat16"):
+            return TiledLinear
+        # Without AVX-512 oneDNN refuses bfloat16; without AVX-512 BF16 it emulates it, at half the speed of float32.
+        if _has_onednn() and (isa.has("avx512_bf16") or isa.has("amx")):
+            return OneDNNLinear
     return WidenedLinear
 
 
-def _is_ours(extension: Literal["f", "bf16", "vnni"]) -> bool:
-    """Whether our own products, by this extension of AVX-512, are the fastest that this processor has."""
-    if "cpu" not in dispatch.PLATFORMS or not torch.cpu._is_avx512_supported():
+def _is_ours(kind: Literal["float32", "bfloat16", "int8"]) -> bool:
+    """Whether our own products of these numbers are the ones to use on this processor."""
+    if "cpu" not in dispatch.PLATFORMS or not isa.has("avx2"):
         return False
-    if extension == "bf16":
-        return torch.cpu._is_avx512_bf16_supported() and not _has_tiles()
-    if extension == "vnni":
-        return hasattr(torch.ops.quire, "int8_linear") and torch.cpu._is_vnni_supported() and not _has_tiles()
-    return True
+    return kind == "float32" or not isa.has("amx")
 
 
 def _has_onednn() -> bool:
     """Whether this build of torch brings it."""
     return torch.backends.mkldnn.is_available()  # type: ignore[no-any-return,no-untyped-call]
-
-
-def _has_tiles() -> bool:
-    """AMX, whose matmuls oneDNN has."""
-    return torch.cpu._is_amx_tile_supported()
 
 
 def _padded(x: Tensor) -> Tensor:
@@ -184,7 +177,7 @@ class OneDNNLinear(PackedLinear):
 
 
 class WidenedLinear(PackedLinear):
-    """16-bit weights where the processor has no 16-bit arithmetic: widened in the cache; float32 sums."""
+    """16-bit weights that no other form takes, as those of float16: widened in the cache; float32 sums."""
 
     def __init__(self, weight: Tensor) -> None:
         self._features = len(weight)
@@ -229,7 +222,7 @@ class Int8OneDNNLinear(PackedLinear):
 
     def __init__(self, weight: Tensor) -> None:
         # Without VNNI, two products are summed in 16 bits: weights of 7 bits cannot overflow them.
-        steps = 127 if torch.cpu._is_vnni_supported() else 63
+        steps = 127 if isa.has("avx512_vnni") else 63
         quantized, self._scales = _quantize_weight(weight.detach(), steps)
         self._zeros = torch.zeros(len(weight), dtype=torch.int32)
         self._weight = torch.ops.onednn.qlinear_prepack(quantized, None)

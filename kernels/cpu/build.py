@@ -14,12 +14,12 @@ from pathlib import Path
 
 import torch
 
-from quire.kernels import disk
+from quire.kernels import disk, isa
 
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent
-_FLAGS = ("-O3", "-DNDEBUG", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++20")
+_FLAGS = ("-O3", "-DNDEBUG", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++20")
 _LIBRARY = "quire_cpu"
 
 
@@ -50,13 +50,17 @@ def load() -> None:
         raise CannotBuild(f"{error}; QUIRE_KERNEL_CACHE names another folder for the library") from error
 
 
+def _flags() -> list[str]:
+    return [*_FLAGS, isa.compiler_flag()]
+
+
 def _key(compiler: str) -> str:
     """A hash of sources, flags, compiler, processor and torch."""
     digest = hashlib.sha256()
     for source in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest.update(repr((_FLAGS, version, disk.processor(), torch.__version__)).encode())
+    digest.update(repr((_flags(), version, disk.processor(), torch.__version__)).encode())
     return digest.hexdigest()[:16]
 
 
@@ -80,7 +84,7 @@ def _compile(built: Path) -> None:
             cpp_extension.load(
                 _LIBRARY,
                 [str(source) for source in sorted(_SOURCES.glob("*.cpp"))],
-                extra_cflags=list(_FLAGS),
+                extra_cflags=_flags(),
                 build_directory=work,
                 is_python_module=False,
                 with_cuda=False,

@@ -187,7 +187,6 @@ struct Rows {
   Floats product(int64_t, Floats sum, const float*, int64_t) const { return sum; }
 };
 
-#ifdef __AVX512VNNI__
 // Rows as bytes.
 template <>
 struct Rows<Quad> {
@@ -202,11 +201,10 @@ struct Rows<Quad> {
   }
 
   Floats product(int64_t row, Ints sum, const float* scales, int64_t feature) const {
-    const Ints exact = sum - kOffset * quantized.sums[row];
+    const Ints exact = sum - Quad::kTooHigh * quantized.sums[row];
     return __builtin_convertvector(exact, Floats) * load(scales + feature) * quantized.scales[row];
   }
 };
-#endif
 
 // The rows of some visits, one after the other.
 const char* gather(const char* x, int64_t stride, const Visit* visits, int64_t count) {
@@ -321,19 +319,15 @@ at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const 
                  out.mutable_data_ptr<T>());
   };
   if (gate_up.element_size() == 1) {
-#ifdef __AVX512VNNI__
     TORCH_CHECK(first.scales && second.scales, "bytes need scales");
     TORCH_CHECK(std::max(hidden, inner) <= (1 << 16), "sums of more than 65,536 products of 8 bits may not fit into 32");
     for_type(x.scalar_type(), [&]<typename T>() { run.template operator()<Quad, T, 4>(); });
     return out;
-#endif
   } else {
     TORCH_CHECK(x.scalar_type() == gate_up.scalar_type() && x.scalar_type() == down.scalar_type());
     if (x.scalar_type() == at::kFloat) return run.template operator()<Float, float, 1>(), out;
-#ifdef __AVX512BF16__
     TORCH_CHECK(hidden % 2 == 0, "rows of x are to be whole words");
     if (x.scalar_type() == at::kBFloat16) return run.template operator()<BFloat16Pair, at::BFloat16, 2>(), out;
-#endif
   }
   TORCH_CHECK(false, "no experts of ", gate_up.scalar_type(), " on this processor");
 }

@@ -92,9 +92,7 @@ at::Tensor panel_linear(const at::Tensor& x, const at::Tensor& weight, const std
     return out;
   };
   if (x.scalar_type() == at::kFloat) return run.template operator()<Float, float, 1>();
-#ifdef __AVX512BF16__
   if (x.scalar_type() == at::kBFloat16) return run.template operator()<BFloat16Pair, at::BFloat16, 2>();
-#endif
   TORCH_CHECK(false, "no panels of ", x.scalar_type(), " on this processor");
 }
 
@@ -288,7 +286,6 @@ std::tuple<at::Tensor, at::Tensor> quantize_weight(const at::Tensor& weight, int
   return {out, scales};
 }
 
-#ifdef __AVX512VNNI__
 // weight: bytes [panels, in / 4, 32, 4], 128 above what they stand for; scales: float32 [panels * 32].
 at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scales,
                        const std::optional<at::Tensor>& bias, int64_t features, std::string_view activation) {
@@ -303,7 +300,7 @@ at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::
   for_type(x.scalar_type(), [&]<typename T>() {
     quantized.fill(rows.const_data_ptr<T>(), x.size(0), x.size(1), words * 4);
     const auto scaled = [&](int64_t row, int64_t feature, Ints sum) {
-      const Ints exact = sum - kOffset * quantized.sums[row];
+      const Ints exact = sum - Quad::kTooHigh * quantized.sums[row];
       return __builtin_convertvector(exact, Floats) * load(of_features + feature) * quantized.scales[row];
     };
     with_finish<T>(activation, out, bias, scaled, [&](auto finish) {
@@ -313,7 +310,6 @@ at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& weight, const at::
   });
   return out;
 }
-#endif
 
 }  // namespace
 
@@ -327,10 +323,8 @@ TORCH_LIBRARY_FRAGMENT(quire, m) {
       "int4_linear(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, int features, ScalarType type) -> "
       "Tensor",
       int4_linear);
-#ifdef __AVX512VNNI__
   m.def("int8_linear(Tensor x, Tensor weight, Tensor scales, Tensor? bias, int features, str activation) -> Tensor",
         int8_linear);
-#endif
 }
 
 }  // namespace quire

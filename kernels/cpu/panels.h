@@ -2,8 +2,8 @@
 //
 // Weights lie in panels of 32 output features, [panels][words][32]. A word is what one instruction takes of a row of x
 // and of each feature: a float32, two bfloat16, or four bytes, always 32 bits. A thread takes whole panels; of a panel
-// it takes a piece, kDepth words deep, that stays in the first-level cache while all rows of x pass by, kRows at once
-// with their sums in registers. Meanwhile the piece that comes next is called into the second-level cache. So each
+// it takes a piece, kDepth words deep, that stays in the first-level cache while all rows of x pass by, some at once with
+// their sums in registers. Meanwhile the piece that comes next is called into the second-level cache. So each
 // weight is read from memory once, and a row's sums are added up in the same order whatever stands beside it.
 
 #pragma once
@@ -22,38 +22,76 @@ constexpr int64_t kPieceBytes = kDepth * kPanel * 4;
 constexpr int64_t kBlockBytes = 256 << 10;             // of x: what stays in the second-level cache
 constexpr int64_t kLeastBlock = 96;                    // rows that a piece is read for at least
 constexpr int kVectors = kPanel / kLanes;
-constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 2 : 1;  // the sums leave some registers for a piece
+constexpr float kSteps = 127.0f;                       // of 8 bits, up and down
+constexpr int kOffset = 128;                           // on weights of 8 bits, which makes them unsigned
 constexpr int64_t kThreadWork = 1 << 19;               // multiplications that make a thread worth waking
 constexpr int64_t kReadingRows = 16;  // a panel is read from memory in the time that takes to multiply so many rows
 
 // Weights and x of float32.
 struct Float {
   using Sum = Floats;
+  static constexpr int kRows = kLanes == 16 ? 12 : 6;  // at once: their sums leave some registers for a piece
+
   static Sum add(Sum sum, const char* weights, const char* x) {
     return sum + load(reinterpret_cast<const float*>(weights)) * read<float>(x);
   }
 };
 
-#ifdef __AVX512BF16__
 // Of bfloat16, two inputs to a word; their products are summed in float32.
 struct BFloat16Pair {
   using Sum = Floats;
+  static constexpr int kRows = kLanes == 16 ? 12 : 4;
+
   static Sum add(Sum sum, const char* weights, const char* x) {
+#ifdef __AVX512BF16__
     return _mm512_dpbf16_ps(sum, read<__m512bh>(weights), std::bit_cast<__m512bh>(_mm512_set1_epi32(read<int32_t>(x))));
+#else
+    const Words pairs = read<Words>(weights), pair = repeat(x);
+    sum += std::bit_cast<Floats>(pairs << 16) * std::bit_cast<Floats>(pair << 16);
+    return sum + std::bit_cast<Floats>(pairs & 0xFFFF0000) * std::bit_cast<Floats>(pair & 0xFFFF0000);
+#endif
   }
 };
-#endif
 
-#ifdef __AVX512VNNI__
-// Unsigned weights and signed x, four inputs to a word: of the two, the instruction repeats only the signed operand.
+// Bytes, four inputs to a word: weights, which are kOffset too high, and signed x of at most 127. Sums are exact.
 struct Quad {
   using Sum = Ints;
+  static constexpr int kRows = kLanes == 16 ? 12 : 6;
+
+#if defined(__AVX512VNNI__)
+  // Of the two operands, the instruction repeats only the signed one.
+  static constexpr int kTooHigh = kOffset;  // what the sums take every weight for, above what it is
   static Sum add(Sum sum, const char* weights, const char* x) {
     return std::bit_cast<Sum>(_mm512_dpbusd_epi32(std::bit_cast<__m512i>(sum), read<__m512i>(weights),
                                                   _mm512_set1_epi32(read<int32_t>(x))));
   }
-};
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+  static constexpr int kTooHigh = kOffset;
+  static Sum add(Sum sum, const char* weights, const char* x) {
+    return std::bit_cast<Sum>(_mm256_dpbusd_avx_epi32(std::bit_cast<__m256i>(sum), read<__m256i>(weights),
+                                                      _mm256_set1_epi32(read<int32_t>(x))));
+  }
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  // Products of two bytes are summed in 16 bits, with saturation: those of a magnitude, at most 128, and of x with the
+  // sign of the weight, at most 127, always fit; an unsigned weight times x would not.
+  static constexpr int kTooHigh = 0;
+  static Sum add(Sum sum, const char* weights, const char* x) {
+    const __m256i weight = _mm256_xor_si256(read<__m256i>(weights), _mm256_set1_epi8(static_cast<char>(kOffset)));
+    const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(read<int32_t>(x)), weight);
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), signed_x);
+    return sum + std::bit_cast<Sum>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  }
+#else
+  // Bytes as 16 bits, every other one at a time.
+  static constexpr int kTooHigh = kOffset;
+  static Sum add(Sum sum, const char* weights, const char* x) {
+    const Words bytes = read<Words>(weights);
+    const Shorts of_x = std::bit_cast<Shorts>(repeat(x));
+    sum += sum_of_pairs(std::bit_cast<Shorts>(bytes & 0x00FF00FF), of_x << 8 >> 8);
+    return sum + sum_of_pairs(std::bit_cast<Shorts>(bytes >> 8 & 0x00FF00FF), of_x >> 8);
+  }
 #endif
+};
 
 // A thread's sums of a block of rows for one panel.
 template <typename Word>
@@ -64,25 +102,28 @@ using Sums = typename Word::Sum[kVectors];
 template <typename Word, int R>
 void multiply(const char* x, int64_t stride, const char* piece, int64_t words, Sums<Word>* sums, bool is_first,
               const char* next, int lines) {
-  Sums<Word> acc[R];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = is_first ? typename Word::Sum{} : sums[r][v];
-  }
-  for (int64_t k = 0; k < words; ++k) {
-    for (int line = 0; line < lines; ++line) __builtin_prefetch(next + (k * lines + line) * 64, 0, 2);
-    const char* weights = piece + k * kPanel * 4;
+  constexpr int V = R <= 2 ? kVectors : 2;  // vectors of a panel at once
+  for (int first = 0; first < kVectors; first += V, lines = 0) {
+    typename Word::Sum acc[R][V];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = Word::add(acc[r][v], weights + v * kLanes * 4, x + r * stride + k * 4);
+      for (int v = 0; v < V; ++v) acc[r][v] = is_first ? typename Word::Sum{} : sums[r][first + v];
     }
-  }
+    for (int64_t k = 0; k < words; ++k) {
+      for (int line = 0; line < lines; ++line) __builtin_prefetch(next + (k * lines + line) * 64, 0, 2);
+      const char* weights = piece + (k * kPanel + first * kLanes) * 4;
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
+      for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = acc[r][v];
+        for (int v = 0; v < V; ++v) acc[r][v] = Word::add(acc[r][v], weights + v * kLanes * 4, x + r * stride + k * 4);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[r][first + v] = acc[r][v];
+    }
   }
 }
 
@@ -113,7 +154,7 @@ struct Piece {
 template <typename Word, typename From, typename Take, typename Finish>
 void multiply_panels(int64_t rows, int64_t stride, int64_t words, int64_t begin, int64_t end, From from, Take take,
                      Finish finish) {
-  static constexpr auto kMultiply = multiplies<Word>(std::make_integer_sequence<int, kRows>());
+  static constexpr auto kMultiply = multiplies<Word>(std::make_integer_sequence<int, Word::kRows>());
   constexpr int64_t kPieceLines = 2;  // cache lines of a word
   const int64_t most = std::max(kLeastBlock, kBlockBytes / std::max<int64_t>(1, stride));
   const int64_t blocks = std::max<int64_t>(1, (rows + most - 1) / most), block = (rows + blocks - 1) / blocks;
@@ -123,7 +164,7 @@ void multiply_panels(int64_t rows, int64_t stride, int64_t words, int64_t begin,
   memory.resize(std::max<size_t>(memory.size(), block * kVectors));
   auto* const sums = reinterpret_cast<Sums<Word>*>(memory.data());
   for (int64_t first = 0; first < rows; first += block) {
-    const int64_t count = std::min(block, rows - first), parts = (count + kRows - 1) / kRows;
+    const int64_t count = std::min(block, rows - first), parts = (count + Word::kRows - 1) / Word::kRows;
     const char* const x = from(first, count);
     for (int64_t panel = begin; panel < end; ++panel) {
       for (int64_t k = 0; k < words; k += most_words) {
@@ -144,9 +185,6 @@ void multiply_panels(int64_t rows, int64_t stride, int64_t words, int64_t begin,
 constexpr auto as_it_is = [](int64_t, int64_t, Floats sum) { return sum; };
 
 inline const char* bytes_of(const at::Tensor& x) { return static_cast<const char*>(x.const_data_ptr()); }
-
-constexpr float kSteps = 127.0f;
-constexpr int kOffset = 128;  // on weights, which makes them unsigned
 
 // Rows of x as bytes, followed by zeros up to whole words: a row is about `scale` times its bytes, which add up to `sum`.
 struct Quantized {

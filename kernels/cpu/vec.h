@@ -28,6 +28,7 @@ constexpr int kLanes = 4;
 using Floats = float __attribute__((vector_size(4 * kLanes)));
 using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
 using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Shorts = int16_t __attribute__((vector_size(4 * kLanes)));
 using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
 using Bytes = int8_t __attribute__((vector_size(kLanes)));
 
@@ -68,6 +69,16 @@ inline To read(const From* from) {
   To to;
   std::memcpy(&to, from, sizeof(To));
   return to;
+}
+
+// The word at `x` in all lanes. That they are alike is kept from the compiler, which would compute with the one and repeat
+// what comes out: that costs more than a vector does.
+inline Words repeat(const char* x) {
+  Words words = Words{} + read<uint32_t>(x);
+#if defined(__x86_64__)
+  asm("" : "+v"(words));
+#endif
+  return words;
 }
 
 inline Floats load(const float* x) { return read<Floats>(x); }
@@ -125,6 +136,18 @@ inline void store(at::Half* to, Floats x) {
 inline void store(int8_t* to, Floats x) {
   const Bytes bytes = __builtin_convertvector(__builtin_convertvector(x, Ints), Bytes);
   std::memcpy(to, &bytes, sizeof(bytes));
+}
+
+// Of two numbers of 16 bits to a lane, the sum of their products.
+inline Ints sum_of_pairs(Shorts a, Shorts b) {
+#if defined(__AVX512BW__)
+  return std::bit_cast<Ints>(_mm512_madd_epi16(std::bit_cast<__m512i>(a), std::bit_cast<__m512i>(b)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return std::bit_cast<Ints>(_mm256_madd_epi16(std::bit_cast<__m256i>(a), std::bit_cast<__m256i>(b)));
+#else
+  const Ints first = std::bit_cast<Ints>(a), second = std::bit_cast<Ints>(b);
+  return (first << 16 >> 16) * (second << 16 >> 16) + (first >> 16) * (second >> 16);
+#endif
 }
 
 using AllLanes = std::integral_constant<int, kLanes>;

@@ -18,8 +18,8 @@ import pytest
 from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.executor import base, factory
-from quire.engine.executor.base import WorkerError, nodes
+from quire.engine.executor import base, factory, nodes
+from quire.engine.executor.base import WorkerError
 from quire.engine.executor.local_ranks import RankFailed
 from quire.engine.executor.nodes import (
     FromNode,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import reference
+from quire.kernels import isa, reference
 from quire.kernels.cache import LARGEST
 
 CACHES = [torch.float32, torch.bfloat16, torch.float16, *LARGEST]
@@ -176,7 +176,7 @@ def test_long_contexts_are_those_of_the_reference(dtype: torch.dtype, heads: int
 
 def close(out: Tensor, expected: Tensor, of_cache: torch.dtype) -> None:
     """Equal but for the order of sums; where the processor multiplies pairs of bfloat16, queries are, too."""
-    if of_cache == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() and out.shape[-1] % 32 == 0:
+    if of_cache == torch.bfloat16 and isa.has("avx512_bf16") and out.shape[-1] % 32 == 0:
         assert (out.float() - expected.float()).norm() <= 4e-3 * expected.float().norm()
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
     else:

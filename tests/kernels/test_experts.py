@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.kernels import experts, linear, reference
+from quire.kernels import experts, isa, linear, reference
 
 ACTIVATIONS: dict[str, Callable[[float, float], float]] = {
     "silu": lambda gate, up: gate / (1 + math.exp(-gate)) * up,
@@ -186,7 +186,7 @@ def forms(
         by_expert(linear.WidenedLinear, gate_up, down, *biases, activation=activation),
         kernels.pack_experts(gate_up.clone(), down.clone(), activation, gate_up_bias=biases[0], down_bias=biases[1]),
     ]
-    if gate_up.dtype == torch.float32 or (gate_up.dtype == torch.bfloat16 and linear._is_ours("bf16")):
+    if gate_up.dtype != torch.float16:
         made.append(experts.TiledExperts(gate_up.clone(), down.clone(), activation, *biases))
     return made
 
@@ -264,7 +264,6 @@ def test_quantized_experts(quantization: kernels.Quantization, dtype: torch.dtyp
     close(packed(x, weights, ids), one_by_one(x, weights, ids).double(), 1e-2)
 
 
-@pytest.mark.skipif(not torch.cpu._is_vnni_supported(), reason="without VNNI there is no such product")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "hidden"), [(16, 32), (20, 70), (48, 128)])
 def test_int8_panels_are_the_int8_linears(size: int, hidden: int, dtype: torch.dtype) -> None:
@@ -347,12 +346,11 @@ def movable(
     biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
     made = forms(gate_up.clone(), down.clone(), "silu", biases[0], biases[1])
     packs: list[Callable[[Tensor], kernels.PackedLinear]] = [linear.Int8OneDNNLinear, linear.Int4Linear]
-    if torch.cpu._is_avx512_bf16_supported() or gate_up.dtype == torch.float32:
+    if isa.has("avx512_bf16") or gate_up.dtype == torch.float32:
         packs.append(linear.OneDNNLinear)
     for pack in packs:
         biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
         made.append(by_expert(pack, gate_up, down, *biases))
     biases = [None if bias is None else bias.clone() for bias in (gate_up_bias, down_bias)]
-    if torch.cpu._is_vnni_supported():
-        made.append(experts.TiledExperts(gate_up.clone(), down.clone(), "silu", *biases, is_int8=True))
+    made.append(experts.TiledExperts(gate_up.clone(), down.clone(), "silu", *biases, is_int8=True))
     return made

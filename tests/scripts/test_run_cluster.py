@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -153,4 +154,4 @@ def test_what_is_wrong_is_one_line(script: Script) -> None:
 
 
 def test_shellcheck_finds_nothing() -> None:
-    subprocess.run(["shellcheck", SCRIPT], check=True)
+    subprocess.run([Path(sysconfig.get_path("scripts")) / "shellcheck", SCRIPT], check=True)

@@ -141,7 +141,7 @@ def test_a_large_step_is_cut_and_a_small_one_is_not(folders: dict[str, Path], mo
         cuts.append(batch.replica_tokens)
         return split_micro_batches(batch, counts)
 
-    monkeypatch.setattr(runners, "halve", counted)
+    monkeypatch.setattr(runners, "split_micro_batches", counted)
     config = coupled(configure(folders["Mixtral"], max_model_len=64), 2, ExpertParallelConfig(split_tokens=20))
     executors = replica_executors(config)
     with serving(config, executors) as them:

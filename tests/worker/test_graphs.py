@@ -32,7 +32,7 @@ from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.graph_recorders import OpReplayRecorder
 from quire.engine.worker.model_runner import ModelRunner, allocate_caches
 from quire.engine.worker.worker import Worker
-from quire.kernels import linear
+from quire.kernels import isa, linear
 from tests.e2e.harness import Ranks
 from tests.fakes.ranks import on_ranks
 from tests.fakes.recorder import CallAgain, Recording
@@ -412,12 +412,24 @@ def test_cpus_tape_the_products_of_onednn(
     folders: Callable[[str], Path],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As processors without AVX-512, and those with AMX, do most of their work by."""
-    monkeypatch.setattr(linear, "_is_ours", lambda extension: False)
+    """As processors without AVX2, and those with AMX, do most of their work by."""
+    monkeypatch.setattr(linear, "_is_ours", lambda kind: False)
     eager, taped = (driver(config_of(folders("Llama"), *sizes, **options)) for sizes in ((), range(1, 9)))
     with caplog.at_level(logging.INFO):
         assert crowds(taped) == crowds(eager)
     assert "decodes run without" not in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
+def test_cpus_tape_mixtures_of_experts_whose_products_are_panels(
+    options: dict[str, Any], folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And run others, whose experts are called one by one, as they are."""
+    eager, taped = (driver(config_of(folders("Mixtral"), *sizes, **options)) for sizes in ((), range(1, 9)))
+    with caplog.at_level(logging.INFO):
+        assert crowds(taped) == crowds(eager)
+    is_panels = isa.has("avx2") and not isa.has("amx")
+    assert ("decodes run without" not in caplog.text) == is_panels
 
 
 def test_each_size_is_taped_once(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
