@@ -133,7 +133,7 @@ def stop_node(nodes: Nodes, other: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "text", "code"),
+    ("problem", "text", "code"),
     [
         (kill_node, r"node 1 \(10.77.0.2\) was lost: its connection has closed", None),
         (kill_rank, r"rank 3 was killed by SIGKILL on node 1 \(10.77.0.2\)", 1),

@@ -298,7 +298,7 @@ def mended(cluster: Cluster) -> Iterator[Cluster]:
     cluster.start_second()
 
 
-@pytest.mark.parametrize("trouble", [kill_actor, unplug, kill_node])
+@pytest.mark.parametrize("problem", [kill_actor, unplug, kill_node])
 def test_a_node_that_is_lost_is_named_and_all_end(mended: Cluster, problem: Callable[[Cluster], None]) -> None:
     cluster = mended
     api = cluster.serve_when_free(*SHAPE, *GRID, *RAY)

@@ -409,7 +409,7 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "told"),
+    ("problem", "reported"),
     [
         (RankFailed("rank 3 failed: closed", is_certain=False), NodeFailed("rank 3 failed: closed", is_certain=False)),
         (
