@@ -41,8 +41,8 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
     """Run this host's replicas until the API exits (0), a signal arrives (0), or something fails (1)."""
     if options.data_parallel_start_rank is None:
         raise ConfigError(
-            "--headless: set this host's replicas (--data-parallel-start-rank, --data-parallel-size-local), or "
-            "its rank among the --nnodes hosts (--node-rank)"
+            "--headless: say which replicas this host has (--data-parallel-start-rank, --data-parallel-size-local), or "
+            "which of the --nnodes hosts it is (--node-rank)"
         )
     config = resolve(options)
     process.set_name("quire-replicas")

@@ -376,15 +376,15 @@ def _compare(mine: Hello, theirs: Hello, others: list[Hello]) -> None:
     ours, joined = _joining(mine), _joining(theirs)
     if ours.is_headless != joined.is_headless:
         raise ConfigError(
-            f"{theirs.name} has --headless, but {mine.name} serves only its own replicas; start that without "
-            "--data-parallel-start-rank, or this host without --headless"
+            f"{theirs.name} is started --headless, and {mine.name} serves its own replicas only; start that without "
+            "--data-parallel-start-rank, or this without --headless"
             if joined.is_headless
-            else f"{theirs.name} has its own API, but {mine.name} serves all replicas; start it with --headless"
+            else f"{theirs.name} has an API of its own, and {mine.name} serves all replicas; start it with --headless"
         )
     if (own := ours.master[0]).startswith("127.") and not _host_of(joined.requests).startswith("127."):
         raise ConfigError(
-            f"--data-parallel-address {own}: {theirs.name} cannot reach {mine.name} at this address; set an "
-            "address that all hosts can reach"
+            f"--data-parallel-address {own}: {theirs.name} cannot reach that address of {mine.name}; start every host "
+            "with one that it can"
         )
     for known, here, there in [
         (mine, ours.settings, joined.settings),
@@ -393,8 +393,8 @@ def _compare(mine: Hello, theirs: Hello, others: list[Hello]) -> None:
         for flag, value in here.items():
             if there.get(flag) != value:
                 raise ConfigError(
-                    f"{theirs.name} has {flag} {there.get(flag)}, but {known.name} has {value}; start all hosts with "
-                    "the same value"
+                    f"{theirs.name} has {flag} {there.get(flag)}, and {known.name} has {value}; start every host with "
+                    "the same"
                 )
 
 
@@ -403,8 +403,8 @@ def _reserve(address: str, count: int) -> list[socket.socket]:
         return reserve_ports(address, count)
     except OSError as error:
         raise ConfigError(
-            f"cannot open a port at {address}: {(error.strerror or str(error)).lower()}; --data-parallel-address is "
-            "the address of the host with the API or with replica 0; QUIRE_HOST_IP, if set, is this host's own"
+            f"no port can be had at {address}: {(error.strerror or str(error)).lower()}; --data-parallel-address is "
+            "the address of the host with the API or with replica 0, and QUIRE_HOST_IP, where set, this host's own"
         ) from None
 
 

@@ -333,7 +333,7 @@ class EngineClient:
             running = self._running.pop(request_id)
             self._forget(request_id, running, "error")
             why = "no other replica is available" if not self._up() else f"it has lost {running.moves} replicas already"
-            error = f"{reason}; the request cannot be resumed: {why}"
+            error = f"{reason}; the request cannot go on, as {why}"
             running.stream.put(EngineCoreOutput(request_id, [], finish_reason="error", error=error))
         self._router.lost(replica.number)  # last, as the tokens of finished requests are added to the replica's cache
         logger.error("%s; %d requests resumed on other replicas, %d failed", reason, len(moved) - len(lost), len(lost))

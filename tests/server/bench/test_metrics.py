@@ -117,7 +117,7 @@ def test_all_requests_failed() -> None:
 
 @pytest.mark.parametrize("limit", ["ttft", "ttft:", "ttft:fast", "itl:3", "tpot:-1", "tpot:nan", ":3"])
 def test_a_goodput_that_cannot_be_read(limit: str) -> None:
-    with pytest.raises(ConfigError, match=r"--goodput .*NAME:MILLISECONDS is expected"):
+    with pytest.raises(ConfigError, match=r"--goodput .*expected NAME:MILLISECONDS"):
         metrics.parse_goodput(["e2el:1000", limit])
 
 
