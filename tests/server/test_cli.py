@@ -202,12 +202,12 @@ def test_a_config_file_gives_defaults_that_the_command_line_overrides(
         ("no-such-flag: 1", "unknown flag no-such-flag"),
         ("config: x.yaml", "unknown flag config"),
         ("- a", "expected a mapping of flags"),
-        ("a: [", "cannot be read"),
+        ("a: [", "cannot read the file"),
         ("port: many", "argument --port: invalid int value"),
     ):
         file.write_text(text)
         assert complaint in serve(capsys, "--config", str(file))
-    assert "cannot be read" in serve(capsys, "--config", str(tmp_path / "none.yaml"))
+    assert "cannot read the file" in serve(capsys, "--config", str(tmp_path / "none.yaml"))
 
 
 def test_every_option_is_a_flag() -> None:

@@ -288,7 +288,7 @@ async def test_priority_salt_and_an_id_that_runs(server: Server, sent: list[Any]
     while len(sent) < 2:
         await asyncio.sleep(0.01)
     message, param = await refused(server, input="a", request_id="x")
-    assert ("is running" in message, param) == (True, "request_id")
+    assert ("is already running" in message, param) == (True, "request_id")
     hanging.cancel()
 
 

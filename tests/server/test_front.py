@@ -366,7 +366,7 @@ async def test_what_counts_as_waiting(
         ({"ssl_certfile": "c"}, "--ssl-certfile requires --ssl-keyfile"),
         ({"ssl_ca_certs": "c"}, "--ssl-ca-certs requires --ssl-certfile"),
         ({"ssl_cert_reqs": 1}, "--ssl-cert-reqs 1 requires --ssl-ca-certs"),
-        ({"ssl_cert_reqs": 3}, "--ssl-cert-reqs 3: 0, 1 or 2"),
+        ({"ssl_cert_reqs": 3}, "--ssl-cert-reqs 3: must be 0, 1 or 2"),
         ({"ssl_keyfile": "/none", "ssl_certfile": "/none"}, "--ssl-keyfile /none: No such file"),
         ({"ssl_keyfile": __file__, "ssl_certfile": __file__}, "a certificate and its key"),
     ],

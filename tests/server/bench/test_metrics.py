@@ -128,5 +128,5 @@ def test_what_can_be_read() -> None:
     for wrong in ("", "fifty", "101", "-1", "nan"):
         with pytest.raises(ConfigError, match="--metric-percentiles"):
             metrics.parse_percentiles(wrong)
-    with pytest.raises(ConfigError, match="there is no 'speed'"):
+    with pytest.raises(ConfigError, match="unknown metric 'speed'"):
         metrics.parse_metrics("ttft,speed")

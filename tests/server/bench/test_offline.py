@@ -128,7 +128,7 @@ def test_the_users_mistakes_are_one_line(
     for arguments, complaint in (
         (["throughput", *model, "--input-len", "200"], "prompt and output have 328 tokens, the model's maximum is 128"),
         (["throughput", str(tmp_path / "none")], "no such model folder"),
-        (["throughput", "--output-json", "/proc/none/x"], "--output-json /proc/none/x: cannot be written"),
+        (["throughput", "--output-json", "/proc/none/x"], "--output-json /proc/none/x: cannot write the file"),
         (["latency", *model, "--batch-size", "0"], "--batch-size 0: must be at least 1"),
         (["latency", "--num-iters", "0"], "--num-iters must be at least 1"),
         (["startup", "--num-iters", "0"], "--num-iters must be at least 1"),

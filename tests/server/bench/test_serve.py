@@ -255,7 +255,7 @@ def test_the_users_mistakes_are_one_line(
     for arguments, complaint in (
         (["--goodput", "ttft=500"], "--goodput ttft=500: expected NAME:MILLISECONDS"),
         (["--metric-percentiles", "many"], "--metric-percentiles many"),
-        (["--percentile-metrics", "speed"], "there is no 'speed'"),
+        (["--percentile-metrics", "speed"], "unknown metric 'speed'"),
         (["--request-rate", "0"], "--request-rate 0: must be greater than 0"),
         (["--burstiness", "-1"], "--burstiness -1"),
         (["--max-concurrency", "0"], "--max-concurrency 0"),
@@ -267,8 +267,8 @@ def test_the_users_mistakes_are_one_line(
         (["--base-url", "http://127.0.0.1:port"], "--base-url http://127.0.0.1:port: expected a URL such as"),
         (["--base-url", "http://[::1"], "--base-url http://[::1: expected a URL such as"),
         (["--plot", "run.gif"], "--plot run.gif: the name must end in .png"),
-        (["--plot", "/proc/none/run.png"], "--plot /proc/none/run.png: cannot be written"),
-        (["--save-result", "--result-dir", "/proc/none"], "cannot be written"),
+        (["--plot", "/proc/none/run.png"], "--plot /proc/none/run.png: cannot write the file"),
+        (["--save-result", "--result-dir", "/proc/none"], "cannot write the file"),
         (["--num-prompt", "3"], "--num-prompt"),
         (["--backend", "tgi"], "invalid choice: 'tgi'"),
     ):
