@@ -1,4 +1,4 @@
-"""The HTTP application: endpoints, what stands in front of them, errors in one shape."""
+"""The HTTP application: endpoints, middleware, error handlers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from quire.server.openai import chat, completions, embeddings, responses, tokeni
 
 
 def create_app(state: ServedModel, options: ServerOptions | None = None) -> FastAPI:
-    """The application of one served model, with the guards that `options` ask for; without options there are none,
-    as it is asked from inside the process only. Raises `ConfigError` for keys that cannot be read.
+    """Create the application for one model, with the middleware that `options` require. Without options there is none,
+    for calls from inside the process only. Raises `ConfigError` for API keys that cannot be read.
     """
     app = _App(title="Quire", version=version("quire"))
     app.state.quire = state
@@ -40,9 +40,9 @@ def create_app(state: ServedModel, options: ServerOptions | None = None) -> Fast
 
 
 class _App(FastAPI):
-    """Hands the server's own `send` on, for what is streamed once the answer has begun (see `answer.DIRECT_SEND`).
+    """Passes on the server's own `send`, for streaming after the response has started (see `response.DIRECT_SEND`).
 
-    Its document tells the errors that are answered, instead of FastAPI's own (422).
+    Its OpenAPI document has the actual error responses instead of FastAPI's own (422).
     """
 
     def openapi(self) -> dict[str, Any]:
@@ -57,8 +57,8 @@ class _App(FastAPI):
             for operation in operations.values():
                 if operation["responses"].pop("422", None):
                     operation["responses"] |= {
-                        "400": {"description": "What is wrong with the request", "content": content},
-                        "default": {"description": "Another error", "content": content},
+                        "400": {"description": "Invalid request", "content": content},
+                        "default": {"description": "Other errors", "content": content},
                     }
         return document
 
@@ -68,7 +68,7 @@ class _App(FastAPI):
 
 
 def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> None:
-    """What is added last stands before the others."""
+    """Add the middleware. The last one added is the outermost."""
     app.add_middleware(LimitsMiddleware, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
     if (keys := ApiKeys.load(options)) is not None:
         open_paths = open_paths | {options.root_path + path for path in open_paths}

@@ -1,4 +1,4 @@
-"""What `quire serve` can be told about its text side (for the rest see `quire.engine.config.options.EngineOptions`)."""
+"""Options of the text side of `quire serve`; for the engine's see `quire.engine.config.options.EngineOptions`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from quire.engine.protocol.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What a served model is called, and how it chats."""
+    """The names of the served model, and its chat format."""
 
     served_model_name: tuple[str, ...] | None = flag(
-        None, "names that requests may call the model by (default: MODEL as given)", metavar="NAME"
+        None, "names by which requests may refer to the model (default: MODEL as given)", metavar="NAME"
     )
     chat_template: str | None = flag(
-        None, "Jinja chat template, a file or the text itself (default: the model's)", metavar="FILE"
+        None, "Jinja chat template, as a file or as text (default: the model's)", metavar="FILE"
     )
     trust_request_chat_template: bool = flag(
-        False, "let requests bring a chat template of their own; it runs in a sandbox, but may run long"
+        False, "accept chat templates in requests; they run in a sandbox, without a time limit"
     )
     tool_call_parser: Literal[
         "auto",
@@ -40,55 +40,65 @@ class ModelOptions:
         "deepseek_v31",
         "pythonic",
         "llama4_pythonic",
-    ] = flag("auto", "format of the model's tool calls (default: what its chat template shows)")
+    ] = flag("auto", "format of the model's tool calls (default: detected from its chat template)")
     reasoning_parser: Literal["auto", "none", "deepseek_r1", "deepseek_v3", "qwen3", "glm45", "granite", "mistral"] = (
-        flag("auto", "format of the model's thoughts, which are kept apart from content (default: as for tool calls)")
+        flag(
+            "auto", "format of the model's reasoning, which is separated from the content (default: as for tool calls)"
+        )
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(ModelOptions):
-    """Every server option. On the command line and in `--config FILE.yaml`, as for the engine's."""
+    """All server options, for the command line and `--config FILE.yaml`."""
 
     host: str = flag("127.0.0.1", "address to listen on (0.0.0.0: all)")
-    port: int = flag(8000, "port to listen on (0: any free one, which is logged)")
+    port: int = flag(8000, "port to listen on (0: any free port; the log shows it)")
     uds: str | None = flag(None, "Unix domain socket to listen on, instead of host and port", metavar="PATH")
-    api_server_count: int = flag(1, "processes that share the port and the engine, for text and HTTP", short="-asc")
+    api_server_count: int = flag(1, "API processes, which share the port and the engine", short="-asc")
     headless: bool = flag(
         False,
-        "run the ranks of this host without an API, which is on another (see --node-rank, --data-parallel-start-rank)",
+        "run this host's ranks without an API (see --node-rank, --data-parallel-start-rank)",
     )
-    root_path: str = flag("", "path that a proxy in front puts before every route, as in /llm", metavar="PATH")
+    root_path: str = flag("", "path prefix that a reverse proxy adds to every route, such as /llm", metavar="PATH")
     api_key: tuple[str, ...] | None = flag(
         None,
-        "keys of which clients must bring one, as a bearer token; /health stays open "
-        "(default: those in the environment's QUIRE_API_KEY)",
+        "API keys; clients must send one of them as a bearer token, except for /health "
+        "(default: the keys in the environment variable QUIRE_API_KEY)",
         metavar="KEY",
     )
     api_key_file: str | None = flag(
-        None, "file with one more key on each line (# comments); a change is seen at once", metavar="FILE"
+        None,
+        "file with additional API keys, one per line (# starts a comment); changes take effect immediately",
+        metavar="FILE",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "what is worth a log line")
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "lowest level of log messages to show")
 
     max_queue: int | Literal["unlimited"] = flag(
-        8192, "requests that may wait for the engine; past it the answer is 429 (see docs/deploy.md)"
+        8192, "maximum number of waiting requests; further requests get status 429 (see docs/deploy.md)"
     )
     request_timeout: float | None = flag(
-        None, "longest time that a request may take, from its first byte to the end of the answer", metavar="SECONDS"
+        None, "maximum duration of a request, from its first byte to the end of the response", metavar="SECONDS"
     )
-    max_body_mib: float = flag(64.0, "largest request body, in MiB; a larger one is answered with 413", metavar="MIB")
+    max_body_mib: float = flag(
+        64.0, "maximum size of a request body, in MiB; larger ones get status 413", metavar="MIB"
+    )
 
     allowed_origins: tuple[str, ...] | None = flag(
-        None, "web pages that browsers may call from, as in https://chat.example (*: all)", metavar="ORIGIN"
+        None,
+        "CORS: origins that browsers may send requests from, such as https://chat.example (*: all)",
+        metavar="ORIGIN",
     )
-    allowed_methods: tuple[str, ...] | None = flag(None, "methods that these pages may use (default: all)")
-    allowed_headers: tuple[str, ...] | None = flag(None, "headers that these pages may send (default: all)")
-    allow_credentials: bool = flag(False, "let browsers send these pages' cookies and certificates")
+    allowed_methods: tuple[str, ...] | None = flag(None, "CORS: methods that these origins may use (default: all)")
+    allowed_headers: tuple[str, ...] | None = flag(None, "CORS: headers that these origins may send (default: all)")
+    allow_credentials: bool = flag(False, "CORS: accept cookies and client certificates")
 
-    ssl_keyfile: str | None = flag(None, "private key for TLS, as PEM; with --ssl-certfile", metavar="FILE")
-    ssl_certfile: str | None = flag(None, "certificate for TLS and those that sign it, as PEM", metavar="FILE")
-    ssl_ca_certs: str | None = flag(None, "certificates that sign those of clients, as PEM", metavar="FILE")
-    ssl_cert_reqs: int = flag(0, "certificates of clients: 0 ignored, 1 checked where there is one, 2 required")
+    ssl_keyfile: str | None = flag(None, "private key for TLS, in PEM format; requires --ssl-certfile", metavar="FILE")
+    ssl_certfile: str | None = flag(None, "certificate chain for TLS, in PEM format", metavar="FILE")
+    ssl_ca_certs: str | None = flag(
+        None, "CA certificates for checking client certificates, in PEM format", metavar="FILE"
+    )
+    ssl_cert_reqs: int = flag(0, "client certificates: 0: ignored, 1: optional, 2: required")
 
     @property
     def is_tls(self) -> bool:
@@ -96,26 +106,26 @@ class ServerOptions(ModelOptions):
 
     @property
     def queue_limit(self) -> int | None:
-        """`max_queue` as a number; None: no limit."""
+        """`max_queue` as a number, or None for no limit."""
         return None if self.max_queue == "unlimited" else self.max_queue
 
     def check(self) -> None:
-        """Raise `ConfigError` for what makes no sense, or cannot be read."""
+        """Raise `ConfigError` for invalid or unreadable options."""
         if self.api_server_count < 1:
-            raise ConfigError(f"--api-server-count {self.api_server_count}: at least one process must serve")
+            raise ConfigError(f"--api-server-count {self.api_server_count}: must be at least 1")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ConfigError(f"--root-path {self.root_path}: a path like /llm is expected, or nothing")
+            raise ConfigError(f"--root-path {self.root_path}: expected a path such as /llm, or nothing")
         if self.api_key is not None and not all(self.api_key):
-            raise ConfigError("--api-key is empty; leave it out to serve without a key")
+            raise ConfigError("--api-key is empty; omit it to run without API keys")
         if self.queue_limit is not None and self.queue_limit < 0:
-            raise ConfigError(f"--max-queue {self.max_queue}: at least 0, or unlimited")
+            raise ConfigError(f"--max-queue {self.max_queue}: must be at least 0, or unlimited")
         for name, value in (("request-timeout", self.request_timeout), ("max-body-mib", self.max_body_mib)):
             if value is not None and not value > 0:
-                raise ConfigError(f"--{name} {value:g}: a number above 0 is expected")
+                raise ConfigError(f"--{name} {value:g}: must be greater than 0")
         if self.allowed_origins is None:
             for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
                 if getattr(self, name):
-                    raise ConfigError(f"--{name.replace('_', '-')} does nothing without --allowed-origins")
+                    raise ConfigError(f"--{name.replace('_', '-')} requires --allowed-origins")
         for given in (self.allowed_origins, self.allowed_methods, self.allowed_headers):
             names(given)
         self._check_tls()
@@ -123,22 +133,22 @@ class ServerOptions(ModelOptions):
     def _check_tls(self) -> None:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             given, missing = ("key", "cert") if self.ssl_certfile is None else ("cert", "key")
-            raise ConfigError(f"--ssl-{given}file needs --ssl-{missing}file, too")
+            raise ConfigError(f"--ssl-{given}file requires --ssl-{missing}file")
         if self.ssl_cert_reqs not in (0, 1, 2):
-            raise ConfigError(f"--ssl-cert-reqs {self.ssl_cert_reqs}: 0, 1 or 2 is expected")
+            raise ConfigError(f"--ssl-cert-reqs {self.ssl_cert_reqs}: must be 0, 1 or 2")
         if self.ssl_ca_certs is not None and self.ssl_certfile is None:
-            raise ConfigError("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile, too")
+            raise ConfigError("--ssl-ca-certs requires --ssl-certfile and --ssl-keyfile")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            raise ConfigError(f"--ssl-cert-reqs {self.ssl_cert_reqs} needs --ssl-ca-certs, too")
+            raise ConfigError(f"--ssl-cert-reqs {self.ssl_cert_reqs} requires --ssl-ca-certs")
         if self.ssl_certfile is None:
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=lambda: "")
-        except OSError as error:  # ssl's own are among them
+        except OSError as error:  # includes ssl.SSLError
             raise ConfigError(
-                f"--ssl-certfile {self.ssl_certfile}, --ssl-keyfile {self.ssl_keyfile}: {_reason(error)}; a "
-                "certificate and its key without a passphrase are expected, as PEM"
+                f"--ssl-certfile {self.ssl_certfile}, --ssl-keyfile {self.ssl_keyfile}: {_reason(error)}; "
+                "expected a certificate and its key without a passphrase, in PEM format"
             ) from None
         if self.ssl_ca_certs is not None:
             try:
@@ -148,14 +158,16 @@ class ServerOptions(ModelOptions):
 
 
 def names(given: tuple[str, ...] | None) -> list[str]:
-    """The values of a flag that takes several, all (`*`) when it was not given; vLLM's JSON list is understood, too."""
+    """Return the values of a flag with several values, or `["*"]` if it is not set. Also accept a JSON list, as vLLM
+    does.
+    """
     if given is None:
         return ["*"]
     if len(given) == 1 and given[0].startswith("["):
         try:
             return [str(name) for name in json.loads(given[0])]
         except ValueError:
-            raise ConfigError(f"{given[0]}: neither a list of names nor JSON") from None
+            raise ConfigError(f"{given[0]}: not a list of names, and not valid JSON") from None
     return list(given)
 
 

@@ -41,16 +41,16 @@ from quire.server.parsers.output_parser import OutputFormat
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput", "ToolCall"]
 
 PromptLike = str | list[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with one of them as `prompt` or `prompt_token_ids`, and perhaps a `cache_salt`."""
+"""Text, token ids, or a mapping with either as `prompt` or `prompt_token_ids`, and optionally a `cache_salt`."""
 
 T = TypeVar("T")
 
 
 class AsyncLLM:
-    """A model inside an asyncio program. The engine starts with the first request, or with `start`.
+    """A model for asyncio programs. The engine starts with the first request, or with `start`.
 
-    `options` are the fields of `quire.engine.config.options.EngineOptions`. Raises `ConfigError` for what cannot be
-    served.
+    `options` are the fields of `quire.engine.config.options.EngineOptions`. Raises `ConfigError` for options or models
+    that are not supported.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class AsyncLLM:
         self._starting: asyncio.Task[Frontend] | None = None
 
     async def start(self) -> Frontend:
-        """Load the model; raises `EngineUnavailable` with the reason when that fails."""
+        """Load the model; raises `EngineUnavailable` with the reason if that fails."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         return await asyncio.shield(self._starting)
@@ -96,10 +96,10 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Continue a prompt. Each result holds all so far; the last one is `finished`.
+        """Generate text for a prompt. Each result holds all output so far; the last one is `finished`.
 
-        Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed`
-        and `EngineUnavailable`.
+        Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed` and
+        `EngineUnavailable`.
         """
         service = await self.start()
         request = _OfflineRequest(service, await _render(service, prompt, sampling_params), request_id, priority)
@@ -114,7 +114,7 @@ class AsyncLLM:
         priority: int = 0,
         **chat: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """Answer a conversation; otherwise like `generate`. `chat` are the options that `LLM.chat` names."""
+        """Answer a conversation; otherwise like `generate`. `chat` are the options of `LLM.chat`."""
         service, how = await self.start(), _ChatPrompt.of(**chat)
         request = _OfflineRequest(service, await how.render(service, messages, sampling_params), request_id, priority)
         async for _ in request.run():
@@ -133,9 +133,10 @@ class AsyncLLM:
         normalize: bool | None = None,
         prompt_name: str | None = None,
     ) -> EmbeddingRequestOutput:
-        """The vector of a prompt, by a model that embeds (`runner`); the options are those of `/v1/embeddings`.
+        """Compute the vector of a prompt, with an embedding model (`runner`); the options are those of
+        `/v1/embeddings`.
 
-        Cancelling the task aborts the request. Raises as `generate`.
+        Cancelling the task aborts the request. Raises the same errors as `generate`.
         """
         service = await self.start()
         rendering = EmbeddingOptions(
@@ -148,7 +149,7 @@ class AsyncLLM:
         return await _embed(service, prompt, rendering, vectors, request_id, priority)
 
     async def shutdown(self) -> None:
-        """Abort what runs and stop the engine; where hosts share experts, once all of them would."""
+        """Abort running requests and stop the engine. If hosts share experts, wait until all of them shut down."""
         if self._starting is not None:
             starting, self._starting = self._starting, None
             await asyncio.wait((starting,))
@@ -166,10 +167,10 @@ class AsyncLLM:
 
 
 class LLM:
-    """A model inside a script: `LLM("model").generate(prompts, params)`. It runs until `shutdown` or the script's end.
+    """A model for scripts: `LLM("model").generate(prompts, params)`. It runs until `shutdown` or the end of the script.
 
-    `options` are the fields of `quire.engine.config.options.EngineOptions`. Raises `ConfigError` for what cannot be
-    served, `EngineUnavailable` when loading fails.
+    `options` are the fields of `quire.engine.config.options.EngineOptions`. Raises `ConfigError` for options or models
+    that are not supported, and `EngineUnavailable` if loading fails.
     """
 
     def __init__(
@@ -198,9 +199,10 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue one prompt or many, with params for all or for each; results in the order of the prompts.
+        """Generate text for one or more prompts, with common params or one for each; the results are in the order of
+        the prompts.
 
-        Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are aborted then.
+        Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are then aborted.
         """
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         return self._wait(self._run_all(partial(_render, self._service), many, sampling_params, priority, use_tqdm))
@@ -218,10 +220,10 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Answer one conversation or many; otherwise like `generate`.
+        """Answer one or more conversations; otherwise like `generate`.
 
-        The model may call `tools` (those of the OpenAI API), and must where `tool_choice` says so. `tool_calls` of a
-        result are what it calls; its `text` is all that the model has written, calls included.
+        The model may call `tools` (those of the OpenAI API), and must if `tool_choice` requires it. `tool_calls` of a
+        result are its calls; its `text` is the complete output, including the text of calls.
         """
         how = _ChatPrompt.of(
             tools,
@@ -246,7 +248,7 @@ class LLM:
         normalize: bool | None = None,
         prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The vectors of one prompt or many, by a model that embeds; otherwise like `AsyncLLM.embed`."""
+        """Compute the vectors of one or more prompts, with an embedding model; otherwise like `AsyncLLM.embed`."""
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
         rendering = EmbeddingOptions(
             add_special_tokens=add_special_tokens,
@@ -258,7 +260,7 @@ class LLM:
         return self._wait(self._embed_all(many, rendering, vectors, use_tqdm))
 
     def shutdown(self) -> None:
-        """Stop the engine; the object is of no use afterwards. Called at the script's end if not before."""
+        """Stop the engine; the object cannot be used afterwards. Called at the end of the script at the latest."""
         self._finalizer()
 
     def __enter__(self) -> LLM:
@@ -325,7 +327,7 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, llm: AsyncL
 
 
 class _RenderedPrompt(NamedTuple):
-    """A prompt: its text, if there is one, what the engine gets, and how calls in the answer are to be read."""
+    """A prompt: its text, if any, the engine's input, and how to parse tool calls in the answer."""
 
     text: str | None
     ids: list[int]
@@ -335,7 +337,7 @@ class _RenderedPrompt(NamedTuple):
 
 
 class _OfflineRequest:
-    """One request of the Python API: its sequences, growing. Submitted when it is made."""
+    """A request of the Python API and its growing sequences. The constructor submits it."""
 
     def __init__(
         self,
@@ -364,17 +366,17 @@ class _OfflineRequest:
                 yield
 
     async def finish(self, report: Callable[[int], object]) -> None:
-        """Run to the end, then report one more."""
+        """Run to the end, then call `report(1)`."""
         async for _ in self.run():
             pass
         report(1)
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort what is still running."""
         self._generation.close()
 
     def result(self) -> RequestOutput:
-        """All so far."""
+        """Return all output so far."""
         scores = self._sequences[0].prompt_logprobs
         if scores is not None and self._prompt_logprobs is None:
             self._prompt_logprobs = prompt_logprobs(self._tokenizer, self._ids, scores)
@@ -389,7 +391,7 @@ class _OfflineRequest:
         )
 
     def _calls(self, sequence: TextDelta) -> list[ToolCall]:
-        """What an answer calls, once it has ended; its text is left as it is."""
+        """Parse the tool calls of a finished answer; its text is not changed."""
         if self._reading is None or sequence.finish_reason is None:
             return []
         whole = EngineCoreOutput(self._id, list(sequence.token_ids), finish_reason="stop")
@@ -398,7 +400,7 @@ class _OfflineRequest:
 
 @dataclass(frozen=True)
 class _ChatPrompt:
-    """How conversations are rendered, and what the model may call."""
+    """How to render conversations, and which tools the model may call."""
 
     options: ChatTemplateOptions
     tools: Sequence[Mapping[str, Any]]
@@ -412,7 +414,7 @@ class _ChatPrompt:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> _ChatPrompt:
-        """From the options of `LLM.chat`; raises `InvalidParameter` for what is not understood of tools."""
+        """Create from the options of `LLM.chat`; raises `InvalidParameter` for invalid tool options."""
         use = read_choice(read_tools(tools or ()), tool_choice)
         kwargs = chat_template_kwargs or {}
         return _ChatPrompt(
@@ -422,7 +424,7 @@ class _ChatPrompt:
     async def render(
         self, service: Frontend, messages: Sequence[Message], params: SamplingParams | None
     ) -> _RenderedPrompt:
-        """A conversation."""
+        """Render a conversation."""
         renderer = service.renderer
         ids = await renderer.chat(messages, self.tools, self.options)
         params = _given(service, params)
@@ -483,7 +485,7 @@ async def _embed(
 
 
 def _taken_apart(prompt: PromptLike) -> tuple[Prompt, str | None]:
-    """A prompt and its salt."""
+    """Return a prompt and its salt."""
     if not isinstance(prompt, Mapping):
         return prompt, None
     given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]

@@ -1,4 +1,4 @@
-"""What the Python API returns; the fields are named as in vLLM's RequestOutput."""
+"""Results of the Python API; the fields are named as in vLLM's RequestOutput."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.server.parsers.events import ToolCall
 
 
 class Logprob(NamedTuple):
-    """The log-probability of one token at one position; `rank` is 1 for the likeliest."""
+    """The log-probability of one token at one position; `rank` is 1 for the most likely token."""
 
     logprob: float
     rank: int
@@ -22,23 +22,23 @@ class Logprob(NamedTuple):
 
 @dataclass
 class CompletionOutput:
-    """One of the `n` continuations of a prompt."""
+    """One of the `n` sequences generated for a prompt."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
-    """For each of `token_ids`: the sampled token and the likeliest ones, by token id."""
+    """For each of `token_ids`: the sampled token and the most likely ones, by token id."""
     finish_reason: AnswerEnd | None = None
     stop_reason: int | str | None = None
-    """The stop string or stop token that ended it; None for the end of sequence."""
+    """The stop string or stop token that ended the sequence; None for the end-of-sequence token."""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    """What it calls of the tools that `chat` was given, once it has ended."""
+    """Calls of the tools given to `chat`, once the sequence is finished."""
 
 
 @dataclass
 class RequestOutput:
-    """A prompt and what came of it. `prompt` is None when the request brought token ids or messages."""
+    """A prompt and its output. `prompt` is None if the request contained token ids or messages."""
 
     request_id: str
     prompt: str | None
@@ -46,21 +46,21 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache spared."""
+    """Prompt tokens found in the prefix cache."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """When asked for: None for the first token of the prompt; then that token and the likeliest ones, by token id."""
+    """If requested: None for the first token of the prompt; then that token and the most likely ones, by token id."""
 
 
 @dataclass
 class EmbeddingOutput:
-    """What a prompt is embedded as."""
+    """The embedding of a prompt."""
 
     embedding: list[float]
 
 
 @dataclass
 class EmbeddingRequestOutput:
-    """A prompt and its vector. `prompt` is None when the request brought token ids."""
+    """A prompt and its vector. `prompt` is None if the request contained token ids."""
 
     request_id: str
     prompt: str | None
@@ -68,11 +68,11 @@ class EmbeddingRequestOutput:
     outputs: EmbeddingOutput
     finished: bool = True
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache spared."""
+    """Prompt tokens found in the prefix cache."""
 
 
 def completion(tokenizer: Tokenizer, sequence: TextDelta, tool_calls: list[ToolCall]) -> CompletionOutput:
-    """A sequence as the Python API shows it; a copy."""
+    """Convert a sequence to the Python API's format; returns a copy."""
     logprobs = None
     if sequence.logprobs is not None:
         pairs = zip(sequence.token_ids, sequence.logprobs, strict=True)
@@ -91,7 +91,7 @@ def completion(tokenizer: Tokenizer, sequence: TextDelta, tool_calls: list[ToolC
 def prompt_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: PromptLogprobs, num_top: int | None = None
 ) -> list[dict[int, Logprob] | None]:
-    """The scores of a prompt as the Python API shows them, with `num_top` of the likeliest tokens (None: all)."""
+    """Convert a prompt's log-probabilities to the Python API's format, with `num_top` top tokens (None: all)."""
     rows = scores.rows()
     for at in rows:
         at.top_ids, at.top_logprobs = at.top_ids[:num_top], at.top_logprobs[:num_top]
@@ -99,7 +99,7 @@ def prompt_logprobs(
 
 
 def _by_token(tokenizer: Tokenizer, token_id: int, at: TokenLogprobs) -> dict[int, Logprob]:
-    """The likeliest tokens of a position, and the one that stands there."""
+    """The most likely tokens of a position, and the actual token."""
     likeliest = zip(at.top_ids, at.top_logprobs, range(1, len(at.top_ids) + 1), strict=True)
     return {
         token: Logprob(logprob, rank, tokenizer.token_text(token))

@@ -1,7 +1,7 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API (https://docs.claude.com/en/api/messages).
 
-A request becomes one of chat, and what chat says becomes blocks. Thoughts are given as the model thinks them, with an
-empty signature, and come back as such; `budget_tokens` is no limit here, only `max_tokens` is.
+Requests are converted to chat, and the output of chat to blocks. Reasoning is returned as plain text with an empty
+signature, and accepted as such; `budget_tokens` is not enforced, only `max_tokens` is.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _NAMES = {
     ".function": "",
     "stop": "stop_sequences",
 }
-"""What chat calls otherwise."""
+"""Anthropic's names of chat's parameters."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     401: "authentication_error",
@@ -86,7 +86,7 @@ class _TextBlock(LenientModel):
 class _ThinkingBlock(LenientModel):
     thinking: str
     signature: str | None = None
-    """Not read: thoughts are not hidden here."""
+    """Ignored: reasoning is not encrypted here."""
 
 
 class _ToolUseBlock(LenientModel):
@@ -111,7 +111,7 @@ _OF_ASSISTANT: dict[str, type[LenientModel]] = {
 
 
 class MessageTurn(LenientModel):
-    """A turn of a conversation."""
+    """A turn of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
@@ -136,7 +136,7 @@ class MessageToolChoice(StrictModel):
 
 
 class MessageThinking(StrictModel):
-    """Whether the model is to think; adaptive leaves it to the model."""
+    """Whether the model uses reasoning; adaptive leaves the choice to the model."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -144,14 +144,14 @@ class MessageThinking(StrictModel):
 
 
 class MessageFormat(StrictModel):
-    """A format that the answer is held to."""
+    """The format of the answer."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class MessageOutputConfig(StrictModel):
-    """What the answer is to be like."""
+    """Options of the answer."""
 
     effort: Literal["low", "medium", "high", "xhigh"] | None = None
     format: MessageFormat | None = None
@@ -168,10 +168,10 @@ class CountTokensRequest(LenientModel):
     thinking: MessageThinking | None = None
     output_config: MessageOutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's, as in chat."""
+    """vLLM extension, as in chat."""
 
     def as_chat(self) -> ChatRequest:
-        """The same in the shape of chat; raises `InvalidParameter` for what it cannot say."""
+        """Convert to a chat request; raises `InvalidParameter` for anything that chat cannot express."""
         reject_extra(self, _HARMLESS)
         messages = [message for _, message in self._conversation()]
         fields: dict[str, Any] = {"chat_template_kwargs": self.chat_template_kwargs}
@@ -194,7 +194,7 @@ class CountTokensRequest(LenientModel):
         return ChatRequest.model_validate({"model": self.model, "messages": messages, **fields, **self._sampling()})
 
     def _conversation(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The messages of chat, and for each where it comes from."""
+        """Yield the chat messages, each with the parameter that it was made from."""
         if self.system is not None:
             yield "system", {"role": "system", "content": _text(self.system, "system")}
         for at, turn in enumerate(self.messages):
@@ -206,7 +206,7 @@ class CountTokensRequest(LenientModel):
         return {}
 
     async def prepared(self, state: ServedModel, *, generates: bool = True) -> PreparedChat:
-        """What the engine is to go on with; raises `InvalidParameter`."""
+        """Render the request for the engine; raises `InvalidParameter`."""
         thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
         chat, places = self.as_chat(), [place for place, _ in self._conversation()]
         with renamed(_NAMES, places):
@@ -235,7 +235,7 @@ class MessagesRequest(CountTokensRequest):
 
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request, state: AppState) -> Response:
-    """Answer a conversation, in Anthropic's shape."""
+    """Generate an answer to a conversation, in Anthropic's format."""
     chat = await body.prepared(state)
     message_id = f"msg_{uuid.uuid4().hex}"
     generation = state.service.generate(message_id, [chat.prompt], chat.params, reading=chat.reading)
@@ -248,12 +248,14 @@ async def messages(body: MessagesRequest, request: Request, state: AppState) -> 
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountTokensRequest, state: AppState) -> Response:
-    """How many tokens a conversation has, with its system prompt and tools; refused where they exceed the model's."""
+    """Count the tokens of a conversation, including its system prompt and tools; rejected if they exceed the model's
+    maximum.
+    """
     return json_response({"input_tokens": len((await body.prepared(state, generates=False)).prompt)})
 
 
 class _MessageFormatter:
-    """An answer on its way."""
+    """Formats a message while it is generated."""
 
     def __init__(self, message_id: str, chat: PreparedChat) -> None:
         self._id = message_id
@@ -268,7 +270,7 @@ class _MessageFormatter:
         return self._object([_block(block) for block in self._said.blocks], self._stop())
 
     async def write_events(self, generation: Generation, send: Send) -> None:
-        """The events of a stream. It begins with the first tokens: only then it is known what the cache has spared."""
+        """Send the events of a stream. It starts with the first tokens, when the number of cached tokens is known."""
         said = self._said
         has_begun = False
         try:
@@ -342,7 +344,7 @@ def _block(block: ContentBlock) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call; of one that was cut off, those that are complete."""
+    """Parse the arguments of a call. If the call was cut off, return the complete ones."""
     try:
         arguments = pydantic_core.from_json(text or "{}", allow_partial="trailing-strings")
     except ValueError:
@@ -351,7 +353,7 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _chat_messages(turn: MessageTurn, param: str) -> list[dict[str, Any]]:
-    """The messages of chat that a turn stands for: each tool_result is one of its own, before or between the text."""
+    """Convert a turn to chat messages. Each tool_result becomes its own message, before or between the text."""
     if turn.role == "assistant":
         return [_assistant_message(turn.content, param)]
     if turn.role == "system" or isinstance(turn.content, str):
@@ -409,7 +411,8 @@ def _read(kinds: Mapping[str, type[LenientModel]], block: dict[str, Any], param:
 def _chat_tool(tool: MessageTool, param: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise InvalidParameter(
-            f"{param}.type: tools of type {tool.type} are not served, only those with an input_schema", f"{param}.type"
+            f"{param}.type: tools of type {tool.type} are not supported, only those with an input_schema",
+            f"{param}.type",
         )
     if tool.input_schema is None:
         raise InvalidParameter(f"{param}.input_schema is missing", f"{param}.input_schema")
@@ -424,7 +427,9 @@ def _chat_tool(tool: MessageTool, param: str) -> dict[str, Any]:
 
 def _chat_choice(choice: MessageToolChoice) -> str | dict[str, Any]:
     if (choice.type == "tool") != (choice.name is not None):
-        raise InvalidParameter("tool_choice: a name goes with type tool, and only with it", "tool_choice")
+        raise InvalidParameter(
+            "tool_choice: a name is required with type tool, and only allowed with it", "tool_choice"
+        )
     if choice.name is not None:
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
@@ -434,7 +439,7 @@ def _chat_choice(choice: MessageToolChoice) -> str | dict[str, Any]:
 
 
 def _error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """An error of the OpenAI API in Anthropic's shape, which has no place of its own for the parameter."""
+    """Convert an OpenAI error to Anthropic's format, which has no field for the parameter."""
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
     text, param = body["error"]["message"], body["error"]["param"]
     message = text if param is None or param in text else f"{param}: {text}"
@@ -443,7 +448,7 @@ def _error(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
 
 ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
-    "description": "An error, as Anthropic's API has it.",
+    "description": "An error in the format of Anthropic's API.",
     "properties": {
         "type": {"const": "error"},
         "error": {
@@ -454,16 +459,16 @@ ERROR_SCHEMA: dict[str, Any] = {
     },
     "required": ["type", "error"],
 }
-"""For the OpenAPI document."""
+"""Schema of errors, for the OpenAPI document."""
 
 
 def is_ours(path: str) -> bool:
-    """Whether errors on this path have Anthropic's shape."""
+    """Whether errors on this path use Anthropic's format."""
     return "/v1/messages" in path
 
 
 def errors_in_shape(scope: Scope, send: Send) -> Send:
-    """`send`, but on these routes whoever refuses a request, from the guard on, does it in Anthropic's shape."""
+    """Wrap `send` to convert all errors on these routes, including those of the middleware, to Anthropic's format."""
     if scope["type"] != "http" or not is_ours(scope["path"]):
         return send
     start: AsgiMessage | None = None
@@ -484,7 +489,7 @@ def errors_in_shape(scope: Scope, send: Send) -> Send:
 
 
 async def _send_error(start: AsgiMessage, body: bytes, send: Send) -> None:
-    with contextlib.suppress(ValueError, LookupError, TypeError):  # it is no error of ours then
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # not an error object of this server
         body = json.dumps(_error(start["status"], json.loads(body))).encode()
     headers = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
     await send({**start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})

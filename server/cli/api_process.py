@@ -1,8 +1,8 @@
-"""The API processes beside the first: they share its port and its engine, and end with it.
+"""The additional API processes. They share the port and the engine of the first one, and exit with it.
 
-Each has its own event loop, tokenizer and end of the wire. The listening socket is inherited: whoever is free accepts
-the next connection. Standard input is the line to the first process: the configuration, then what has happened to the
-engine, and its end is the end. Standard output says, with one byte, that this process serves.
+Each has its own event loop, tokenizer and engine client. All inherit the listening socket; any idle process accepts the
+next connection. On standard input a process receives its configuration from the first process, then the reason if the
+engine dies; at end of file it exits. It writes one byte to standard output when it is ready.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ from quire.server.frontend.output_stream import EngineUnavailable
 from quire.server.frontend.renderer import ChatFormats
 
 _KEEP_ALIVE_SECONDS = 75
-"""Longer than clients and load balancers keep an idle connection, so that none of them meets one just closed."""
+"""Longer than clients and load balancers keep idle connections, so that they do not reuse a connection that the server
+has just closed.
+"""
 _SHUTDOWN_SECONDS = 10.0
 _RESTART_SECONDS = 1.0
-"""A process that cannot live is not started more often than this."""
+"""Minimum interval between two starts of the same process."""
 
 logger = logging.getLogger(__name__)
 
 
 def http_server(service: Frontend, options: ServerOptions, names: tuple[str, ...]) -> uvicorn.Server:
-    """The HTTP side of a service, the same in every API process; signals are left to the caller."""
+    """Create the HTTP server of a frontend, the same in every API process. The caller handles signals."""
     from quire.server.app import create_app
     from quire.server.http.state import ServedModel
 
@@ -68,18 +70,18 @@ def http_server(service: Frontend, options: ServerOptions, names: tuple[str, ...
 
 @dataclass(frozen=True)
 class _StartOrder:
-    """What an API process is told when it starts."""
+    """The configuration of an API process, sent to it when it starts."""
 
     config: EngineConfig
     options: ServerOptions
     names: tuple[str, ...]
     place: ApiProcessInfo
     listener: int
-    """Descriptor of the inherited socket."""
+    """File descriptor of the inherited socket."""
 
 
 class ApiProcesses:
-    """The other API processes, as the first one keeps them: one that dies is replaced."""
+    """The additional API processes, as managed by the first one, which restarts those that die."""
 
     def __init__(
         self,
@@ -96,18 +98,18 @@ class ApiProcesses:
         self._keepers = [asyncio.create_task(self._keep(index)) for index in indexes]
 
     async def ready(self) -> None:
-        """Wait until each of them has served."""
+        """Wait until each process has been ready once."""
         for serving in self._serving.values():
             await serving.wait()
 
     def tell(self, failure: str) -> None:
-        """Nothing will come from the engine any more, and this is why."""
+        """Tell the processes that the engine is gone, and why."""
         for one in self._processes.values():
             assert one.stdin is not None
             one.stdin.write(failure.replace("\n", " ").encode() + b"\n")
 
     async def close(self) -> None:
-        """End them, by force where one does not in time."""
+        """Stop the processes; kill those that do not exit in time."""
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
@@ -118,12 +120,14 @@ class ApiProcesses:
             try:
                 await asyncio.wait_for(one.wait(), _SHUTDOWN_SECONDS)
             except TimeoutError:
-                logger.warning("API process %d did not stop within %g seconds and is killed", index, _SHUTDOWN_SECONDS)
+                logger.warning(
+                    "API process %d did not stop within %g seconds and will be killed", index, _SHUTDOWN_SECONDS
+                )
                 one.kill()
                 await one.wait()
 
     async def _keep(self, index: int) -> None:
-        """Start the process of this index, and another one whenever it has ended."""
+        """Start the process with this index, and restart it whenever it exits."""
         while True:
             begun = time.monotonic()
             one = self._processes[index] = await asyncio.create_subprocess_exec(
@@ -139,11 +143,11 @@ class ApiProcesses:
             one.stdin.write(pickle.dumps(order))
             if await one.stdout.read(1):
                 if self._serving[index].is_set():
-                    logger.info("API process %d serves again", index)
+                    logger.info("API process %d is ready again", index)
                 self._serving[index].set()
             code = await one.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            logger.error("API process %d %s; its connections are lost, and another one is started", index, how)
+            logger.error("API process %d %s; its connections are lost; restarting it", index, how)
             await asyncio.sleep(max(0.0, begun + _RESTART_SECONDS - time.monotonic()))
 
 
@@ -160,7 +164,9 @@ async def _serve(order: _StartOrder) -> None:
     ready = asyncio.create_task(service.ready())
     await asyncio.wait((stopping, ready), return_when=asyncio.FIRST_COMPLETED)
     try:
-        with contextlib.suppress(ConfigError, EngineUnavailable):  # the first process has met it, too, and says so
+        with contextlib.suppress(
+            ConfigError, EngineUnavailable
+        ):  # the first process gets the same error and reports it
             if not stop.is_set():
                 await ready
                 gc.collect()
@@ -178,7 +184,7 @@ async def _serve(order: _StartOrder) -> None:
 
 
 def _listen(loop: asyncio.AbstractEventLoop, service: Frontend, stop: asyncio.Event) -> None:
-    """What the first process says, up to its end."""
+    """Read messages of the first process until end of file."""
     for line in sys.stdin.buffer:
         loop.call_soon_threadsafe(service.client.fail, line.decode().strip())
     loop.call_soon_threadsafe(stop.set)
@@ -187,7 +193,7 @@ def _listen(loop: asyncio.AbstractEventLoop, service: Frontend, stop: asyncio.Ev
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the first process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the first process handles Ctrl-C
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # as in the first process
     order: _StartOrder = pickle.load(sys.stdin.buffer)
     process.set_name(f"quire-api-{order.place.index}")

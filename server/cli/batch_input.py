@@ -1,6 +1,6 @@
-"""The lines of a batch: requests in OpenAI's format.
+"""The input of a batch: requests in OpenAI's batch format, one per line.
 
-https://platform.openai.com/docs/api-reference/batch/request-input: an object on each line with `custom_id`, `method`
+https://platform.openai.com/docs/api-reference/batch/request-input: each line is an object with `custom_id`, `method`
 (POST), `url` (a route) and `body`.
 """
 
@@ -18,7 +18,7 @@ _MAX_URL = 256
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """Why a line cannot be asked; the codes are those of OpenAI's batches where it has one."""
+    """Why a line is not a valid request. The codes are those of OpenAI's batch API where it defines one."""
 
     code: str
     message: str
@@ -26,7 +26,7 @@ class LineError:
 
 @dataclass(slots=True)
 class BatchLine:
-    """A line of the file, counted from 1. With a `problem` there is nothing to ask."""
+    """A line of the file, counted from 1. If `problem` is set, it holds no valid request."""
 
     number: int
     custom_id: str | None = None
@@ -47,7 +47,7 @@ class _BatchBody(msgspec.Struct):
 
 
 def read_lines(file: BinaryIO, serves: Callable[[str], bool]) -> Iterator[BatchLine]:
-    """The lines, one in memory at a time; empty ones count, but are left out. `serves` knows the routes."""
+    """Yield the lines one at a time; empty ones are counted but skipped. `serves` returns whether a route exists."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -61,7 +61,7 @@ def read_lines(file: BinaryIO, serves: Callable[[str], bool]) -> Iterator[BatchL
 
 
 def count_lines(path: str) -> int:
-    """How many lines a file has, the last one with or without its line feed."""
+    """Return the number of lines of a file, with or without a line feed at the end."""
     count, last = 0, b"\n"
     with open(path, "rb") as file:
         while chunk := file.read(2**20):
@@ -87,15 +87,15 @@ def _parse(number: int, raw: bytes, serves: Callable[[str], bool]) -> BatchLine:
 
 def _check(request: _BatchRequest, line: BatchLine, serves: Callable[[str], bool]) -> LineError | None:
     if line.custom_id is None:
-        return LineError("missing_required_parameter", "custom_id: a text is expected")
+        return LineError("missing_required_parameter", "custom_id: expected a string")
     if request.method != "POST":
-        return LineError("invalid_method", "method: POST is expected")
+        return LineError("invalid_method", "method: expected POST")
     if not isinstance(request.url, str) or len(request.url) > _MAX_URL or not serves(request.url):
-        return LineError("invalid_url", f"url: there is no route {str(request.url)[:_MAX_URL]!r} to post to")
+        return LineError("invalid_url", f"url: there is no POST route {str(request.url)[:_MAX_URL]!r}")
     try:
         body = msgspec.json.decode(request.body, type=_BatchBody)
     except (msgspec.DecodeError, RecursionError) as error:
-        return LineError("missing_required_parameter", f"body: an object is expected: {error}")
+        return LineError("missing_required_parameter", f"body: expected an object: {error}")
     if body.stream:
-        return LineError("invalid_request", "body: an answer in a file is not streamed; leave `stream` out")
+        return LineError("invalid_request", "body: streaming is not supported in batches; omit `stream`")
     return None

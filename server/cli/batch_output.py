@@ -1,8 +1,8 @@
-"""The answers of a batch, in OpenAI's format, in a file that a run which was killed can go on with.
+"""The output of a batch, in OpenAI's format, in a file from which an interrupted run can be resumed.
 
-https://platform.openai.com/docs/api-reference/batch/request-output. The `id` of a record, `batch_req_N`, has the number
-of the line that it answers. So each line is answered once, whatever its `custom_id` is; that is compared as well, by a
-hash, so that answers to another file are noticed. Each line takes 8 bytes of memory.
+https://platform.openai.com/docs/api-reference/batch/request-output. The `id` of a record, `batch_req_N`, contains the
+number of the input line. So each line gets one response, even if `custom_id`s repeat. A hash of the `custom_id` is
+compared as well, to detect the output of another input file. Each line takes 8 bytes of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.batch_input import BatchLine, LineError
 
 _BEGINNING = b'{"id":"batch_req_'
-"""Of every record."""
+"""The start of every record."""
 _ID = re.compile(r"batch_req_([1-9][0-9]{0,11})")
 _encode = msgspec.json.Encoder().encode
 
@@ -32,7 +32,7 @@ class _Record(msgspec.Struct):
 
 
 class BatchResults:
-    """The output file, locked. What is half a line at its end is cut off; raises `ConfigError` for a file of others."""
+    """The locked output file. An incomplete last line is removed. Raises `ConfigError` for other files."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -41,9 +41,9 @@ class BatchResults:
         except OSError as error:
             raise ConfigError(f"-o {path}: {error.strerror}") from None
         self._answered = array("Q")
-        """By line number - 1: a hash of the custom_id, 0 where there is no answer."""
+        """By line number - 1: a hash of the custom_id, or 0 if there is no response yet."""
         self.count = 0
-        """Lines that have their answer."""
+        """Number of lines that have a response."""
         try:
             self._lock()
             self._read()
@@ -57,30 +57,30 @@ class BatchResults:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):  # what could not be written has been told
+        with contextlib.suppress(OSError):  # write errors have been reported already
             self._file.close()
 
     @property
     def last_number(self) -> int:
-        """Of the lines that are answered, the last one's number."""
+        """The number of the last line that has a response."""
         return len(self._answered)
 
     def has(self, line: BatchLine) -> bool:
-        """Whether this line is answered; raises `ConfigError` when the answer is to another one."""
+        """Return whether this line has a response; raises `ConfigError` if that belongs to another `custom_id`."""
         answered = self._answered[line.number - 1] if line.number <= len(self._answered) else 0
         if answered and answered != _hash(line.custom_id):
             raise ConfigError(
-                f"-o {self._path} answers another file than this: line {line.number} there had not the custom_id "
-                f"{line.custom_id!r}; name a new file"
+                f"-o {self._path} was written for another input file: its line {line.number} does not have the "
+                f"custom_id {line.custom_id!r}; choose a new file"
             )
         return bool(answered)
 
     def answer(self, line: BatchLine, status: int, request_id: str, body: Any) -> None:
-        """Append the answer to a line; it is in the file when this returns. Raises `OSError` with the file's name."""
+        """Append the response to a line, and flush it. Raises `OSError` with the file's name."""
         self._append(line, {"status_code": status, "request_id": request_id, "body": body}, None)
 
     def refuse(self, line: BatchLine, problem: LineError) -> None:
-        """Append the error of a line that could not be asked."""
+        """Append the error of an invalid line."""
         self._append(line, None, {"code": problem.code, "message": problem.message})
 
     def _append(self, line: BatchLine, response: dict[str, Any] | None, error: dict[str, Any] | None) -> None:
@@ -96,10 +96,10 @@ class BatchResults:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"-o {self._path}: another run writes to this file") from None
+            raise ConfigError(f"-o {self._path}: another run is writing to this file") from None
 
     def _foreign(self, line: int) -> ConfigError:
-        return ConfigError(f"-o {self._path}: line {line} is not of `quire run-batch`; name another file")
+        return ConfigError(f"-o {self._path}: line {line} was not written by `quire run-batch`; choose another file")
 
     def _read(self) -> None:
         decode = msgspec.json.Decoder(_Record).decode
@@ -130,6 +130,6 @@ class BatchResults:
 
 
 def _hash(custom_id: str | None) -> int:
-    """64 bits, never 0."""
+    """A 64-bit hash, never 0."""
     text = b"" if custom_id is None else b"=" + custom_id.encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") | 1

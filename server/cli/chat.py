@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation with a running server."""
+"""`quire chat`: an interactive conversation with a running server."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from quire.server.cli import flags
 from quire.server.cli.remote import RemoteOptions, RemoteServer
 from quire.server.cli.terminal import Screen, ask_and_answer
 
-HELP = "/clear forgets the conversation, /exit ends it, as Ctrl-D does; Ctrl-C stops an answer"
+HELP = "/clear starts a new conversation, /exit or Ctrl-D quits, Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatCommandOptions(RemoteOptions):
-    """What `quire chat` can be told."""
+    """Options of `quire chat`."""
 
-    system_prompt: str | None = flag(None, "what the model is told before the conversation")
+    system_prompt: str | None = flag(None, "system prompt of the conversation")
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Give the subcommand its flags."""
+    """Add the flags of the subcommand."""
     flags.add_flags(parser.add_argument_group("server and answers"), ChatCommandOptions)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Talk until there is no more to ask; 0."""
+    """Chat until the input ends; returns 0."""
     options = flags.collect(parsed, ChatCommandOptions)
     with RemoteServer(options) as remote:
         chat = ChatSession(remote, options.system_prompt, Screen())
@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 class ChatSession:
-    """A conversation so far."""
+    """The conversation so far."""
 
     def __init__(self, remote: RemoteServer, system_prompt: str | None, screen: Screen) -> None:
         self.screen = screen
@@ -51,7 +51,7 @@ class ChatSession:
         self._messages: list[dict[str, Any]] = list(self._beginning)
 
     def take(self, line: str) -> None:
-        """A question, or a command."""
+        """Handle a line of input: a question or a command."""
         match line.split():
             case ["/clear"]:
                 self._messages = list(self._beginning)
@@ -63,7 +63,9 @@ class ChatSession:
                 self.answer(line)
 
     def answer(self, question: str) -> None:
-        """Show the answer as it comes. Question and answer are kept, also of one that Ctrl-C stops, if any came."""
+        """Stream the answer to the screen. Keep question and answer, even if Ctrl-C stops the answer, unless it is
+        empty.
+        """
         asked = {"role": "user", "content": question}
         said, is_thinking = "", False
         try:

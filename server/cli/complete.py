@@ -1,4 +1,4 @@
-"""`quire complete`: texts continued by a running server."""
+"""`quire complete`: interactive text completion by a running server."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from quire.server.cli import flags
 from quire.server.cli.remote import RemoteOptions, RemoteServer
 from quire.server.cli.terminal import Screen, ask_and_answer
 
-HELP = "each line is continued; Ctrl-C stops that, Ctrl-D ends"
+HELP = "type a line to complete it; Ctrl-C stops an answer, Ctrl-D quits"
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Give the subcommand its flags."""
+    """Add the flags of the subcommand."""
     flags.add_flags(parser.add_argument_group("server and answers"), RemoteOptions)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Continue texts until there are no more; 0."""
+    """Complete lines until the input ends; returns 0."""
     options = flags.collect(parsed, RemoteOptions)
     screen = Screen()
     with RemoteServer(options) as remote:

@@ -1,4 +1,4 @@
-"""Dataclass fields → command-line flags, and a YAML file → the same flags."""
+"""Command-line flags from dataclass fields, and the same flags from a YAML file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def add_flags(group: argparse._ArgumentGroup, options: type) -> None:
-    """A flag for every field made by `options.flag`. Those not given leave no trace in the result."""
+    """Add a flag for every field made by `options.flag`. Flags that are not given are absent from the namespace."""
     hints = typing.get_type_hints(options)
     for field in dataclasses.fields(options):
         if "help" not in field.metadata:
@@ -37,13 +37,13 @@ def add_flags(group: argparse._ArgumentGroup, options: type) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The model, which is no flag but comes first."""
+    """Add the positional MODEL argument."""
     parser.add_argument(
         "model",
         nargs="?",
         metavar="MODEL",
         default=argparse.SUPPRESS,
-        help="model folder or Hugging Face repository (default: the demo model that comes with Quire)",
+        help="model folder or Hugging Face repository (default: the bundled demo model)",
     )
 
 
@@ -52,7 +52,7 @@ def _show(default: Any) -> str:
 
 
 def _kind(hint: Any, metavar: str | None) -> dict[str, Any]:
-    """argparse's keywords for a field's type."""
+    """Return argparse's keyword arguments for a field's type."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(hint) if member is not types.NoneType]
         hint = members[0]
@@ -68,45 +68,45 @@ def _kind(hint: Any, metavar: str | None) -> dict[str, Any]:
 
 
 def _or_word(kind: type, words: tuple[str, ...]) -> Callable[[str], Any]:
-    """A type for argparse: one of the words as it stands, or else a value of `kind`."""
+    """Return an argparse type that accepts one of the words as a string, or a value of `kind`."""
 
     def convert(text: str) -> Any:
         return text if text in words else kind(text)
 
-    convert.__name__ = f"{kind.__name__} or {'/'.join(words)}"  # argparse says "invalid … value"
+    convert.__name__ = f"{kind.__name__} or {'/'.join(words)}"  # argparse reports "invalid … value"
     return convert
 
 
 def collect(parsed: argparse.Namespace, options: type[T]) -> T:
-    """The dataclass from what was given on the command line."""
+    """Build the dataclass from the parsed command line."""
     names = {field.name for field in dataclasses.fields(options)}  # type: ignore[arg-type]
     given = {name: value for name, value in vars(parsed).items() if name in names}
     return options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
 
 
 def read_config(path: str, known: Sequence[type]) -> list[str]:
-    """The arguments that a YAML file stands for; keys are flags without the leading dashes.
+    """Convert a YAML file to command-line arguments. The keys are flags without the leading dashes.
 
-    Raises `ConfigError` for a file that cannot be read and for unknown keys, by name.
+    Raises `ConfigError` for an unreadable file, and for an unknown key, which it names.
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--config {path}: cannot read the file: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict | None):
-        raise ConfigError(f"--config {path}: flags are expected, as in `tensor-parallel-size: 2`")
+        raise ConfigError(f"--config {path}: expected a mapping of flags, such as `tensor-parallel-size: 2`")
     names = {field.name for options in known for field in dataclasses.fields(options)}
     given = {}
     for key, value in (content or {}).items():
         name = str(key).replace("-", "_")
         if name not in names:
-            raise ConfigError(f"--config {path}: there is no flag named {key}")
+            raise ConfigError(f"--config {path}: unknown flag {key}")
         given[name] = value
     return to_arguments(given)
 
 
 def to_arguments(given: Mapping[str, Any]) -> list[str]:
-    """The command line that says this, name by name; None says nothing."""
+    """Convert options by name to a command line. None values are skipped."""
     arguments: list[str] = []
     for name, value in given.items():
         flag = name.replace("_", "-")

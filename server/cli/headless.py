@@ -1,4 +1,4 @@
-"""`quire serve --headless` with `--data-parallel-start-rank`: replicas of this host, behind an API of another."""
+"""`quire serve --headless` with `--data-parallel-start-rank`: run this host's replicas, for an API elsewhere."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from quire.server.frontend.dp_coordinator import DPMember
 
 _WATCH_MS = 200
 _RESTART_SECONDS = 1.0
-"""A replica that dies is not started more often than this."""
+"""Minimum interval between two starts of the same replica."""
 _SHUTDOWN_SECONDS = 12.0
-"""As long as a core takes at most to end by itself, and a little more."""
+"""A little more than an engine core takes at most to shut down by itself."""
 _LAST_WORDS_SECONDS = 2.0
-"""As long as the last message of a core that has ended by itself may be on the way; one that was killed sends none."""
+"""How long to wait for the last message of a core that has exited by itself. A core that was killed sends none."""
 
 logger = logging.getLogger(__name__)
 
 
 def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
-    """Run this host's replicas until the API ends (0), a signal comes (0), or something is lost (1)."""
+    """Run this host's replicas until the API exits (0), a signal arrives (0), or something fails (1)."""
     if options.data_parallel_start_rank is None:
         raise ConfigError(
             "--headless: say which replicas this host has (--data-parallel-start-rank, --data-parallel-size-local), or "
@@ -65,13 +65,13 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
 
 
 class HeadlessReplicas:
-    """The cores of a host: those that die after they were ready are started again, unless they are coupled."""
+    """The engine cores of a host. A core that dies after it was ready is restarted, unless the replicas are coupled."""
 
     def __init__(self, config: EngineConfig, membership: DPMember, log_level: str) -> None:
         self._config, self._membership, self._log_level = config, membership, log_level
         self._folder = tempfile.mkdtemp(prefix="quire-")
         news = f"ipc://{self._folder}/news"
-        # What the cores tell every API process, they tell this one besides.
+        # This process also receives what the cores send to every API process.
         self._endpoints = Endpoints(membership.requests, (*membership.responses, news))
         self._context = zmq.Context()
         self._news = self._context.socket(zmq.PULL)
@@ -81,11 +81,11 @@ class HeadlessReplicas:
         self._ended: list[LinkEnded] = []
         self._loaded: set[int] = set()
         self._last_words: dict[int, tuple[str, float]] = {}
-        """Why a core ends, and when it said so."""
+        """By replica: why its core exits, and when it said so."""
         self._started: dict[int, float] = {}
-        """When, on the monotonic clock."""
+        """Start times, on the monotonic clock."""
         self._gone: set[int] = set()
-        """To be started again."""
+        """Replicas to restart."""
         self._cores: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> HeadlessReplicas:
@@ -94,13 +94,13 @@ class HeadlessReplicas:
     def __exit__(self, *error: object) -> None:
         for core in self._cores.values():
             assert core.stdin is not None
-            core.stdin.close()  # it ends by this
+            core.stdin.close()  # this makes the core exit
         deadline = time.monotonic() + _SHUTDOWN_SECONDS
         for replica, core in self._cores.items():
             try:
                 core.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                logger.warning("the engine core of replica %d did not stop and is killed", replica)
+                logger.warning("the engine core of replica %d did not stop and will be killed", replica)
                 core.kill()
                 core.wait()
         self._news.close(0)
@@ -108,14 +108,14 @@ class HeadlessReplicas:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, stop: threading.Event) -> str | None:
-        """Until `stop`, or the API's end; returns what has gone wrong, if something has."""
+        """Run until `stop` is set or the API exits. Returns what went wrong, if anything did."""
         self._membership.listen(self._ended.append)
         for replica in self._config.parallel.local_replicas:
             self._start(replica)
         while not stop.is_set():
             if self._ended:
                 reason = str(self._ended[0])
-                logger.info("%s has ended%s", self._membership.leader, f": {reason}" if reason else "")
+                logger.info("%s has exited%s", self._membership.leader, f": {reason}" if reason else "")
                 return reason or None
             if self._news.poll(_WATCH_MS):
                 self._hear()
@@ -142,12 +142,12 @@ class HeadlessReplicas:
                     logger.info("replica %d is ready (%s)", replica, where)
                 case EngineDead(reason, replica):
                     self._last_words[replica] = reason, time.monotonic()
-                case EngineCoreOutputs():  # only the numbers of the engine, as for every API process
+                case EngineCoreOutputs():  # only the engine's stats, sent to every API process
                     pass
 
     def _look_after(self, replica: int, core: subprocess.Popen[bytes]) -> str | None:
-        """Notice that a core has ended; returns why the others cannot go on, if so. One that should but does not is
-        killed.
+        """Check whether a core has exited, and return why the others cannot continue, if so. Kill a core that announced
+        its exit but is still running.
         """
         code = core.poll()
         if code is None:
@@ -166,6 +166,6 @@ class HeadlessReplicas:
             return reason
         assert core.stdin is not None
         core.stdin.close()
-        logger.error("%s; replica %d is started again", reason, replica)
+        logger.error("%s; restarting replica %d", reason, replica)
         self._gone.add(replica)
         return None

@@ -1,4 +1,4 @@
-"""Subcommands whose module is imported only when they are asked for: no other starts slower for them."""
+"""Subcommands whose modules are imported on first use, so that they do not slow down the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class LazyParser(argparse.ArgumentParser):
-    """Imports its subcommand's module, and has its flags from the module's `fill`, once it has something to parse."""
+    """Imports its subcommand's module and adds the module's flags (`fill`) when it has something to parse."""
 
     def __init__(self, *, module: str | None = None, **keywords: Any) -> None:
         super().__init__(**keywords)
@@ -18,7 +18,7 @@ class LazyParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """As argparse's."""
+        """See argparse."""
         if self._module is not None:
             module, self._module = self._module, None
             importlib.import_module(module).fill(self)
@@ -28,7 +28,7 @@ class LazyParser(argparse.ArgumentParser):
 def add_parser(
     commands: argparse._SubParsersAction[Any], name: str, module: str, text: str, usage: str = "[flags]"
 ) -> None:
-    """Register a subcommand, named with all that comes before it; `text` says what it is for."""
+    """Register a subcommand. `name` includes its parent commands, `text` describes it."""
     commands.add_parser(
         name.split()[-1],
         help=text,

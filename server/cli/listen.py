@@ -1,4 +1,4 @@
-"""The socket that a server listens on, taken before anything slow begins."""
+"""The server's listening socket, opened before anything slow starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _BACKLOG = 2048
 
 @contextlib.contextmanager
 def listen(options: ServerOptions) -> Iterator[socket.socket]:
-    """A listening socket; raises `ConfigError` when the address cannot be had. Clients that come early wait in it."""
+    """Open a listening socket; raises `ConfigError` if the address is not available. Early connections wait in its
+    queue.
+    """
     listener = _tcp(options.host, options.port) if options.uds is None else _unix(options.uds)
     try:
         yield listener
@@ -29,7 +31,7 @@ def listen(options: ServerOptions) -> Iterator[socket.socket]:
 
 
 def address(listener: socket.socket, is_tls: bool = False) -> str:
-    """The URL of a listening socket."""
+    """Return the URL of a listening socket."""
     name = listener.getsockname()
     if listener.family == socket.AF_UNIX:
         return f"unix:{name}"
@@ -39,7 +41,7 @@ def address(listener: socket.socket, is_tls: bool = False) -> str:
 
 def _tcp(host: str, port: int) -> socket.socket:
     if not 0 <= port < 65536:
-        raise ConfigError(f"--port {port}: ports go from 0 to 65535")
+        raise ConfigError(f"--port {port}: must be from 0 to 65535")
     try:
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
@@ -53,7 +55,7 @@ def _tcp(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
-                f"port {port} on {host} is in use; choose another with --port (0: any free one)"
+                f"port {port} on {host} is in use; choose another with --port (0: any free port)"
             ) from None
         raise ConfigError(f"cannot listen on {host} port {port} (--host, --port): {error.strerror}") from None
     return listener
@@ -68,12 +70,12 @@ def _unix(path: str) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"--uds {path}: cannot listen there: {error.strerror or error}") from None
+        raise ConfigError(f"--uds {path}: cannot listen on this path: {error.strerror or error}") from None
     return listener
 
 
 def _is_stale(path: str) -> bool:
-    """Whether a socket that nobody listens on any more lies in the way."""
+    """Return whether this is a leftover socket that nobody listens on."""
     if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

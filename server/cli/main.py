@@ -1,4 +1,4 @@
-"""The `quire` command: finds the subcommand and shows a person's mistakes without a traceback."""
+"""The `quire` command: selects the subcommand, and reports user errors without a traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.server.cli import bench, lazy, serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code (2 for what the user got wrong)."""
+    """Run a command line and return the exit code (2 for user errors)."""
     parsed = build_parser().parse_args(arguments)
     try:
         code: int = parsed.run(parsed)
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command; what it returns has `run`, the subcommand's function."""
+    """Build the parser of all commands. The parsed result has `run`, the subcommand's function."""
     parser = argparse.ArgumentParser(prog="quire", description="Serve language models bigger than one device.")
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(
@@ -36,11 +36,11 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text, usage in (
         (
             "run-batch",
-            "answer a file of requests, in the format of OpenAI's batches",
+            "process a file of requests in OpenAI's batch format",
             "-i FILE -o FILE [MODEL] [flags]",
         ),
-        ("chat", "talk to a running server", "[flags]"),
-        ("complete", "have a running server continue texts", "[flags]"),
+        ("chat", "chat with a running server", "[flags]"),
+        ("complete", "complete texts with a running server", "[flags]"),
     ):
         lazy.add_parser(commands, name, f"quire.server.cli.{name.replace('-', '_')}", text, usage)
     bench.add_parser(commands)

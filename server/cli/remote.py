@@ -1,4 +1,4 @@
-"""A running server, asked from the command line; any that speaks the OpenAI API."""
+"""A client for command-line tools, for any running server with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from quire.engine.config.options import flag
 from quire.engine.protocol.errors import ConfigError
 
 CONNECT_SECONDS = 10.0
-"""For the connection; an answer may take as long as it takes."""
+"""Connection timeout. There is no timeout for the response."""
 
 
 class RemoteError(ConfigError):
-    """The server is not there, or has answered with an error."""
+    """The server cannot be reached, or returned an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions:
-    """Whom to ask, and how to sample."""
+    """Which server to use, and how to sample."""
 
-    url: str = flag("http://localhost:8000", "where the server is", metavar="URL")
+    url: str = flag("http://localhost:8000", "URL of the server", metavar="URL")
     api_key: str | None = flag(
-        None, "its key (default: the environment's QUIRE_API_KEY or OPENAI_API_KEY)", metavar="KEY"
+        None, "API key (default: the environment variable QUIRE_API_KEY or OPENAI_API_KEY)", metavar="KEY"
     )
     model: str | None = flag(
-        None, "name of the model (default: the first that the server lists)", short="--model-name", metavar="NAME"
+        None, "name of the model (default: the first model that the server lists)", short="--model-name", metavar="NAME"
     )
-    max_tokens: int | None = flag(None, "longest answer, in tokens (default: the server's)")
+    max_tokens: int | None = flag(None, "maximum number of output tokens (default: the server's)")
     temperature: float | None = flag(None, "sampling temperature (default: the server's)")
-    quick: str | None = flag(None, "ask this alone, and end", short="-q")
+    quick: str | None = flag(None, "send this one message, print the answer and exit", short="-q")
 
 
 class RemoteServer:
-    """The server's end; raises `RemoteError` with one line that says what is wrong."""
+    """A connection to a server. Raises `RemoteError` with a one-line message."""
 
     def __init__(self, options: RemoteOptions) -> None:
         self._url = base_url(options.url)
@@ -59,18 +59,18 @@ class RemoteServer:
 
     @property
     def model(self) -> str:
-        """The model that is asked; the first time the server may be asked for its name."""
+        """The name of the model. The first access may ask the server for it."""
         if self._model is None:
             with self._answer("GET", "/v1/models") as response:
                 listed = _json(response.read())
             try:
                 self._model = str(listed["data"][0]["id"])
             except (LookupError, TypeError):
-                raise RemoteError(f"{self._url} lists no models; name one with --model") from None
+                raise RemoteError(f"{self._url} lists no models; choose one with --model") from None
         return self._model
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The first choice of each chunk of a streamed answer. Closing the generator ends the request."""
+        """Yield the first choice of each chunk of a streamed response. Closing the generator ends the request."""
         sampling = {name: value for name, value in self._sampling.items() if value is not None}
         with self._answer("POST", path, {"model": self.model, "stream": True, **sampling, **body}) as response:
             for line in response.lines():
@@ -87,7 +87,7 @@ class RemoteServer:
 
 
 class _RemoteReply:
-    """A response with status 200, open while the block runs; what goes wrong in it is a `RemoteError`."""
+    """A response with status 200, open inside the `with` block. All failures become `RemoteError`."""
 
     def __init__(self, client: httpx.Client, url: str, request: httpx.Request) -> None:
         self._client = client
@@ -109,7 +109,7 @@ class _RemoteReply:
     ) -> None:
         self._response.close()
         if isinstance(error, httpx.HTTPError):
-            raise RemoteError(f"the answer of {self._url} broke off: {error}") from None
+            raise RemoteError(f"the response of {self._url} was interrupted: {error}") from None
 
     def read(self) -> bytes:
         return self._response.read()
@@ -119,7 +119,7 @@ class _RemoteReply:
 
 
 def base_url(url: str, flag: str = "--url") -> str:
-    """A server's URL without the `/v1` that OpenAI's clients want at its end; raises `RemoteError` for what is none."""
+    """Return a server's URL without the `/v1` suffix of OpenAI clients; raises `RemoteError` for an invalid URL."""
     try:
         parts = httpx.URL(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.host) and 0 < (parts.port or 80) < 2**16
@@ -128,41 +128,41 @@ def base_url(url: str, flag: str = "--url") -> str:
         is_url, why = False, f" ({error})"
     if not is_url or parts.query or parts.fragment:
         shown = url if url.isprintable() else repr(url)
-        raise RemoteError(f"{flag} {shown}: a URL like http://localhost:8000 is expected{why}")
+        raise RemoteError(f"{flag} {shown}: expected a URL such as http://localhost:8000{why}")
     return url.rstrip("/").removesuffix("/v1")
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """What tells the server who asks; the key may stand in the environment."""
+    """Return the authorization header. Without `api_key`, the key comes from the environment."""
     named = os.environ.get("QUIRE_API_KEY", "").replace(",", " ").split() or [os.environ.get("OPENAI_API_KEY", "")]
     key = named[0] if api_key is None else api_key
     if not (key.isascii() and key.isprintable()):
-        raise RemoteError("the API key has characters that no HTTP header can have")
+        raise RemoteError("the API key contains characters that are not allowed in an HTTP header")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def unreachable(url: str, error: httpx.HTTPError) -> str:
-    """What is wrong when no answer came, in one line."""
+    """Describe a connection failure, in one line."""
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return f"no server answers at {url} ({error}); start one with `quire serve`, or name another with --url"
-    return f"{url} does not answer as a server would: {error or type(error).__name__}"
+        return f"no server answers at {url} ({error}); start one with `quire serve`, or choose another with --url"
+    return f"{url} did not send a valid response: {error or type(error).__name__}"
 
 
 def refusal(url: str, status: int, body: bytes) -> str:
-    """What is wrong when the answer is an error, in one line."""
+    """Describe an error response, in one line."""
     if status == 401:
-        return f"{url} wants a key, and not this one: --api-key KEY, or the environment's QUIRE_API_KEY"
-    return f"{url} answers with HTTP {status}: {error_text(body)}"
+        return f"{url} rejected the API key; set it with --api-key or the environment variable QUIRE_API_KEY"
+    return f"{url} returned HTTP {status}: {error_text(body)}"
 
 
 def error_text(body: bytes) -> str:
-    """The message of an error object, or else the beginning of what came."""
+    """Return the message of an error object, or else the start of the body."""
     match _json(body):
         case {"error": {"message": str(message)}} | {"error": str(message)} | {"message": str(message)}:
             text = message
         case _:
             text = body.decode(errors="replace")
-    return " ".join(text.split())[:500] or "nothing more"
+    return " ".join(text.split())[:500] or "no details"
 
 
 def _json(text: str | bytes) -> Any:

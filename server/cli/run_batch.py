@@ -1,8 +1,8 @@
-"""`quire run-batch`: answer a file of requests, each by the route that it names.
+"""`quire run-batch`: process a file of requests, each with the route that it names.
 
-The routes are those of the server, asked inside the process. A run that was killed is gone on with by the same command.
-The exit code is 0 once every line has its record, also where that tells of an error; 1 when the run could not go on
-(the engine or the server is gone, the disk is full); 2 when it could not begin.
+The routes are those of the server, called inside the process. The same command resumes an interrupted run. The exit
+code is 0 once every line has its record, even if that is an error; 1 if the run cannot continue (the engine or server
+is gone, the disk is full); 2 if it cannot start.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from quire.server.cli.serve import DEMO_NAME
 from quire.server.config import ModelOptions
 
 REMOTE_CONCURRENCY = 256
-"""Requests in flight to a server that is asked over HTTP."""
+"""Requests in flight to a server over HTTP."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions(ModelOptions):
-    """What `quire run-batch` can be told, beside the engine's options."""
+    """Options of `quire run-batch`, in addition to the engine's."""
 
-    input_file: str | None = flag(None, "requests, one on each line", short="-i", metavar="FILE")
+    input_file: str | None = flag(None, "input file, with one request per line", short="-i", metavar="FILE")
     output_file: str | None = flag(
         None,
-        "answers, appended as they come; what is answered there already is not asked again",
+        "output file; responses are appended as they arrive, and requests that have one are skipped",
         short="-o",
         metavar="FILE",
     )
-    url: str | None = flag(None, "a running server to ask, instead of starting an engine", metavar="URL")
+    url: str | None = flag(None, "URL of a running server to use instead of starting an engine", metavar="URL")
     api_key: str | None = flag(
-        None, "its key (default: the environment's QUIRE_API_KEY or OPENAI_API_KEY)", metavar="KEY"
+        None, "API key (default: the environment variable QUIRE_API_KEY or OPENAI_API_KEY)", metavar="KEY"
     )
     max_concurrency: int | None = flag(
-        None, f"requests in flight (default: twice --max-num-seqs, {REMOTE_CONCURRENCY} with --url)"
+        None, f"maximum number of requests in flight (default: twice --max-num-seqs, {REMOTE_CONCURRENCY} with --url)"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = flag("warning", "what is worth a log line")
-    disable_tqdm: bool = flag(False, "no progress bar")
+    log_level: Literal["debug", "info", "warning", "error"] = flag("warning", "lowest level of log messages to show")
+    disable_tqdm: bool = flag(False, "do not show a progress bar")
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on, whatever the next line is; what is answered stays."""
+    """The run cannot continue with any line. Responses written so far are kept."""
 
 
 class BatchAnswer(NamedTuple):
-    """What a route said."""
+    """The response of a route."""
 
     status: int
     request_id: str
@@ -72,26 +72,26 @@ class BatchAnswer(NamedTuple):
 
 
 class BatchBackend(Protocol):
-    """Who answers."""
+    """Answers the requests of a batch."""
 
     def serves(self, url: str) -> bool:
-        """Whether this is a route to post to."""
+        """Return whether this is a POST route."""
 
     async def post(self, url: str, body: bytes) -> BatchAnswer:
-        """Ask; raises `RunFailed` when no other question would be answered either."""
+        """Send a request; raises `RunFailed` if every other request would fail as well."""
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Give the subcommand its flags."""
+    """Add the flags of the subcommand."""
     flags.add_model(parser)
-    parser.add_argument("--model", dest="model", default=argparse.SUPPRESS, help="the same, as a flag")
+    parser.add_argument("--model", dest="model", default=argparse.SUPPRESS, help="same as MODEL")
     flags.add_flags(parser.add_argument_group("batch"), BatchOptions)
     flags.add_flags(parser.add_argument_group("engine, as for quire serve"), EngineOptions)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Answer the lines that have no answer yet."""
+    """Process the lines that have no response yet."""
     options, engine = flags.collect(parsed, BatchOptions), flags.collect(parsed, EngineOptions)
     source, target = _check(options, parsed)
     log.setup(options.log_level, "batch")
@@ -99,9 +99,9 @@ def run(parsed: argparse.Namespace) -> int:
     with open(source, "rb") as file, BatchResults(target) as results:
         total = count_lines(source)
         if results.last_number > total:
-            raise ConfigError(f"-o {target} answers another file than -i {source}, which has {total} lines")
+            raise ConfigError(f"-o {target} was written for another input file: -i {source} has only {total} lines")
         if all(results.has(line) for line in read_lines(file, lambda url: True)):
-            print(f"all {results.count:,} lines were answered before")
+            print(f"all {results.count:,} lines have responses already")
             return 0
         file.seek(0)
 
@@ -117,30 +117,30 @@ def run(parsed: argparse.Namespace) -> int:
             why = str(failure)
             if isinstance(failure, OSError) and failure.filename == target:
                 why = f"-o {target}: {failure.strerror}"
-            print(f"quire: error: {why}\nThe same command goes on from here.", file=sys.stderr)
+            print(f"quire: error: {why}\nRun the same command again to resume.", file=sys.stderr)
             return 1
     return 0
 
 
 def _check(options: BatchOptions, parsed: argparse.Namespace) -> tuple[str, str]:
-    """Where to read and to write; raises `ConfigError`."""
+    """Return the input and output paths; raises `ConfigError` for invalid options."""
     source, target = options.input_file, options.output_file
     if source is None or target is None:
-        raise ConfigError("run-batch needs a file to read and one to write: -i FILE -o FILE")
+        raise ConfigError("run-batch requires an input file and an output file: -i FILE -o FILE")
     if not os.path.isfile(source) or not os.access(source, os.R_OK):
-        raise ConfigError(f"-i {source}: not a file that can be read")
+        raise ConfigError(f"-i {source}: not a readable file")
     if os.path.exists(target) and os.path.samefile(source, target):
         raise ConfigError(f"-i and -o name the same file: {source}")
     if options.max_concurrency is not None and options.max_concurrency < 1:
-        raise ConfigError(f"--max-concurrency {options.max_concurrency}: at least 1")
+        raise ConfigError(f"--max-concurrency {options.max_concurrency}: must be at least 1")
     idle = [field.name for field in (*fields(EngineOptions), *fields(ModelOptions))]
     if options.url is not None and (given := next((name for name in idle if hasattr(parsed, name)), None)):
-        raise ConfigError(f"--url asks a running server: --{given.replace('_', '-')} would do nothing; leave it out")
+        raise ConfigError(f"--{given.replace('_', '-')} has no effect on a running server (--url); omit it")
     return source, target
 
 
 class BatchRun:
-    """The lines on their way: each worker takes the next one, has it answered, and writes the answer down."""
+    """The lines of a batch in progress: each worker takes the next line, sends it and writes the response."""
 
     def __init__(
         self, lines: Iterator[BatchLine], results: BatchResults, backend: BatchBackend, bar: tqdm[Any]
@@ -155,7 +155,7 @@ class BatchRun:
         self._begun = time.monotonic()
 
     async def run(self, concurrency: int) -> None:
-        """Answer all; raises `RunFailed`, and `OSError` when nothing can be written any more."""
+        """Process all lines; raises `RunFailed`, and `OSError` if the output cannot be written."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
@@ -167,12 +167,12 @@ class BatchRun:
             print(self.summary(), flush=True)
 
     def summary(self) -> str:
-        """What has been done, in a line."""
+        """A one-line summary of the run."""
         seconds = time.monotonic() - self._begun
         now = self._results.count - self._earlier
         return (
-            f"{now:,} lines answered in {seconds:,.1f} s, {self._failed:,} of them with an error; {self._earlier:,} "
-            f"were answered before; {self._tokens:,} output tokens, {self._tokens / max(seconds, 1e-9):,.1f}/s"
+            f"{now:,} lines processed in {seconds:,.1f} s, {self._failed:,} of them with an error; {self._earlier:,} "
+            f"had responses already; {self._tokens:,} output tokens, {self._tokens / max(seconds, 1e-9):,.1f}/s"
         )
 
     async def _work(self) -> None:
@@ -219,14 +219,14 @@ def _output_tokens(content: Any) -> int:
             return 0
 
 
-# --- an engine of our own -------------------------------------------------------------------------------------
+# --- with an engine in this process ---------------------------------------------------------------------------
 
 
 async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callable[[BatchBackend], BatchRun]) -> None:
     config = resolve(engine)
     print(plan_text(config), flush=True)
     fetch_weights(engine, config)
-    # As in `quire serve`: transformers is to leave torch out of this process.
+    # As in `quire serve`: keep transformers from importing torch in this process.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from quire.server.app import create_app
     from quire.server.frontend.dp_coordinator import meet
@@ -254,12 +254,12 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
 
 
 def _enough(config: EngineConfig) -> int:
-    """Requests in flight: as many as run at once, and as many again, so that each that ends has a successor."""
+    """Requests in flight: twice the batch size, so that each request that finishes has a successor."""
     return 2 * config.scheduler.max_num_seqs
 
 
 class InProcess:
-    """The application itself."""
+    """Calls the application in this process."""
 
     def __init__(self, app: Any) -> None:
         from quire.server.http import in_process
@@ -280,7 +280,7 @@ def _request_id() -> str:
     return f"req_{uuid.uuid4().hex}"
 
 
-# --- a server that runs ---------------------------------------------------------------------------------------
+# --- with a running server ------------------------------------------------------------------------------------
 
 
 async def _ask_server(options: BatchOptions, url: str, work: Callable[[BatchBackend], BatchRun]) -> None:
@@ -293,14 +293,14 @@ async def _ask_server(options: BatchOptions, url: str, work: Callable[[BatchBack
 
 
 class OverHttp:
-    """A server that runs somewhere."""
+    """Sends requests to a running server."""
 
     def __init__(self, client: httpx.AsyncClient, url: str) -> None:
         self._client = client
         self._url = url
 
     def serves(self, url: str) -> bool:
-        """Whatever looks like a route; the server says what it thinks of it."""
+        """Accept anything that looks like a route; the server checks it."""
         return url.startswith("/") and url.isascii() and url.isprintable()
 
     async def post(self, url: str, body: bytes) -> BatchAnswer:
@@ -320,10 +320,10 @@ class OverHttp:
 
 
 def _is_its_own(response: httpx.Response) -> bool:
-    """Whether an error is of this request alone: the server's time limit, not a gateway's."""
+    """Return whether an error concerns this request only: the server's own time limit, not a gateway's."""
     return response.status_code == 504 and b'"request_timeout"' in response.content
 
 
 def _patience(retry_after: str) -> float:
-    """Seconds until a busy server is asked again."""
+    """Seconds to wait before retrying with a busy server."""
     return min(float(retry_after), 60.0) if retry_after.isdigit() else 1.0

@@ -1,4 +1,4 @@
-"""`quire serve`: one model behind the OpenAI API."""
+"""`quire serve`: serve one model with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from quire.server.frontend.frontend import Frontend
 
 DEMO_NAME = "quire-demo"
-"""What the bundled model is called when nothing else is asked for."""
+"""Name of the bundled model if no other is set."""
 _PORT_VARIABLE = "AIP_HTTP_PORT"
-"""Vertex AI says there where it expects the server; see quire.server.http.sagemaker_vertex."""
+"""Vertex AI sets the server's port here; see quire.server.http.sagemaker_vertex."""
 _FAREWELL_SECONDS = 2.0
-"""For so long /health still says why the engine died, before the process ends."""
+"""How long /health reports why the engine died, before the process exits."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,20 +41,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Register the subcommand."""
     parser = commands.add_parser(
         "serve",
-        help="serve a model behind the OpenAI API",
-        description="Serve one model behind the OpenAI API.",
+        help="serve a model with the OpenAI API",
+        description="Serve one model with the OpenAI API.",
         usage="quire serve [MODEL] [flags]",
         allow_abbrev=False,
     )
     flags.add_model(parser)
-    parser.add_argument("--config", metavar="FILE.yaml", help="flags from a file; the command line goes before it")
+    parser.add_argument("--config", metavar="FILE.yaml", help="YAML file with flags; the command line takes precedence")
     flags.add_flags(parser.add_argument_group("server"), ServerOptions)
     flags.add_flags(parser.add_argument_group("engine"), EngineOptions)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Serve until a signal comes (0) or the engine is gone (1)."""
+    """Serve until a signal arrives (0) or the engine is gone (1)."""
     seconds = {"imports": process.age()}
     begun = time.monotonic()
     options, server = read_options(parsed)
@@ -71,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
     ApiKeys.load(server)
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
     process.set_name("quire-api")
-    # Here, as the parsers of all commands come with this module.
+    # Not at the top, because the parsers of all commands import this module.
     from quire.engine.config.resolve import fetch_weights, plan_text, resolve
     from quire.server.frontend.dp_coordinator import meet
 
@@ -84,7 +84,7 @@ def run(parsed: argparse.Namespace) -> int:
 
         import uvloop
 
-        # transformers, where it is needed for a tokenizer, imports torch when it can. In this process it cannot.
+        # transformers, where it is needed for a tokenizer, imports torch if it can. This process must not load torch.
         sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         from quire.server.frontend.output_stream import EngineUnavailable
 
@@ -97,26 +97,26 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:
-    """Raise `ConfigError` where the API is not on node 0, or a node is meant to have none and is alone."""
+    """Raise `ConfigError` if node 0 is headless, or another node is not."""
     from quire.engine.config.parallel_config import ranks_here
 
     if server.headless and options.node_rank == 0:
         raise ConfigError(
-            "--headless with --node-rank 0: node 0 has the API; leave --headless out, or give this node's rank"
+            "--headless with --node-rank 0: node 0 runs the API; omit --headless, or set this node's rank"
         )
     if not server.headless and options.node_rank != 0:
-        raise ConfigError(f"--node-rank {options.node_rank}: node 0 has the API; start this node with --headless")
+        raise ConfigError(f"--node-rank {options.node_rank}: only node 0 runs the API; start this node with --headless")
     ranks_here(options)
 
 
 def read_options(parsed: argparse.Namespace) -> tuple[EngineOptions, ServerOptions]:
-    """What was given on the command line, before what the file of `--config` gives, before the environment's port."""
+    """Read the options from the command line, then the `--config` file, then the environment (the port only)."""
     if parsed.config is not None:
         arguments = flags.read_config(parsed.config, (ServerOptions, EngineOptions))
         parsed = argparse.Namespace(**{**vars(parsed.parser.parse_args(arguments)), **vars(parsed)})
     if (port := os.environ.get(_PORT_VARIABLE)) and not hasattr(parsed, "port"):
         if not port.isdigit():
-            raise ConfigError(f"{_PORT_VARIABLE}={port} in the environment: a port is expected")
+            raise ConfigError(f"environment variable {_PORT_VARIABLE}={port}: expected a port number")
         parsed.port = int(port)
     return flags.collect(parsed, EngineOptions), flags.collect(parsed, ServerOptions)
 
@@ -142,7 +142,7 @@ async def _serve(
         max_queue=options.queue_limit,
         hosts=hosts,
     )
-    # The engine core starts up while the rest is imported.
+    # The engine core starts while the rest is imported.
     from quire.server.cli.api_process import ApiProcesses, http_server
 
     http = http_server(service, options, names)
@@ -151,7 +151,7 @@ async def _serve(
 
     def on_signal() -> None:
         if stop.is_set():
-            os._exit(130)  # asked twice; the core ends when it sees us gone
+            os._exit(130)  # second signal; the core exits when this process does
         stop.set()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -184,9 +184,9 @@ async def _serve(
 async def _until_the_engine_is_gone(
     service: Frontend, siblings: ApiProcesses, seconds: dict[str, float], what: str
 ) -> int:
-    """Log how the start went and, should it come to that, the end; returns the exit code.
+    """Log the start-up times and, if the engine dies, the reason; returns the exit code.
 
-    Raises `EngineUnavailable` when the model cannot be loaded.
+    Raises `EngineUnavailable` if the model cannot be loaded.
     """
     spent = await service.ready()
     gone = asyncio.create_task(service.client.failed())

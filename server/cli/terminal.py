@@ -1,4 +1,4 @@
-"""What `quire chat` and `quire complete` show, and how they ask."""
+"""Terminal input and output of `quire chat` and `quire complete`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.server.cli.remote import RemoteError
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _CONTROL = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""Characters that could move the cursor or worse; no text of a model reaches the terminal with them."""
+"""Control characters that could move the cursor or worse. They are removed from the model's text."""
 
 
 class Screen:
-    """Standard output. `show` writes an answer's text, `aside` what is not a part of it."""
+    """Standard output. `show` writes the text of an answer, `aside` anything else."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdout.isatty()
@@ -26,12 +26,12 @@ class Screen:
         self._write(text, dim=False)
 
     def aside(self, text: str) -> None:
-        """Dimmed; nothing where the output is no terminal."""
+        """Write dimmed text; nothing if the output is not a terminal."""
         if self.is_terminal:
             self._write(text, dim=True)
 
     def end(self) -> None:
-        """The end of an answer."""
+        """End an answer."""
         self._write("\n", dim=False)
 
     def _write(self, text: str, *, dim: bool) -> None:
@@ -45,9 +45,9 @@ class Screen:
 
 
 def ask_and_answer(answer: Callable[[str], None], prompt: str) -> None:
-    """Answer each line that is typed, until there are no more (Ctrl-D) or `answer` raises `EOFError`.
+    """Answer each line of input, until it ends (Ctrl-D) or `answer` raises `EOFError`.
 
-    What goes wrong ends the answer only.
+    An error ends the current answer only.
     """
     for line in _lines(prompt):
         try:
@@ -62,11 +62,11 @@ def _lines(prompt: str) -> Iterator[str]:
     is_typed = sys.stdin.isatty()
     if is_typed:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # input() gets its editing and history
+            import readline  # noqa: F401  # enables line editing and history in input()
     while True:
         try:
             line = input(prompt if is_typed else "")
-        except KeyboardInterrupt:  # as in a shell: the line is given up
+        except KeyboardInterrupt:  # as in a shell, Ctrl-C discards the line
             print()
         except EOFError:
             if is_typed:

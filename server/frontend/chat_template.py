@@ -1,7 +1,7 @@
-"""Chat templates: the Jinja text that turns messages into a prompt.
+"""Chat templates: Jinja templates that convert messages to a prompt.
 
-Where it lies and what it may call follow transformers
-(https://huggingface.co/docs/transformers/main/chat_templating_writing); it runs in Jinja's sandbox.
+Their location and the functions available to them follow transformers
+(https://huggingface.co/docs/transformers/main/chat_templating_writing). They run in Jinja's sandbox.
 """
 
 from __future__ import annotations
@@ -33,40 +33,42 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template does not parse: line {error.lineno}: {error.message}") from None
+            raise ConfigError(f"the chat template is invalid: line {error.lineno}: {error.message}") from None
 
     @cached_property
     def reads(self) -> frozenset[str]:
-        """The variables that it looks up."""
+        """The variables that the template uses."""
         return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """The prompt of a conversation; what the template refuses is an `InvalidParameter` for `messages`."""
+        """Render the prompt of a conversation. If the template raises an error, that is an `InvalidParameter` for
+        `messages`.
+        """
         try:
             return self._template.render(messages=messages, **{**self._variables, **variables})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise InvalidParameter(f"the chat template refuses these messages: {error}", "messages") from None
+            raise InvalidParameter(f"the chat template rejected these messages: {error}", "messages") from None
 
 
 class ChatTemplates:
-    """The templates of a model: a plain one, and maybe another for requests with tools."""
+    """The templates of a model: the default one, and optionally another one for requests with tools."""
 
     def __init__(self, default: ChatTemplate, tool_use: ChatTemplate | None = None) -> None:
         self._default = default
         self._tool_use = tool_use
 
     def choose(self, has_tools: bool) -> ChatTemplate:
-        """The template for a request."""
+        """Return the template for a request."""
         return self._tool_use if has_tools and self._tool_use is not None else self._default
 
     @staticmethod
     def load(folder: Path, tokenizer: Tokenizer, override: str | None) -> ChatTemplates | None:
-        """`override` (a file, or the template itself), else what the folder brings; None when it brings none."""
+        """Load `override` (a file, or the template itself), or else the folder's templates; None if there are none."""
         sources = {"default": _read_override(override)} if override is not None else _find(folder, tokenizer.config)
         compiled = {name: ChatTemplate(text, tokenizer.special_tokens) for name, text in sources.items()}
         if "default" not in compiled:
             if compiled:
-                raise ConfigError(f"{folder}: of its chat templates ({', '.join(compiled)}) none is named default")
+                raise ConfigError(f"{folder}: none of the chat templates ({', '.join(compiled)}) is named default")
             return None
         return ChatTemplates(compiled["default"], compiled.get("tool_use"))
 
@@ -77,11 +79,11 @@ def _read_override(value: str) -> str:
     try:
         return Path(value).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template {value}: neither a readable file nor a template: {error}") from None
+        raise ConfigError(f"--chat-template {value}: not a readable file, and not a template: {error}") from None
 
 
 def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name → template: *.jinja files before tokenizer_config.json."""
+    """Return templates by name: *.jinja files take precedence over tokenizer_config.json."""
     named = {
         path.stem: path.read_text(encoding="utf-8") for path in (folder / "additional_chat_templates").glob("*.jinja")
     }
@@ -94,9 +96,9 @@ def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}` marks the assistant's words for training; here it is just its body."""
+    """`{% generation %} … {% endgeneration %}` marks the answers for training; here it only renders its body."""
 
-    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+    tags = {"generation"}  # noqa: RUF012  # declared as in Jinja
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -121,7 +123,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as models saw it in training: not escaped for HTML, as Jinja's own filter would."""
+    """Convert to JSON as models saw it in training: not escaped for HTML, unlike Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

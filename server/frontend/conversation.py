@@ -1,4 +1,4 @@
-"""A conversation as a chat template wants it, and the prompt that the template makes of it."""
+"""Converts a conversation to what a chat template expects, and renders the prompt."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from quire.server.parsers.reasoning import detect_reasoning
 Message = Mapping[str, Any]
 
 _END_SIGN = "\ue000end of the final message\ue000 "
-"""Stands in no conversation; the space tells whether a template trims."""
+"""Occurs in no conversation. The space shows whether a template trims messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplateOptions:
-    """What a request says about rendering a conversation; names and meanings are vLLM's."""
+    """A request's options for rendering a conversation; names and meanings are vLLM's."""
 
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     documents: Sequence[Mapping[str, Any]] = ()
     reasoning_effort: str | None = None
     thinking: bool | None = None
-    """Turns the template's switch of thoughts."""
+    """Sets the template's switch for reasoning."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     may_call: bool = False
-    """The model is to call the tools, and must be shown them."""
+    """The model may call the tools, so the prompt must show them."""
 
     def variables(self, template: ChatTemplate) -> dict[str, Any]:
-        """The variables of the template that the user sets; raises `InvalidParameter` for what it would not read."""
+        """Return the template variables that the user sets; raises `InvalidParameter` for unused ones."""
         for name in ("messages", "tools", "documents", "add_generation_prompt"):
             if name in self.chat_template_kwargs:
                 raise InvalidParameter(
-                    f"chat_template_kwargs cannot set {name}, which has its own place in the request",
+                    f"chat_template_kwargs cannot set {name}, which has a parameter of its own",
                     "chat_template_kwargs",
                 )
         if self.documents and "documents" not in template.reads:
-            raise InvalidParameter("this model's chat template reads no documents", "documents")
+            raise InvalidParameter("this model's chat template does not support documents", "documents")
         return self._effort(template) | self._thinking(template) | dict(self.chat_template_kwargs)
 
     def _effort(self, template: ChatTemplate) -> dict[str, Any]:
@@ -55,7 +55,9 @@ class ChatTemplateOptions:
         if self.reasoning_effort == "none" and switch is not None:
             return {switch: False}
         remedy = f'; set {switch} with chat_template_kwargs, or send "none"' if switch is not None else ""
-        raise InvalidParameter(f"this model's chat template reads no reasoning_effort{remedy}", "reasoning_effort")
+        raise InvalidParameter(
+            f"this model's chat template does not support reasoning_effort{remedy}", "reasoning_effort"
+        )
 
     def _thinking(self, template: ChatTemplate) -> dict[str, Any]:
         if self.thinking is None:
@@ -63,12 +65,12 @@ class ChatTemplateOptions:
         if (switch := _thinking_switch(template)) is not None:
             return {switch: self.thinking}
         if not self.thinking and detect_reasoning(template.source) is not None:
-            raise InvalidParameter("thinking: this model's chat template has no switch that turns it off", "thinking")
+            raise InvalidParameter("thinking: this model's chat template cannot disable it", "thinking")
         return {}
 
 
 def _thinking_switch(template: ChatTemplate) -> str | None:
-    """The variable of the template that says whether the model is to think."""
+    """The template variable that enables reasoning."""
     return next((name for name in ("enable_thinking", "thinking") if name in template.reads), None)
 
 
@@ -78,12 +80,12 @@ def text(
     tools: Sequence[Mapping[str, Any]],
     options: ChatTemplateOptions,
 ) -> str:
-    """The prompt; raises `InvalidParameter` for what the template cannot say."""
+    """Render the prompt; raises `InvalidParameter` for anything that the template cannot express."""
     if not messages:
         raise InvalidParameter("messages must not be empty", "messages")
     if tools and options.may_call and "tools" not in template.reads:
         raise InvalidParameter(
-            "tools: this model's chat template does not show them to the model; start the server with a "
+            "tools: this model's chat template does not support them; start the server with a "
             '--chat-template that does, or send tool_choice: "none"',
             "tools",
         )
@@ -100,7 +102,7 @@ def text(
 
 
 def _message(message: Message, template: str, at: int) -> dict[str, Any]:
-    """A message as templates expect it: text content, arguments of tool calls as objects, no empty fields."""
+    """Convert a message to what templates expect: text content, tool call arguments as objects, no empty fields."""
     result = {key: value for key, value in message.items() if value is not None}
     content = result.get("content")
     if isinstance(content, list):
@@ -115,7 +117,7 @@ def _message(message: Message, template: str, at: int) -> dict[str, Any]:
 
 
 def _render(template: ChatTemplate, turns: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-    """The prompt. Templates want the arguments of calls as objects, but some (DeepSeek-V3.1's) as JSON text."""
+    """Render the prompt. Templates expect tool call arguments as objects, but some (DeepSeek-V3.1's) as JSON text."""
     try:
         return template.render(turns, **variables)
     except InvalidParameter:
@@ -133,20 +135,20 @@ def _with_arguments_as_text(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_be_continued(turn: dict[str, Any], at: int) -> dict[str, Any]:
-    """The final message with a sign where its text ends; what the template writes behind it is cut off."""
+    """Mark the end of the final message's text. The prompt is cut off there."""
     if not isinstance(turn.get("content"), str) or turn.get("tool_calls"):
         raise InvalidParameter(
-            f"continue_final_message: messages[{at}] has no text that could be continued", "continue_final_message"
+            f"continue_final_message: messages[{at}] has no text to continue", "continue_final_message"
         )
     return turn | {"content": turn["content"] + _END_SIGN}
 
 
 def _cut(text: str) -> str:
-    """The prompt up to the sign; as in transformers, space before it goes where the template trims messages."""
+    """Cut the prompt at the mark. As in transformers, space before it is removed if the template trims messages."""
     at = text.rfind(_END_SIGN.strip())
     if at < 0:
         raise InvalidParameter(
-            "continue_final_message: this model's chat template does not show the final message as it is",
+            "continue_final_message: this model's chat template changes the final message",
             "continue_final_message",
         )
     return text[:at] if text.startswith(_END_SIGN, at) else text[:at].rstrip()
@@ -159,9 +161,9 @@ def _text_of(part: Any, at: int) -> str:
         case {"type": "text", "text": str(text)}:
             return text
         case {"type": str(kind)} if kind != "text":
-            problem = f"parts of type {kind} are not served, only text"
+            problem = f"parts of type {kind} are not supported, only text"
         case _:
-            problem = 'a part must be {"type": "text", "text": …}'
+            problem = 'expected {"type": "text", "text": …}'
     raise InvalidParameter(f"messages[{at}].content: {problem}", "messages")
 
 

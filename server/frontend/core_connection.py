@@ -1,4 +1,4 @@
-"""One API process's end of the wire to one engine core; and the core's process, where it is this one's to keep."""
+"""An API process's connection to one engine core; and the core's process, if this API process manages it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class CoreConnection:
-    """Where requests are sent, and what is known of who reads them."""
+    """Sends requests to a core, and stores its state."""
 
     def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.number = number
         self.state: Literal["loading", "up", "dead"] = "loading"
         self.has_served = False
-        """It has been up before: should it die, it is worth another start."""
+        """It has been ready before, so it is restarted if it dies."""
         self.is_silent = False
-        """It has not answered a probe in time, and has said nothing since."""
+        """It has not answered a probe in time, and has sent nothing since."""
         self.core: subprocess.Popen[bytes] | None = None
         self._address = address
         self._context = context
@@ -39,7 +39,7 @@ class CoreConnection:
         self.open()
 
     def open(self) -> None:
-        """Connect, if that is not so; what is sent before the core is there waits for it."""
+        """Connect, unless connected. Messages sent before the core exists wait for it."""
         if self._socket is None:
             self._socket = self._context.socket(zmq.PUSH)
             self._socket.setsockopt(zmq.LINGER, 0)
@@ -47,18 +47,18 @@ class CoreConnection:
             self._socket.connect(self._address)
 
     def send(self, message: ToCore) -> None:
-        """Nothing is sent to the dead: the next core at this address would get it."""
+        """Send a message, unless the core is dead: the next core at this address would receive it."""
         if self._socket is not None:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Forget what has not been read."""
+        """Close the socket and discard unread messages."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     async def ended(self) -> str:
-        """Wait until the core's process has ended, and say how. One that is dead but does not end is killed."""
+        """Wait until the core's process exits, and return how. A core that is dead but does not exit is killed."""
         core, died = self.core, None
         assert core is not None
         while (code := core.poll()) is None:
@@ -67,12 +67,12 @@ class CoreConnection:
                 died = died or time.monotonic()
                 if time.monotonic() - died > SHUTDOWN_SECONDS:
                     core.kill()
-        await asyncio.sleep(WATCH_SECONDS)  # its last message may still be on the way
+        await asyncio.sleep(WATCH_SECONDS)  # its last message may still be on its way
         _close_stdin(core)
         return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
 
     async def end(self) -> None:
-        """Stop the core, by force if it does not end in time."""
+        """Stop the core; kill it if it does not exit in time."""
         if (core := self.core) is None:
             return
         self.send(Shutdown())
@@ -81,7 +81,7 @@ class CoreConnection:
         while core.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if core.poll() is None:
-            logger.warning("the engine core did not stop within %g seconds and is killed", patience)
+            logger.warning("the engine core did not stop within %g seconds and will be killed", patience)
             core.kill()
             core.wait()
         _close_stdin(core)

@@ -1,9 +1,9 @@
-"""Replicas on several hosts, and how they find each other: one host leads, each replica of the others joins it.
+"""Connects replicas on several hosts: one host leads, and each replica of the other hosts joins it.
 
-The leader has the API of all, or, where each host has an API of its own, replica 0; then only replicas that share
-experts need each other. Whoever joins says where its replica will take requests in; once all have come, the leader
-tells everybody all addresses. See `quire.engine.cluster.control_plane` for how the hosts are compared, and how one is
-lost.
+The leader runs the API for all replicas or, if each host has its own API, replica 0. In the second case only replicas
+that share experts are connected. A joining replica sends the address at which it receives requests. When all have
+joined, the leader sends all addresses to every replica. See `quire.engine.cluster.control_plane` for how hosts are
+compared, and how the loss of a host is detected.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _OF_A_HOST = {
     *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
     *("gpu_memory_utilization", "kv_cache_memory_bytes", "distributed_timeout_seconds"),
 }
-"""Options that may differ from host to host."""
+"""Options that may differ between hosts."""
 
 
 class CoordinatedClient(Protocol):
-    """What is told of other hosts (`EngineClient`)."""
+    """Receives the news of other hosts (`EngineClient`)."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -43,46 +43,46 @@ class CoordinatedClient(Protocol):
 
 
 class DPCoordinator(Protocol):
-    """The other hosts, from when all have come."""
+    """The connection to the other hosts after all have joined."""
 
     requests: tuple[str, ...]
-    """Address of each replica."""
+    """The address of each replica."""
     responses: tuple[str, ...]
-    """Of each API process; empty: no other host needs them."""
+    """The address of each API process; empty if no other host needs them."""
     master: tuple[str, int]
     """Where the ranks of coupled replicas meet."""
 
     def watch(self, client: CoordinatedClient) -> None:
-        """From now on, and for what has happened before, tell `client` which replicas are lost."""
+        """Report lost replicas to `client`, including those lost before this call."""
 
     def leave(self) -> None:
-        """Say that this host has nothing to do any more."""
+        """Announce that this host has no more work."""
 
     @property
     def may_end(self) -> bool:
-        """Since `leave`: whether no other host needs this one, as all want to leave or the first has been lost."""
+        """After `leave`: whether no other host needs this one, since all want to leave or the first has been lost."""
 
     def close(self, reason: str = "") -> None:
-        """Tell the others that this host ends, and why if there is trouble."""
+        """Tell the other hosts that this one exits, with the reason if it is an error."""
 
 
 class JoinRequest(msgspec.Struct):
-    """What a replica says in its `Hello`."""
+    """What a replica sends in its `Hello`."""
 
     requests: str
-    """Where it takes requests in."""
+    """The address at which it receives requests."""
     master: tuple[str, int]
-    """Where the ranks of all replicas meet if it is the first."""
+    """Where the ranks of all replicas meet if this replica is the first."""
     settings: dict[str, str]
-    """Flags that must be the same everywhere."""
+    """Flags that must be equal on all hosts."""
     is_headless: bool
-    """Whether the leader's API is to serve it."""
+    """Whether the leader's API serves this replica."""
     found: dict[str, str]
-    """What was decided on its host, and must be the same wherever there are replicas."""
+    """Settings determined on its host, which must be equal on all hosts with replicas."""
 
 
 class JoinReply(msgspec.Struct):
-    """What the leader answers to each once all have come."""
+    """The leader's reply to each replica after all have joined."""
 
     requests: tuple[str, ...]
     responses: tuple[str, ...]
@@ -90,20 +90,20 @@ class JoinReply(msgspec.Struct):
 
 
 class ReplicaDied(msgspec.Struct, tag=True):
-    """From the host of a replica: its core ended, and how."""
+    """Sent by the host of a replica: its core has died, and why."""
 
     reason: str
 
 
 class LeaderDone(msgspec.Struct, tag=True):
-    """From the host of a replica: it would leave, once all others would."""
+    """Sent by the host of a replica: it leaves as soon as all others want to leave."""
 
 
 _decode_news = msgspec.msgpack.Decoder(ReplicaDied | LeaderDone).decode
 
 
 def served(config: EngineConfig) -> tuple[int, ...]:
-    """The replicas that the API of this host serves."""
+    """The replicas that this host's API serves."""
     return tuple(config.parallel.local_replicas if _is_balanced_outside(config) else range(config.parallel.replicas))
 
 
@@ -112,7 +112,7 @@ def _is_balanced_outside(config: EngineConfig) -> bool:
 
 
 def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone", "leader", "follower"]:
-    """What this host is to the others."""
+    """The role of this host."""
     parallel = config.parallel
     if is_headless:
         return "follower"
@@ -122,10 +122,10 @@ def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone",
 
 
 def meet(config: EngineConfig, count: int = 1) -> DPCoordinator | None:
-    """Wait for the other hosts that this API needs, which has `count` processes; None: it needs none.
+    """Wait for the other hosts that this API needs; None if it needs none. `count` is the number of API processes.
 
-    Blocks for up to `--distributed-timeout-seconds`. Raises `ConfigError` when somebody does not come, or does not fit,
-    or will not have us.
+    Blocks for up to `--distributed-timeout-seconds`. Raises `ConfigError` if a host does not join, has different
+    settings, or rejects this one.
     """
     match role(config):
         case "alone":
@@ -145,13 +145,13 @@ class DPLeader:
         self._lock = threading.Lock()
         self._client: CoordinatedClient | None = None
         self._lost: list[tuple[int, str]] = []
-        """What has happened before there was a client to tell."""
+        """Losses from before there was a client to notify."""
         self._meeting: JoinReply | None = None
         self._waits_for: set[int] = set()
-        """Replicas whose hosts have requests of their own, in which ours have to step."""
+        """Replicas whose hosts have requests of their own, which require the steps of this host's replicas."""
         own = _address(options.data_parallel_address)
         if not options.data_parallel_rpc_port:
-            raise ConfigError("--data-parallel-rpc-port 0: other hosts must know it; choose one")
+            raise ConfigError("--data-parallel-rpc-port 0: the other hosts need a fixed port; choose one")
         shared = 0 if _is_balanced_outside(config) else count
         self._ports = _reserve(own, shared + len(parallel.local_replicas) + 1)
         responses, requests, master = (
@@ -208,7 +208,7 @@ class DPLeader:
             self._tell(client, replica, reason)
 
     def leave(self) -> None:
-        """The others hear of it by `close`."""
+        """No message: `close` informs the others."""
 
     @property
     def may_end(self) -> bool:
@@ -226,7 +226,7 @@ class DPLeader:
             port.close()
 
     def _on_join(self, hello: Hello) -> None:
-        """One that was lost has come again. Before all have met it is one of those who are waited for."""
+        """Handle a host that joins again after it was lost. Before all have joined, it counts as awaited."""
         with self._lock:
             if self._meeting is None:
                 return
@@ -234,7 +234,7 @@ class DPLeader:
                 _compare(self._mine, hello, [self._first])
                 here, before = _host_of(_joining(hello).requests), _host_of(self.requests[hello.number])
                 if here != before:
-                    raise ConfigError(f"{hello.name} was at {before} before; start it there, or all hosts anew")
+                    raise ConfigError(f"{hello.name} was at {before} before; start it there, or restart all hosts")
             except ConfigError as error:
                 self._leader.refuse(hello.number, str(error))
             else:
@@ -264,10 +264,10 @@ class DPLeader:
 
 
 class DPMember:
-    """The side of a host whose replicas join; each has a connection of its own."""
+    """The side of a host whose replicas join. Each replica has its own connection."""
 
     def __init__(self, config: EngineConfig, *, is_headless: bool = False) -> None:
-        """Join, and wait until all have come; raises `ConfigError` when that fails."""
+        """Join, and wait until all have joined; raises `ConfigError` if that fails."""
         options, parallel = config.options, config.parallel
         seconds, what = options.distributed_timeout_seconds, "API" if is_headless else "first replica"
         self.leader = f"the host with the {what} ({options.data_parallel_address})"
@@ -286,36 +286,36 @@ class DPMember:
                     options.data_parallel_rpc_port,
                     _hello(f"replica {replica} ({own})", replica, model, joining),
                     seconds=seconds,
-                    on_lost=lambda reason: None,  # `receive` says it, too
+                    on_lost=lambda reason: None,  # `receive` reports it too
                     leader=self.leader,
-                    remedy="see that it is started, and that --data-parallel-address and --data-parallel-rpc-port "
-                    "are its own",
+                    remedy="check that it is running, and that --data-parallel-address and --data-parallel-rpc-port "
+                    "match its own",
                 )
             for follower in self._followers.values():
                 meeting = msgspec.msgpack.decode(follower.receive(None), type=JoinReply)
         except BaseException as error:
             self.close()
             if isinstance(error, LinkEnded):
-                raise ConfigError(str(error) or f"{self.leader} has ended") from None
+                raise ConfigError(str(error) or f"{self.leader} has exited") from None
             raise
         self.requests, self.responses, self.master = meeting.requests, meeting.responses, meeting.master
 
     def watch(self, client: CoordinatedClient) -> None:
-        """Its API ends with the leader: their replicas are coupled."""
+        """End this host's API with the leader, as their replicas are coupled."""
 
         def on_end(end: LinkEnded) -> None:
             self._has_leader_ended = True
-            client.loop.call_soon_threadsafe(client.fail, str(end) or "the host with the first replica has ended")
+            client.loop.call_soon_threadsafe(client.fail, str(end) or "the host with the first replica has exited")
 
         self.listen(on_end)
 
     def listen(self, on_end: Callable[[LinkEnded], None]) -> None:
-        """Call `on_end`, in some thread and perhaps for each replica, when the leader has ended."""
+        """Call `on_end` when the leader exits, in another thread and possibly once per replica."""
         for follower in self._followers.values():
             threading.Thread(target=self._listen, args=(follower, on_end), daemon=True, name="leader-watch").start()
 
     def tell(self, replica: int, reason: str) -> None:
-        """A core has ended."""
+        """Report that a core has died."""
         self._followers[replica].send(msgspec.msgpack.encode(ReplicaDied(reason)))
 
     def leave(self) -> None:
@@ -327,7 +327,7 @@ class DPMember:
         return self._has_leader_ended
 
     def close(self, reason: str = "") -> None:
-        """End, whatever others do."""
+        """Close the connections, whatever the others do."""
         self._is_closed = True
         for follower in self._followers.values():
             follower.close(reason)
@@ -371,7 +371,7 @@ def _joining(hello: Hello) -> JoinRequest:
 
 
 def _compare(mine: Hello, theirs: Hello, others: list[Hello]) -> None:
-    """Raise `ConfigError` for a host that does not fit the leader, or any of the `others` with replicas."""
+    """Raise `ConfigError` for a host whose settings differ from the leader's, or from the `others` with replicas."""
     Leader.check(mine, theirs)
     ours, joined = _joining(mine), _joining(theirs)
     if ours.is_headless != joined.is_headless:
@@ -409,13 +409,13 @@ def _reserve(address: str, count: int) -> list[socket.socket]:
 
 
 def _address(host: str) -> str:
-    """IPv4, of a host by name."""
+    """Resolve a host name to an IPv4 address."""
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError(
-            f"--data-parallel-address {host}: {(error.strerror or str(error)).lower()}; an IPv4 address or a name that "
-            "has one is expected"
+            f"--data-parallel-address {host}: {(error.strerror or str(error)).lower()}; expected an IPv4 "
+            "address or a name that has one"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""What becomes of a vector on its way out: shortened, normalized, and written as numbers or base64."""
+"""Postprocessing of vectors: truncation, normalization, and conversion to numbers or base64."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _LEAST_LENGTH = 1e-12
-"""What a vector shorter than this is divided by, as in torch."""
+"""Shorter vectors are divided by this, as in torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VectorOptions:
-    """What a request says about its vectors. None: as the model declares."""
+    """A request's options for vectors. None: as the model declares."""
 
     dimensions: int | None = None
-    """How many numbers of a Matryoshka model's vector are wanted."""
+    """Number of dimensions to keep of a Matryoshka model's vector."""
     normalize: bool | None = None
-    """Whether vectors are brought to length 1."""
+    """Whether to normalize vectors to length 1."""
 
     def check(self, pooling: Pooling) -> None:
-        """Raise `InvalidParameter` for dimensions that the model does not have."""
+        """Raise `InvalidParameter` for dimensions that the model does not support."""
         asked = self.dimensions
         if asked is None or asked == pooling.size:
             return
         if not pooling.is_matryoshka:
             raise InvalidParameter(
-                f"dimensions: the vectors of this model have {pooling.size} numbers and cannot be shortened: it "
+                f"dimensions: this model's vectors have {pooling.size} dimensions, which cannot be reduced: it "
                 "declares no Matryoshka representation (is_matryoshka or matryoshka_dimensions in config.json)",
                 "dimensions",
             )
@@ -44,8 +44,8 @@ class VectorOptions:
             raise InvalidParameter(f"dimensions must be {good} for this model, got {asked}", "dimensions")
 
     def finish(self, vector: bytes, pooling: Pooling) -> npt.NDArray[np.float32]:
-        """The vector that is told, from the engine's."""
-        import numpy as np  # not before there is a vector: most servers never make one
+        """Postprocess a vector of the engine."""
+        import numpy as np  # a lazy import, as most servers never make vectors
 
         x = np.frombuffer(vector, "<f4")[: self.dimensions]
         if pooling.is_normalized if self.normalize is None else self.normalize:
@@ -54,7 +54,7 @@ class VectorOptions:
 
 
 def to_json(vector: npt.NDArray[np.float32], *, as_base64: bool) -> msgspec.Raw:
-    """The vector as a JSON list, or as base64 of its float32, little-endian. The numbers of both are the same."""
+    """Convert the vector to a JSON list, or to base64 of float32 values, little-endian. Both have equal values."""
     return msgspec.Raw(
         msgspec.json.encode(base64.b64encode(vector.tobytes()).decode() if as_base64 else vector.tolist())
     )

@@ -1,4 +1,4 @@
-"""The wire to the engine core: requests out, outputs in, and whether the other end is alive."""
+"""The connection to the engine cores: sends requests, receives outputs, checks liveness."""
 
 from __future__ import annotations
 
@@ -40,59 +40,59 @@ from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, Out
 from quire.server.frontend.router import Router
 
 PROBE_SECONDS = 30.0
-"""A step may be long, on a CPU above all."""
+"""Timeout of a probe. A step can take long, especially on a CPU."""
 RESTART_SECONDS = (1.0, 60.0)
-"""From the death of a replica to its next start: at first, and at most where it dies again and again."""
+"""Delay from the death of a replica to its restart: the first delay, and the longest one if it dies repeatedly."""
 MOST_MOVES = 2
-"""Replicas that a request may lose and still go on at another: it may itself be what they died of."""
+"""How many lost replicas a request may survive: it may itself be the cause of their deaths."""
 SHUTTING_DOWN = "the server is shutting down"
-"""The reason of an end without trouble."""
+"""The reason of a regular shutdown."""
 TELL_SECONDS = 2.0
-"""For so long the other API processes can be told of a death; one that starts later asks who is there."""
+"""How long to try to notify the other API processes of a death. A process that starts later asks for the state."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class QueueFull(RuntimeError):
-    """More requests wait for the engine than may."""
+    """Too many requests are waiting for the engine."""
 
 
 @dataclass(slots=True)
 class _RunningRequest:
-    """A request on the engine's side of the wire, and its times (`time.monotonic`)."""
+    """A request in the engine, and its times (`time.monotonic`)."""
 
     stream: OutputStream
     arrived: float
     last_output: float | None = None
     replica: int = 0
     submit: EngineCoreRequest | None = None
-    """As it was sent first, where it may go on at another replica; the rest is what that must know."""
+    """The original request, if another replica may resume it; the other fields hold the state to resume from."""
     reported: list[int] = field(default_factory=list)
     num_scored_tokens: int = 0
-    """Prompt tokens whose log-probabilities have been told."""
+    """Prompt tokens whose log-probabilities have been delivered."""
     num_repeated: int = 0
-    """Of these, those that the replica it moved to will tell again."""
+    """How many of these the replica that resumed the request will send again."""
     num_cached_tokens: int | None = None
-    """What its first output said, which is told again with that of the replica it moved to."""
+    """The value of the first output, repeated with the output of the replica that resumed the request."""
     moves: int = 0
 
     @property
     def resumed(self) -> EngineCoreRequest:
-        """What another replica is sent."""
+        """Return the request to send to another replica."""
         assert self.submit is not None
         return msgspec.structs.replace(self.submit, output_token_ids=self.reported)
 
 
 class EngineClient:
-    """One API process's end of the wire to the engine's replicas; its methods belong to the event loop that made it.
+    """An API process's connection to the engine's replicas. All methods run on the event loop that created it.
 
-    A request goes to the replica that `Router` chooses. When that dies it goes on at another, behind the tokens told so
-    far: the streams are the same as if nothing had happened. It ends with an error where no replica is left, or where
-    it has lost more than `MOST_MOVES` of them.
+    `Router` chooses the replica of a request. If that dies, another replica resumes the request after the tokens
+    delivered so far: the streams are the same as if nothing had happened. The request fails if no replica is left, or
+    if it has lost more than `MOST_MOVES` of them.
 
-    With `max_queue`, requests beyond those that the replicas run at once (`max_num_seqs` each) and so many more are
-    refused. Of the requests of other API processes it knows what the engine tells (see `check_queue`).
+    With `max_queue`, requests are rejected beyond `max_num_seqs` per replica plus `max_queue`. The number of requests
+    of other API processes comes from the engine's stats (see `check_queue`).
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class EngineClient:
         restart: Callable[[int], subprocess.Popen[bytes]] | None = None,
         are_coupled: bool = False,
     ) -> None:
-        """`index` is the API process's place among all.
+        """`index` is the number of this API process.
 
-        `cores` are those that this process watches, ends and, with `restart`, starts again, by replica; None: the
-        engine is another process's, and runs already. `replicas` are those that requests may go to, `cores` or not.
-        Where they `are_coupled`, all end with the first.
+        `cores` maps replicas to the cores that this process watches, stops and, with `restart`, restarts; None: another
+        process runs the engine, which is already up. `replicas` are those that may get requests, whether in `cores` or
+        not. If they `are_coupled`, the loss of one ends all.
         """
         self.loop = asyncio.get_running_loop()
         self.index = index
@@ -140,7 +140,7 @@ class EngineClient:
             number: CoreConnection(number, endpoints.requests[number], self._context) for number in replicas
         }
         self._only = replicas[0] if len(replicas) == 1 else None
-        """The only replica: nothing is to be chosen, and nothing can go on elsewhere."""
+        """The replica if there is only one: no choice, and no other replica to resume a request."""
         self._router = Router(replicas, cache=cache, max_num_seqs=max_num_seqs, first=index)
         self.loop.add_reader(self._responses.FD, self._receive)
         if cores is None:
@@ -151,9 +151,9 @@ class EngineClient:
             self._begin(self._keep(self._replicas[number]))
 
     async def ready(self) -> EngineReady:
-        """Wait until the model is loaded; raises `EngineUnavailable` with the reason when it cannot be.
+        """Wait until the model is loaded; raises `EngineUnavailable` with the reason if that fails.
 
-        The process that starts the replicas waits for each of them; what it then tells is of the last.
+        The process that starts the replicas waits for all of them, and returns what the last one sent.
         """
         await asyncio.wait((self._ready, self._failed), return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
@@ -161,46 +161,47 @@ class EngineClient:
         return self._ready.result()
 
     async def failed(self) -> EngineUnavailable:
-        """Wait until the engine is gone, for whatever reason."""
+        """Wait until the engine is gone, and return why."""
         return await asyncio.shield(self._failed)
 
     def check(self) -> None:
-        """Raise `EngineUnavailable` when no request could be served now."""
+        """Raise `EngineUnavailable` if no request can be accepted now."""
         if self._failed.done():
             raise self._failed.result()
         if not self._ready.done():
             raise EngineUnavailable("the model is still loading")
         if not self._up():
-            raise EngineUnavailable("no replica is there; others are still loading")
+            raise EngineUnavailable("no replica is available; others are still loading")
 
     @property
     def num_open(self) -> int:
-        """Requests of this process that have not ended."""
+        """Number of this process's unfinished requests."""
         return len(self._running)
 
     def check_queue(self) -> None:
-        """Raise `QueueFull` when no more requests may wait.
+        """Raise `QueueFull` if no more requests may wait.
 
-        A request waits when its replica's newest stats do not count it as running; as long as they tell of none that
-        waits, each free place in the running batch is good for one more. Never raised where no request is open here,
-        as the stats may be old then.
+        A request counts as waiting if its replica's newest stats do not count it as running. If these stats count none
+        as waiting, each free place in the running batch admits one more. Never raised while this process has no open
+        requests, as the stats may be outdated then.
 
-        Each API process counts what it has open itself and, of the others', what the stats tell that the engine has
-        last sent to any of them. What several take in between two steps may so be more than one would have taken.
+        Each API process counts its own open requests, and takes those of the others from the stats that the engine last
+        sent to any of them. So several processes may accept more requests between two steps than one would.
         """
         if self._max_queue is None or not self._running:
             return
         stats = self._stats().values()
-        # The second, too, are other processes'.
+        # The second sum includes other processes' requests.
         num_open = max(len(self._running), sum(each.running + each.waiting for each in stats))
         num_waiting = num_open - sum(each.running if each.waiting else self._max_num_seqs for each in stats)
         if num_waiting >= self._max_queue:
-            raise QueueFull(f"{max(0, num_waiting)} requests wait already, and no more than {self._max_queue} may")
+            raise QueueFull(f"{max(0, num_waiting)} requests are waiting already, the maximum is {self._max_queue}")
 
     async def probe(self) -> None:
-        """Return once the loop and every rank of a replica have answered; raises `EngineUnavailable` if none does.
+        """Return when the engine loop and every rank of a replica have answered; raises `EngineUnavailable` if none
+        does.
 
-        Every live replica is asked. One that does not answer gets no new requests as long as there are others.
+        All live replicas are probed. One that does not answer gets no new requests while there are others.
         """
         self.check()
         asked = [self._begin(self._probe(self._replicas[number])) for number in self._up()]
@@ -214,7 +215,7 @@ class EngineClient:
         raise EngineUnavailable(f"the engine has not answered for {PROBE_SECONDS:g} seconds")
 
     async def _probe(self, replica: CoreConnection) -> bool:
-        """Whether it has answered in time; False, too, when it died meanwhile."""
+        """Return whether the replica has answered in time; False also if it has died."""
         key = replica.number, next(self._probe_ids)
         answer = self._probes[key] = self.loop.create_future()
         self._send(Probe(self.index, key[1]), replica.number)
@@ -233,15 +234,15 @@ class EngineClient:
         priority: int = 0,
         cache_salt: bytes = b"",
     ) -> OutputStream:
-        """Send requests (id, prompt, params) that one reader waits for.
+        """Submit requests (id, prompt, params) with a common output stream.
 
-        Raises `EngineUnavailable`, `QueueFull` (for none or all of them), and `InvalidParameter` when an id is in use.
+        Raises `EngineUnavailable`, `QueueFull` (then none was submitted), and `InvalidParameter` if an id is in use.
         """
         self.check()
         self.check_queue()
         stream = OutputStream(self.abort, [request_id for request_id, _, _ in requests])
         if taken := next((request_id for request_id, _, _ in requests if request_id in self._running), None):
-            raise InvalidParameter(f"a request with the id {taken} is running", "request_id")
+            raise InvalidParameter(f"a request with the id {taken} is already running", "request_id")
         now = time.monotonic()
         for request_id, prompt_ids, params in requests:
             running = self._running[request_id] = _RunningRequest(stream, now)
@@ -257,7 +258,7 @@ class EngineClient:
         return stream
 
     def abort(self, request_ids: set[str], reason: FinishReason) -> None:
-        """Free these requests in the engine and forget them; they count as ended for `reason`."""
+        """Free these requests in the engine and forget them; they count as finished with `reason`."""
         ended: dict[int, list[str]] = {}
         for request_id in request_ids:
             running = self._running.pop(request_id, None)
@@ -269,13 +270,13 @@ class EngineClient:
                 self._send(AbortRequests(ids), replica)
 
     def _forget(self, request_id: str, running: _RunningRequest, reason: FinishReason) -> None:
-        """Count a request that has left `_running`."""
+        """Update router and metrics for a request that has left `_running`."""
         self._metrics.finished(reason, time.monotonic() - running.arrived)
         if running.submit is not None:
             self._router.ended(request_id, running.reported)
 
     def fail(self, reason: str) -> None:
-        """Give every open request a terminal error and take no new ones; what runs in the engine is aborted."""
+        """Fail all open requests, abort them in the engine, and accept no new ones."""
         if self._failed.done():
             return
         for number in {running.replica for running in self._running.values()}:
@@ -289,7 +290,7 @@ class EngineClient:
         self._running.clear()
 
     async def close(self) -> None:
-        """Stop the cores, where they are ours, by force if they do not end in time, and close the wire."""
+        """Close the connections, and stop the cores that this process started; kill those that do not exit in time."""
         self.fail(SHUTTING_DOWN)
         self.loop.remove_reader(self._responses.FD)
         for task in self._tasks.copy():
@@ -300,16 +301,16 @@ class EngineClient:
         self._responses.close()
         self._context.term()
 
-    # --- replicas die and come back ---------------------------------------------------------------------------
+    # --- death and restart of replicas ------------------------------------------------------------------------
 
     def replica_died(self, replica: int, reason: str) -> None:
-        """A replica is gone; whoever knows says so, on the event loop. The other API processes are told."""
+        """Handle the death of a replica, on the event loop, and notify the other API processes."""
         if self._replicas[replica].state != "dead" and self._is_owner:
             self._tell_others(EngineDead(reason, replica))
         self._lose(self._replicas[replica], reason)
 
     def _lose(self, replica: CoreConnection, reason: str) -> None:
-        """Have the requests of a dead replica go on at others, or end them with the reason."""
+        """Resume the requests of a dead replica on others, or fail them with the reason."""
         if replica.state == "dead" or self._failed.done():
             return
         replica.state = "dead"
@@ -323,7 +324,7 @@ class EngineClient:
         reason = f"{self._name(replica)}{reason}"
         is_left = any(other.state == "up" or self._is_awaited(other) for other in self._replicas.values())
         is_starting = self._is_owner and not self._ready.done()
-        if not is_left or self._are_coupled or is_starting:  # what cannot be loaded is to be seen at once
+        if not is_left or self._are_coupled or is_starting:  # report a failure to load immediately
             return self.fail(reason)
         self._settle()
         moved = [(i, running) for i, running in self._running.items() if running.replica == replica.number]
@@ -331,18 +332,18 @@ class EngineClient:
         for request_id in lost:
             running = self._running.pop(request_id)
             self._forget(request_id, running, "error")
-            why = "no other replica is there" if not self._up() else f"it has lost {running.moves} replicas so"
+            why = "no other replica is available" if not self._up() else f"it has lost {running.moves} replicas already"
             error = f"{reason}; the request cannot go on, as {why}"
             running.stream.put(EngineCoreOutput(request_id, [], finish_reason="error", error=error))
-        self._router.lost(replica.number)  # last: what ends is taken for cached
-        logger.error("%s; %d requests go on at others, %d cannot", reason, len(moved) - len(lost), len(lost))
+        self._router.lost(replica.number)  # last, as the tokens of finished requests are added to the replica's cache
+        logger.error("%s; %d requests resumed on other replicas, %d failed", reason, len(moved) - len(lost), len(lost))
 
     def _is_awaited(self, replica: CoreConnection) -> bool:
-        """It loads for the first time: the service need not end while it may still be served by this one."""
+        """Return whether the replica is loading for the first time, so that the service need not fail yet."""
         return replica.state == "loading" and not replica.has_served
 
     def _move(self, running: _RunningRequest) -> bool:
-        """Let a request go on at another replica; False if it cannot."""
+        """Resume a request on another replica; returns False if that is impossible."""
         assert running.submit is not None
         running.moves += 1
         if running.moves > MOST_MOVES or not (among := self._stats()):
@@ -355,11 +356,11 @@ class EngineClient:
         return True
 
     def _rise(self, replica: CoreConnection, ready: EngineReady) -> None:
-        """A replica is loaded, or has been for long and one that joins is told."""
+        """Handle a replica that has finished loading, or that this process has just learned of."""
         if replica.state == "up" or self._failed.done():
             return
         if replica.has_served:
-            logger.info("%sserves again", self._name(replica))
+            logger.info("%sis ready again", self._name(replica))
         replica.state, replica.has_served, replica.is_silent = "up", True, False
         replica.open()
         self._router.joined(replica.number)
@@ -371,22 +372,22 @@ class EngineClient:
         self._settle()
 
     def _settle(self) -> None:
-        """Be ready once every replica is up; where the engine ran before this process, once one is up."""
+        """Become ready once all replicas are up, or once one is up if another process runs the engine."""
         is_settled = not (self._is_owner and any(map(self._is_awaited, self._replicas.values())))
         if is_settled and self._up() and not self._ready.done():
             self._ready.set_result(self._greeting)
 
     def _up(self) -> list[int]:
-        """The replicas that take requests; those that answer nothing, where there are no others."""
+        """The replicas that get requests. Silent ones are included only if there are no others."""
         up = [replica for replica in self._replicas.values() if replica.state == "up"]
         return [replica.number for replica in up if not replica.is_silent] or [replica.number for replica in up]
 
     def _stats(self) -> dict[int, EngineStats]:
-        """What the replicas that take requests have told last."""
+        """The latest stats of the replicas that get requests."""
         return {number: self._metrics.of(number) for number in self._up()}
 
     def _tell_others(self, message: EngineDead) -> None:
-        """Tell every other API process; who is not there within `TELL_SECONDS` is not told."""
+        """Notify all other API processes. Those that are not connected within `TELL_SECONDS` miss it."""
         frame = msgspec.msgpack.encode(message)
         for index, address in enumerate(self._endpoints.responses):
             if index != self.index:
@@ -396,7 +397,7 @@ class EngineClient:
                     socket.send(frame)
 
     async def _keep(self, replica: CoreConnection) -> None:
-        """Notice a core that ended, with or without a word, and start one again that has served."""
+        """Watch a core's process, and restart it after it exits, if it has been ready before."""
         least, most = RESTART_SECONDS
         delay = least
         while True:
@@ -408,22 +409,22 @@ class EngineClient:
             delay = least if time.monotonic() - begun > most else delay
             await asyncio.sleep(delay)
             delay = min(2 * delay, most)
-            logger.info("%sis started again", self._name(replica))
+            logger.info("%sis restarting", self._name(replica))
             try:
                 replica.core = self._restart(replica.number)
             except Exception as error:
-                logger.error("%scannot be started: %s", self._name(replica), error)
+                logger.error("%scannot start: %s", self._name(replica), error)
                 continue
             replica.state = "loading"
             replica.open()
             self._metrics.state(replica.number, replica.state)
 
     def _name(self, replica: CoreConnection) -> str:
-        """What goes before that which is said of it, where there are others."""
+        """The prefix of log messages about this replica, if there are several."""
         return "" if self._only is not None else f"replica {replica.number}: "
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run it beside everything else, until `close` at most."""
+        """Start a background task that `close` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -435,19 +436,19 @@ class EngineClient:
         self._replicas[replica].send(message)
 
     def _receive(self) -> None:
-        """Take in all that has arrived: the descriptor tells that more came, not that some is left (ZMQ_FD)."""
+        """Process all received messages. ZMQ_FD is edge-triggered: it signals new messages, not unread ones."""
         try:
             while True:
                 self._take(self._decoder.decode(self._responses.recv(zmq.NOBLOCK)))
         except zmq.Again:
             pass
-        except Exception as error:  # a bug of ours must not leave requests waiting for ever
-            logger.error("the wire to the engine broke", exc_info=error)
+        except Exception as error:  # a bug here must not leave requests waiting forever
+            logger.error("the connection to the engine failed", exc_info=error)
             self.loop.remove_reader(self._responses.FD)
-            self.fail(f"the wire to the engine broke: {error!r}")
+            self.fail(f"the connection to the engine failed: {error!r}")
 
     def _take(self, message: ToServer) -> None:
-        """What a replica says that is not one of ours is dropped, and of a dead one all but that it is back."""
+        """Process a message. Ignore unknown replicas, and everything from a dead one except that it is ready."""
         replica = self._replicas.get(message.replica)
         match message:
             case EngineCoreOutputs() as outputs if replica is not None and replica.state != "dead":
@@ -463,7 +464,7 @@ class EngineClient:
                 self._lose(replica, reason)
 
     def _deliver(self, news: EngineCoreOutputs) -> None:
-        """Hand a step's outputs out. Those of requests that are forgotten, or at another replica, are dropped."""
+        """Deliver a step's outputs. Drop those of requests that are unknown or have moved to another replica."""
         now = time.monotonic()
         if news.stats is not None:
             self._metrics.take(news.replica, news.stats)
@@ -499,7 +500,7 @@ class EngineClient:
             running.stream.put(output)
 
     def _remember(self, running: _RunningRequest, output: EngineCoreOutput) -> None:
-        """What another replica must know, should it come to that; and leave out what one before has told."""
+        """Store the state for resuming the request elsewhere, and remove what a previous replica has delivered."""
         if (scores := output.prompt_logprobs) is not None:
             repeated = min(running.num_repeated, len(scores))
             running.num_repeated -= repeated

@@ -1,4 +1,4 @@
-"""The text side of a model, whole: what HTTP, `LLM` and `AsyncLLM` all stand on. render → client → output."""
+"""The text side of a model, which HTTP, `LLM` and `AsyncLLM` use: renderer, engine client, output processors."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from quire.server.parsers.output_parser import OutputFormat
 logger = logging.getLogger(__name__)
 
 _NO_PARAMS = SamplingParams()
-"""Of what is not sampled."""
+"""Used where nothing is sampled."""
 _LEAVE_SECONDS = 0.05
-"""After which hosts that end together look again."""
+"""Polling interval of hosts that shut down together."""
 _LONGEST_FOLDER = 90
-"""Bytes; the path of a Unix socket in it must stay below 108 (unix(7))."""
+"""In bytes. The path of a Unix socket inside must be shorter than 108 bytes (unix(7))."""
 
 
 class Generation:
-    """One request of a front end: prompts × n sequences, numbered prompt by prompt.
+    """One request: prompts × n sequences, numbered prompt by prompt.
 
-    Iterating yields lists of `TextDelta`s until each sequence has had its finish reason; raises `RequestFailed` and
-    `EngineUnavailable`. Used as a context manager, it frees what still runs when the block is left.
+    Iterating yields lists of `TextDelta`s until each sequence has its finish reason; raises `RequestFailed` and
+    `EngineUnavailable`. As a context manager, it aborts what is still running on exit.
     """
 
     def __init__(self, stream: OutputStream, sequences: dict[str, OutputProcessor]) -> None:
@@ -63,11 +63,11 @@ class Generation:
 
     @property
     def is_open(self) -> bool:
-        """Whether something of it may still run."""
+        """Whether part of it may still be running."""
         return bool(self._sequences)
 
     def close(self) -> None:
-        """Abort what still runs in the engine."""
+        """Abort what is still running in the engine."""
         self._sequences.clear()
         self._stream.close()
 
@@ -84,20 +84,22 @@ class Generation:
             deltas = []
             for output in await self._stream.get():
                 if output.finish_reason in ("error", "abort"):
-                    raise RequestFailed(output.error or "the engine aborted this request")
+                    raise RequestFailed(output.error or "the engine aborted the request")
                 delta = self._sequences[output.request_id].feed(output)
                 if delta.finish_reason is not None:
                     del self._sequences[output.request_id]
                     if output.finish_reason is None:
                         self._stream.stop(output.request_id)
-                if delta.token_ids or delta.finish_reason is not None:  # else a part of the prompt was scored
+                if delta.token_ids or delta.finish_reason is not None:  # otherwise only part of the prompt was scored
                     deltas.append(delta)
             if deltas:
                 yield deltas
 
 
 class Embedding:
-    """One request for vectors, of one prompt or many. Used as a context manager, it frees what still runs."""
+    """One request for the vectors of one or more prompts. As a context manager, it aborts what is still running on
+    exit.
+    """
 
     def __init__(self, stream: OutputStream, request_ids: Sequence[str]) -> None:
         self._stream = stream
@@ -105,11 +107,11 @@ class Embedding:
 
     @property
     def is_open(self) -> bool:
-        """Whether something of it may still run."""
+        """Whether part of it may still be running."""
         return bool(self._places)
 
     async def vectors(self) -> list[EngineCoreOutput]:
-        """The engine's outputs, which hold the vectors, in the order of the prompts.
+        """Return the engine's outputs, which contain the vectors, in the order of the prompts.
 
         Raises `RequestFailed` and `EngineUnavailable`.
         """
@@ -117,13 +119,13 @@ class Embedding:
         while self._places:
             for output in await self._stream.get():
                 if output.finish_reason in ("error", "abort"):
-                    raise RequestFailed(output.error or "the engine aborted this request")
+                    raise RequestFailed(output.error or "the engine aborted the request")
                 assert output.vector is not None
                 found[self._places.pop(output.request_id)] = output
         return [found[place] for place in sorted(found)]
 
     def close(self) -> None:
-        """Abort what still runs in the engine."""
+        """Abort what is still running in the engine."""
         self._places.clear()
         self._stream.close()
 
@@ -138,13 +140,13 @@ class Embedding:
 
 @dataclass(frozen=True)
 class ApiProcessInfo:
-    """Where the API processes of one service meet with its replicas, and which of them this one is."""
+    """The addresses that the API processes share, and the number of this process."""
 
     folder: str
-    """Of the sockets and of the metrics."""
+    """Contains the sockets and the metrics."""
     endpoints: Endpoints
     replicas: tuple[int, ...]
-    """Those that are served."""
+    """The replicas that the API serves."""
     index: int = 0
 
     @property
@@ -157,12 +159,12 @@ class ApiProcessInfo:
 
     @property
     def suffix(self) -> str:
-        """What tells the engine's ids of requests apart, which each process makes on its own."""
+        """Makes request ids of the engine unique across processes."""
         return f"@{self.index}" if self.index else ""
 
 
 class Frontend:
-    """The running replicas and their text side. `start` it, wait for `ready`, `close` it; all on one event loop."""
+    """The running replicas and their text side. Call `start`, await `ready`, then `close`, all on one event loop."""
 
     def __init__(
         self, config: EngineConfig, client: EngineClient, metrics: Metrics, place: ApiProcessInfo, formats: ChatFormats
@@ -173,7 +175,7 @@ class Frontend:
         self.place = place
         self._serials = itertools.count()
         self._generations: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
-        """By the id that the front end gave."""
+        """By the caller's id."""
         self._seeds = random.Random(f"{config.model.seed}/{place.index}" if place.index else config.model.seed)
         self._remove_folder: weakref.finalize[[str], Frontend] | None = None
         self._hosts: DPCoordinator | None = None
@@ -192,17 +194,17 @@ class Frontend:
         max_queue: int | None = None,
         hosts: DPCoordinator | None = None,
     ) -> Frontend:
-        """Start the engine cores of this host, and read the tokenizer while they load. `name` labels the metrics.
+        """Start this host's engine cores, and load the tokenizer meanwhile. `name` is a label of the metrics.
 
-        `count` is how many API processes there will be; the others `join`. With `max_queue`, `check` and `generate`
-        raise `QueueFull` when so many requests wait for the engine. `hosts` are those that have other replicas
-        (`quire.server.frontend.dp_coordinator.meet`); they are closed with the service.
+        `count` is the number of API processes; the others call `join`. With `max_queue`, `check` and `generate` raise
+        `QueueFull` when that many requests are waiting. `hosts` are the hosts of other replicas
+        (`quire.server.frontend.dp_coordinator.meet`), which are closed with the frontend.
         """
         folder = tempfile.mkdtemp(prefix="quire-")
         if len(folder) > _LONGEST_FOLDER:
             os.rmdir(folder)
             raise ConfigError(
-                f"TMPDIR is too long a path to hold Unix sockets: {os.path.dirname(folder)}; set a shorter one"
+                f"the path in TMPDIR is too long for Unix sockets: {os.path.dirname(folder)}; set a shorter one"
             )
         endpoints = local_endpoints(config.parallel, folder, count)
         if hosts is not None:
@@ -216,7 +218,7 @@ class Frontend:
             return start_core(replica_config(config, replica, master), endpoints, log_level)
 
         cores = {replica: start_replica(replica) for replica in config.parallel.local_replicas}
-        restart = None if config.parallel.is_coupled else start_replica  # coupled ones end together
+        restart = None if config.parallel.is_coupled else start_replica  # coupled replicas end together
         service = Frontend._of(config, cores, metrics, place, formats or ChatFormats(), max_queue, restart)
         service._ports = ports
         service._remove_folder = weakref.finalize(service, shutil.rmtree, folder, ignore_errors=True)
@@ -229,7 +231,7 @@ class Frontend:
     async def join(
         config: EngineConfig, place: ApiProcessInfo, *, name: str, formats: ChatFormats, max_queue: int | None = None
     ) -> Frontend:
-        """The text side of an engine that another process has started; `max_queue` as for `start`."""
+        """Create the text side for an engine that another process has started; `max_queue` as in `start`."""
         metrics = Metrics(name, place.metrics, place.index, place.count, place.replicas)
         return Frontend._of(config, None, metrics, place, formats, max_queue)
 
@@ -258,9 +260,9 @@ class Frontend:
         return Frontend(config, client, metrics, place, formats)
 
     async def ready(self) -> dict[str, float]:
-        """Wait until requests can be served; returns where the seconds went.
+        """Wait until requests can be served; returns the durations of the start-up phases in seconds.
 
-        Raises `ConfigError` for the tokenizer's faults and `EngineUnavailable` for the engine's.
+        Raises `ConfigError` for errors of the tokenizer and `EngineUnavailable` for errors of the engine.
         """
         await asyncio.shield(self._renderer)
         ready = await self.client.ready()
@@ -271,9 +273,10 @@ class Frontend:
         return self._seconds | ready.seconds
 
     def check(self, *, embeds: bool = False) -> None:
-        """Raise `EngineUnavailable` or `QueueFull` when no request could be taken now.
+        """Raise `EngineUnavailable` or `QueueFull` if no request can be accepted now.
 
-        `InvalidParameter` when the model never takes one: it generates, or else it `embeds`.
+        Raises `InvalidParameter` if the model does not support such requests (`embeds`: embeddings, otherwise
+        generation).
         """
         self._check_runner(embeds)
         self.check_loaded()
@@ -281,18 +284,18 @@ class Frontend:
         self.client.check_queue()
 
     async def probe(self) -> None:
-        """Return once the engine loop and every rank have answered; raises `EngineUnavailable` when they do not."""
+        """Return when the engine loop and every rank have answered; raises `EngineUnavailable` if they do not."""
         self.check_loaded()
         await self.client.probe()
 
     def check_loaded(self) -> None:
-        """Raise `EngineUnavailable` when there is no `renderer` yet."""
+        """Raise `EngineUnavailable` if there is no `renderer` yet."""
         if not self._renderer.done():
             raise EngineUnavailable("the model is still loading")
 
     @property
     def renderer(self) -> Renderer:
-        """For use once `ready` has returned or `check` has passed."""
+        """Available after `ready` has returned or `check` has passed."""
         return self._renderer.result()
 
     def generate(
@@ -304,9 +307,9 @@ class Frontend:
         cache_salt: str | None = None,
         reading: OutputFormat | None = None,
     ) -> Generation:
-        """Continue rendered prompts, each `params.n` times; `reading` says what their text means.
+        """Generate `params.n` sequences for each rendered prompt; `reading` says how to parse their text.
 
-        `params` are those that `Renderer.resolve` gives. Cached prefixes are shared only among requests with the same
+        `params` come from `Renderer.resolve`. Cached prefixes are shared only among requests with the same
         `cache_salt`.
 
         Raises `InvalidParameter`, `QueueFull` and `EngineUnavailable` before anything has run.
@@ -318,7 +321,8 @@ class Frontend:
         sequences: dict[str, OutputProcessor] = {}
         for prompt in prompts:
             for choice in range(params.n):
-                # By serial number: what comes late for a request that has ended is not for the next of its name.
+                # Numbered, so that a late output of a finished request is not mistaken for one of a new request with
+                # the same id.
                 engine_id = f"{request_id}-{len(requests)}-{serial}{self.place.suffix}"
                 sequences[engine_id] = OutputProcessor(tokenizer, len(requests), prompt, params, reading)
                 requests.append((engine_id, prompt, params.for_engine(self._seed(params.seed, choice))))
@@ -329,7 +333,7 @@ class Frontend:
     def embed(
         self, request_id: str, prompts: Sequence[list[int]], priority: int = 0, cache_salt: str | None = None
     ) -> Embedding:
-        """Make a vector of each of the rendered prompts; otherwise like `generate`."""
+        """Compute a vector for each of the rendered prompts; otherwise like `generate`."""
         self._check_runner(embeds=True)
         self._check_request(request_id, priority)
         serial = next(self._serials)
@@ -340,17 +344,16 @@ class Frontend:
         return embedding
 
     def _check_runner(self, embeds: bool) -> None:
-        """Refuse what the model does not do."""
+        """Reject requests that the model does not support."""
         if embeds and self.config.model.pooling is None:
             raise InvalidParameter(
-                "this model generates text and makes no embeddings; they need a server of an embedding model, or one "
-                "of this model with --runner pooling",
+                "this model generates text and does not support embeddings; use an embedding model, or start the "
+                "server with --runner pooling",
                 "model",
             )
         if not embeds and self.config.model.pooling is not None:
             raise InvalidParameter(
-                "this model makes embeddings and generates no text; send its inputs to /v1/embeddings (in Python: "
-                "LLM.embed)",
+                "this model computes embeddings and does not generate text; use /v1/embeddings (in Python: LLM.embed)",
                 "model",
             )
 
@@ -360,14 +363,14 @@ class Frontend:
         except msgspec.ValidationError as error:
             raise InvalidParameter(f"priority: {error}", "priority") from None
         if priority and self.config.scheduler.policy != "priority":
-            raise InvalidParameter("priority needs a server started with --scheduling-policy priority", "priority")
+            raise InvalidParameter("priority requires a server started with --scheduling-policy priority", "priority")
         if (earlier := self._generations.get(request_id)) is not None and earlier.is_open:
-            raise InvalidParameter(f"a request with the id {request_id} is running", "request_id")
+            raise InvalidParameter(f"a request with the id {request_id} is already running", "request_id")
 
     async def close(self, *, together: bool = False) -> None:
-        """Abort what runs; the process that started the engine core stops it and removes the sockets.
+        """Abort running requests. The process that started the engine cores also stops them and removes the sockets.
 
-        `together`: without trouble, the core goes on until no other host needs its experts.
+        `together`: unless an error occurs, keep the cores running until no other host needs their experts.
         """
         (renderer,) = await asyncio.gather(self._renderer, return_exceptions=True)
         if isinstance(renderer, Renderer):
@@ -393,12 +396,14 @@ class Frontend:
         return renderer
 
     def _seed(self, seed: int | None, choice: int) -> int:
-        """The seed of one sequence: the user's for the first choice, others derived from it; or the next of our own."""
+        """The seed of one sequence: the user's for the first choice, a derived one for others; or the next internal
+        one.
+        """
         if seed is None:
             return self._seeds.getrandbits(63)
         return seed if choice == 0 else random.Random(f"{seed}/{choice}").getrandbits(63)
 
 
 def _salt(text: str | None) -> bytes:
-    """As long as a hash of the prefix cache; the engine sees no text."""
+    """A salt with the length of a prefix cache hash; the engine sees no text."""
     return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest() if text else b""

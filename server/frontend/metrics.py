@@ -1,4 +1,4 @@
-"""Every Prometheus metric, in one table. Names and meanings are vLLM's, with `quire:` in front."""
+"""All Prometheus metrics, in one table. Names and meanings are vLLM's, with the prefix `quire:`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from prometheus_client.registry import Collector
 
 from quire.engine.protocol.messages import EngineStats, ExpertLoad, FinishReason
 
-# What the engine counts: name, kind, meaning, value.
+# Engine metrics: name, kind, help, value.
 ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_running", "gauge", "Requests in the running batch.", lambda s: s.running),
     ("num_requests_waiting", "gauge", "Requests waiting to be scheduled.", lambda s: s.waiting),
     (
         "kv_cache_usage_perc",
         "gauge",
-        "KV blocks in use, from 0 to 1.",
+        "Fraction of KV blocks in use, from 0 to 1.",
         lambda s: s.kv_blocks_used / s.kv_blocks if s.kv_blocks else 0.0,
     ),
-    ("kv_cache_blocks", "gauge", "KV blocks that there are.", lambda s: s.kv_blocks),
+    ("kv_cache_blocks", "gauge", "Total number of KV blocks.", lambda s: s.kv_blocks),
     (
         "prefix_cache_queries",
         "counter",
@@ -34,43 +34,50 @@ ENGINE_METRICS: tuple[tuple[str, Literal["gauge", "counter"], str, Callable[[Eng
         lambda s: s.prefix_queried_tokens,
     ),
     ("prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_hit_tokens),
-    ("num_preemptions", "counter", "Requests that lost their KV blocks and start over.", lambda s: s.preemptions),
-    ("prompt_tokens", "counter", "Prompt tokens of the requests begun.", lambda s: s.prompt_tokens),
-    ("generation_tokens", "counter", "Tokens generated.", lambda s: s.generated_tokens),
+    (
+        "num_preemptions",
+        "counter",
+        "Preemptions: requests that lost their KV blocks and were recomputed.",
+        lambda s: s.preemptions,
+    ),
+    ("prompt_tokens", "counter", "Prompt tokens of started requests.", lambda s: s.prompt_tokens),
+    ("generation_tokens", "counter", "Generated tokens.", lambda s: s.generated_tokens),
     ("engine_steps", "counter", "Steps of the engine loop.", lambda s: s.steps),
     (
         "idle_stage_steps",
         "counter",
-        "Steps in which a pipeline stage had no work although a request waited.",
+        "Steps in which a pipeline stage was idle while a request was waiting.",
         lambda s: s.idle_stage_steps,
     ),
 )
 
-# What the server times, in seconds: name, meaning, buckets.
+# Server timings, in seconds: name, help, buckets.
 HISTOGRAMS = {
     "time_to_first_token_seconds": (
-        "From a request's arrival to its first token.",
+        "Time from a request's arrival to its first token, in seconds.",
         (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160),
     ),
     "inter_token_latency_seconds": (
-        "Between two outputs of a request.",
+        "Time between two consecutive outputs of a request, in seconds.",
         (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 40, 80),
     ),
     "e2e_request_latency_seconds": (
-        "From a request's arrival to its last token.",
+        "Time from a request's arrival to its last token, in seconds.",
         (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920),
     ),
 }
 
 
 _EXPERT_SERIES = 4096
-"""Experts of all layers that are told of one by one; of more, there are only the sums of their ranks and layers."""
+"""Maximum number of experts (over all layers) with individual metrics; above it, there are only sums over ranks and
+layers.
+"""
 
 
 class Histogram:
-    """A histogram of seconds, in cells that others can read: the counts of its buckets and the sum.
+    """A histogram of seconds, stored in shared memory: the counts of its buckets and the sum.
 
-    The client library's own costs some µs for each token of each request.
+    The client library would cost several µs per token of each request.
     """
 
     def __init__(self, name: str, cells: memoryview[float]) -> None:
@@ -84,9 +91,9 @@ class Histogram:
 
 
 def _layout() -> tuple[dict[str, slice], int]:
-    """Where each group of a process's own numbers stands in its row of the table, and how many they are.
+    """Return where each group of a process's own values is in its row of the table, and their number.
 
-    Behind them stand, for each replica, its newest stats and its state, which the first process alone says.
+    They are followed by the newest stats of each replica and its state, which only the first process sets.
     """
     sizes = {name: len(bounds) + 2 for name, (_, bounds) in HISTOGRAMS.items()}
     sizes |= {"finished": len(FINISH_REASONS)}
@@ -101,11 +108,11 @@ STATES = ("loading", "up", "dead")
 
 
 class Metrics(Collector):
-    """The metrics of one model, summed over its API processes; each counts in its own row of a table of float64.
+    """The metrics of one model, summed over its API processes. Each process has its own row in a table of float64.
 
-    The table is the file at `path`, some pages that all of them map; whoever is asked adds the rows up. What a
-    process has counted stays when it dies, and the next in its place goes on from there. Without a path there is only
-    this process. What the engine counts is told for each replica, with its number as `engine`.
+    The table is the file at `path`, which all processes map. The process that is scraped adds up the rows. The counts
+    of a process survive its death, and its successor continues them. Without a path, this process is the only one.
+    Engine metrics are reported per replica, with its number in the label `engine`.
     """
 
     def __init__(
@@ -116,7 +123,7 @@ class Metrics(Collector):
         count: int = 1,
         replicas: Sequence[int] = (0,),
     ) -> None:
-        """`index` is the process's place among `count`; `replicas` are the numbers of the engine's."""
+        """`index` is the number of this process among `count`; `replicas` are the numbers of the engine's replicas."""
         width = _CELLS + len(replicas) * (_STATS + 1)
         size = width * 8
         if path is None:
@@ -132,7 +139,7 @@ class Metrics(Collector):
             number: [row[start : start + _STATS] for row in self._rows]
             for number, start in zip(replicas, starts, strict=True)
         }
-        """Of each replica, the stats that each process has."""
+        """For each replica, the stats of each process."""
         self._states = {
             number: self._rows[0][start + _STATS : start + _STATS + 1]
             for number, start in zip(replicas, starts, strict=True)
@@ -147,27 +154,27 @@ class Metrics(Collector):
         )
         self._finished = mine[_AT["finished"]]
         self.expert_load: ExpertLoad | None = None
-        """The newest; every process hears of it."""
+        """The newest value; every process receives it."""
 
     def finished(self, reason: FinishReason, seconds: float) -> None:
-        """A request ended, so many seconds after it came."""
+        """Count a finished request and its duration."""
         self._finished[FINISH_REASONS.index(reason)] += 1
         self.e2e_latency.observe(seconds)
 
     def take(self, replica: int, stats: EngineStats) -> None:
-        """A replica has told this."""
+        """Store the stats of a replica."""
         self._reported[replica][self._index][:] = memoryview(array("d", astuple(stats)))
 
     def lost(self, replica: int) -> None:
-        """Nothing runs any more on a replica that has died; what it has counted stays."""
+        """Reset the gauges of a replica that has died; its counters stay."""
         self.take(replica, replace(self.of(replica), running=0, waiting=0, kv_blocks_used=0))
 
     def state(self, replica: int, state: Literal["loading", "up", "dead"]) -> None:
-        """For the first process: how a replica is from now on."""
+        """Set the state of a replica; called by the first process."""
         self._states[replica][0] = STATES.index(state)
 
     def of(self, replica: int) -> EngineStats:
-        """The newest that a replica has sent to any of the processes; nothing runs on one that is dead."""
+        """Return the newest stats that a replica has sent to any process; nothing runs on a dead replica."""
         rows = [EngineStats(*map(int, row)) for row in self._reported[replica]]
         stats = max(rows, key=lambda stats: (stats.started, stats.steps))
         if self._states[replica][0] == STATES.index("dead"):
@@ -176,12 +183,12 @@ class Metrics(Collector):
 
     @property
     def stats(self) -> EngineStats:
-        """The sum over the replicas."""
+        """Return the sum over the replicas."""
         each = [astuple(self.of(replica)) for replica in self._reported]
         return EngineStats(*map(int, map(sum, zip(*each, strict=True))))
 
     def collect(self) -> Iterator[Metric]:
-        """Everything, read when Prometheus asks."""
+        """Return all metrics when Prometheus scrapes."""
         labels = [self._model_name]
         stats = {str(replica): self.of(replica) for replica in self._reported}
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
@@ -202,33 +209,33 @@ class Metrics(Collector):
             edges = [*(str(float(bound)) for bound in bounds), "+Inf"]
             times.add_metric(labels, list(zip(edges, accumulate(counts), strict=True)), seconds)
             yield times
-        meaning = "Requests that ended, by finish reason."
+        meaning = "Finished requests, by finish reason."
         finished = CounterMetricFamily("quire:request_success", meaning, labels=["model_name", "finished_reason"])
         for reason, count in zip(FINISH_REASONS, self._sum("finished"), strict=True):
             finished.add_metric([*labels, reason], count)
         yield finished
 
     def exposition(self) -> bytes:
-        """All of it in the text format that Prometheus scrapes."""
+        """Return all metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
     def _experts(self, labels: list[str]) -> Iterator[Metric]:
-        """How evenly experts are used, where whole ones are spread over ranks."""
+        """Metrics of the load balance between experts, if whole experts are distributed over ranks."""
         load = self.expert_load
         if load is None:
             return
-        meaning = "What the busiest rank of each layer of experts has to do over the mean of the ranks; 1 is even."
+        meaning = "Load of the busiest rank of each MoE layer, divided by the mean over ranks; 1 is balanced."
         imbalance = GaugeMetricFamily("quire:expert_load_imbalance", meaning, labels=["model_name"])
         imbalance.add_metric(labels, load.imbalance)
         yield imbalance
-        moved = CounterMetricFamily("quire:experts_moved", "Experts put in another's place.", labels=["model_name"])
+        moved = CounterMetricFamily("quire:experts_moved", "Experts moved to another place.", labels=["model_name"])
         moved.add_metric(labels, load.moved)
         yield moved
         counts = iter(array("q", load.tokens))
         by_layer = {layer: list(islice(counts, number)) for layer, number in load.layers.items()}
-        meaning = "The share of a layer's most used expert over the mean of its experts, since the start."
+        meaning = "Load of a layer's most used expert since the start, divided by the mean over its experts."
         peak = GaugeMetricFamily("quire:expert_load_peak", meaning, labels=["model_name", "layer"])
-        meaning = "Tokens that went to an expert."
+        meaning = "Tokens routed to an expert."
         tokens = CounterMetricFamily("quire:expert_tokens", meaning, labels=["model_name", "layer", "expert"])
         for layer, used in by_layer.items():
             peak.add_metric([*labels, str(layer)], max(used) * len(used) / max(1, sum(used)))

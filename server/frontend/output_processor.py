@@ -1,4 +1,4 @@
-"""Token ids → text, as they come: detokenizer, stop strings, parsers, and all together for one sequence."""
+"""Converts token ids to text incrementally: detokenizer, stop strings and parsers, combined for one sequence."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from quire.server.parsers.events import Content, Event, Reasoning, ToolCall
 from quire.server.parsers.output_parser import OutputFormat, OutputParser
 
 AnswerEnd = FinishReason | Literal["tool_calls"]
-"""Why an answer ended: as the engine says, but `tool_calls` where it stopped and has some."""
+"""Why an answer ended: the engine's finish reason, or `tool_calls` if it stopped and contains some."""
 
 _REPLACEMENT = "\ufffd"
 _MAX_PENDING = 16
-"""Tokens that may wait for their text; a character has four bytes at most, so that more of them are garbage."""
+"""Tokens that may be pending. A character has at most four bytes, so more pending tokens cannot form valid text."""
 
 
 class Detokenizer:
-    """Incremental decoding of what follows a prompt.
+    """Incremental decoding of the output after a prompt.
 
-    Let P be the decoded prompt and F the decoded prompt + output. The chunks of `feed` and `flush`, joined, are F
-    without the beginning that it shares with P. So the space that a decoder strips from a first token stays, a
-    character that the prompt began and the output completes is shown whole, and bytes that never become a character
-    are U+FFFD. The one exception: what was shown is never taken back. Byte-fallback decoders replace every byte of a
-    run of byte tokens when one of them is not UTF-8, whole characters in it too; those already shown stay, and only
-    the rest of the run is replaced. (`tokenizers`' DecodeStream raises there, repeats a prompt that ends inside a
-    character, and keeps what is pending at the end.)
+    Let P be the decoded prompt and F the decoded prompt + output. The results of `feed` and `flush`, concatenated, are
+    F without the prefix that it shares with P. So the space that a decoder strips from a first token stays, a character
+    that starts in the prompt and ends in the output is returned whole, and bytes that never form a character become
+    U+FFFD. The one exception: returned text is never changed. Byte-fallback decoders replace every byte of a run of
+    byte tokens if one of them is not UTF-8, even in complete characters; those already returned stay, and only the rest
+    of the run is replaced. (`tokenizers`' DecodeStream raises in this case, repeats a prompt that ends inside a
+    character, and drops pending tokens at the end.)
 
-    Each call decodes a window: the tokens behind the last text shown (`_context`) and those not shown yet (`_pending`).
+    Each call decodes a window: the tokens of the last returned text (`_context`) and the tokens not returned yet
+    (`_pending`).
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         kept: frozenset[int] = frozenset(),
     ) -> None:
-        """`kept` are special tokens that are not skipped with the others."""
+        """`kept` are special tokens that are not skipped."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens and not kept
         self._skipped = tokenizer.special_ids - kept if kept else frozenset()
@@ -48,14 +49,14 @@ class Detokenizer:
         text = self._decode(self._context)
         self._base = _settled(text)
         self._owed = text[len(self._base) :]
-        """The prompt's own unfinished tail, not to be shown again."""
+        """The prompt's own incomplete tail, which is not returned."""
         self._pending: list[int] = []
         self._pieces = tokenizer.pieces(skip_special_tokens)
         self._is_even = not self._owed
-        """All text of `_context` has been shown, and nothing is pending."""
+        """All text of `_context` has been returned, and nothing is pending."""
 
     def feed(self, token_id: int) -> str:
-        """The text that this token settles; what ends inside a character waits for the next token."""
+        """Return the text that this token completes. A token that ends inside a character stays pending."""
         if self._is_even and (piece := self._pieces[token_id]):
             self._context, self._base = [token_id], piece
             return piece
@@ -77,11 +78,11 @@ class Detokenizer:
         return self._without_owed(shown)
 
     def flush(self) -> str:
-        """The text of the tokens that still wait; nothing may be fed afterwards."""
+        """Return the text of the pending tokens. `feed` must not be called afterwards."""
         return self._without_owed(self._after_base(self._decode(self._context + self._pending)))
 
     def _prompt_context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """As much of the prompt's end as decodes to some text and begins on a character."""
+        """The shortest end of the prompt that decodes to some text and starts at a character boundary."""
         for count in (8, 32, 128):
             context = list(prompt_ids[-count:])
             text = self._decode(context)
@@ -106,16 +107,16 @@ class Detokenizer:
 
 
 def _settled(text: str) -> str:
-    """The text without the up to three U+FFFD at its end that may still become one character."""
+    """The text without trailing U+FFFD (up to three) that may still become one character."""
     tail = len(text) - len(text.rstrip(_REPLACEMENT))
     return text[: len(text) - min(tail, 3)]
 
 
 class StopStrings:
-    """Finds the stop string that completes first, wherever the chunks are cut.
+    """Finds the stop string that completes first, independent of how the text is split.
 
-    Text that could still be the beginning of a stop string is held back. Of two that complete on the same character
-    the longer one counts.
+    Text that may be the start of a stop string is held back. If two complete at the same character, the longer one
+    counts.
     """
 
     def __init__(self, stop: Sequence[str], include: bool) -> None:
@@ -125,7 +126,7 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that can be shown; once `found` is set, all there is up to the stop string."""
+        """Return the text that can be shown; once `found` is set, all text up to the stop string."""
         text = self._held + text
         matches = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
         if matches:
@@ -138,14 +139,14 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, when nothing more will come."""
+        """Return the text held back, at the end of the output."""
         held, self._held = self._held, ""
         return held
 
 
 @dataclass(slots=True)
 class TextDelta:
-    """What is new in one sequence. `logprobs`, when asked for, has one entry for each of `token_ids`."""
+    """New output of one sequence. `logprobs`, if requested, has one entry for each of `token_ids`."""
 
     index: int
     text: str = ""
@@ -153,17 +154,17 @@ class TextDelta:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: AnswerEnd | None = None
     stop_reason: int | str | None = None
-    """The stop string or stop token that ended it; None for the end of sequence."""
+    """The stop string or stop token that ended the sequence; None for the end-of-sequence token."""
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
-    """When asked for: of the whole prompt, in the first delta with tokens or a finish reason."""
+    """If requested: of the whole prompt, in the first delta with tokens or a finish reason."""
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    """Pieces of calls; of each call one at most."""
+    """Pieces of tool calls, at most one per call."""
 
     @property
     def has_content(self) -> bool:
-        """Whether there is more to it than tokens that wait for their text."""
+        """Whether there is anything besides tokens without text."""
         return bool(self.text or self.logprobs or self.finish_reason or self.reasoning or self.tool_calls)
 
     @property
@@ -173,7 +174,7 @@ class TextDelta:
         return bool(self.text) and not beside
 
     def extend(self, more: TextDelta) -> None:
-        """Append what came next in the same sequence."""
+        """Append the next delta of the same sequence."""
         self.text += more.text
         self.token_ids += more.token_ids
         if more.logprobs is not None:
@@ -188,7 +189,7 @@ class TextDelta:
             self._add(call)
 
     def read(self, events: Sequence[Event]) -> None:
-        """Append what a parser has found."""
+        """Append the events of a parser."""
         for event in events:
             match event:
                 case Content(text):
@@ -206,7 +207,7 @@ class TextDelta:
 
 
 class OutputProcessor:
-    """One sequence: the engine's outputs go in, `TextDelta`s come out, up to the one with a finish reason."""
+    """Converts the engine's outputs of one sequence to `TextDelta`s, up to the one with a finish reason."""
 
     def __init__(
         self,
@@ -227,10 +228,10 @@ class OutputProcessor:
         self._count = 0
         top = params.prompt_logprobs
         self._scores = None if top is None else PromptLogprobs(top, b"", b"", b"", b"")
-        """Of the prompt; None once they have been told."""
+        """Of the prompt; None once they have been returned."""
 
     def feed(self, output: EngineCoreOutput) -> TextDelta:
-        """The text of an output. A stop string may end the sequence before the engine does."""
+        """Convert an output. A stop string may finish the sequence before the engine does."""
         if self._params.max_tokens == 0 and output.token_ids:
             output.token_ids, output.logprobs = [], output.logprobs and []
             output.finish_reason, output.stop_token_id = "length", None
@@ -288,7 +289,7 @@ class OutputProcessor:
         return None if self._stop is None else self._stop.found
 
     def _show(self, text: str) -> str:
-        """The text, past the stop strings once `min_tokens` is reached."""
+        """Return the text to show. Stop strings are checked once `min_tokens` is reached."""
         if self._stop is None or self._count < self._params.min_tokens:
             return text
         return self._stop.feed(text)

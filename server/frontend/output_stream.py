@@ -1,4 +1,4 @@
-"""What comes back for requests, in the order of the wire, to the one who reads it; and how it may end."""
+"""The engine's outputs of a request, in order, for its reader; and the errors that may end it."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from quire.engine.protocol.messages import EngineCoreOutput, FinishReason
 
 
 class EngineUnavailable(RuntimeError):
-    """The engine is still loading, has died, or is shutting down; the text says which, and why."""
+    """The engine is still loading, has died, or is shutting down; the message says which, and why."""
 
 
 class RequestFailed(RuntimeError):
-    """The engine gave up on one request; the others go on."""
+    """The engine aborted one request; others are not affected."""
 
 
 class RequestTimedOut(RequestFailed):
-    """The request has taken as long as one may."""
+    """The request has reached its time limit."""
 
 
 class Deadline(NamedTuple):
-    """When a request must have ended, on the event loop's clock, and how long it may take in all."""
+    """When a request must end, on the event loop's clock, and its time limit in seconds."""
 
     at: float
     seconds: float
 
 
 DEADLINE: ContextVar[Deadline | None] = ContextVar("deadline", default=None)
-"""Of the request that the running task serves; what it submits is aborted then."""
+"""The deadline of the current task's request, after which its engine requests are aborted."""
 
 
 class OutputStream:
-    """The outputs of the engine requests that belong together. Unread outputs of a request merge into one."""
+    """The outputs of related engine requests. Unread outputs of a request are merged into one."""
 
     def __init__(self, abort: Callable[[set[str], FinishReason], None], request_ids: Sequence[str]) -> None:
-        """`abort` is the client's."""
+        """`abort` is the client's method."""
         self._abort_at_engine = abort
         self._open = set(request_ids)
         self._unread: dict[str, EngineCoreOutput] = {}
         self._failure: EngineUnavailable | RequestTimedOut | None = None
         self._reader: asyncio.Future[None] | None = None
-        """Who waits in `get`."""
+        """The reader that waits in `get`."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def get(self) -> list[EngineCoreOutput]:
-        """What has come since the last call, at most one output for each request; waits for the first.
+        """Return the outputs since the last call, at most one per request; wait for the first.
 
-        Raises `EngineUnavailable` and `RequestTimedOut` when nothing will come any more.
+        Raises `EngineUnavailable` and `RequestTimedOut` when there will be no more outputs.
         """
         while not self._unread and self._failure is None:
             self._reader = asyncio.get_running_loop().create_future()
@@ -60,23 +60,23 @@ class OutputStream:
         return list(unread.values())
 
     def stop(self, request_id: str) -> None:
-        """End a request whose stop string was found."""
+        """Finish a request whose stop string was found."""
         self._abort({request_id}, "stop")
 
     def close(self) -> None:
-        """Abort all that still runs."""
+        """Abort all running requests."""
         self._abort(self._open.copy(), "abort")
         if self._timer is not None:
             self._timer.cancel()
 
     def end_at(self, deadline: Deadline) -> None:
-        """Abort what still runs then; the reader is told with `RequestTimedOut`."""
+        """Abort what is still running at the deadline; the reader gets `RequestTimedOut`."""
         self._timer = asyncio.get_running_loop().call_at(deadline.at, self._time_out, deadline.seconds)
 
     def _time_out(self, seconds: float) -> None:
         if self._open:
             self._abort(self._open.copy(), "abort")
-            self.fail(RequestTimedOut(f"the request has taken the {seconds:g} seconds that one may take here"))
+            self.fail(RequestTimedOut(f"the request exceeded the time limit of {seconds:g} seconds"))
 
     def _abort(self, request_ids: set[str], reason: FinishReason) -> None:
         self._abort_at_engine(request_ids & self._open, reason)
@@ -85,7 +85,7 @@ class OutputStream:
             self._unread.pop(request_id, None)
 
     def put(self, output: EngineCoreOutput) -> None:
-        """Called by the client, in the order of the wire."""
+        """Add an output; the client calls this in order of arrival."""
         earlier = self._unread.get(output.request_id)
         if earlier is None:
             self._unread[output.request_id] = output
@@ -106,7 +106,7 @@ class OutputStream:
         self._wake()
 
     def put_token(self, request_id: str, token_id: int) -> None:
-        """The same for an output that is one token and nothing else."""
+        """Like `put`, for an output that is just one token."""
         earlier = self._unread.get(request_id)
         if earlier is None:
             self._unread[request_id] = EngineCoreOutput(request_id, [token_id])
@@ -115,7 +115,7 @@ class OutputStream:
         self._wake()
 
     def fail(self, failure: EngineUnavailable | RequestTimedOut) -> None:
-        """Called by the client when the engine is gone: readers wake up with this."""
+        """End the stream with an error; called by the client when the engine is gone."""
         self._failure = failure
         self._open.clear()
         self._wake()

@@ -1,4 +1,4 @@
-"""Request → prompt token ids and `SamplingParams`, checked against the model."""
+"""Converts requests to prompt token ids and `SamplingParams`, and validates them against the model."""
 
 from __future__ import annotations
 
@@ -34,32 +34,33 @@ T = TypeVar("T")
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _SHORT = 2048
-"""Characters (and token ids) of a request up to which it is rendered at once; more of them in a thread, so that other
-streams do not wait."""
+"""Characters (and token ids) of a request that are rendered immediately. Larger requests are rendered in a thread, so
+that other streams do not wait.
+"""
 _TAIL = 16
-"""Tokens at a prompt's end in which a marker that opens or closes thoughts fits."""
+"""Tokens at a prompt's end that may contain a marker that opens or closes reasoning."""
 
 
 class ContextLengthExceeded(InvalidParameter):
-    """Prompt and output do not fit into the model's length."""
+    """Prompt and output exceed the model's maximum length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingOptions:
-    """What a request says about rendering what is to be embedded."""
+    """A request's options for rendering embedding inputs."""
 
     add_special_tokens: bool = True
     truncate: int | None = None
-    """Tokens that are kept of a longer input; -1: as many as the model takes; None: it is refused."""
+    """Number of tokens to keep of a longer input; -1: the model's maximum length; None: longer inputs are rejected."""
     truncation_side: Literal["left", "right"] = "right"
-    """The end of the input that goes."""
+    """The side that truncation removes."""
     prompt_name: str | None = None
-    """Which of the model's prompts goes before a text; None: its default."""
+    """Which of the model's prompts to put before a text; None: its default."""
 
 
 @dataclass(frozen=True)
 class ChatFormats:
-    """How a model chats: its template, and the formats of its calls and thoughts, by name or `auto` or `none`."""
+    """A model's chat template, and the formats of its tool calls and reasoning, by name or `auto` or `none`."""
 
     chat_template: str | None = None
     tool_call_parser: str = "auto"
@@ -67,24 +68,24 @@ class ChatFormats:
 
     @staticmethod
     def of(options: ModelOptions) -> ChatFormats:
-        """Those that the command line names."""
+        """The formats set on the command line."""
         return ChatFormats(options.chat_template, options.tool_call_parser, options.reasoning_parser)
 
     def tool_format(self, template: str) -> ToolFormat | None:
-        """The format of calls; Mistral's two go by one name, and the template tells them apart."""
+        """Return the format of tool calls. Mistral's two formats share a name; the template selects one."""
         name: str | None = self.tool_call_parser
         if name == "auto" or (name == "mistral" and detect_tools(template) == "mistral_args"):
             name = detect_tools(template)
         return None if name in (None, "none") else TOOL_FORMATS[name]
 
     def reasoning_format(self, template: str) -> ReasoningFormat | None:
-        """The format of thoughts."""
+        """Return the format of reasoning."""
         name = detect_reasoning(template) if self.reasoning_parser == "auto" else self.reasoning_parser
         return None if name in (None, "none") else REASONING_FORMATS[name]
 
 
 class Renderer:
-    """Makes what the engine reads; every front end renders here.
+    """Renders the engine's input for all APIs.
 
     `defaults` are the sampling parameters that the model's generation_config.json sets.
     """
@@ -111,21 +112,21 @@ class Renderer:
 
     @staticmethod
     def load(model: ModelConfig, formats: ChatFormats) -> Renderer:
-        """Read tokenizer and chat template; raises `ConfigError`."""
+        """Load tokenizer and chat template; raises `ConfigError`."""
         tokenizer = Tokenizer.load(model.tokenizer, model.trust_remote_code)
         templates = ChatTemplates.load(model.tokenizer, tokenizer, formats.chat_template)
         source = templates.choose(has_tools=True).source if templates else ""
         return Renderer(tokenizer, templates, model, formats.tool_format(source), formats.reasoning_format(source))
 
     async def prompt(self, prompt: Prompt, *, add_special_tokens: bool = True, last: int | None = None) -> list[int]:
-        """Token ids of a prompt, or the `last` of them; text gets the special tokens that the tokenizer adds to it."""
+        """Return a prompt's token ids, or the `last` of them. The tokenizer's special tokens are added to text."""
         (ids,) = await self.prompts([prompt], add_special_tokens=add_special_tokens, last=last)
         return ids
 
     async def prompts(
         self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True, last: int | None = None
     ) -> list[list[int]]:
-        """The same of each prompt."""
+        """Like `prompt`, for several prompts."""
 
         def render() -> list[list[int]]:
             return [self._fitting(self._ids(prompt, add_special_tokens), "prompt", last) for prompt in prompts]
@@ -140,7 +141,9 @@ class Renderer:
         *,
         last: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation, or the `last` of them, by default up to where the assistant begins to speak."""
+        """Return a conversation's token ids, or the `last` of them; by default up to the start of the assistant's
+        answer.
+        """
 
         def render() -> list[int]:
             return self._fitting(self._chat_ids(messages, tools, options or ChatTemplateOptions()), "messages", last)
@@ -153,28 +156,28 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         options: ChatTemplateOptions | None = None,
     ) -> list[int]:
-        """The same, however long it is."""
+        """Like `chat`, without a length limit."""
         return await run_in_thread(
             _length(messages, tools), lambda: self._chat_ids(messages, tools, options or ChatTemplateOptions())
         )
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text, however long it is."""
+        """Return a text's token ids, without a length limit."""
         return await run_in_thread(
             len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         )
 
     async def names(self, token_ids: Sequence[int]) -> list[str | None]:
-        """Tokens as the vocabulary spells them."""
+        """Return tokens as spelled in the vocabulary."""
         return await run_in_thread(len(token_ids), lambda: list(map(self.tokenizer.backend.id_to_token, token_ids)))
 
     async def detokenize(self, token_ids: list[int], param: str) -> str:
-        """The text of token ids, special tokens included; refuses those that the model does not have."""
+        """Return the text of token ids, including special tokens; rejects ids that the model does not have."""
         self._check_ids(token_ids, param)
         return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens=False)
 
     async def embeddings(self, inputs: Mapping[str, Prompt], options: EmbeddingOptions) -> list[list[int]]:
-        """Token ids of what is to be embedded, texts or ids, by their names; for a server whose model embeds."""
+        """Return token ids of embedding inputs (texts or ids) by name; requires an embedding model."""
 
         def render() -> list[list[int]]:
             return [self._embedding(given, prompt, options, param) for param, given in inputs.items()]
@@ -208,14 +211,14 @@ class Renderer:
         if len(ids) > self.max_model_len:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {self.max_model_len} tokens, but {param} has {len(ids)}; "
-                "shorten it, or send truncate_prompt_tokens: -1 to have its end cut off",
+                "shorten it, or send truncate_prompt_tokens: -1 to truncate it",
                 param,
             )
         self._check_ids(ids, param)
         return ids
 
     def _embedding_prompt(self, name: str | None) -> str:
-        """The text that goes before a text that is embedded."""
+        """Return the text to put before each embedded text."""
         assert self.pooling is not None
         prompts, chosen = self.pooling.prompts, self.pooling.default_prompt if name is None else name
         if chosen is None:
@@ -225,7 +228,7 @@ class Renderer:
             raise InvalidParameter(f"prompt_name: this model has no prompt {chosen!r}; {known}", "prompt_name")
         if prompts[chosen] and not self.pooling.pools_prompts:
             raise InvalidParameter(
-                "prompt_name: this model leaves prompts out of its pooling (include_prompt false), which is not served",
+                "prompt_name: this model excludes prompts from pooling (include_prompt false), which is not supported",
                 "prompt_name",
             )
         return prompts[chosen]
@@ -238,7 +241,7 @@ class Renderer:
                 raise InvalidParameter(str(error), "chat_template") from None
         if self._templates is None:
             raise InvalidParameter(
-                "this model brings no chat template; start the server with --chat-template, or use /v1/completions",
+                "this model has no chat template; start the server with --chat-template, or use /v1/completions",
                 "messages",
             )
         return self._templates.choose(has_tools)
@@ -253,15 +256,15 @@ class Renderer:
         continued: str = "",
         shows_reasoning: bool = True,
     ) -> tuple[OutputFormat | None, StructuredOutputs | None]:
-        """How the answers to a chat are to be read, and the grammar that holds the model to its tools, where one must.
+        """Return how to parse the answers to a chat, and the grammar for its tool calls, if one is required.
 
         With `answer`, the model calls tools or answers in that format. `continued` is the text of a final message that
-        the model continues. Raises `InvalidParameter` where there are tools and nobody knows how this model calls them.
+        the model continues. Raises `InvalidParameter` if there are tools but the model's format of calls is unknown.
         """
         thoughts, format = self.reasoning_format, self.tool_format
         if use is not None and format is None:
             raise InvalidParameter(
-                "tools: this model's chat template shows no format of tool calls that is known; name one with "
+                "tools: the format of this model's tool calls could not be detected; set it with "
                 '--tool-call-parser when starting the server, or send tool_choice: "none"',
                 "tools",
             )
@@ -299,10 +302,9 @@ class Renderer:
         return reading, StructuredOutputs(grammar=grammar)
 
     async def resolve(self, params: SamplingParams, structured_param: str = "structured_outputs") -> SamplingParams:
-        """The parameters as the engine takes them, `Frontend.generate` too; errors of a format are about
-        `structured_param`.
+        """Return the parameters for the engine and `Frontend.generate`; errors of a format name `structured_param`.
 
-        Refuses what the model or its tokenizer does not have, and more log-probabilities than are served.
+        Rejects whatever the model or tokenizer does not support, and too many log-probabilities.
         """
         outputs, params = params.structured_outputs, _checked(params)
         self.check_logprobs(params.logprobs, "logprobs")
@@ -314,22 +316,22 @@ class Renderer:
         return msgspec.structs.replace(params, bad_word_ids=bad, structured_outputs=outputs)
 
     async def check_structured(self, outputs: StructuredOutputs, param: str) -> None:
-        """Raise `InvalidParameter` about `param` for what cannot be enforced."""
+        """Raise `InvalidParameter` about `param` for structured outputs that cannot be enforced."""
         await self._structured.resolve_in_thread(outputs, param)
 
     def close(self) -> None:
-        """End the process that compiles grammars."""
+        """Stop the process that compiles grammars."""
         self._structured.close()
 
     def check_logprobs(self, count: int | None, param: str) -> None:
-        """Refuse to tell more of the likeliest tokens than --max-logprobs allows."""
+        """Reject requests for more log-probabilities than --max-logprobs allows."""
         if count is not None and not 0 <= count <= self._max_logprobs:
             raise InvalidParameter(
-                f"{param} must be from 0 to {self._max_logprobs} here (--max-logprobs), got {count}", param
+                f"{param} must be from 0 to {self._max_logprobs} (--max-logprobs), got {count}", param
             )
 
     def truncation(self, asked: int | None, max_tokens: int | None) -> int | None:
-        """How many tokens `truncate_prompt_tokens` leaves of a prompt; -1: what its output leaves of the length."""
+        """Resolve `truncate_prompt_tokens` to a number of prompt tokens; -1: the maximum length minus the output."""
         if asked == -1:
             return max(1, self.max_model_len - max(1, max_tokens or 1))
         if asked is not None and not 1 <= asked <= self.max_model_len:
@@ -340,11 +342,11 @@ class Renderer:
         return asked
 
     def check_length(self, prompt_ids: Sequence[int], max_tokens: int | None, param: str) -> None:
-        """Refuse a request whose full output could not fit behind its prompt."""
+        """Reject a request whose prompt and full output exceed the model's length."""
         if max_tokens is not None and len(prompt_ids) + max_tokens > self.max_model_len:
             raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.max_model_len} tokens, but {len(prompt_ids)} in the "
-                f"prompt and {max_tokens} for the output (max_tokens) make {len(prompt_ids) + max_tokens}",
+                f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has "
+                f"{len(prompt_ids)} and the output (max_tokens) {max_tokens}, {len(prompt_ids) + max_tokens} in total",
                 param,
             )
 
@@ -363,7 +365,7 @@ class Renderer:
         return ids
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
-        """The tokens of `bad_words`; refuses ids that the model does not have, and those that leave nothing."""
+        """Return the token ids of `bad_words`; rejects unknown ids, and bad words that exclude every allowed token."""
         self._check_ids(params.stop_token_ids, "stop_token_ids")
         self._check_ids(params.logit_bias, "logit_bias")
         self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
@@ -373,12 +375,12 @@ class Renderer:
             forbidden.update(self._eos, params.stop_token_ids)
         if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
             raise InvalidParameter(
-                "allowed_token_ids: bad_words, or min_tokens, forbid every one of them", "allowed_token_ids"
+                "allowed_token_ids: bad_words or min_tokens exclude all of them", "allowed_token_ids"
             )
         return bad
 
     def _bad_word(self, word: str) -> list[list[int]]:
-        """The tokens of a word as a text begins with it, and as they are behind a space where they begin otherwise."""
+        """Tokenize a word as at the start of a text and, if the result differs, as after a space."""
         text = word.strip()
         first, spaced = (self.tokenizer.encode(each, add_special_tokens=False) for each in (text, f" {text}"))
         both = [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]
@@ -386,7 +388,7 @@ class Renderer:
         return [ids for ids in both if ids]
 
     def _check_ids(self, ids: Iterable[int], param: str) -> None:
-        """Refuse ids that the model has no row for; a tokenizer may know more tokens than its model."""
+        """Reject ids outside of the model's vocabulary; a tokenizer may have more tokens than its model."""
         if (bad := next((i for i in ids if not 0 <= i < self._vocab_size), None)) is not None:
             raise InvalidParameter(
                 f"{param}: token id {bad} is not in the model's vocabulary (0 to {self._vocab_size - 1})", param
@@ -406,12 +408,12 @@ class Renderer:
 
 
 async def run_in_thread(size: int, work: Callable[[], T]) -> T:
-    """The result of work on so many characters, tokens or the like: in a thread unless it is short."""
+    """Return the result of work on so many characters or tokens: in a thread, unless there are few."""
     return work() if size <= _SHORT else await asyncio.to_thread(work)
 
 
 def _length(*values: Any) -> int:
-    """Characters and items in these, counted no further than it takes to know that they are many."""
+    """The number of characters and items in these values; stops counting when there are many."""
     count, ahead = 0, [*values]
     while ahead and count <= _SHORT:
         match ahead.pop():
@@ -427,8 +429,9 @@ def _length(*values: Any) -> int:
 
 
 def _checked(params: SamplingParams) -> SamplingParams:
-    """A copy of `params` whose types are those declared: a struct made in Python may hold anything. It is without
-    `structured_outputs`, which have a check of their own."""
+    """Return a copy of `params` with validated types, since a struct made in Python may contain anything. Omits
+    `structured_outputs`, which are validated separately.
+    """
     try:
         plain = msgspec.structs.replace(params, structured_outputs=None)
         checked: SamplingParams = msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=SamplingParams)
@@ -436,20 +439,20 @@ def _checked(params: SamplingParams) -> SamplingParams:
         raise
     except UnicodeEncodeError as error:
         param = "stop" if error.object in params.stop else "bad_words"
-        raise InvalidParameter(f"{param}: {error.object!r} has half of a surrogate pair", param) from None
+        raise InvalidParameter(f"{param}: {error.object!r} contains an unpaired surrogate", param) from None
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidParameter(f"sampling parameters: {error}") from None
     return checked
 
 
 def _schema_of(answer: StructuredOutputs, param: str) -> Any:
-    """The JSON schema of a format that stands beside tools; raises `InvalidParameter` for one that is no JSON."""
+    """The JSON schema of a format used together with tools; raises `InvalidParameter` for other formats."""
     if answer.json_object:
         return {"type": "object"}
     if answer.json is None:
         raise InvalidParameter(
-            f"{param}: while the model may call tools, the answer can be held to json or json_object alone; send "
-            'tool_choice: "none", or no tools',
+            f"{param}: together with tools, only json and json_object are supported; send "
+            'tool_choice: "none", or omit the tools',
             param,
         )
     return json.loads(answer.json) if isinstance(answer.json, str) else answer.json
@@ -463,7 +466,7 @@ def _integers(token_ids: Iterable[Any], param: str) -> list[int]:
 
 
 def sampling_defaults(folder: Path) -> dict[str, Any]:
-    """The sampling parameters that generation_config.json sets; a request's own go before them."""
+    """Return the sampling parameters in generation_config.json. A request's own take precedence."""
     path = folder / "generation_config.json"
     if not path.exists():
         return {}

@@ -1,23 +1,23 @@
-"""Which replica a request goes to: the one that will answer it first. Pure bookkeeping, without I/O or a clock.
+"""Chooses the replica that will answer a request first. Pure bookkeeping, without I/O or a clock.
 
-The unit is a token to compute before the request's own first token. At a replica these are
+The unit of cost is a token to compute before the request's own first token. The cost at a replica is the sum of
 
       the request's tokens that are not cached there
     + those of the requests that were sent there and have no token yet
     + `DECODE_TOKENS` for each other request there
-    + the length of an output for each request that has to end before this one can begin
-    + the tokens that it was sent of late beyond `FAIR_SHARE` times an even part
+    + the length of an output for each request that must finish before this one can start
+    + the tokens recently sent there in excess of `FAIR_SHARE` times an equal share
 
-A decode costs others more than the one token that it adds to a step: it reads its context and the weights, and it will
-go on. When as many run as may (`max_num_seqs`), one ends for each output's length of tokens that is computed. A replica
-without room for the request in its KV cache comes after all that have it, as others must end there or start over, and
-no number of tokens says when. The last line is for a prefix that everybody asks for: as long as one replica answers all
-of it at once, nothing else would ever bring it to another. Of replicas that are equal, the one that was sent the fewest
-tokens of late is taken.
+A decode costs more than the token that it adds to a step: it reads its context and the weights, and it will continue.
+When `max_num_seqs` requests are running, one finishes per output length of computed tokens. A replica without room for
+the request in its KV cache comes after all replicas with room, since others must finish there or be preempted, and no
+number of tokens expresses when. The last term is for a prefix that all requests share: as long as one replica answers
+all of them at once, nothing else would bring the prefix to another. Among equal replicas, the one that was recently
+sent the fewest tokens is chosen.
 
-What is cached is guessed from what was sent: the hash chains of the prompts (and outputs, once they have ended), the
-latest used, as many blocks as the replica has; another salt is another chain. What is at work is known for the requests
-of this process, and from the replica's newest stats for those of others.
+The cache contents are estimated from the requests sent: the hash chains of prompts (and of outputs, after they finish),
+most recently used first, as many blocks as the replica has; another salt makes another chain. The current load is known
+for this process's requests, and comes from the replica's newest stats for those of other processes.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from quire.engine.config.options import CacheConfig
 from quire.engine.protocol.messages import EngineCoreRequest, EngineStats
 
 DECODE_TOKENS = 32
-"""Tokens that a request which runs holds up the prompt of another for."""
+"""Tokens by which a running request delays the prompt of another."""
 FAIR_SHARE = 1.25
 _LATELY = 64
-"""Requests for each replica, after which what was sent counts a third."""
+"""Requests per replica after which the weight of sent tokens decays to about a third."""
 _FIRST_GUESS = 128.0
-"""Tokens of an output, and of a prompt that another process has sent, before any was seen."""
+"""Assumed tokens of an output, and of a prompt sent by another process, before any was seen."""
 _MEMORY = 0.05
-"""The part of the newest in a mean."""
+"""Weight of the newest value in a moving average."""
 
 
 @dataclass(slots=True)
 class _PlacedRequest:
-    """A request of this process, until it ends."""
+    """An unfinished request of this process."""
 
     replica: int
     prompt: list[int]
     salt: bytes
     hashes: list[int]
     pending: int
-    """Tokens to compute before its next; 0 once it has come."""
+    """Tokens to compute before its next token; 0 once that has arrived."""
     blocks: int
-    """KV blocks that it is going to take until then."""
+    """KV blocks that it will allocate until then."""
 
 
 @dataclass(slots=True)
@@ -59,15 +59,15 @@ class _ReplicaLoad:
     """What this process has sent to a replica."""
 
     cached: OrderedDict[int, None] = field(default_factory=OrderedDict)
-    """Hashes of blocks, the latest used last."""
+    """Hashes of blocks, in order of last use."""
     capacity: int = 0
-    """KV blocks that it has; 0: it has not said."""
+    """KV blocks of the replica; 0: not known yet."""
     open: int = 0
     pending: int = 0
     blocks: int = 0
-    """The sums over its requests that have not ended."""
+    """The sum over its unfinished requests."""
     sent: float = 0.0
-    """Tokens that it was to compute of late, for prompts and outputs."""
+    """Tokens recently sent to it, for prompts and outputs."""
 
 
 class Router:
@@ -76,7 +76,9 @@ class Router:
     def __init__(
         self, replicas: Sequence[int], *, cache: CacheConfig | None = None, max_num_seqs: int = 1, first: int = 0
     ) -> None:
-        """Without a `cache` no prefix is. `first` turns the order of equals, so that not all processes begin alike."""
+        """Without `cache` there are no cached prefixes. `first` rotates the order of equal replicas, so that the
+        processes differ.
+        """
         self._loads = {number: _ReplicaLoad() for number in replicas}
         self._order = {number: (place - first) % len(replicas) for place, number in enumerate(replicas)}
         self._placed: dict[str, _PlacedRequest] = {}
@@ -86,10 +88,10 @@ class Router:
         self._num_blocks = cache.num_blocks if cache else 0
         self._caches = cache is not None and cache.enable_prefix_caching
         self._output = self._prompt = _FIRST_GUESS
-        """Mean tokens of an output, and of a prompt to compute."""
+        """Average tokens of an output, and of a prompt to compute."""
 
     def place(self, submit: EngineCoreRequest, stats: Mapping[int, EngineStats]) -> int:
-        """Choose one of the replicas, whose newest stats these are, for a request, which counts as sent from now on."""
+        """Choose a replica for a request, given the replicas' newest stats, and record the request as sent."""
         tokens = submit.prompt_token_ids + submit.output_token_ids
         hashes: list[int] = []
         if self._caches:
@@ -120,7 +122,7 @@ class Router:
         return chosen
 
     def began(self, request_id: str) -> None:
-        """Its first token has come."""
+        """Record that a request's first token has arrived."""
         placed = self._placed.get(request_id)
         if placed is not None and placed.pending:
             load = self._loads[placed.replica]
@@ -129,7 +131,7 @@ class Router:
             placed.pending = placed.blocks = 0
 
     def ended(self, request_id: str, output: list[int]) -> None:
-        """It has ended, was aborted or has lost its replica, with so much output; unknown ids are ignored."""
+        """Record that a request has finished, was aborted or has lost its replica. Unknown ids are ignored."""
         self.began(request_id)
         placed = self._placed.pop(request_id, None)
         if placed is None:
@@ -139,20 +141,20 @@ class Router:
         if output:
             self._output += (len(output) - self._output) * _MEMORY
         if self._caches and output:
-            # The last token's KV is not computed.
+            # The KV of the last token is not computed.
             self._extend(placed.hashes, (placed.prompt + output)[:-1], placed.salt)
             self._keep(load, placed.hashes)
 
     def lost(self, replica: int) -> None:
-        """It is dead: whatever it had cached is gone."""
+        """Record that a replica has died; its cache is lost."""
         self._loads[replica].cached.clear()
 
     def joined(self, replica: int) -> None:
-        """It is there (again): it gets no more than its part of what equals share."""
+        """Record that a replica is up (again). It gets no more than its equal share."""
         self._loads[replica].sent = max(load.sent for load in self._loads.values())
 
     def _rest(self, replica: int, length: int, hashes: list[int]) -> int:
-        """Tokens of a request to compute at a replica: at least the last, whose logits are needed."""
+        """Tokens of a request to compute at a replica: at least the last one, whose logits are needed."""
         cached, known = 0, self._loads[replica].cached
         for digest in hashes:
             if digest not in known:
@@ -161,7 +163,7 @@ class Router:
         return max(1, length - cached)
 
     def _ahead(self, replica: int, stats: EngineStats) -> float:
-        """Tokens to compute at a replica before a new request's turn."""
+        """Tokens to compute at a replica before it starts a new request."""
         load = self._loads[replica]
         others = max(0, stats.running + stats.waiting - load.open)
         there = load.open + others
@@ -170,7 +172,7 @@ class Router:
         return load.pending + waiting * self._prompt + there * DECODE_TOKENS + must_end * self._output
 
     def _excess(self, replica: int, among: Iterable[int]) -> float:
-        """What a replica was sent of late beyond its part."""
+        """Tokens recently sent to a replica beyond its share."""
         sent = [self._loads[number].sent for number in among]
         return max(0.0, self._loads[replica].sent - FAIR_SHARE * sum(sent) / len(sent))
 
@@ -181,17 +183,17 @@ class Router:
         return stats.kv_blocks_used + self._loads[replica].blocks + self._blocks(rest) <= total
 
     def _extend(self, hashes: list[int], tokens: list[int], salt: bytes) -> None:
-        """Append the missing links of a chain: one for each full block, over its tokens and all before it."""
+        """Append the missing hashes of a chain: one for each full block, over its tokens and all tokens before it."""
         size = self._block_size
         while (end := (len(hashes) + 1) * size) <= len(tokens):
             hashes.append(hash((hashes[-1] if hashes else salt, *tokens[end - size : end])))
 
     def _blocks(self, tokens: int) -> int:
-        """KV blocks for so many more tokens."""
+        """KV blocks for this number of additional tokens."""
         return -(-tokens // self._block_size) * self._num_groups if self._block_size else 0
 
     def _keep(self, load: _ReplicaLoad, hashes: list[int]) -> None:
-        """Take these blocks for cached, the first of the chain longest; the least recently used are forgotten."""
+        """Record these blocks as cached, the first of the chain most recently; evict the least recently used."""
         for digest in reversed(hashes):
             load.cached[digest] = None
             load.cached.move_to_end(digest)

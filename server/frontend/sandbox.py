@@ -1,8 +1,8 @@
-"""Work that can be stopped from outside, whatever library it is in: each question is answered by a process of its own.
+"""Runs work in separate processes, so that it can be stopped from outside, whatever library it uses.
 
-A helper process is started with the first question and prepares what all answers need. Each question is for a fork of
-it, and one fork always waits for the next. The kernel ends a fork that has used up its processor time (setitimer(2)),
-and nobody else notices.
+A helper process starts with the first question and prepares what all answers need. Each question is answered by a fork
+of the helper; one fork always waits for the next question. The kernel kills a fork that has used up its processor time
+(setitimer(2)), which affects nothing else.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ T = TypeVar("T")
 Answer = Callable[[bytes], bytes]
 
 MAX_MEMORY = 2**29
-"""Bytes that an answer may take, beside what is prepared."""
+"""Memory limit of an answer in bytes, in addition to what is prepared."""
 _PATIENCE = 0.25
-"""Seconds after which an answer goes on with less of the processor than others get."""
+"""Seconds after which the scheduling priority of an answer is lowered."""
 _NICENESS = 5
 _WALL = 10
-"""Times the processor time that an answer may take, by the clock, where others leave it none."""
+"""Wall-clock limit of an answer, as a multiple of its processor time limit; it matters on a busy machine."""
 _PID = struct.Struct("!i")
 _HELPER = "from quire.server.frontend import sandbox; sandbox.main()"
 
 
 class SandboxStopped(Exception):
-    """There was no answer in time, or with so much memory."""
+    """The answer exceeded its time or memory limit."""
 
 
 class Sandbox(Generic[T]):
-    """Answers to questions, as `make(argument)` gives them. Any thread may ask, and waits; many may at once.
+    """Answers questions by `make(argument)`. `ask` blocks, and is safe to call from several threads at once.
 
-    `make` and `argument` are pickled; the helper imports the module of `make`. `seconds` of processor time are enough
-    for an answer.
+    `make` and `argument` are pickled; the helper imports the module of `make`. `seconds` is the processor time limit of
+    an answer.
     """
 
     def __init__(self, make: Callable[[T], Answer], argument: T, seconds: float) -> None:
@@ -58,7 +58,7 @@ class Sandbox(Generic[T]):
         self._helper: tuple[socket.socket, weakref.finalize[Any, Any]] | None = None
 
     def ask(self, question: bytes) -> bytes:
-        """The answer; raises `SandboxStopped`, and `OSError` where no process can be started."""
+        """Return the answer; raises `SandboxStopped`, and `OSError` if no process can be started."""
         for _ in range(2):  # the helper may just have died
             if (reported := self._ask(question)) is not None:
                 break
@@ -69,7 +69,7 @@ class Sandbox(Generic[T]):
         return reported[:-1]
 
     def _ask(self, question: bytes) -> bytes | None:
-        """What a fork has said; None where there was none."""
+        """Return the answer of a fork, or None if the helper cannot be reached."""
         mine, theirs = socket.socketpair()
         with mine:
             with theirs:
@@ -96,7 +96,9 @@ class Sandbox(Generic[T]):
         return reported[_PID.size :] if reported else None
 
     def close(self) -> None:
-        """End the helper and its answers, for which `ask` raises `SandboxStopped`; the next question starts another."""
+        """Stop the helper and its forks; pending `ask` calls raise `SandboxStopped`. The next question starts a new
+        helper.
+        """
         with self._lock:
             helper, self._helper = self._helper, None
         if helper is not None:
@@ -136,7 +138,7 @@ class Sandbox(Generic[T]):
 
 
 def _end(control: socket.socket, helper: subprocess.Popen[bytes]) -> None:
-    """End a helper and all its forks, which are the group of processes that it leads."""
+    """Kill a helper and all its forks, which form its process group."""
     control.close()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(helper.pid, signal.SIGKILL)
@@ -144,14 +146,14 @@ def _end(control: socket.socket, helper: subprocess.Popen[bytes]) -> None:
 
 
 def _retire(control: socket.socket, helper: subprocess.Popen[bytes]) -> None:
-    """End a helper that cannot be asked any more, but not its forks, which still answer."""
-    control.close()  # which the waiting fork notices
+    """Stop a helper that accepts no more questions, but not its forks, which are still answering."""
+    control.close()  # the waiting fork notices this
     helper.kill()
     helper.wait()
 
 
 def main() -> None:
-    """The helper: prepares, and forks for each question until nobody can ask any more."""
+    """Main function of the helper: prepare, then fork for each question until the socket is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     process.set_name("quire-helper")
@@ -168,12 +170,12 @@ def main() -> None:
             os.close(is_busy)
             _answer(answer, control, idle, seconds)
         os.close(idle)
-        os.read(is_busy, 1)  # until the fork closes its end: it has got a question, or has died
+        os.read(is_busy, 1)  # until the fork closes its end: it has received a question, or has died
         os.close(is_busy)
 
 
 def _answer(answer: Answer, control: socket.socket, idle: int, seconds: float) -> NoReturn:
-    """A fork's life: a question, up to its end; the process id, the answer and a full stop."""
+    """Main function of a fork: read a question to its end; write the process id, the answer and a full stop."""
     code = 1
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

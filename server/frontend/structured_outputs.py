@@ -1,9 +1,9 @@
-"""What a structured output may be, checked before anything runs: limits, keywords, and whether it compiles at all.
+"""Validates structured outputs before anything runs: size limits, keywords, and whether they compile.
 
-JSON Schema (draft 2020-12, and what earlier drafts name differently) is enforced as a grammar or refused; nothing of
-it is left out in silence. llguidance refuses much by itself. What it would pass over is refused here: keywords that it
-does not know, references that could lead around this check, numbers that a double does not hold, bounds that repeated
-keys would meet. Schemas leave this room rewritten: of the formats, dates are made exact.
+JSON Schema (draft 2020-12, and what earlier drafts name differently) is enforced as a grammar or rejected; nothing is
+silently ignored. llguidance itself rejects much. What it would ignore is rejected here: unknown keywords, references
+that could bypass this check, numbers that do not fit into a double, bounds that repeated keys would satisfy. Schemas
+are rewritten here: date formats are made exact.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from quire.server.frontend.output_stream import EngineUnavailable
 from quire.server.frontend.sandbox import Sandbox, SandboxStopped
 
 MAX_SCHEMA_BYTES = 256 * 1024
-"""Of a JSON schema, and of a grammar."""
+"""Of a JSON schema, and of a grammar, in bytes."""
 MAX_SCHEMA_DEPTH = 64
-"""Objects and arrays inside one another in a JSON schema."""
+"""Nesting depth of objects and arrays in a JSON schema."""
 MAX_REGEX_LENGTH = 16 * 1024
 MAX_CHOICES = 10_000
 COMPILE_SECONDS = 3.0
-"""Of processor time that compiling may take; the engine does it again, in a thread that cannot be stopped."""
+"""Processor time limit of compiling. The engine compiles again, in a thread that cannot be stopped."""
 MAX_COMPILING = 4
-"""Grammars that are compiled side by side, and no more than there are cores, but two; others wait for one to end."""
+"""Maximum number of grammars compiled at once; also limited by the number of cores, but at least two. Others wait."""
 _REMEMBERED = 64
-"""Structured outputs, the latest asked for."""
+"""Number of structured outputs in the cache."""
 _BLAME_SECONDS = 0.5
-"""That may be spent on finding the keyword at fault, by leaving them out one by one."""
+"""Time limit of the search for the invalid keyword, which leaves out keywords one by one."""
 
 _ONE = ("items", "additionalItems", "additionalProperties")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -59,7 +59,7 @@ _ANNOTATIONS = {
     *("title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
     *("$defs", "definitions", "$anchor", "contentMediaType", "contentEncoding", "nullable", "discriminator"),
 }
-"""They promise nothing about the value, or (`nullable`) only less than the others."""
+"""Keywords that promise nothing about the value, or (`nullable`) only less than others."""
 _AT_THE_ROOT = {"$schema", "$id", "id"}
 _COMMON_YEAR = (
     r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -76,32 +76,35 @@ _FORMATS: dict[str, dict[str, Any]] = {
     "hostname": {"format": "hostname", "maxLength": 253},
     **{name: {"format": name} for name in ("duration", "email", "ipv4", "ipv6", "uri", "uuid")},
 }
-"""RFC 3339's dates and times, without what many readers refuse: year 0, leap seconds, small t and z. The others are
-llguidance's own."""
+"""RFC 3339's dates and times, without what many parsers reject: year 0, leap seconds, lower-case t and z. The other
+formats are llguidance's own.
+"""
 _ONE_OF = "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 _SET_OPERATION = re.compile(r"(?<!\\)(?:\\\\)*\[\^?\]?(?:\\.|[^\]\\])*?(?:\[|&&|--|~~)")
-"""In a character class of the regex engine, an operator; in JSON Schema's (ECMA-262), plain characters."""
+"""An operator in a character class of the regex engine; plain characters in JSON Schema's regular expressions
+(ECMA-262).
+"""
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
-"""Characters that JSON could only have as an escape by number."""
+"""Characters that JSON can only represent as numeric escapes."""
 _HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
 _LARK_OPTION = re.compile(r"^[?!]*[a-z_][\w-]*\[[^]\n]*?\b(temperature|stop)\s*=", re.MULTILINE)
 _INLINE_JSON = re.compile(r"%json\s*(?=\{)")
 
 
 Resolved = tuple[StructuredOutputs, str]
-"""What the engine gets, and why it cannot."""
+"""What the engine gets, and why it cannot be enforced."""
 
 
 @dataclass
 class _CheckJob:
-    """What is being resolved, for all who ask for the same."""
+    """A check in progress, shared by all requests for the same structured outputs."""
 
     result: asyncio.Future[Resolved]
     askers: int = 0
 
 
 class StructuredOutputCheck:
-    """Checks structured outputs for one model; the latest are remembered, with what is wrong with them."""
+    """Checks structured outputs for one model, and caches the latest results, including errors."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
@@ -111,32 +114,33 @@ class StructuredOutputCheck:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, Resolved] = OrderedDict()
         self._jobs: dict[str, _CheckJob] = {}
-        """By what is asked for; of the event loop's thread."""
+        """By encoded structured outputs; used only in the event loop's thread."""
 
     async def resolve_in_thread(
         self, outputs: StructuredOutputs, param: str = "structured_outputs"
     ) -> StructuredOutputs:
-        """`resolve`, while other streams go on. What is remembered waits for nothing; what others are waiting for is
-        not compiled twice, and is given up when nobody waits any more."""
+        """Like `resolve`, without blocking other streams. Cached results return immediately. Concurrent requests for
+        the same result compile it once; it is cancelled when nobody waits for it any more.
+        """
         with _about(param):
             encoded = _encoded(outputs)
             return _good(self._remembered(encoded) or await self._joined(encoded))
 
     def resolve(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
-        """The same for the engine, with schemas as they are enforced. Blocks: mostly for milliseconds, for the first of
-        a process about a second; at most for `COMPILE_SECONDS` of processor time, which by the clock may be ten times
-        as long on a busy machine.
+        """Return the structured outputs for the engine, with schemas as they are enforced. Blocks: usually for
+        milliseconds, about a second for the first call of a process; at most for `COMPILE_SECONDS` of processor time,
+        which may take ten times as long on a busy machine.
 
-        Raises `InvalidParameter` that names the keyword, about `param`, and `EngineUnavailable` where no process that
-        compiles can be started.
+        Raises `InvalidParameter` about `param`, which names the keyword, and `EngineUnavailable` if the compiling
+        process cannot be started.
         """
         with _about(param):
             encoded = _encoded(outputs)
             return _good(self._remembered(encoded) or self._resolved(encoded))
 
     def close(self) -> None:
-        """End the process that compiles."""
-        self._waiting.shutdown(wait=False, cancel_futures=True)  # first, as a question would start another process
+        """Stop the compiling process."""
+        self._waiting.shutdown(wait=False, cancel_futures=True)  # first, as another question would start a new process
         self._compiler.close()
 
     def _remembered(self, encoded: str) -> Resolved | None:
@@ -146,7 +150,7 @@ class StructuredOutputCheck:
             return self._known.get(encoded)
 
     async def _joined(self, encoded: str) -> Resolved:
-        """`_resolved`, by a thread, once for all who ask for it meanwhile."""
+        """Call `_resolved` in a thread, once for all concurrent requests."""
         job = self._jobs.get(encoded)
         if job is None:
             result = asyncio.get_running_loop().run_in_executor(self._waiting, self._resolved, encoded)
@@ -161,7 +165,7 @@ class StructuredOutputCheck:
                 del self._jobs[encoded]
 
     def _resolved(self, encoded: str) -> Resolved:
-        """Resolved now, and remembered."""
+        """Resolve, and cache the result."""
         resolved = self._compiled(encoded)
         with self._lock:
             self._known[encoded] = resolved
@@ -181,7 +185,7 @@ class StructuredOutputCheck:
         except SandboxStopped:
             what, hint = "it", ""
             if outputs.json is not None:
-                what, hint = "the schema", ": patterns and lengths that meet in allOf are costly"
+                what, hint = "the schema", ": patterns and lengths combined by allOf are expensive"
             took = f"takes more than {COMPILE_SECONDS:g} s to compile, or too much memory"
             return outputs, f"{what} {took}; simplify it{hint}"
         except OSError as error:
@@ -190,7 +194,7 @@ class StructuredOutputCheck:
 
 @contextlib.contextmanager
 def _about(param: str) -> Iterator[None]:
-    """Errors of what is given are about this parameter."""
+    """Convert errors to `InvalidParameter` about this parameter."""
     try:
         yield
     except (TypeError, ValueError, RecursionError) as error:
@@ -198,7 +202,7 @@ def _about(param: str) -> Iterator[None]:
 
 
 def _good(resolved: Resolved) -> StructuredOutputs:
-    """What the engine gets; raises ValueError where it cannot."""
+    """Return what the engine gets; raises ValueError if it cannot be enforced."""
     outputs, reason = resolved
     if reason:
         raise ValueError(reason)
@@ -210,14 +214,14 @@ def _encoded(outputs: StructuredOutputs) -> str:
 
 
 def _decoded(encoded: str | bytes) -> StructuredOutputs:
-    """Raises `msgspec.ValidationError`, a ValueError, where types are not those declared."""
+    """Raises `msgspec.ValidationError`, a ValueError, for invalid types."""
     return msgspec.convert(json.loads(encoded), StructuredOutputs)
 
 
 def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
-    """What tells, in a process of its own, why an output cannot be held to this; nothing where it can."""
+    """Make the sandbox's function, which returns why an output cannot be enforced, or nothing."""
     grammars = GrammarCompiler(model)
-    grammars.problem(StructuredOutputs(regex="a"))  # reads the vocabulary
+    grammars.problem(StructuredOutputs(regex="a"))  # loads the vocabulary
 
     def problem(question: bytes) -> bytes:
         outputs = _decoded(question)
@@ -226,14 +230,14 @@ def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
             return b""
         keyword = None if outputs.json is None else _blame(outputs.json, grammars)
         at = f"the schema's {keyword}: " if keyword else ""
-        reason = at + reason.replace(_ONE_OF, "its alternatives may hold at once; anyOf is supported")
+        reason = at + reason.replace(_ONE_OF, "several alternatives may match at once; use anyOf")
         return reason.encode(errors="replace")
 
     return problem
 
 
 def _blame(schema: Any, grammars: GrammarCompiler) -> str | None:
-    """The innermost keyword without which the schema could be enforced."""
+    """Find the innermost keyword without which the schema could be enforced."""
     deadline = time.monotonic() + _BLAME_SECONDS
     for path, holder, keyword in _keywords(schema, ""):
         if time.monotonic() > deadline:
@@ -251,9 +255,9 @@ def _blame(schema: Any, grammars: GrammarCompiler) -> str | None:
 
 
 def _checked_schema(schema: Any) -> dict[str, Any]:
-    """A JSON schema, as an object or its text, as it is enforced, also behind `%json` in a grammar.
+    """Return a JSON schema (an object or text) as it is enforced; also used for `%json` in a grammar.
 
-    Raises ValueError for what is too large or would not be enforced.
+    Raises ValueError for a schema that is too large or cannot be enforced.
     """
     if isinstance(schema, str):
         try:
@@ -263,7 +267,7 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
-        raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
+        raise ValueError(f"a JSON schema must be an object, not {type(schema).__name__}")
     _check_depth(schema)
     if len(json.dumps(schema, ensure_ascii=False).encode(errors="replace")) > MAX_SCHEMA_BYTES:
         raise ValueError(f"the schema has more than {MAX_SCHEMA_BYTES} bytes")
@@ -272,17 +276,17 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
 
 
 class _SchemaWalk:
-    """One pass over a schema and what its references lead to; its cost grows with the schema's size, no faster."""
+    """One pass over a schema and its references, in time linear in the schema's size."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = {key: value for key, value in root.items() if key not in _AT_THE_ROOT}
         self._targets: dict[str, Any] = {}
-        """What the references lead to, rewritten, by name."""
+        """The rewritten targets of references, by name."""
         self._names: dict[str, str] = {"#": "#"}
         self._by_target: dict[int, str] = {}
-        """Of schemas that references lead to, by identity, as a pointer can be spelled in many ways."""
+        """Names of the targets by identity, since a target has several possible pointers."""
         self._ahead: deque[tuple[str, Any, str]] = deque()
-        """Name, schema and path of the targets that are still to be rewritten."""
+        """Name, schema and path of the targets to rewrite."""
         self._namesakes: Counter[str] = Counter()
 
     def result(self) -> dict[str, Any]:
@@ -293,7 +297,7 @@ class _SchemaWalk:
         if self._targets:
             checked["$defs"] = self._targets
         if not self._is_finite(checked):
-            raise self._refusal("$ref", "", "leads back to itself for ever, so that no value is ever complete")
+            raise self._refusal("$ref", "", "refers to itself endlessly, so no value can be complete")
         return checked
 
     def _schema(self, schema: Any, path: str) -> Any:
@@ -323,40 +327,46 @@ class _SchemaWalk:
             elif not (keyword in _ANNOTATIONS or _is_harmless(keyword, value)):
                 raise self._refusal(keyword, path, "is not supported")
             elif isinstance(value, str) and _HALF_A_PAIR.search(value):
-                raise self._refusal(keyword, path, "has half of a surrogate pair")
+                raise self._refusal(keyword, path, "contains an unpaired surrogate")
         self._check(schema, path)
         if "format" in result:
             result["allOf"] = [*result.get("allOf", ()), _FORMATS[result.pop("format")]]
         return result
 
     def _check(self, schema: dict[str, Any], path: str) -> None:
-        """Refuse what llguidance would enforce in part."""
+        """Reject what llguidance would enforce only partially."""
         if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] not in _FORMATS):
-            raise self._refusal("format", path, f"may be {', '.join(_FORMATS)}, not {schema['format']!r}")
+            raise self._refusal("format", path, f"must be one of {', '.join(_FORMATS)}, not {schema['format']!r}")
         literals = {keyword: list(_leaves(schema[keyword])) for keyword in _NUMBERS if keyword in schema}
         for keyword, values in (*literals.items(), ("properties", schema.get("properties", ()))):
             if not all(map(_is_exact, values)):
                 raise self._refusal(
-                    keyword, path, "has a number that a double and 64 bits do not hold; up to 2^53 all are exact"
+                    keyword,
+                    path,
+                    "contains a number that does not fit into a double and 64 bits; integers up to 2^53 always do",
                 )
             if any(isinstance(value, str) and _UNWRITABLE.search(value) for value in values):
-                raise self._refusal(keyword, path, "has a control character or half of a surrogate pair")
+                raise self._refusal(keyword, path, "contains a control character or an unpaired surrogate")
         for pattern in (schema.get("pattern"), *schema.get("patternProperties", ())):
             if isinstance(pattern, str) and _SET_OPERATION.search(pattern):
                 keyword = "pattern" if pattern == schema.get("pattern") else "patternProperties"
-                raise self._refusal(keyword, path, r"has [, &&, -- or ~~ in a character class; write \[, \& and so on")
+                raise self._refusal(
+                    keyword, path, r"contains [, &&, -- or ~~ in a character class; write \[, \& and so on"
+                )
         if "prefixItems" in schema and ("additionalItems" in schema or isinstance(schema.get("items"), list)):
-            raise self._refusal("prefixItems", path, "does not go with additionalItems or a list of items")
+            raise self._refusal("prefixItems", path, "cannot be combined with additionalItems or a list of items")
         least, required = schema.get("minProperties", 0), schema.get("required", ())
         if isinstance(least, int) and isinstance(required, list | tuple) and least > len(set(map(str, required))) + 1:
             raise self._refusal(
-                "minProperties", path, "can be at most one more than the required properties, as keys may repeat"
+                "minProperties",
+                path,
+                "must be at most one more than the number of required properties, since keys may repeat",
             )
 
     def _reference(self, reference: Any, path: str) -> str:
-        """Follow a reference inside the schema, once, and return its new name."""
+        """Resolve a reference inside the schema once, and return its new name."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise self._refusal("$ref", path, 'may only be "#" or lead into this schema as "#/…"')
+            raise self._refusal("$ref", path, 'must be "#" or point into this schema as "#/…"')
         if reference not in self._names:
             target: Any = self._root
             for part in unquote(reference[2:]).split("/"):
@@ -364,7 +374,7 @@ class _SchemaWalk:
                 try:
                     target = target[int(part) if isinstance(target, list) else part]
                 except (LookupError, TypeError, ValueError):
-                    raise self._refusal("$ref", path, f"leads nowhere: {reference}") from None
+                    raise self._refusal("$ref", path, f"points to nothing: {reference}") from None
             if (name := self._by_target.get(id(target))) is None:
                 name = self._new_name(re.sub(r"\W", "_", reference.rpartition("/")[2]) or "_")
                 self._by_target[id(target)] = name
@@ -374,7 +384,7 @@ class _SchemaWalk:
         return self._names[reference]
 
     def _new_name(self, wanted: str) -> str:
-        """A name that no target has."""
+        """Return an unused target name."""
         name = wanted
         while name in self._targets:
             self._namesakes[wanted] += 1
@@ -382,15 +392,17 @@ class _SchemaWalk:
         return name
 
     def _is_finite(self, root: dict[str, Any]) -> bool:
-        """Whether a value can be complete; True where it is not clear.
+        """Return whether a complete value exists; True if that is unclear.
 
-        A schema is finite once each of its needs has an alternative that is. So what is finite spreads from the schemas
-        without needs to those that wait for them, and meets each need once.
+        A schema is finite once each of its needs has a finite alternative. So finiteness propagates from schemas
+        without needs to those that depend on them; each need is visited once.
         """
         unmet: dict[int, int] = {}
-        """Of a schema, by identity: how many of its needs have no finite alternative yet."""
+        """By identity of a schema: how many of its needs have no finite alternative yet."""
         waiting: dict[int, list[tuple[int, list[Any]]]] = {}
-        """Of a schema: the schemas that need it, and each of these needs with what else would do; emptied once met."""
+        """By identity of a schema: the schemas that need it, and the alternatives of each of these needs; emptied once
+        met.
+        """
         finite: list[int] = []
         ahead: list[dict[str, Any]] = [root]
         while ahead:
@@ -415,7 +427,7 @@ class _SchemaWalk:
         return not unmet[id(root)]
 
     def _needs(self, schema: dict[str, Any], root: dict[str, Any]) -> Iterator[list[Any]]:
-        """What must be complete for a value of this schema to be: of each list of schemas, one."""
+        """What must be complete for a value of this schema to be: one schema of each list."""
         if (reference := schema.get("$ref")) is not None:
             yield [root if reference == "#" else self._targets[reference.removeprefix("#/$defs/")]]
         for keyword in ("anyOf", "oneOf"):
@@ -435,11 +447,11 @@ class _SchemaWalk:
         yield from ([each] for each in schema.get("allOf", ()))
 
     def _refusal(self, keyword: str, path: str, problem: str) -> ValueError:
-        return ValueError(f"the schema's {keyword} (at {path or '/'}) {problem}; it could not be enforced")
+        return ValueError(f"the schema's {keyword} (at {path or '/'}) {problem}; it cannot be enforced")
 
 
 def _checked_grammar(grammar: str) -> str:
-    """A grammar whose inline schemas are checked, and as they can be enforced."""
+    """Return a grammar with its inline schemas checked and rewritten."""
     if option := _LARK_OPTION.search(grammar):
         raise ValueError(f"the grammar's option {option[1]}= is not supported")
     parts, end = [], 0
@@ -481,11 +493,11 @@ def _check_depth(schema: Any) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+    raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
 
 
 def _keywords(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Path, holder and name of every keyword, the innermost first."""
+    """Yield path, holder and name of every keyword, innermost first."""
     if not isinstance(schema, dict):
         return
     for keyword, value in list(schema.items()):
@@ -503,7 +515,7 @@ def _keywords(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any], str
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The strings, property names, numbers and so on in a value."""
+    """Yield the strings, property names, numbers and other leaves of a value."""
     match value:
         case dict():
             yield from value
@@ -517,12 +529,12 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _fits(value: Any) -> bool:
-    """Whether messages to the engine can hold it."""
+    """Return whether a message to the engine can contain the value."""
     return not isinstance(value, int) or -(2**63) <= value < 2**64
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether a double holds it, if it is a number, and if it is an integer, 64 bits as well."""
+    """Return whether a number fits into a double and, if it is an integer, also into 64 bits; True for other values."""
     match value:
         case int():
             return _fits(value) and int(float(value)) == value
@@ -532,5 +544,5 @@ def _is_exact(value: Any) -> bool:
 
 
 def _is_harmless(keyword: str, value: Any) -> bool:
-    """A vendor's annotation, or a keyword with a value that demands nothing."""
+    """Return whether this is a vendor's annotation, or a keyword with a value that demands nothing."""
     return (keyword.startswith("x-") and keyword != "x-guidance") or (keyword == "uniqueItems" and value is False)

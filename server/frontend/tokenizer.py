@@ -1,7 +1,7 @@
 """The model's tokenizer: text ⇄ token ids, and its special tokens.
 
-`tokenizers` alone reads a folder's tokenizer.json in milliseconds, with the same result as transformers' AutoTokenizer
-(a test compares them). transformers is imported only where that file is missing or the tokenizer brings its own code.
+`tokenizers` alone loads a folder's tokenizer.json in milliseconds, with the same result as transformers' AutoTokenizer
+(a test compares them). transformers is imported only if that file is missing or the tokenizer has its own code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """A `tokenizers` backend with what its folder says about special tokens and chat.
+    """A `tokenizers` backend with its folder's special tokens and chat settings.
 
     `special_tokens` maps bos_token, eos_token, … to their text; `config` is tokenizer_config.json.
     """
@@ -40,7 +40,7 @@ class Tokenizer:
 
     @staticmethod
     def load(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
-        """Read a tokenizer folder; raises `ConfigError` when there is none that can be used."""
+        """Load a tokenizer folder; raises `ConfigError` if it contains no usable tokenizer."""
         path = folder / "tokenizer_config.json"
         config = read_json(path) if path.exists() else {}
         if (folder / "tokenizer.json").exists() and not (trust_remote_code and "auto_map" in config):
@@ -48,24 +48,24 @@ class Tokenizer:
         return _from_transformers(folder, config, trust_remote_code)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text; with `add_special_tokens` as the model expects a prompt to begin (bos, mostly)."""
+        """Return a text's token ids; with `add_special_tokens` as the model expects a prompt (usually with bos)."""
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError:  # what the library says of a str that has no UTF-8 form
+        except TypeError:  # raised for a str that cannot be encoded as UTF-8
             raise _half_a_pair() from None
         return ids
 
     def encode_within(
         self, text: str, limit: int, *, add_special_tokens: bool, side: Literal["left", "right"]
     ) -> list[int]:
-        """As `encode`, but `limit` tokens at most, special ones included; of a longer text this side goes.
+        """Like `encode`, but at most `limit` tokens, including special ones. Longer texts are truncated on this side.
 
-        Raises `InvalidParameter` where the special tokens alone are more.
+        Raises `InvalidParameter` if the special tokens alone exceed the limit.
         """
         room = limit - (self.backend.num_special_tokens_to_add(False) if add_special_tokens else 0)
         if room < 0:
             raise InvalidParameter(
-                f"truncate_prompt_tokens must be at least {limit - room}: so many special tokens stand around a text",
+                f"truncate_prompt_tokens must be at least {limit - room}, the number of special tokens added to a text",
                 "truncate_prompt_tokens",
             )
         try:
@@ -77,7 +77,7 @@ class Tokenizer:
         return ids
 
     def offsets(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Where in `text` each token of `encode` begins; tokens that it adds stand between characters."""
+        """Return where in `text` each token of `encode` starts. Added special tokens are between characters."""
         begins, end = [], 0
         for start, stop in self.backend.encode(text, add_special_tokens=add_special_tokens).offsets:
             begins.append(min(start, end) if start < stop else end)
@@ -85,31 +85,33 @@ class Tokenizer:
         return begins
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD, unknown ids nothing."""
+        """Return the text of token ids. Bytes that are not UTF-8 become U+FFFD; unknown ids are skipped."""
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def pieces(self, skip_special_tokens: bool) -> Mapping[int, str]:
-        """By token id: the text that it adds behind whole characters, whatever they are. Empty where that is not so."""
+        """By token id, the text that it adds after whole characters, whatever they are. Tokens without such a text are
+        empty.
+        """
         return self._pieces[skip_special_tokens]
 
     def _token_text(self, token_id: int) -> str:
-        """What a token adds in the middle of a text (some decoders strip the space before the first token)."""
+        """The text that a token adds inside a text (some decoders strip the space before the first token)."""
         once = self.decode([token_id], skip_special_tokens=False)
         return self.decode([token_id, token_id], skip_special_tokens=False)[len(once) :]
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """What `skip_special_tokens` skips."""
+        """The ids that `skip_special_tokens` skips."""
         return frozenset(token_id for token_id, token in self._added.values() if token.special)
 
     def special_among(self, texts: Iterable[str]) -> dict[str, int]:
-        """Those of the texts that are special tokens, and their ids."""
+        """Return the texts that are special tokens, with their ids."""
         found = {text: self._added[text] for text in texts if text in self._added}
         return {text: token_id for text, (token_id, token) in found.items() if token.special}
 
     def added_id(self, text: str) -> int | None:
-        """The id of an added token, special or not, by its text."""
+        """Return the id of an added token, special or not."""
         found = self._added.get(text)
         return None if found is None else found[0]
 
@@ -118,7 +120,7 @@ class Tokenizer:
         return {token.content: (i, token) for i, token in self.backend.get_added_tokens_decoder().items()}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a token stands for, also where they are only a part of a character."""
+        """Return the UTF-8 bytes of a token, even if they are only part of a character."""
         piece = self.backend.id_to_token(token_id) or ""
         if byte := _BYTE_PIECE.fullmatch(piece):
             return bytes([int(byte[1], 16)])
@@ -129,10 +131,10 @@ class Tokenizer:
 
 
 class _Pieces(dict[int, str]):
-    """`Tokenizer.pieces`, filled as it is asked.
+    """`Tokenizer.pieces`, filled on demand.
 
-    Byte-level decoders join the bytes of all tokens and decode those, so that a token that is UTF-8 by itself is the
-    same text everywhere. Of other decoders that cannot be said.
+    Byte-level decoders concatenate the bytes of all tokens and decode the result, so a token that is valid UTF-8 has
+    the same text everywhere. This does not hold for other decoders.
     """
 
     def __init__(self, backend: Backend, skip_special_tokens: bool) -> None:
@@ -151,11 +153,13 @@ class _Pieces(dict[int, str]):
 
 
 def _half_a_pair() -> InvalidParameter:
-    return InvalidParameter("the text holds half of a surrogate pair, which is not a character")
+    return InvalidParameter("the text contains an unpaired surrogate, which is not a character")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies: itself if it prints, else from U+0100 on."""
+    """The character that represents each byte in byte-level vocabularies: itself if printable, otherwise from U+0100
+    on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
@@ -169,15 +173,15 @@ def _from_tokenizer_json(folder: Path, config: dict[str, Any]) -> Tokenizer:
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ConfigError(f"{path}: not a tokenizer: {error}") from None
+        raise ConfigError(f"{path}: not a valid tokenizer: {error}") from None
     special = {name: _content(config[name]) for name in _NAMED if config.get(name) is not None}
     for token_id, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         if backend.token_to_id(entry["content"]) is None:
             backend.add_tokens([AddedToken(**{**entry, "special": entry.get("special", False)})])
             if backend.token_to_id(entry["content"]) != int(token_id):
                 raise ConfigError(
-                    f"{folder}: tokenizer_config.json gives {entry['content']!r} the id {token_id}, which "
-                    "tokenizer.json leaves no room for"
+                    f"{folder}: tokenizer_config.json assigns {entry['content']!r} the id {token_id}, which "
+                    "conflicts with tokenizer.json"
                 )
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     named = [*special.values(), *map(_content, extra.values() if isinstance(extra, dict) else extra)]
@@ -197,9 +201,9 @@ def _from_transformers(folder: Path, config: dict[str, Any], trust_remote_code: 
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{folder}: no tokenizer that can be used: {reason}") from None
+        raise ConfigError(f"{folder}: no usable tokenizer: {reason}") from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
-        raise ConfigError(f"{folder}: {type(loaded).__name__} is not built on `tokenizers`, which is needed")
+        raise ConfigError(f"{folder}: {type(loaded).__name__} is not supported, because it does not use `tokenizers`")
     special = {name: str(token) for name in _NAMED if (token := getattr(loaded, name, None)) is not None}
     return Tokenizer(backend, special, config)

@@ -1,4 +1,4 @@
-"""What a request says about tools: which the model may call, which it must, how many."""
+"""A request's tool options: which tools the model may call, must call, and how many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHOICES = '"none", "auto", "required", {"type": "function", "function": {"name"
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """`tools` may be called; `required`: one of them must be; `several` calls, or one."""
+    """The model may call `tools`; `required`: it must call one; `several`: it may make more than one call."""
 
     tools: tuple[GrammarTool, ...]
     required: bool = False
@@ -28,27 +28,27 @@ class ToolUse:
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether the model is to be held to something."""
+        """Whether a grammar must constrain the model."""
         return self.required or self.is_subset or any(tool.strict for tool in self.tools)
 
 
 def read_tools(tools: Sequence[Any]) -> list[GrammarTool]:
-    """The functions of a request's `tools`; raises `InvalidParameter` that names what is wrong with one."""
+    """Parse the functions in a request's `tools`; raises `InvalidParameter` that describes the error."""
     if len(tools) > MAX_TOOLS:
-        raise InvalidParameter(f"tools: at most {MAX_TOOLS} may be given, not {len(tools)}", "tools")
+        raise InvalidParameter(f"tools: at most {MAX_TOOLS} are allowed, got {len(tools)}", "tools")
     read = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
     names = [tool.name for tool in read]
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
-        raise InvalidParameter(f"tools: there are two functions named {twice}", "tools")
+        raise InvalidParameter(f"tools: duplicate function name {twice}", "tools")
     return read
 
 
 def read_choice(
     tools: Sequence[GrammarTool], choice: str | Mapping[str, Any] | None, several: bool = True
 ) -> ToolUse | None:
-    """What `tool_choice` makes of the tools; None where nothing is to be called. Raises `InvalidParameter`."""
+    """Apply `tool_choice` to the tools; returns None if no tool may be called. Raises `InvalidParameter`."""
     if not tools and choice not in (None, "none", "auto"):
-        raise InvalidParameter("tool_choice needs tools to choose from", "tool_choice")
+        raise InvalidParameter("tool_choice requires tools", "tool_choice")
     match choice:
         case None | "auto" | "required":
             return ToolUse(tools=tuple(tools), required=choice == "required", several=several) if tools else None
@@ -65,7 +65,7 @@ def read_choice(
 
 
 def for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The tools as the model is to read them: as given, without what is said to the server alone."""
+    """Return the tools for the prompt: as given, without the options for the server."""
     return [
         {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
         for tool in tools
@@ -85,7 +85,7 @@ def _named(tools: Sequence[GrammarTool], name: str) -> GrammarTool:
     for tool in tools:
         if tool.name == name:
             return tool
-    raise InvalidParameter(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
+    raise InvalidParameter(f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
 
 
 def _tool(tool: Any, param: str) -> GrammarTool:
@@ -95,7 +95,9 @@ def _tool(tool: Any, param: str) -> GrammarTool:
         case {"type": "function"}:
             raise InvalidParameter(f"{param}.function must be an object with a name", f"{param}.function")
         case {"type": str(kind)}:
-            raise InvalidParameter(f"{param}.type: tools of type {kind} are not served, only function", f"{param}.type")
+            raise InvalidParameter(
+                f"{param}.type: tools of type {kind} are not supported, only function", f"{param}.type"
+            )
         case _:
             raise InvalidParameter(f'{param} must be {{"type": "function", "function": {{"name": …}}}}', param)
     param = f"{param}.function"
@@ -110,12 +112,12 @@ def _tool(tool: Any, param: str) -> GrammarTool:
 
 
 def _schema(schema: Any, param: str) -> dict[str, Any]:
-    """The schema of a function's arguments: an object's, and by default of one without properties."""
+    """Return the schema of a function's arguments, which must be an object; default: one without properties."""
     match schema:
         case None:
             return _NO_ARGUMENTS
         case {"type": kind} if kind != "object":
-            raise InvalidParameter(f"{param} must be the schema of an object, not of type {kind!r}", param)
+            raise InvalidParameter(f"{param} must be a schema of type object, not {kind!r}", param)
         case {"properties": properties} if not isinstance(properties, dict):
             raise InvalidParameter(f"{param}.properties must be an object", f"{param}.properties")
         case {"required": required} if not (isinstance(required, list) and all(isinstance(k, str) for k in required)):

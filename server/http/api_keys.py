@@ -1,4 +1,4 @@
-"""API keys: those of the command line or the environment, and those of a file that may change."""
+"""API keys from the command line or environment, and from a file that may change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class ApiKeys:
-    """Which keys are good. Only digests are kept and compared, so that the time it takes tells nothing about a key."""
+    """The accepted keys. Only digests are stored and compared, so comparison times reveal nothing about keys."""
 
     def __init__(self, keys: tuple[str, ...], file: str | None = None) -> None:
         self._fixed = _digests(keys)
@@ -29,13 +29,13 @@ class ApiKeys:
                 self._seen = _state(file)
                 self._from_file = _read(file)
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"--api-key-file {file}: cannot be read: {error}") from None
+                raise ConfigError(f"--api-key-file {file}: cannot read the file: {error}") from None
             if not self._from_file:
-                raise ConfigError(f"--api-key-file {file}: there is no key in it")
+                raise ConfigError(f"--api-key-file {file}: contains no keys")
 
     @staticmethod
     def load(options: ServerOptions) -> ApiKeys | None:
-        """The keys that these options and the environment name; None: nobody needs a key. Raises `ConfigError`."""
+        """Load the keys of the options and the environment; None if no key is required. Raises `ConfigError`."""
         named = options.api_key or tuple(re.split(r"[\s,]+", os.environ.get(ENVIRONMENT, "").strip(" ,")))
         named = tuple(filter(None, named))
         if not named and options.api_key_file is None:
@@ -43,14 +43,14 @@ class ApiKeys:
         return ApiKeys(named, options.api_key_file)
 
     def admit(self, key: bytes) -> bool:
-        """Whether this key is good now."""
+        """Return whether this key is currently accepted."""
         if self._file is not None:
             self._look_again(self._file)
         digest = hashlib.sha256(key).digest()
         return digest in self._fixed or digest in self._from_file
 
     def _look_again(self, file: str) -> None:
-        """Read the file if it has changed. One that cannot be read leaves the keys as they are."""
+        """Reload the file if it has changed. If it cannot be read, the previous keys stay valid."""
         try:
             state = _state(file)
             if state != self._seen:
@@ -59,7 +59,7 @@ class ApiKeys:
                 logger.info("%s has changed: %d keys", file, len(self._from_file))
         except (OSError, UnicodeDecodeError) as error:
             if self._seen is not None:
-                logger.warning("%s cannot be read, its last keys stay good: %s", file, error)
+                logger.warning("cannot read %s; its previous keys stay valid: %s", file, error)
             self._seen = None
 
 

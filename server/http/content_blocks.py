@@ -1,4 +1,4 @@
-"""What a model says, as the blocks that newer APIs make of it: thoughts, text and calls, one after the other."""
+"""A model's output as the blocks of newer APIs: reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.server.parsers.events import ToolCall
 
 @dataclass
 class ContentBlock:
-    """A part of an answer; `text` is a call's JSON arguments. Its index is its place among the blocks."""
+    """A part of an answer. For a call, `text` is its JSON arguments. Its index is its position among the blocks."""
 
     kind: Literal["reasoning", "text", "call"]
     index: int
@@ -23,14 +23,14 @@ class ContentBlock:
 
 @dataclass(frozen=True)
 class BlockOpened:
-    """A block begins."""
+    """The start of a block."""
 
     block: ContentBlock
 
 
 @dataclass(frozen=True)
 class BlockDelta:
-    """A block has this much more text."""
+    """More text of a block."""
 
     block: ContentBlock
     text: str
@@ -38,7 +38,7 @@ class BlockDelta:
 
 @dataclass(frozen=True)
 class BlockClosed:
-    """A block is complete, or will not be."""
+    """The end of a block, which may be incomplete."""
 
     block: ContentBlock
 
@@ -47,30 +47,30 @@ BlockEvent = BlockOpened | BlockDelta | BlockClosed
 
 
 class ContentBlocks:
-    """Counts and collects one answer: feed it its deltas, and `close` it."""
+    """Collects the blocks and token counts of one answer: call `feed` with its deltas, then `close`."""
 
     def __init__(self) -> None:
         self.blocks: list[ContentBlock] = []
         self.finish_reason: AnswerEnd | None = None
         self.stop_string: str | None = None
-        """That ended the answer."""
+        """The stop string that ended the answer."""
         self.num_tokens = 0
         self.num_cached_tokens = 0
-        """Of the prompt."""
+        """Cached tokens of the prompt."""
         self._num_before_words = 0
         self._open: ContentBlock | None = None
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Tokens of thoughts, with their markers: those up to the first other word."""
+        """Number of reasoning tokens, including markers: those up to the first other text."""
         return self._num_before_words if any(block.kind == "reasoning" for block in self.blocks) else 0
 
     def feed(self, deltas: Sequence[TextDelta]) -> Iterator[BlockEvent]:
-        """What these bring."""
+        """Yield the events of these deltas."""
         for delta in deltas:
             self._count(delta)
             calls = delta.tool_calls
-            if calls and calls[0].id is None:  # it goes on with the open call, before anything else
+            if calls and calls[0].id is None:  # continues the open call, before anything else
                 yield from self._grow("call", calls[0].arguments)
                 calls = calls[1:]
             yield from self._grow("reasoning", delta.reasoning)
@@ -79,7 +79,7 @@ class ContentBlocks:
                 yield from self._begin_call(call)
 
     def close(self) -> Iterator[BlockEvent]:
-        """Nothing follows."""
+        """Yield the events at the end of the answer."""
         if self._open is not None:
             yield BlockClosed(self._open)
             self._open = None

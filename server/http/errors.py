@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API words them: `{"error": {"message", "type", "param", "code"}}`."""
+"""Errors in the format of the OpenAI API: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 from quire.server.frontend.renderer import ContextLengthExceeded
 
 RETRY_AFTER_SECONDS = 2
-"""What a client is told that comes when the queue is full."""
+"""Value of the Retry-After header when the queue is full."""
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "description": "An error, as the OpenAI API has it.",
+    "description": "An error in the format of the OpenAI API.",
     "properties": {
         "error": {
             "type": "object",
@@ -37,19 +37,19 @@ SCHEMA: dict[str, Any] = {
     },
     "required": ["error"],
 }
-"""Of `error_object`, for the OpenAPI document."""
+"""Schema of `error_object`, for the OpenAPI document."""
 
 
 class ModelNotFound(InvalidParameter):
-    """The request names a model that is not served here."""
+    """The request names a model that does not exist here."""
 
 
 class ResponseNotFound(InvalidParameter):
-    """The request names a response that is not kept here."""
+    """The request names a response that is not stored here."""
 
 
 class ApiError(HTTPException):
-    """What is refused before its endpoint has seen it, with an error code of the API's."""
+    """A request rejected before its endpoint is called, with an error code of the API."""
 
     def __init__(self, status: int, message: str, code: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(status, message, headers)
@@ -57,12 +57,12 @@ class ApiError(HTTPException):
 
 
 def error_object(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error, also sent as an event where a stream breaks."""
+    """The body of an error, also sent as an event when a stream fails."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Status and body of an error."""
+    """Return status and body for an error."""
     match error:
         case ModelNotFound():
             return 404, error_object(str(error), "invalid_request_error", error.param, "model_not_found")
@@ -92,7 +92,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error in this shape."""
+    """Return all errors in this format."""
     app.add_exception_handler(ClientDisconnect, _nobody_there)
     for kind in (
         *(InvalidParameter, RequestValidationError, HTTPException),
@@ -102,16 +102,16 @@ def install(app: FastAPI) -> None:
 
 
 def json_response(body: Any, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> Response:
-    """A response of JSON."""
+    """Create a JSON response."""
     try:
         content = msgspec.json.encode(body)
-    except UnicodeEncodeError:  # half of a surrogate pair, which came from the client as an escape
+    except UnicodeEncodeError:  # half of a surrogate pair, which the client sent as an escape
         content = json.dumps(body).encode()
     return Response(content, status, headers, "application/json")
 
 
 def respond(error: Exception) -> Response:
-    """The response that tells of an error."""
+    """Create the response for an error."""
     status, body = describe(error)
     return json_response(body, status, _headers(error))
 
@@ -122,7 +122,7 @@ def _headers(error: Exception) -> dict[str, str]:
             return dict(headers or {})
         case QueueFull():
             return {"Retry-After": str(RETRY_AFTER_SECONDS)}
-        case RequestTimedOut():  # OpenAI's clients would ask again, for as long
+        case RequestTimedOut():  # or else OpenAI's clients would retry, which takes as long
             return {"x-should-retry": "false"}
         case _:
             return {}
@@ -136,11 +136,11 @@ async def _respond(request: Request, error: Exception) -> Response:
 
 
 async def _nobody_there(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # nginx's "client closed request"; it reaches nobody
+    return Response(status_code=499)  # nginx's "client closed request"; the client never sees it
 
 
 def _describe_validation(error: RequestValidationError) -> tuple[str, str | None]:
-    """The first field at fault, and all that is said about it (a union says something for each of its members)."""
+    """Return the first invalid field and all messages about it (a union has one for each of its members)."""
     problems = error.errors()
     first = problems[0]
     if first["type"] == "json_invalid":

@@ -1,4 +1,4 @@
-"""Asking the application without a socket: ASGI calls inside the process."""
+"""Calls the ASGI application inside this process, without a socket."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope
 logger = logging.getLogger(__name__)
 
 SCOPE_DEADLINE = "quire.deadline"
-"""Key of an ASGI scope: when the request must have ended (`client.Deadline`), if it must."""
+"""Key in an ASGI scope: the deadline of the request (`client.Deadline`), if it has one."""
 _DROPPED = frozenset({b"content-type", b"content-length", b"transfer-encoding"})
 
 
 @dataclass
 class InProcessReply:
-    """A whole answer."""
+    """A complete response."""
 
     status: int = 0
     body: bytearray = field(default_factory=bytearray)
 
     async def take(self, message: Message) -> None:
-        """ASGI's `send`."""
+        """The `send` function of ASGI."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
         else:
@@ -33,7 +33,7 @@ class InProcessReply:
 
 
 def serves(app: Starlette, method: str, path: str) -> bool:
-    """Whether the application has a route for this."""
+    """Return whether the application has a route for this method and path."""
     scope = {"type": "http", "method": method, "path": path, "root_path": "", "headers": [], "app": app}
     return any(route.matches(scope)[0] == Match.FULL for route in app.router.routes)
 
@@ -41,19 +41,19 @@ def serves(app: Starlette, method: str, path: str) -> bool:
 async def post(
     app: ASGIApp, path: str, body: bytes, *, like: Scope | None = None, receive: Receive | None = None
 ) -> InProcessReply:
-    """POST a JSON body to a route. `like` and `receive` are those of the request that this one is a part of."""
+    """POST a JSON body to a route. `like` and `receive` belong to the request that this one is part of."""
     reply = InProcessReply()
     try:
         await app(post_scope(path, body, like), body_before(body, receive or _never), reply.take)
     except Exception:
         if not reply.status:
             raise
-        logger.exception("POST %s", path)  # Starlette answers with 500, and raises the error again for the log
+        logger.exception("POST %s", path)  # Starlette responds with 500, and raises the error again
     return reply
 
 
 def post_scope(path: str, body: bytes, like: Scope | None = None) -> Scope:
-    """The ASGI scope of a POST of JSON; who asks, with which headers and until when, is taken from `like`."""
+    """The ASGI scope of a POST of JSON. Client, headers and deadline come from `like`."""
     like = like or {}
     headers = [header for header in like.get("headers", ()) if header[0] not in _DROPPED]
     return {
@@ -78,7 +78,7 @@ def post_scope(path: str, body: bytes, like: Scope | None = None) -> Scope:
 
 
 def body_before(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that brings the body, and then what `receive` does: the news that the client has gone."""
+    """Return a `receive` that returns the body, then whatever `receive` returns (the disconnection of the client)."""
     is_read = False
 
     async def read() -> Message:
@@ -93,4 +93,4 @@ def body_before(body: bytes, receive: Receive) -> Receive:
 
 async def _never() -> Message:
     await asyncio.Event().wait()
-    raise AssertionError("nobody goes away here")
+    raise AssertionError("an in-process call has no client that could disconnect")

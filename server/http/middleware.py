@@ -1,6 +1,6 @@
-"""What stands between the socket and the endpoints: request ids, keys, the size of a body, and a deadline.
+"""ASGI middleware: request ids, API keys, body size limits and deadlines.
 
-Plain ASGI, each around the next. None of it does anything for a chunk of a stream, but for one comparison.
+For a chunk of a stream, all of it costs one comparison.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 class RequestIdMiddleware:
-    """Every answer has one `X-Request-Id`: the client's, or one of our own."""
+    """Adds an `X-Request-Id` to every response: the client's, or a new one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -39,7 +39,7 @@ class RequestIdMiddleware:
 
 
 class RootPathMiddleware:
-    """Serves every route behind this path, too, whether or not the proxy in front takes it away."""
+    """Also serves every route below this path, whether or not the proxy removes the path."""
 
     def __init__(self, app: ASGIApp, path: str) -> None:
         self._app = app
@@ -50,7 +50,7 @@ class RootPathMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Turns away who does not bring a key, except from reading the paths in `open_paths`."""
+    """Rejects requests without a valid key, except for reading the paths in `open_paths`."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, open_paths: Collection[str]) -> None:
         self._app = app
@@ -61,7 +61,7 @@ class ApiKeyMiddleware:
         if scope["type"] == "http" and not self._is_open(scope) and not self._keys.admit(_key(scope)):
             refusal = ApiError(
                 401,
-                "an API key is needed, as `Authorization: Bearer KEY`, and this is not a right one",
+                "a valid API key is required, as `Authorization: Bearer KEY`",
                 "invalid_api_key",
                 {"WWW-Authenticate": "Bearer"},
             )
@@ -74,9 +74,9 @@ class ApiKeyMiddleware:
 
 
 class LimitsMiddleware:
-    """Bounds the bytes of a body, and the seconds that a request may take (None: any).
+    """Limits the size of a body in bytes, and the duration of a request in seconds (None: no limit).
 
-    Reading the body ends with 413 or 408; what an endpoint submits to the engine after that is bound by `DEADLINE`.
+    While the body is read, errors have status 413 or 408. Requests to the engine are then limited by `DEADLINE`.
     """
 
     def __init__(self, app: ASGIApp, max_body: int, timeout: float | None) -> None:
@@ -90,7 +90,7 @@ class LimitsMiddleware:
         declared = _header(scope, b"content-length")
         if declared.isdigit() and int(declared) > self._max_body:
             return await respond(self._too_large())(scope, receive, send)
-        # What a request asks for inside the process has no longer than it has.
+        # A call inside the process has the deadline of the request that it is part of.
         deadline: Deadline | None = scope.get(SCOPE_DEADLINE)
         if deadline is None and self._timeout is not None:
             deadline = Deadline(asyncio.get_running_loop().time() + self._timeout, self._timeout)
@@ -99,7 +99,7 @@ class LimitsMiddleware:
         await self._app(scope, self._bounded(receive, deadline and deadline.at), send)
 
     def _bounded(self, receive: Receive, deadline: float | None) -> Receive:
-        """The same, up to the body's last byte; what comes after that is not bounded."""
+        """Return a `receive` with limits until the last byte of the body."""
         size = 0
         is_whole = False
 
@@ -111,7 +111,7 @@ class LimitsMiddleware:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                text = f"the body has not come within {self._timeout:g} seconds"
+                text = f"the body did not arrive within {self._timeout:g} seconds"
                 raise ApiError(408, text, "request_timeout", {"Connection": "close"}) from None
             size += len(message.get("body", b""))
             if size > self._max_body:
@@ -134,6 +134,6 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 def _key(scope: Scope) -> bytes:
-    """The key that a request brings, as OpenAI's clients send it or as Anthropic's do."""
+    """The request's key, as OpenAI's or Anthropic's clients send it."""
     scheme, _, key = _header(scope, b"authorization").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")

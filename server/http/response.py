@@ -1,6 +1,6 @@
-"""Sending what is generated, streamed or whole, for as long as the client stays.
+"""Sends generated output, streamed or in one piece, while the client stays connected.
 
-Chunks are plain dicts that msgspec encodes: nothing is validated again on the way out.
+Chunks are plain dicts that msgspec encodes. They are not validated again.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from quire.server.http.errors import describe, json_response
 T = TypeVar("T")
 
 DIRECT_SEND = "quire.send"
-"""Key of an ASGI scope: the server's `send`, past the wrappers of all middleware. They have seen the answer begin."""
+"""Key in an ASGI scope: the server's `send`, without the wrappers of middleware, which have seen the response start."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Formatter(Protocol):
-    """What an endpoint's answers look like."""
+    """The response format of an endpoint."""
 
     whole: str
-    """The `object` of an answer in one piece."""
+    """The `object` field of a full response."""
     chunk: str
-    """The `object` of a streamed one's chunks."""
+    """The `object` field of a chunk."""
     tells_tokens: bool
-    """Whether tokens without text are news too."""
+    """Whether to send tokens without text."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice of a sequence's first chunk, before there is text."""
+        """The choice in the first chunk of a sequence, before there is text."""
 
     def chunk_choice(self, delta: TextDelta) -> dict[str, Any]:
         """A choice of a chunk."""
 
     def whole_choice(self, delta: TextDelta) -> dict[str, Any]:
-        """A choice of the whole answer; `delta` is all of the sequence."""
+        """A choice of a full response; `delta` is the complete sequence."""
 
     def beside(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
-        """What stands beside the choices: in the whole answer, and (with no sequences) in the opening chunks."""
+        """Fields next to the choices: in a full response, and (without sequences) in the first chunks."""
 
 
 class Usage:
-    """Counts the tokens of a request as its deltas pass; each of the prompts has `n` choices."""
+    """Counts the tokens of a request. Each prompt has `n` choices."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], n: int) -> None:
         self.num_choices = len(prompts) * n
@@ -64,10 +64,10 @@ class Usage:
         self._cached: dict[int, int] = {}
 
     def add(self, deltas: Iterable[TextDelta]) -> None:
-        """Count these too."""
+        """Count these deltas."""
         for delta in deltas:
             self._completion_tokens += len(delta.token_ids)
-            # A prompt counts once, however many choices continue it.
+            # A prompt counts once, however many choices it has.
             if delta.num_cached_tokens and delta.index % self._n == 0:
                 self._cached[delta.index] = max(delta.num_cached_tokens, self._cached.get(delta.index, 0))
 
@@ -82,7 +82,7 @@ class Usage:
 
 
 class GenerationResponse:
-    """The answer to one request."""
+    """The response to one request."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class GenerationResponse:
         usage: Usage,
         choose: Callable[[list[TextDelta]], list[TextDelta]] = lambda sequences: sequences,
     ) -> None:
-        """`choose` picks the sequences of a whole answer that are shown; `usage` counts all."""
+        """`choose` selects the sequences that a full response shows; `usage` counts all of them."""
         self._choose = choose
         self._id = request_id
         self._model = model
@@ -100,14 +100,14 @@ class GenerationResponse:
         self._usage = usage
 
     async def whole(self, generation: Generation, request: Request) -> Response:
-        """The answer in one piece; raises `ClientDisconnect` when nobody waits for it any more."""
+        """Return the full response; raises `ClientDisconnect` if the client disconnects."""
         with generation:
             return json_response(await while_connected(request.receive, self._collect(generation)))
 
     def stream(self, generation: Generation, include_usage: bool, continuous: bool = False) -> Response:
-        """The answer as server-sent events, one write for each step of the engine.
+        """Return the response as server-sent events, one write for each engine step.
 
-        With `include_usage` it ends with the usage; if it is `continuous`, every event tells the usage so far.
+        With `include_usage` it ends with the usage; with `continuous` every event has the usage so far.
         """
         return EventStreamResponse(generation, partial(self._write_events, generation, include_usage, continuous))
 
@@ -126,7 +126,9 @@ class GenerationResponse:
             self._usage.add(deltas)
             for delta in deltas:
                 sequences[delta.index].extend(delta)
-        if any(sequence.prompt_logprobs for sequence in sequences):  # so many numbers that other streams would wait
+        if any(
+            sequence.prompt_logprobs for sequence in sequences
+        ):  # so much data that encoding it would block other streams
             return await asyncio.to_thread(self._whole, sequences)
         return self._whole(sequences)
 
@@ -145,7 +147,7 @@ class GenerationResponse:
         openings = filter(None, map(shape.opening, indices))
         if events := b"".join(head + _encode(opening) + first_tail for opening in openings):
             await send(part(events))
-        # Where the usage comes with every chunk, what stands around the text is never the same.
+        # If every chunk has the usage, the text around a delta's text is never constant.
         frames = [None if continuous else _frame(shape, index, head, tail) for index in indices]
         async for deltas in generation:
             self._usage.add(deltas)
@@ -164,14 +166,14 @@ class GenerationResponse:
             await send(part(head + b'],"usage":' + _encode(self._usage.object()) + b"}\n\n"))
 
     def _tail(self, include_usage: bool, continuous: bool) -> bytes:
-        """What ends a chunk with choices."""
+        """The end of a chunk with choices."""
         if continuous:
             return b'],"usage":' + _encode(self._usage.object()) + b"}\n\n"
         return b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
 
 def _frame(shape: Formatter, index: int, head: bytes, tail: bytes) -> tuple[bytes, bytes] | None:
-    """What stands before and after the text in an event that brings nothing but text; None where more depends on it."""
+    """The constant text before and after the delta's text in a text-only event; None if there is no such text."""
     mark = "\0"
     one, other = (head + _encode(shape.chunk_choice(TextDelta(index, mark, ids))) + tail for ids in ([0], [1, 2]))
     before, _, after = one.partition(_encode(mark))
@@ -179,14 +181,14 @@ def _frame(shape: Formatter, index: int, head: bytes, tail: bytes) -> tuple[byte
 
 
 class EventStreamResponse(Response):
-    """Server-sent events. They end with the client, who leaves no request running behind; an error is an event, too."""
+    """Server-sent events. A disconnection aborts the request; an error is sent as an event."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self, generation: Generation, write_events: Callable[[Send], Awaitable[None]], end: bytes = b"data: [DONE]\n\n"
     ) -> None:
-        """`end` is what the stream ends with, also after an error."""
+        """`end` is sent last, also after an error."""
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._generation = generation
@@ -207,12 +209,12 @@ class EventStreamResponse(Response):
 
 
 def part(body: bytes) -> dict[str, Any]:
-    """A piece of an answer, as ASGI has it; not the last one."""
+    """A part of a response body for ASGI, not the last one."""
     return {"type": "http.response.body", "body": body, "more_body": True}
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away."""
+    """Return the result of `work`, which is cancelled if the client disconnects."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnect(receive))
     try:

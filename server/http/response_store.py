@@ -1,4 +1,4 @@
-"""The responses that are kept for `previous_response_id` and for looking them up: the newest ones, in memory."""
+"""Stores the newest responses in memory, for `previous_response_id` and retrieval."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from typing import Any, Protocol
 import msgspec
 
 MAX_RESPONSES = 1000
-"""Kept at a time by an API process; the oldest goes first."""
+"""Maximum number per API process; the oldest is removed first."""
 MAX_BYTES = 64 * 2**20
-"""Of all that is kept, as JSON. Each response counts with the whole conversation before it."""
+"""Maximum size of all stored responses, as JSON. Each response includes its whole conversation."""
 
 
 class RunningResponse(Protocol):
     """A response that is being streamed."""
 
     def object(self) -> dict[str, Any]:
-        """The response as far as it has come."""
+        """The response so far."""
 
     def cancel(self) -> None:
-        """End it here."""
+        """End the response now."""
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response that has ended, as JSON."""
+    """A finished response, as JSON."""
 
     response: bytes
     conversation: bytes
-    """The messages of chat up to its own, without instructions."""
+    """The chat messages including its own, without instructions."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return len(self.response) + len(self.conversation)
 
     def messages(self) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Bounded by `max_responses` and `max_bytes`. `running` are those that are being streamed, by id."""
+    """Limited by `max_responses` and `max_bytes`. `running` holds the responses being streamed, by id."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self.running: dict[str, RunningResponse] = {}
@@ -53,18 +53,18 @@ class ResponseStore:
         self._bytes = 0
 
     def keep(self, response_id: str, kept: StoredResponse) -> None:
-        """Keep this one, as long as there is room."""
+        """Store a response; remove old ones if there is no room."""
         self._kept[response_id] = kept
         self._bytes += kept.size
         while len(self._kept) > self._max_responses or self._bytes > self._max_bytes:
             self.delete(next(iter(self._kept)))
 
     def get(self, response_id: str) -> StoredResponse | None:
-        """One that has ended; None where it is not kept, or not any more."""
+        """Return a finished response, or None if it is not stored."""
         return self._kept.get(response_id)
 
     def delete(self, response_id: str) -> bool:
-        """Forget it; returns whether it was there."""
+        """Delete a response; returns whether it was stored."""
         kept = self._kept.pop(response_id, None)
         if kept is not None:
             self._bytes -= kept.size

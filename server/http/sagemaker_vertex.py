@@ -1,4 +1,4 @@
-"""The routes that clouds call: `/ping` and `/invocations` (SageMaker), and those that Vertex AI names.
+"""Routes for cloud platforms: `/ping` and `/invocations` (SageMaker), and the routes that Vertex AI configures.
 
 SageMaker: https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-inference-code.html
 Vertex AI: https://cloud.google.com/vertex-ai/docs/predictions/custom-container-requirements
@@ -26,12 +26,12 @@ ROUTES = (
     ("prompt", "/v1/completions"),
     ("input", "/v1/embeddings"),
 )
-"""Which route a body is for: the first one whose field it has."""
+"""Maps a field of the body to its route; the first match counts."""
 HEALTH_ROUTE, PREDICT_ROUTE = "AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"
-"""Vertex AI sets these in the container's environment."""
+"""Vertex AI sets these environment variables in the container."""
 MAX_INSTANCES = 1024
 MAX_COPIED_BYTES = 64 * 2**20
-"""Of `parameters`, which every instance gets, in all instances."""
+"""Maximum size of all copies of `parameters`, of which every instance gets one."""
 
 router = APIRouter()
 
@@ -39,25 +39,25 @@ router = APIRouter()
 @router.get("/ping")
 @router.post("/ping")
 async def ping(state: AppState) -> Response:
-    """As `/health`."""
+    """Same as `/health`."""
     return await status.health(state)
 
 
 @router.post("/invocations")
 async def invocations(body: dict[str, Any], request: Request) -> Response:
-    """A body for chat (with `messages`), completions (`prompt`) or embeddings (`input`), answered as by that route."""
+    """Forward to chat (with `messages`), completions (`prompt`) or embeddings (`input`)."""
     return _ForwardedResponse(request, _route(body, ""), await request.body())
 
 
 def add_vertex(app: FastAPI) -> set[str]:
-    """Add the routes that Vertex AI's variables name, where they are not there anyway.
+    """Add the routes set by Vertex AI's environment variables, unless they exist already.
 
-    Returns the paths of those among them that answer without a key. Raises `ConfigError` for what is not a path.
+    Returns the paths of those that need no API key. Raises `ConfigError` for an invalid path.
     """
     routes = {name: os.environ.get(name, "") for name in (HEALTH_ROUTE, PREDICT_ROUTE)}
     for name, path in routes.items():
         if path and (not path.startswith("/") or "{" in path):
-            raise ConfigError(f"{name}={path} in the environment: a path is expected, as in /predict")
+            raise ConfigError(f"environment variable {name}={path}: expected a path such as /predict")
     health, prediction = routes.values()
     if prediction and not in_process.serves(app, "POST", prediction):
         app.add_api_route(prediction, predict, methods=["POST"])
@@ -68,9 +68,10 @@ def add_vertex(app: FastAPI) -> set[str]:
 
 
 async def predict(body: dict[str, Any], request: Request) -> Response:
-    """Vertex AI's `{"instances": […], "parameters": {…}}`, each instance a body as for `/invocations`.
+    """Vertex AI's `{"instances": […], "parameters": {…}}`; each instance is a body as for `/invocations`.
 
-    The answer is `{"predictions": […]}`, or the first error. A body without instances is answered as it stands.
+    The response is `{"predictions": […]}`, or the first error. A body without instances is handled as by
+    `/invocations`.
     """
     if "instances" not in body:
         return await invocations(body, request)
@@ -82,8 +83,8 @@ async def predict(body: dict[str, Any], request: Request) -> Response:
         raise InvalidParameter("parameters must be an object", "parameters")
     if (copied := len(json.dumps(parameters)) * len(instances)) > MAX_COPIED_BYTES:
         raise InvalidParameter(
-            f"parameters: for {len(instances)} instances they come to {copied} bytes, more than the {MAX_COPIED_BYTES} "
-            "allowed; send fewer instances, or put what is long into those that need it",
+            f"parameters: {copied} bytes for {len(instances)} instances exceed the {MAX_COPIED_BYTES} "
+            "allowed; send fewer instances, or put long values into the instances that need them",
             "parameters",
         )
     asked = [_instance(instance, parameters, f"instances[{at}]") for at, instance in enumerate(instances)]
@@ -96,12 +97,12 @@ async def predict(body: dict[str, Any], request: Request) -> Response:
 
 
 def _instance(instance: Any, parameters: Mapping[str, Any], where: str) -> tuple[str, bytes]:
-    """Route and body of an instance."""
+    """Return route and body of an instance."""
     if not isinstance(instance, dict):
         raise InvalidParameter(f"{where} must be an object", where)
     body = {**parameters, **instance}
     if body.get("stream"):
-        raise InvalidParameter(f"{where}: predictions are not streamed; leave `stream` out", where)
+        raise InvalidParameter(f"{where}: predictions cannot be streamed; omit `stream`", where)
     return _route(body, f"{where}: "), json.dumps(body).encode()
 
 
@@ -110,11 +111,11 @@ def _route(body: Mapping[str, Any], where: str) -> str:
         if name in body:
             return path
     fields = ", ".join(f"`{name}`" for name, _ in ROUTES)
-    raise InvalidParameter(f"{where}one of {fields} is expected, which tells the routes apart")
+    raise InvalidParameter(f"{where}expected one of {fields}, which selects the route")
 
 
 class _ForwardedResponse(Response):
-    """What another route answers to this body, streamed if that is."""
+    """The response of another route to this body, streamed if that is."""
 
     def __init__(self, request: Request, path: str, body: bytes) -> None:
         super().__init__()

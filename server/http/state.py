@@ -1,4 +1,4 @@
-"""What every endpoint works on."""
+"""The shared state of all endpoints."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from quire.server.http.response_store import ResponseStore
 
 @dataclass
 class ServedModel:
-    """One served model. `model_names` are all the names that it answers to; the first is its own."""
+    """The served model. `model_names` are all its names, the main one first."""
 
     service: Frontend
     model_names: tuple[str, ...]
     trusts_templates: bool = False
-    """Whether a request may bring a chat template of its own."""
+    """Whether requests may contain a chat template."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with; raises `ModelNotFound` for a model that is not this one."""
+        """Return the model name for the response; raises `ModelNotFound` for another model."""
         if name is not None and name not in self.model_names:
             raise ModelNotFound(
-                f"the model {name!r} does not exist here; served is {' or '.join(self.model_names)}", "model"
+                f"the model {name!r} does not exist; available: {' or '.join(self.model_names)}", "model"
             )
         return name or self.model_names[0]
 
     def check_template(self, template: str | None) -> None:
-        """Raise `InvalidParameter` for a chat template that a request may not bring."""
+        """Raise `InvalidParameter` if the request may not contain a chat template."""
         if template is not None and not self.trusts_templates:
             raise InvalidParameter(
-                "chat_template is only served by servers started with --trust-request-chat-template", "chat_template"
+                "chat_template requires a server started with --trust-request-chat-template", "chat_template"
             )
 
 

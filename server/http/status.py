@@ -16,7 +16,7 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(state: AppState) -> Response:
-    """200 when the engine loop and every rank of a replica have just answered; 503 with the reason when none has."""
+    """Check the engine: 200 if the engine loop and every rank of a replica respond, else 503 with the reason."""
     try:
         await state.service.probe()
     except EngineUnavailable as error:
@@ -26,19 +26,19 @@ async def health(state: AppState) -> Response:
 
 @router.get("/metrics")
 async def metrics(state: AppState) -> Response:
-    """The numbers that Prometheus scrapes."""
+    """Metrics in the Prometheus format."""
     return Response(state.service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/load")
 async def load(state: AppState) -> Response:
-    """How many requests this process has in work, waiting ones among them; the name is vLLM's."""
+    """Number of requests in progress in this process, including waiting ones; as in vLLM."""
     return json_response({"server_load": state.service.client.num_open})
 
 
 @router.get("/version")
 async def version(request: Request) -> Response:
-    """Which Quire this is."""
+    """The version of Quire."""
     return json_response({"version": request.app.version})
 
 
@@ -50,7 +50,7 @@ async def models(state: AppState) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, state: AppState) -> Response:
-    """The served model, if this is a name of it."""
+    """The served model, if it has this name."""
     return json_response(_model(state, state.check_model(name)))
 
 

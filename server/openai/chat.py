@@ -27,14 +27,14 @@ router = APIRouter()
 
 
 class AssistantFunction(LenientModel):
-    """What was called; `arguments` are JSON."""
+    """The called function. `arguments` is JSON text."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class AssistantToolCall(LenientModel):
-    """A call of an earlier answer."""
+    """A tool call of an earlier answer."""
 
     type: Literal["function"] = "function"
     id: str | None = None
@@ -42,86 +42,86 @@ class AssistantToolCall(LenientModel):
 
 
 class ChatMessage(LenientModel):
-    """A message of a conversation."""
+    """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
-    """A text, or parts of type text; others (images, audio, files) are refused."""
+    """Text, or parts of type text. Other types (images, audio, files) are not supported."""
     name: str | None = None
     tool_calls: list[AssistantToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    """The thoughts of an earlier answer, for templates that show them."""
+    """The reasoning of an earlier answer, for templates that show it."""
     reasoning: str | None = None
-    """Another name of `reasoning_content`."""
+    """An alias of `reasoning_content`."""
 
 
 class ChatRequest(GenerationRequest):
-    """The body of a chat completion."""
+    """The body of a chat completion request."""
 
     messages: list[ChatMessage]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Left out: up to the model's length. Goes before `max_tokens`, which means the same."""
+    """Default: up to the model's maximum length. Takes precedence over `max_tokens`, which means the same."""
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     tools: list[dict[str, Any]] | None = None
-    """Functions. Those that are `strict`, required or named are held to their schema."""
+    """Functions. The arguments follow the schema if the function is `strict`, required or named by `tool_choice`."""
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
     include_reasoning: bool | None = None
-    """vLLM's: false leaves the model's thoughts out of the answer."""
+    """vLLM extension: false omits the model's reasoning from the response."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """What the model's chat template reads; refused where it reads none."""
+    """A variable of the model's chat template; rejected if the template does not use it."""
     chat_template: str | None = None
-    """vLLM's: a template for this request, on servers with `--trust-request-chat-template`."""
+    """vLLM extension: a template for this request; the server needs `--trust-request-chat-template`."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's: variables of the chat template, such as `enable_thinking`."""
+    """vLLM extension: variables of the chat template, such as `enable_thinking`."""
     documents: list[dict[str, Any]] | None = None
-    """vLLM's: handed to the chat template; refused where it reads none."""
+    """vLLM extension: passed to the chat template; rejected if the template does not use them."""
     add_generation_prompt: bool | None = None
-    """vLLM's: begin the assistant's turn; true if left out."""
+    """vLLM extension: start the assistant's turn. Default: true."""
     continue_final_message: bool | None = None
-    """vLLM's: go on with the last message instead of beginning one."""
+    """vLLM extension: continue the last message instead of starting a new one."""
     add_special_tokens: bool | None = None
-    """vLLM's: put the tokenizer's special tokens around what the template writes; false if left out."""
+    """vLLM extension: add the tokenizer's special tokens to the template's output. Default: false."""
 
     def reject_unsupported(self) -> None:
-        """See `GenerationRequest`; also too many messages, and their fields that would be lost."""
+        """See `GenerationRequest`. Also checks the number of messages and their fields."""
         super().reject_unsupported()
         if len(self.messages) > MAX_MESSAGES:
             raise InvalidParameter(
-                f"messages: at most {MAX_MESSAGES} may be given, not {len(self.messages)}", "messages"
+                f"messages: at most {MAX_MESSAGES} are allowed, got {len(self.messages)}", "messages"
             )
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidParameter(
-                "continue_final_message goes on with a message, add_generation_prompt begins one: send one of them",
+                "continue_final_message and add_generation_prompt exclude each other; send only one of them",
                 "continue_final_message",
             )
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidParameter("top_logprobs is only allowed with logprobs: true", "top_logprobs")
+            raise InvalidParameter("top_logprobs requires logprobs: true", "top_logprobs")
         for at, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
                 raise InvalidParameter(f"messages[{at}].content is missing", f"messages[{at}].content")
             for name, value in (message.model_extra or {}).items():
                 if value:
-                    raise InvalidParameter(f"messages[{at}].{name} is not served", f"messages[{at}].{name}")
+                    raise InvalidParameter(f"messages[{at}].{name} is not supported", f"messages[{at}].{name}")
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that an answer may have."""
+        """The maximum number of output tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages, without fields that are not there."""
+        """The messages, without fields that are not set."""
         return [message.model_dump(exclude_none=True) for message in self.messages]
 
     def tool_use(self) -> ToolUse | None:
-        """Which tools the model may or must call; None: none. Raises `InvalidParameter` for what is not understood."""
+        """Which tools the model may or must call, or None. Raises `InvalidParameter` for invalid tools."""
         return read_choice(read_tools(self.tools or ()), self.tool_choice, self.parallel_tool_calls is not False)
 
     def options(self, may_call: bool) -> ChatTemplateOptions:
-        """How to render the messages; `may_call`: the model may call tools."""
+        """How to render the messages. `may_call`: the model may call tools."""
         return ChatTemplateOptions(
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs or {},
@@ -135,30 +135,30 @@ class ChatRequest(GenerationRequest):
 
     @property
     def continued(self) -> str:
-        """The text that the model continues instead of beginning one of its own."""
+        """The text of the final message that the model continues, if it does."""
         content = self.messages[-1].content if self.continue_final_message else None
         return content if isinstance(content, str) else ""
 
 
 @dataclass(frozen=True)
 class PreparedChat:
-    """A conversation that the engine can go on with, and how to read what it says."""
+    """A rendered conversation, and how to parse the answer."""
 
     model: str
-    """The name to answer with."""
+    """The model name for the response."""
     prompt: list[int]
     params: SamplingParams
-    """As `Renderer.resolve` gives them."""
+    """Returned by `Renderer.resolve`."""
     reading: OutputFormat | None
 
 
 async def prepare(
     state: ServedModel, body: ChatRequest, thinking: bool | None = None, *, generates: bool = True
 ) -> PreparedChat:
-    """What every front end of conversations makes of a request, once it has the shape of chat.
+    """Prepare a chat request; all conversation APIs call this after converting their requests to chat.
 
-    `thinking` turns the template's switch of thoughts, if it is not None. Raises `InvalidParameter` and, where the
-    engine is to go on, `EngineUnavailable` and `QueueFull`.
+    `thinking` sets the template's switch for reasoning, unless it is None. Raises `InvalidParameter` and, if the
+    request is to generate, `EngineUnavailable` and `QueueFull`.
     """
     model = state.check_model(body.model)
     body.reject_unsupported()
@@ -197,7 +197,7 @@ async def prepare(
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request, state: AppState) -> Response:
-    """Answer a conversation."""
+    """Generate an answer to a conversation."""
     chat = await prepare(state, body)
     request_id = body.response_id("chatcmpl")
     generation = state.service.generate(
@@ -211,7 +211,7 @@ async def chat_completions(body: ChatRequest, request: Request, state: AppState)
 
 
 class _ChatFormatter:
-    """The shape of chat."""
+    """Formats chat completions."""
 
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
@@ -231,7 +231,7 @@ class _ChatFormatter:
         return found
 
     def _ending(self, delta: TextDelta) -> dict[str, Any]:
-        """The fields that end a choice, of a chunk or whole."""
+        """The fields that end a choice, in a chunk or in a full response."""
         ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
         return ending | {"token_ids": delta.token_ids} if self.tells_tokens else ending
 
@@ -278,7 +278,7 @@ class _ChatFormatter:
 
 
 def _said(delta: TextDelta) -> dict[str, Any]:
-    """The fields of a message, as far as there is something in them. Thoughts go by both names that clients read."""
+    """The non-empty fields of a message. The reasoning has both names that clients use."""
     said: dict[str, Any] = {}
     if delta.reasoning:
         said["reasoning_content"] = said["reasoning"] = delta.reasoning
@@ -290,7 +290,7 @@ def _said(delta: TextDelta) -> dict[str, Any]:
 
 
 def _whole(delta: TextDelta) -> dict[str, Any]:
-    """The fields of a whole message; its content is null where calls or thoughts are all that there is."""
+    """The fields of a complete message. The content is null if there are only tool calls or reasoning."""
     said = _said(delta)
     if not said:
         said["content"] = ""

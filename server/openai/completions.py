@@ -23,37 +23,37 @@ router = APIRouter()
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of a completion."""
+    """The body of a completion request."""
 
     prompt: str | Texts | TokenIds | ManyTokenIds
-    """Also token ids. Must not be left out: there is no document to begin."""
+    """Text or token ids. Required, unlike in OpenAI's API."""
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    """As many as `--max-logprobs` allows."""
-    best_of: Annotated[Int64 | None, Field(description=f"At most {MAX_N}. Not in streams, unless it is n.")] = None
+    """At most `--max-logprobs`."""
+    best_of: Annotated[Int64 | None, Field(description=f"At most {MAX_N}. Streams require that it equals n.")] = None
     echo: bool | None = False
     add_special_tokens: bool | None = None
-    """vLLM's: put the tokenizer's special tokens around a text; true if left out."""
+    """vLLM extension: add the tokenizer's special tokens to a text prompt. Default: true."""
 
     def reject_unsupported(self) -> None:
-        """See `GenerationRequest`; also `best_of` where it cannot be."""
+        """See `GenerationRequest`. Also checks `best_of`."""
         super().reject_unsupported()
         if self.best_of is not None and not self.shown <= self.best_of <= MAX_N:
             raise InvalidParameter(f"best_of must be from n to {MAX_N}, got {self.best_of}", "best_of")
         if self.candidates != self.shown and self.stream:
-            raise InvalidParameter("best_of greater than n cannot be streamed; leave stream out", "best_of")
+            raise InvalidParameter("best_of greater than n cannot be streamed; omit stream", "best_of")
 
     @property
     def shown(self) -> int:
-        """Choices of each prompt."""
+        """Number of choices returned for each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def candidates(self) -> int:
-        """Sequences that are generated for each prompt; the best of them are shown."""
+        """Number of sequences generated for each prompt; the best are returned."""
         return self.shown if self.best_of is None else self.best_of
 
     def params(self, defaults: dict[str, Any]) -> SamplingParams:
-        """The engine's parameters, with the log-probabilities that echo and best_of need."""
+        """The engine's parameters, including the log-probabilities that `echo` and `best_of` need."""
         params = self.sampling_params(defaults, n=self.candidates)
         if self.candidates != self.shown:
             params.logprobs = self.logprobs or 0
@@ -62,13 +62,12 @@ class CompletionRequest(GenerationRequest):
         return params
 
     def prompts(self) -> list[Prompt]:
-        """The prompts, one or many."""
+        """The list of prompts."""
         prompts = self._prompts()
         if len(prompts) * self.candidates > MAX_SEQUENCES:
             name = "n" if self.best_of is None else "best_of"
             raise InvalidParameter(
-                f"{name}: {len(prompts)} prompts × {self.candidates} are more than the {MAX_SEQUENCES} sequences "
-                "allowed",
+                f"{name}: {len(prompts)} prompts × {self.candidates} exceed the {MAX_SEQUENCES} sequences allowed",
                 name,
             )
         return prompts
@@ -78,7 +77,7 @@ class CompletionRequest(GenerationRequest):
             case str(text):
                 return [text]
             case [int(), *_]:
-                return [self.prompt]  # type: ignore[list-item]  # the pattern says list[int]
+                return [self.prompt]  # type: ignore[list-item]  # the pattern matches list[int]
             case []:
                 raise InvalidParameter("prompt must not be empty", "prompt")
             case _:
@@ -87,7 +86,7 @@ class CompletionRequest(GenerationRequest):
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: Request, state: AppState) -> Response:
-    """Continue one or more prompts."""
+    """Complete one or more prompts."""
     model = state.check_model(body.model)
     body.reject_unsupported()
     state.service.check()
@@ -115,11 +114,11 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
 
 
 class _Echo(NamedTuple):
-    """A prompt as it stands in front of its continuations."""
+    """An echoed prompt."""
 
     text: str
     offsets: list[int]
-    """Where each of its tokens begins in the text."""
+    """Character position of each token in the text."""
 
 
 def _spell(
@@ -129,7 +128,7 @@ def _spell(
     add_special_tokens: bool,
     params: SamplingParams,
 ) -> list[_Echo]:
-    """Each prompt's text as it was given, or else decoded. A character that its output may complete is left to that."""
+    """Return each prompt's text, as given or decoded. Characters that the output may complete are left to it."""
     echoes = []
     for ids, text in zip(prompts, texts, strict=True):
         if text is not None:
@@ -144,7 +143,7 @@ def _spell(
 
 
 class _CompletionFormatter:
-    """The shape of completions."""
+    """Formats completions."""
 
     whole = chunk = "text_completion"
 
@@ -162,7 +161,7 @@ class _CompletionFormatter:
         self._n = body.shown
         self._name = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids), prefix="bytes:")
         self._spelled: dict[int, tuple[int, Detokenizer]] = {}
-        """Characters of a choice's text so far, and what goes on from there."""
+        """For each choice, the number of characters so far, and the detokenizer that continues them."""
         self.tells_tokens = bool(body.return_token_ids)
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -188,7 +187,7 @@ class _CompletionFormatter:
         return {}
 
     def best(self, sequences: list[TextDelta]) -> list[TextDelta]:
-        """Of each prompt's candidates the `n` with the highest log-probability per token, numbered anew."""
+        """Of each prompt's candidates, the `n` with the highest mean log-probability per token, renumbered."""
         candidates = self._body.candidates
         if candidates == self._n:
             return sequences
@@ -228,7 +227,7 @@ class _CompletionFormatter:
         tops = (
             [self._top(token, at) for token, at in zip(tokens[-len(places) :], places, strict=True)] if places else []
         )
-        unscored = [None] * (len(tokens) - len(places))  # nothing stands before a prompt's first token
+        unscored = [None] * (len(tokens) - len(places))  # a prompt's first token has no log-probability
         return {
             "tokens": tokens,
             "token_logprobs": unscored + scores,
@@ -237,7 +236,7 @@ class _CompletionFormatter:
         }
 
     def _offsets(self, delta: TextDelta) -> list[int]:
-        """Where each token begins in the text of its choice, echo included."""
+        """Character position of each token in the text of its choice, including the echoed prompt."""
         end, detokenizer = self._spelled.get(delta.index) or self._begin(delta.index)
         offsets = []
         for token_id in delta.token_ids:
@@ -252,7 +251,9 @@ class _CompletionFormatter:
         return len(echo.text) if echo else 0, Detokenizer(self._tokenizer, self._prompts[index // self._n], skip)
 
     def _top(self, token: str, at: TokenLogprobs) -> dict[str, float]:
-        """The likeliest tokens, and the one that stands here if it is not among them; of one text the likelier."""
+        """The most likely tokens, and the sampled token if it is not one of them. Of tokens with the same text, the
+        more likely one counts.
+        """
         count = self._body.logprobs
         top: dict[str, float] = {}
         for token_id, logprob in zip(at.top_ids[:count], at.top_logprobs, strict=False):

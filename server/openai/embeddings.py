@@ -24,7 +24,7 @@ from quire.server.openai.protocol import MAX_PROMPTS, Int64, LenientModel, ManyT
 router = APIRouter()
 
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    # vLLM's, with the values that ask for nothing
+    # vLLM's, with the values that have no effect
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
     "messages": (),
@@ -34,69 +34,73 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 
 
 class EmbeddingRequest(LenientModel):
-    """What is to be embedded, and how."""
+    """What to embed, and how."""
 
     model_config = ConfigDict(json_schema_extra=tell_others((), _NOT_SERVED))
 
     input: Annotated[
         str | Texts | TokenIds | ManyTokenIds,
-        Field(description=f"At most {MAX_PROMPTS}; also token ids, of this model's own tokenizer, as they are."),
+        Field(description=f"Texts, or token ids of this model's tokenizer, used unchanged; at most {MAX_PROMPTS}."),
     ]
     model: str | None = None
-    """May be left out: one model is served."""
+    """Optional, as the server has one model."""
     encoding_format: Literal["float", "base64"] | None = None
-    """base64: of float32, little-endian. Left out: float."""
+    """base64: of float32 values, little-endian. Default: float."""
     dimensions: Annotated[Int64, Field(ge=1)] | None = None
-    """Only the first so many numbers, of models that declare a Matryoshka representation."""
+    """Return only the first numbers of each vector; for models with a Matryoshka representation."""
     user: str | None = None
-    """Without effect."""
+    """No effect."""
     normalize: bool | None = None
-    """vLLM's: bring vectors to length 1, or not; left out: as the model declares."""
+    """vLLM extension: whether to normalize vectors to length 1. Default: as the model declares."""
     use_activation: bool | None = None
     """vLLM's newer name of `normalize`."""
     truncate_prompt_tokens: Int64 | None = None
-    """vLLM's: keep so many tokens of a longer input; -1: as many as the model takes. Left out: it is refused."""
+    """vLLM extension: truncate longer inputs to this number of tokens; -1: to the model's maximum length. Default:
+    longer inputs are rejected.
+    """
     truncation_side: Literal["left", "right"] | None = None
-    """vLLM's: the end of a longer input that goes; right if left out."""
+    """vLLM extension: the side that truncation removes. Default: right."""
     add_special_tokens: bool | None = None
-    """vLLM's: put the tokenizer's special tokens around a text; true if left out."""
+    """vLLM extension: add the tokenizer's special tokens to a text. Default: true."""
     prompt_name: str | None = None
-    """sentence-transformers': which of the model's prompts goes before the texts; left out: its default, if any."""
+    """sentence-transformers extension: name of the model's prompt to put before each text. Default: the model's
+    default, if any.
+    """
     priority: Int64 | None = None
-    """vLLM's: lower runs first, on servers with `--scheduling-policy priority`."""
+    """vLLM extension: lower values run first; the server needs `--scheduling-policy priority`."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """vLLM's: requests share cached prefixes only with those of the same salt."""
+    """vLLM extension: requests share cached prefixes only with requests that have the same salt."""
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = None
-    """vLLM's: what the response's id ends with."""
+    """vLLM extension: the end of the response's id."""
 
     def reject_unsupported(self) -> None:
-        """Raise `InvalidParameter` for the first field that asks for something not served."""
+        """Raise `InvalidParameter` for the first field with an unsupported value."""
         for name, value in (self.model_extra or {}).items():
             if name in _NOT_SERVED and (value is None or value in _NOT_SERVED[name]):
                 continue
-            why = "is not served" if name in _NOT_SERVED else "is not a parameter of this API"
+            why = "is not supported" if name in _NOT_SERVED else "is not a parameter of this API"
             raise InvalidParameter(f"{name} {why}", name)
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
-            raise InvalidParameter("normalize and use_activation are one thing; send one of them", "normalize")
+            raise InvalidParameter("normalize and use_activation mean the same; send only one of them", "normalize")
 
     def inputs(self) -> dict[str, Prompt]:
-        """One or many, by their names in errors; raises `InvalidParameter` for none."""
+        """The inputs, by their names for error messages; raises `InvalidParameter` if there are none."""
         match self.input:
             case str(text):
                 return {"input": text}
             case [int(), *_]:
-                return {"input": self.input}  # type: ignore[dict-item]  # the pattern says list[int]
+                return {"input": self.input}  # type: ignore[dict-item]  # the pattern matches list[int]
             case []:
                 raise InvalidParameter("input must not be empty: there is nothing to embed", "input")
-        return {f"input[{at}]": each for at, each in enumerate(self.input)}  # type: ignore[misc]  # no lone number
+        return {f"input[{at}]": each for at, each in enumerate(self.input)}  # type: ignore[misc]  # not a list[int]
 
     def vectors(self) -> VectorOptions:
-        """How vectors are to be told."""
+        """The output options of vectors."""
         normalize = self.use_activation if self.normalize is None else self.normalize
         return VectorOptions(dimensions=self.dimensions, normalize=normalize)
 
     def rendering(self) -> EmbeddingOptions:
-        """How inputs become tokens."""
+        """How to tokenize the inputs."""
         return EmbeddingOptions(
             add_special_tokens=self.add_special_tokens is not False,
             truncate=self.truncate_prompt_tokens,
@@ -107,7 +111,7 @@ class EmbeddingRequest(LenientModel):
 
 @router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) -> Response:
-    """Vectors of one or more texts, by a model that embeds."""
+    """Compute the embedding vectors of one or more texts, with an embedding model."""
     model = state.check_model(body.model)
     body.reject_unsupported()
     service = state.service

@@ -1,4 +1,4 @@
-"""Tokens and their log-probabilities as the APIs show them."""
+"""Tokens and their log-probabilities in API responses."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.llm_outputs import Logprob, prompt_logprobs
 
 LEAST_LOGPROB = -9999.0
-"""JSON has no minus infinity; this is the API's number for it."""
+"""Stands for minus infinity, which JSON does not have. OpenAI's API uses the same value."""
 
 
 class TokenNames:
-    r"""The text that stands for a token: its own, or with `as_ids` token:123.
+    r"""The text that represents a token: its own, or `token:123` with `as_ids`.
 
-    A token that holds a part of a character has no text; as OpenAI does, its bytes are shown, as \xf0\x9f behind
-    `prefix`. So different tokens have different names, bar those that decode to the same text.
+    A token that holds part of a character has no text. As in OpenAI's API, its bytes are shown instead, such as
+    \xf0\x9f, after `prefix`. So different tokens have different names, unless they decode to the same text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool, prefix: str = "") -> None:
@@ -37,7 +37,9 @@ class TokenNames:
 def prompt_logprobs_object(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: PromptLogprobs, num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: null for the prompt's first token; for others its score and the likeliest ones'."""
+    """vLLM's `prompt_logprobs`: null for the prompt's first token, then the scores of each token and of the most likely
+    ones.
+    """
     return [
         None if at is None else {str(token_id): _object(entry) for token_id, entry in at.items()}
         for at in prompt_logprobs(tokenizer, prompt, scores, num_top)

@@ -1,4 +1,4 @@
-"""What generation requests have in common: their parameters, and those that are refused by name."""
+"""The common parameters of generation requests, and the parameters that are rejected."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
 
 _HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-"""Accepted without effect on the answer: they tell OpenAI who asks, and where it may cache."""
+"""Accepted without effect on the answer: at OpenAI they identify users and guide caching."""
 
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    # OpenAI's, with the values that ask for nothing
+    # OpenAI's, with the values that have no effect
     "audio": (),
     "echo": (False,),
     "function_call": ("none",),
@@ -53,17 +53,17 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 }
 
 MAX_MESSAGES = 4096
-"""Of a chat."""
+"""Messages of a chat."""
 MAX_PROMPTS = 2048
-"""Of a completion, and inputs of an embeddings request, as OpenAI has it."""
+"""Prompts of a completion, and inputs of an embeddings request; OpenAI's limit."""
 MAX_SEQUENCES = 4096
 """Prompts × n of a completion."""
 
 
 def tell_others(harmless: Iterable[str], refused: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
-    """For the `json_schema_extra` of a request: its schema tells what else is accepted, and what is refused by name.
+    """Make the `json_schema_extra` of a request, which lists the other accepted fields and the rejected ones.
 
-    `refused` has the values that ask for nothing, which are accepted. docs/api.md is made of this.
+    `refused` maps a field to the values that have no effect and are accepted. docs/api.md is generated from this.
     """
 
     def tell(schema: dict[str, Any]) -> None:
@@ -74,56 +74,57 @@ def tell_others(harmless: Iterable[str], refused: Mapping[str, Any]) -> Callable
 
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""What fits into the messages to the engine."""
+"""An integer that fits into a message to the engine."""
 TokenIds = Annotated[list[Int64], Field(fail_fast=True)]
-"""Of a list that may be long only the first error is told: one for each element would take minutes and gigabytes."""
+"""Only the first error of a long list is reported: reporting every element would take minutes and gigabytes."""
 Texts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 ManyTokenIds = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
 
 
 class LenientModel(BaseModel):
-    """A body or a part of one. What else stands in it is kept in `model_extra`: who reads it says what is refused."""
+    """A body, or part of one. Unknown fields are kept in `model_extra`; the caller decides which ones to reject."""
 
     model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
 
 class StrictModel(BaseModel):
-    """A body or a part of one, with nothing else in it."""
+    """A body, or part of one, without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class StreamOptions(StrictModel):
-    """`stream_options`."""
+    """Options of a stream."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """vLLM's: with `include_usage`, every chunk says what has been used so far."""
+    """vLLM extension: with `include_usage`, every chunk has the usage so far."""
 
 
 class JsonSchemaFormat(StrictModel):
-    """`response_format.json_schema`."""
+    """A JSON schema for the response."""
 
     name: str
-    """Without effect."""
+    """No effect."""
     description: str | None = None
-    """Without effect."""
+    """No effect."""
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
-    """Without effect: a schema is always enforced."""
+    """No effect: the schema is always enforced."""
 
 
 class ResponseFormat(StrictModel):
-    """OpenAI's way to ask for structured output."""
+    """OpenAI's format of structured output."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
     def structured(self) -> StructuredOutputs | None:
-        """The same in the engine's terms."""
+        """Convert to the engine's parameters."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidParameter(
-                "response_format: json_schema goes with type json_schema, and only with it", "response_format"
+                "response_format: json_schema is required with type json_schema, and only allowed with it",
+                "response_format",
             )
         if self.json_schema is not None:
             return StructuredOutputs(json=self.json_schema.schema_)
@@ -131,10 +132,10 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredOutputsFormat(StrictModel):
-    """vLLM's; one of these."""
+    """vLLM's format of structured output. Set exactly one field."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
-    """A JSON schema, as an object or as its text."""
+    """A JSON schema, as an object or as text."""
     json_object: bool | None = None
     """Any JSON object."""
     regex: str | None = None
@@ -143,101 +144,105 @@ class StructuredOutputsFormat(StrictModel):
     """A context-free grammar in Lark's notation."""
 
     def structured(self) -> StructuredOutputs:
-        """The same in the engine's terms."""
+        """Convert to the engine's parameters."""
         return StructuredOutputs(**self.model_dump(by_alias=True))
 
 
 class GenerationRequest(LenientModel):
-    """The parameters of chat and completions alike. None: the model's default, or else the API's."""
+    """The common parameters of chat and completions. None: the model's default, or else the API's."""
 
     model_config = ConfigDict(json_schema_extra=tell_others(_HARMLESS, _NOT_SERVED))
 
     model: str | None = None
-    """May be left out: one model is served. Any of its names is accepted, and told in the answer."""
+    """Optional, as the server has one model. Any of its names is accepted; the response repeats it."""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: Annotated[Int64 | None, Field(description=f"At most {MAX_N}.")] = None
     max_tokens: Int64 | None = None
-    """0 (completions with `echo` only): the prompt is computed and scored, nothing is generated."""
+    """0 (completions with `echo` only): compute and score the prompt, generate nothing."""
     min_tokens: Int64 | None = None
-    """vLLM's: output tokens before which nothing ends the output."""
+    """vLLM extension: the minimum number of output tokens. Stop conditions have no effect before."""
     temperature: float | None = None
-    """Left out: what the model's generation_config.json says, or 1. Also above 2, up to 100."""
+    """Default: the value in the model's generation_config.json, or 1. Values up to 100 are accepted."""
     top_p: float | None = None
-    """Left out: what the model's generation_config.json says, or 1."""
+    """Default: the value in the model's generation_config.json, or 1."""
     top_k: Int64 | None = None
-    """vLLM's: keep the k likeliest tokens; 0 and -1 keep all. Left out: the model's, or all."""
+    """vLLM extension: sample from the k most likely tokens; 0 and -1: from all. Default: the model's, or all."""
     min_p: float | None = None
-    """vLLM's: keep the tokens that are at least this probable, as a share of the likeliest one's probability."""
+    """vLLM extension: minimum probability of a token, relative to the most likely token."""
     seed: Int64 | None = None
-    """The same seed gives the same answer, whatever else runs and however the model is cut over devices."""
+    """The same seed gives the same answer, whatever else is running and however the model is sharded."""
     stop: Annotated[str | list[str] | None, Field(description=f"At most {MAX_STOP_STRINGS} strings.")] = None
     stop_token_ids: TokenIds | None = None
-    """vLLM's: tokens that end the output, beside the model's end of sequence."""
+    """vLLM extension: tokens that end the output, in addition to the model's end-of-sequence tokens."""
     include_stop_str_in_output: bool | None = None
-    """vLLM's: show the stop string or stop token that ended the output."""
+    """vLLM extension: include the stop string or stop token in the output."""
     ignore_eos: bool | None = None
-    """vLLM's: go on past the model's end of sequence."""
+    """vLLM extension: continue after the model's end-of-sequence token."""
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    """vLLM's: divides positive logits of tokens that stand in prompt or output, and multiplies negative ones."""
+    """vLLM extension: divides the positive logits of tokens in the prompt or output, and multiplies negative ones."""
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: TokenIds | None = None
-    """vLLM's: the only tokens that may be sampled."""
+    """vLLM extension: the only tokens that may be sampled."""
     bad_words: list[str] | None = None
-    """vLLM's: texts that must not be generated."""
+    """vLLM extension: texts that must not be generated."""
     response_format: ResponseFormat | None = None
-    """Enforced token by token, whatever `strict` says; a schema that cannot be enforced is refused."""
+    """Enforced token by token, whatever `strict` says. A schema that cannot be enforced is rejected."""
     structured_outputs: StructuredOutputsFormat | None = None
-    """vLLM's: like `response_format`, also for regular expressions, choices and grammars."""
+    """vLLM extension: like `response_format`, but also for regular expressions, choices and grammars."""
     skip_special_tokens: bool | None = None
-    """vLLM's: leave special tokens out of the text; true if left out."""
+    """vLLM extension: omit special tokens from the text. Default: true."""
     priority: Int64 | None = None
-    """vLLM's: lower runs first, on servers with `--scheduling-policy priority`."""
+    """vLLM extension: lower values run first; the server needs `--scheduling-policy priority`."""
     prompt_logprobs: Int64 | None = None
-    """vLLM's: score the prompt's tokens, with this many likelier ones at each place. Not in streams."""
+    """vLLM extension: return the log-probabilities of the prompt's tokens, with this number of most likely tokens at
+    each position. Not supported in streams.
+    """
     truncate_prompt_tokens: Int64 | None = None
-    """vLLM's: keep this many of the prompt's last tokens; -1: as many as fit."""
+    """vLLM extension: keep only this number of the prompt's last tokens; -1: as many as fit."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """vLLM's: requests share cached prefixes only with those of the same salt."""
+    """vLLM extension: requests share cached prefixes only with requests that have the same salt."""
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = None
-    """vLLM's: what the response's id ends with."""
+    """vLLM extension: the end of the response's id."""
     return_token_ids: bool | None = None
-    """vLLM's: show the token ids of prompt and output."""
+    """vLLM extension: return the token ids of prompt and output."""
     return_tokens_as_token_ids: bool | None = None
-    """vLLM's: in log-probabilities, name tokens `token:123`."""
+    """vLLM extension: in log-probabilities, represent tokens as `token:123`."""
 
     def reject_unsupported(self) -> None:
-        """Raise `InvalidParameter` for the first field that asks for something not served."""
+        """Raise `InvalidParameter` for the first field with an unsupported value."""
         for name, value in (self.model_extra or {}).items():
             if name in _HARMLESS or (name in _NOT_SERVED and (value is None or value in _NOT_SERVED[name])):
                 continue
-            why = "is not served yet" if name in _NOT_SERVED else "is not a parameter of this API"
+            why = "is not supported" if name in _NOT_SERVED else "is not a parameter of this API"
             raise InvalidParameter(f"{name} {why}", name)
         if self.stream_options is not None and not self.stream:
-            raise InvalidParameter("stream_options is only allowed with stream: true", "stream_options")
+            raise InvalidParameter("stream_options requires stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            raise InvalidParameter("prompt_logprobs is not given in streams; leave stream out", "prompt_logprobs")
+            raise InvalidParameter("prompt_logprobs is not supported in streams; omit stream", "prompt_logprobs")
         if self.max_tokens == 0 and not getattr(self, "echo", False):
-            raise InvalidParameter("max_tokens must be at least 1; 0 is for completions with echo: true", "max_tokens")
+            raise InvalidParameter(
+                "max_tokens must be at least 1; 0 is only allowed in completions with echo: true", "max_tokens"
+            )
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Whether the stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def include_continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Whether every chunk of the stream has the usage so far."""
         return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     def response_id(self, kind: str) -> str:
-        """The id of the response, which is the request's own if it brings one."""
+        """The id of the response: the request's own id, or a new one."""
         return f"{kind}-{self.request_id or uuid.uuid4().hex}"
 
     def sampling_params(self, defaults: dict[str, Any], **given: Any) -> SamplingParams:
-        """The engine's parameters: `given` before the request's before the model's `defaults`."""
+        """The engine's parameters. `given` overrides the request, which overrides `defaults`."""
         named = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
         named["logit_bias"] = self._logit_bias()
         named["structured_outputs"] = self._structured_outputs()
@@ -245,7 +250,7 @@ class GenerationRequest(LenientModel):
 
     @property
     def structured_param(self) -> str:
-        """The name of the parameter that asks for structured output."""
+        """The name of the parameter that requests structured output."""
         return "structured_outputs" if self.structured_outputs is not None else "response_format"
 
     def _structured_outputs(self) -> StructuredOutputs | None:
@@ -254,7 +259,7 @@ class GenerationRequest(LenientModel):
             return given
         if given is not None:
             raise InvalidParameter(
-                "structured_outputs and response_format say the same thing; give one", "structured_outputs"
+                "structured_outputs and response_format exclude each other; send only one of them", "structured_outputs"
             )
         return self.structured_outputs.structured()
 
@@ -271,10 +276,10 @@ M = TypeVar("M", bound=LenientModel)
 
 
 def variant(kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, default: str | None = None) -> M:
-    """One of several shapes, told apart by the `type` of `value` (or `default`); raises `InvalidParameter`."""
+    """Parse `value` as the model for its `type` (or `default`); raises `InvalidParameter`."""
     kind = value.get("type", default)
     if not isinstance(kind, str) or kind not in kinds:
-        raise InvalidParameter(f"{param}.type must be {' or '.join(kinds)}; {kind!r} is not served", f"{param}.type")
+        raise InvalidParameter(f"{param}.type must be {' or '.join(kinds)}; {kind!r} is not supported", f"{param}.type")
     try:
         return kinds[kind].model_validate(value)
     except ValidationError as error:
@@ -284,14 +289,16 @@ def variant(kinds: Mapping[str, type[M]], value: Mapping[str, Any], param: str, 
 
 
 def reject_extra(model: LenientModel, harmless: Mapping[str, Any], param: str = "") -> None:
-    """Raise `InvalidParameter` for the first field without a meaning here.
+    """Raise `InvalidParameter` for the first unknown field.
 
-    Null is always accepted; so is what `harmless` names: with `...` any value, with a tuple one of these.
+    Null is always accepted. So are the fields in `harmless`: with `...` any value, with a tuple one of its values.
     """
     for name, value in (model.model_extra or {}).items():
         accepted = harmless.get(name, ())
         if value is not None and accepted is not ... and value not in accepted:
-            raise InvalidParameter(f"{param}{name} is not served" + (" so" if accepted else ""), f"{param}{name}")
+            raise InvalidParameter(
+                f"{param}{name} is not supported" + (" with this value" if accepted else ""), f"{param}{name}"
+            )
 
 
 _MESSAGE = re.compile(r"\bmessages\[([0-9]+)\]")
@@ -299,9 +306,9 @@ _MESSAGE = re.compile(r"\bmessages\[([0-9]+)\]")
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str], places: Sequence[str] = ()) -> Iterator[None]:
-    """Let an `InvalidParameter` about chat name what the user of another API has sent.
+    """Rename the parameter in an `InvalidParameter` about chat to the one that the user of another API has sent.
 
-    `names` are pieces of names; `places` say, for each of chat's messages, where the user wrote what it is made of.
+    `names` maps parts of names. `places` gives, for each chat message, the parameter that it was made from.
     """
 
     def place(found: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
 """`/v1/responses`: OpenAI's newer API (https://platform.openai.com/docs/api-reference/responses).
 
-A request becomes one of chat, and what chat says becomes items. What a reasoning model thinks stands in its items in
-plain text (`content`), so that there is nothing to be encrypted or summarized.
+Requests are converted to chat, and the output of chat to items. Reasoning is returned as plain text in the `content` of
+its items, so nothing is encrypted or summarized.
 """
 
 from __future__ import annotations
@@ -58,9 +58,11 @@ _NAMES = {
     "reasoning_effort": "reasoning.effort",
     ".function": "",
 }
-"""What chat calls otherwise."""
+"""Responses API names of chat's parameters."""
 _INCLUDABLE = ("reasoning.encrypted_content",)
-"""What clients that keep their conversations ask for, to send the thoughts back. They are given as they are."""
+"""Clients that store their conversations request this in order to send the reasoning back. It is returned as plain
+text.
+"""
 
 _Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -75,7 +77,7 @@ class _Tool(LenientModel):
 
 
 class ResponseTextFormat(StrictModel):
-    """What the text is held to."""
+    """The format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -84,10 +86,10 @@ class ResponseTextFormat(StrictModel):
     strict: bool | None = None
 
     def as_chat(self) -> dict[str, Any]:
-        """The `response_format` of chat."""
+        """Convert to the `response_format` of chat."""
         given = self.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
         if self.type != "json_schema" and given:
-            raise InvalidParameter(f"text.format: {next(iter(given))} goes with type json_schema", "text.format")
+            raise InvalidParameter(f"text.format: {next(iter(given))} requires type json_schema", "text.format")
         for name in ("name", "schema") if self.type == "json_schema" else ():
             if name not in given:
                 raise InvalidParameter(f"text.format.{name} is missing", f"text.format.{name}")
@@ -95,14 +97,14 @@ class ResponseTextFormat(StrictModel):
 
 
 class ResponseText(StrictModel):
-    """What the text is to be like."""
+    """Options of the text."""
 
     format: ResponseTextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ResponseReasoning(StrictModel):
-    """How the model is to think. Summaries are not made: the thoughts themselves are told."""
+    """Options of the reasoning. Summaries are not generated; the reasoning itself is returned."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     summary: Literal["auto"] | None = None
@@ -129,13 +131,13 @@ class ResponsesRequest(LenientModel):
     include: list[str] | None = None
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's, as in chat."""
+    """vLLM extension, as in chat."""
 
     def conversation(self, state: ServedModel) -> InputTurns:
-        """The messages of chat up to the answer, without instructions; raises `InvalidParameter`."""
+        """The chat messages up to the answer, without instructions; raises `InvalidParameter`."""
         reject_extra(self, _HARMLESS)
         if other := next((name for name in self.include or () if name not in _INCLUDABLE), None):
-            raise InvalidParameter(f"include: {other} is not served", "include")
+            raise InvalidParameter(f"include: {other} is not supported", "include")
         turns = InputTurns([] if self.previous_response_id is None else _earlier(self.previous_response_id, state))
         if isinstance(self.input, str):
             turns.add({"role": "user", "content": self.input}, "input")
@@ -145,11 +147,11 @@ class ResponsesRequest(LenientModel):
         return turns
 
     def places(self, turns: InputTurns) -> list[str]:
-        """Where the messages of chat come from."""
+        """For each chat message, the parameter that it was made from."""
         return [*([] if self.instructions is None else ["instructions"]), *turns.places]
 
     def as_chat(self, conversation: list[dict[str, Any]]) -> ChatRequest:
-        """The same in the shape of chat; raises `InvalidParameter`."""
+        """Convert to a chat request; raises `InvalidParameter`."""
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         fields: dict[str, Any] = {}
         if self.tools:
@@ -172,7 +174,7 @@ class ResponsesRequest(LenientModel):
         )
 
     def told_again(self) -> dict[str, Any]:
-        """The fields of the response that say what was asked for."""
+        """The fields of the response that repeat the request."""
         text, extra = self.text and self.text.format, self.model_extra or {}
         nothing = {"description": None, "parameters": None, "strict": False}
         return {
@@ -199,7 +201,7 @@ class ResponsesRequest(LenientModel):
 
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, request: Request, state: AppState) -> Response:
-    """Answer a conversation, or go on with an earlier response."""
+    """Generate an answer to a conversation, or continue an earlier response."""
     turns = body.conversation(state)
     asked = body.as_chat(turns.messages)
     with renamed(_NAMES, body.places(turns)):
@@ -214,9 +216,9 @@ async def create_response(body: ResponsesRequest, request: Request, state: AppSt
 
 @router.get("/v1/responses/{response_id}")
 async def get_response(response_id: str, state: AppState, stream: bool = False) -> Response:
-    """A response that is kept, or being streamed."""
+    """Return a stored response, or one that is being streamed."""
     if stream:
-        raise InvalidParameter("stream: responses are streamed where they are made, and not again", "stream")
+        raise InvalidParameter("stream: only a new response can be streamed", "stream")
     if (running := state.responses.running.get(response_id)) is not None:
         return json_response(running.object())
     return Response(_kept(response_id, state, "response_id").response, media_type="application/json")
@@ -224,7 +226,7 @@ async def get_response(response_id: str, state: AppState, stream: bool = False) 
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(response_id: str, state: AppState) -> Response:
-    """End a response that is being streamed."""
+    """Cancel a response that is being streamed."""
     if (running := state.responses.running.get(response_id)) is not None:
         running.cancel()
         return json_response(running.object())
@@ -236,7 +238,7 @@ async def cancel_response(response_id: str, state: AppState) -> Response:
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, state: AppState) -> Response:
-    """Forget a response; one that is being streamed ends."""
+    """Delete a response. If it is being streamed, cancel it."""
     if (running := state.responses.running.get(response_id)) is not None:
         running.cancel()
         state.responses.delete(response_id)
@@ -246,7 +248,7 @@ async def delete_response(response_id: str, state: AppState) -> Response:
 
 
 class _ResponseFormatter:
-    """A response on its way."""
+    """Formats a response while it is generated."""
 
     def __init__(
         self, body: ResponsesRequest, chat: PreparedChat, conversation: list[dict[str, Any]], state: ServedModel
@@ -258,7 +260,7 @@ class _ResponseFormatter:
         self._status: _Status = "in_progress"
         self._task: asyncio.Task[Any] | None = None
         self._number = 0
-        """Of the next event."""
+        """Sequence number of the next event."""
         self._fields: dict[str, Any] = {
             "id": self.id,
             "object": "response",
@@ -275,10 +277,10 @@ class _ResponseFormatter:
             _encode(self._fields)
             self._conversation = _encode(conversation) if body.store is not False else None
         except (UnicodeEncodeError, OverflowError, ValueError, RecursionError) as error:
-            raise InvalidParameter(f"the request cannot be told again as JSON: {error}") from None
+            raise InvalidParameter(f"the request cannot be converted to JSON: {error}") from None
 
     def object(self) -> dict[str, Any]:
-        """The response as far as it has come."""
+        """The response so far."""
         blocks = self._said.blocks
         statuses = {"in_progress": "in_progress", "completed": "completed"}
         output = [self._item(block, "completed") for block in blocks[:-1]]
@@ -287,7 +289,7 @@ class _ResponseFormatter:
         return self._fields | {"status": self._status, "output": output, "usage": usage}
 
     def cancel(self) -> None:
-        """End the stream here."""
+        """End the stream now."""
         assert self._task is not None
         self._end("cancelled")
         self._task.cancel()
@@ -300,7 +302,7 @@ class _ResponseFormatter:
         return self.object()
 
     async def write_events(self, generation: Generation, send: Send) -> None:
-        """The events of a stream. It can be cancelled by id until it has ended."""
+        """Send the events of a stream. Until its end, the response can be cancelled by id."""
         self._task = asyncio.current_task()
         self._store.running[self.id] = self
         try:
@@ -314,7 +316,7 @@ class _ResponseFormatter:
             self._fields["error"] = {"code": "server_error", "message": str(error)}
             self._end("failed")
         except asyncio.CancelledError:
-            if self._status != "cancelled":  # the client has left
+            if self._status != "cancelled":  # the client has disconnected
                 self._end("cancelled")
                 raise
             assert self._task is not None
@@ -333,7 +335,7 @@ class _ResponseFormatter:
             self._end("completed")
 
     def _end(self, status: _Status) -> None:
-        """Nothing will be added; what asked to be kept is."""
+        """Set the final status, and store the response if requested."""
         self._status = status
         self._store.running.pop(self.id, None)
         if self._conversation is not None:
@@ -342,7 +344,7 @@ class _ResponseFormatter:
             self._store.keep(self.id, StoredResponse(_encode(self.object()), beginning + answer + b"]"))
 
     def _messages(self) -> list[dict[str, Any]]:
-        """What was said, as the messages of chat; without a call that was cut off."""
+        """The output as chat messages, without an incomplete tool call."""
         turns = InputTurns([])
         for block in self._said.blocks:
             match block.kind:
@@ -468,8 +470,8 @@ def _kept(response_id: str, state: ServedModel, param: str) -> StoredResponse:
 
 def _not_found(response_id: str, state: ServedModel, param: str) -> ResponseNotFound:
     count = state.service.place.count
-    others = f", and each of the {count} API processes knows its own only" if count > 1 else ""
+    others = f", and each of the {count} API processes has only its own" if count > 1 else ""
     return ResponseNotFound(
-        f"no response {response_id} is kept here: the newest are, in memory, but for those with store: false{others}",
+        f"response {response_id} not found: only the newest responses with store: true are kept, in memory{others}",
         param,
     )

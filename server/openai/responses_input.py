@@ -1,4 +1,4 @@
-"""The items of `/v1/responses`, which become messages of chat."""
+"""The input items of `/v1/responses`, converted to chat messages."""
 
 from __future__ import annotations
 
@@ -59,15 +59,17 @@ _PARTS: dict[str, type[LenientModel]] = {"input_text": _InputPart, "output_text"
 
 
 class InputTurns:
-    """Items, one after the other, become messages of chat: thoughts, text and calls in a row are one of the model's."""
+    """Converts a sequence of items to chat messages. Consecutive reasoning, text and calls become one assistant
+    message.
+    """
 
     def __init__(self, messages: list[dict[str, Any]]) -> None:
         self.messages = messages
         self.places = ["previous_response_id"] * len(messages)
-        """For each message, the first item that it is made of."""
+        """For each message, the parameter of the first item that it was made from."""
 
     def add(self, item: dict[str, Any], param: str) -> None:
-        """An item of the input; raises `InvalidParameter` where it is none, or has what is not served."""
+        """Add an item of the input; raises `InvalidParameter` for an invalid or unsupported item."""
         read = variant(_ITEMS, item, param, default="message")
         reject_extra(read, _HARMLESS_IN_ITEMS, f"{param}.")
         self._add(read, param)
@@ -90,21 +92,21 @@ class InputTurns:
                 self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
 
     def think(self, text: str) -> None:
-        """Thoughts come before what they lead to."""
+        """Add reasoning, which precedes text and calls."""
         if text:
             self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
 
     def say(self, text: str) -> None:
-        """Text comes before calls."""
+        """Add text, which precedes calls."""
         self._turn("content", "tool_calls")["content"] = text
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """Calls come last."""
+        """Add a call, which comes last."""
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._turn().setdefault("tool_calls", []).append(call)
 
     def _turn(self, *without: str) -> dict[str, Any]:
-        """The model's last message, or another one if that has some of these."""
+        """Return the last assistant message, or a new one if that has any of these fields."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(name in last for name in without):
             self.messages.append({"role": "assistant"})
@@ -131,7 +133,7 @@ def _thoughts(content: list[dict[str, Any]] | tuple[()], param: str) -> str:
 
 
 def is_json_object(text: str) -> bool:
-    """Whether these are arguments of a call, whole; none at all are."""
+    """Return whether the text is complete JSON arguments of a call; empty text is."""
     try:
         return isinstance(json.loads(text or "{}"), dict)
     except (ValueError, RecursionError):

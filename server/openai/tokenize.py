@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`; the shapes are vLLM's."""
+"""`/tokenize` and `/detokenize`, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ router = APIRouter()
 
 
 class TokenizeRequest(LenientModel):
-    """A `prompt`, or the `messages` (and `tools`) of a chat, of which any other field may stand here, too."""
+    """A `prompt`, or the `messages` (and `tools`) of a chat; then all other fields of a chat are accepted too."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
-    """The tokenizer's, around the text; None: for a prompt, but not for a chat, whose template has them."""
+    """Add the tokenizer's special tokens to the text. Default: true for a prompt, false for a chat, whose template has
+    them.
+    """
     return_token_strs: bool | None = False
 
     def chat(self) -> ChatRequest:
-        """The chat that this would be; what chat refuses is refused here."""
+        """Convert to a chat request; rejects what chat rejects."""
         mine = {"prompt", "return_token_strs"}
         try:
             return ChatRequest.model_validate(self.model_dump(exclude_unset=True, exclude=mine))
@@ -45,12 +47,12 @@ class DetokenizeRequest(StrictModel):
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
-    """Token ids of a prompt or a chat, which may be longer than the model can take."""
+    """Return the token ids of a prompt or a chat, which may exceed the model's maximum length."""
     state.check_model(body.model)
     state.service.check_loaded()
     renderer = state.service.renderer
     if (body.prompt is None) == (body.messages is None):
-        raise InvalidParameter("either prompt or messages is expected", "prompt")
+        raise InvalidParameter("expected either prompt or messages", "prompt")
     if body.prompt is not None:
         for name in body.model_extra or ():
             raise InvalidParameter(f"{name} is not a parameter of /tokenize with a prompt", name)
@@ -71,7 +73,7 @@ async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, state: AppState) -> Response:
-    """The text of token ids, special tokens included."""
+    """Return the text of token ids, including special tokens."""
     state.check_model(body.model)
     state.service.check_loaded()
     return json_response({"prompt": await state.service.renderer.detokenize(body.tokens, "tokens")})

@@ -1,4 +1,4 @@
-"""What a model's text means: reasoning, content and tool calls, found while it comes.
+"""Parses a model's text into reasoning, content and tool calls, incrementally.
 
-Pure text machines: `feed` takes text cut anywhere, `finish` ends it, and what they return does not depend on the cuts.
+Parsers do no I/O: `feed` takes text split anywhere, `finish` ends it. The results do not depend on the splits.
 """

@@ -1,4 +1,4 @@
-"""What parsers find in a model's text."""
+"""Events that parsers find in a model's text."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ class Content:
 
 @dataclass(slots=True)
 class Reasoning:
-    """Text that the model thinks aloud."""
+    """Reasoning text of the model."""
 
     text: str
 
 
 @dataclass(slots=True)
 class ToolCall:
-    """A piece of a call, as the API streams it: the first brings `id` and `name`, all bring JSON text of the arguments.
+    """A piece of a tool call, as the API streams it: the first piece has `id` and `name`; all contain JSON text of the
+    arguments.
 
     `index` counts the calls of a message from 0.
     """

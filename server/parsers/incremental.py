@@ -1,4 +1,4 @@
-"""What incremental parsers are made of: a buffer, a generator that pauses where the text ends, and a JSON scanner."""
+"""Basis of incremental parsers: a buffer, a generator that pauses at the end of the text, and a JSON scanner."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _SCALAR = re.compile(r"[-+.\w]*")
 _SPACE = re.compile(r"\s*")
 _CLOSER = {"{": "}", "[": "]"}
 _LONGEST_NAME = 256
-"""Characters of a key or name; longer ones are none."""
+"""Maximum number of characters of a key or name; longer ones are invalid."""
 _MOST_SPACE = 16
-"""Characters of white space that are taken for a marker's own; so much is held back, and no more."""
+"""Maximum number of white space characters that belong to a marker; at most this many are held back."""
 
 
 class MalformedText(Exception):
-    """The text is not what it began to look like."""
+    """The text does not have the format that it seemed to have."""
 
 
 class TextCutOff(MalformedText):
-    """The text ends before it is complete."""
+    """The text ends before the format is complete."""
 
 
 class IncrementalParser(ABC):
-    """An incremental parser. A subclass says in `_run` how the text goes on.
+    """An incremental parser. Subclasses implement `_run`.
 
-    Invariant: `_text[:_pos]` has been read but not been given out, so that reading can start over at 0.
+    Invariant: `_text[:_pos]` has been read but not emitted, so that reading can restart at 0.
     """
 
     def __init__(self) -> None:
@@ -49,23 +49,23 @@ class IncrementalParser(ABC):
         next(self._steps)
 
     def feed(self, text: str) -> list[Event]:
-        """What this much more text says for certain."""
+        """Return the events that this additional text completes."""
         self._text += text
         next(self._steps, None)
         events, self._events = self._events, []
         return events
 
     def finish(self) -> list[Event]:
-        """What the text says, now that it is complete. Nothing may be fed afterwards."""
+        """Return the remaining events at the end of the text. `feed` must not be called afterwards."""
         self._ended = True
         return self.feed("")
 
     @abstractmethod
     def _run(self) -> Steps[None]:
-        """Read from `_pos` on, pausing by `_more` where the text ends."""
+        """Read from `_pos` on, pausing with `_more` at the end of the text."""
 
     def _drop(self) -> None:
-        """Be done with what has been read."""
+        """Discard what has been read."""
         self._text, self._pos = self._text[self._pos :], 0
 
     def _more(self) -> Steps[None]:
@@ -74,7 +74,7 @@ class IncrementalParser(ABC):
         yield
 
     def _peek(self) -> Steps[str]:
-        """The next character that is no white space; what is before it is read."""
+        """Return the next character that is not white space; skip the white space before it."""
         while True:
             found = _SPACE.match(self._text, self._pos)
             assert found is not None
@@ -99,7 +99,7 @@ class IncrementalParser(ABC):
             raise MalformedText
 
     def _match(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read what fits; at least one character must follow that does not."""
+        """Read what matches; at least one character that does not match must follow."""
         while True:
             found = pattern.match(self._text, self._pos)
             if found is not None and found.end() < len(self._text):
@@ -110,7 +110,7 @@ class IncrementalParser(ABC):
             yield from self._more()
 
     def _string(self) -> Steps[str]:
-        """Read a short JSON string, a key or a name."""
+        """Read a short JSON string: a key or a name."""
         while (found := _STRING.match(self._text, self._pos)) is None:
             if not self._text.startswith('"', self._pos) or len(self._text) - self._pos > _LONGEST_NAME:
                 raise MalformedText
@@ -129,10 +129,10 @@ class IncrementalParser(ABC):
         return self._text[begin : self._pos]
 
     def _nested(self, show: Callable[[str], None] | None) -> Steps[None]:
-        """Read an object, list or string up to its end.
+        """Read an object, list or string to its end.
 
-        With `show` its text is given out, and dropped, as it comes. Brackets must pair, or else it is `MalformedText`;
-        the rest is not checked.
+        With `show`, its text is emitted and discarded as it arrives. Unpaired brackets raise `MalformedText`; nothing
+        else is checked.
         """
         closers: list[str] = []
         in_string = False
@@ -166,7 +166,7 @@ class IncrementalParser(ABC):
 
 
 def decoded(text: str) -> object:
-    """The value of JSON text; raises `MalformedText`."""
+    """Parse JSON text; raises `MalformedText`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -174,17 +174,17 @@ def decoded(text: str) -> object:
 
 
 def any_of(markers: Iterable[str]) -> re.Pattern[str]:
-    """Finds the first of the markers; one that begins with another goes before it."""
+    """A pattern for the first of the markers. If one marker is a prefix of another, the longer one matches."""
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or r"(?!)")
 
 
 def beginning_of(markers: Iterable[str]) -> re.Pattern[str]:
-    """Finds, at the end of a text, what may become one of the markers."""
+    """A pattern for the start of a marker at the end of a text."""
     beginnings = {marker[:n] for marker in markers for n in range(1, len(marker))}
     return re.compile(f"(?:{any_of(beginnings).pattern})\\Z")
 
 
 def space_before(text: str, end: int) -> int:
-    """How much of the white space that ends at `end` belongs to a marker there: all, up to a bound."""
+    """How much of the white space that ends at `end` belongs to a marker there: all, up to a limit."""
     begin = max(0, end - _MOST_SPACE)
     return end - begin - len(text[begin:end].rstrip())

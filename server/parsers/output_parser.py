@@ -1,4 +1,4 @@
-"""Reasoning and calls together: the parser of one answer."""
+"""The parser of one answer: reasoning and tool calls combined."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from quire.server.parsers.tool_formats import ToolFormat
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFormat:
-    """How the answers to one request are to be read; makes a parser for each."""
+    """How to parse the answers to one request; creates a parser for each."""
 
     reasoning: ReasoningFormat | None = None
     is_thinking: bool = False
-    """The prompt lets the model begin inside its thoughts."""
+    """The prompt ends inside the model's reasoning."""
     tools: ToolFormat | None = None
     names: frozenset[str] = frozenset()
     """The functions that may be called."""
     limit: int | None = None
-    """Calls that are given out at most."""
+    """Maximum number of calls to emit."""
     shows_reasoning: bool = True
 
     @property
     def markers(self) -> frozenset[str]:
-        """What must reach the parser, also where it is special tokens and the user wants those skipped."""
+        """Markers that the parser needs, even if they are special tokens and the user wants those skipped."""
         return frozenset(marker for format in (self.reasoning, self.tools) if format for marker in format.all_markers)
 
     def parser(self, hidden: Collection[str] = ()) -> OutputParser:
-        """A parser for one answer. `hidden` are the markers that must not be shown where they mark nothing."""
+        """Create a parser for one answer. `hidden` are markers that are not shown where they do not mark anything."""
         tools = self.tools or (ToolFormat() if hidden else None)
         return OutputParser(
             ReasoningParser(self.reasoning, self.is_thinking) if self.reasoning else None,
@@ -41,7 +41,7 @@ class OutputFormat:
 
 
 class OutputParser:
-    """Text goes through the reasoning parser; what that says is content goes through the tool parser."""
+    """Passes the text to the reasoning parser, and the content that it finds to the tool parser."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, shows_reasoning: bool) -> None:
         self._reasoning = reasoning
@@ -49,11 +49,11 @@ class OutputParser:
         self._shows_reasoning = shows_reasoning
 
     def feed(self, text: str) -> list[Event]:
-        """What this much more text says for certain."""
+        """Return the events that this additional text completes."""
         return self._through_tools(self._reasoning.feed(text) if self._reasoning else [Content(text)])
 
     def finish(self) -> list[Event]:
-        """What the text says, now that it is complete. Nothing may be fed afterwards."""
+        """Return the remaining events at the end of the text. `feed` must not be called afterwards."""
         events = self._through_tools(self._reasoning.finish() if self._reasoning else [])
         return events + self._tools.finish() if self._tools else events
 

@@ -1,4 +1,4 @@
-"""Text that a model thinks before it answers."""
+"""Parses the reasoning that a model writes before it answers."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from quire.server.parsers.incremental import IncrementalParser, Steps, TextCutOf
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The markers around it; white space beside them belongs to them."""
+    """The markers of reasoning; adjacent white space belongs to them."""
 
     open: str
     close: str
 
     @property
     def all_markers(self) -> tuple[str, ...]:
-        """What must not be lost on the way to the parser."""
+        """The markers that the parser needs."""
         return (self.open, self.close)
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Whether the end of a prompt lets the model begin inside its thoughts."""
+        """Whether the prompt ends inside reasoning."""
         return prompt.rstrip().endswith(self.open)
 
     def is_closed_by(self, prompt: str) -> bool:
-        """Whether the end of a prompt lets the model begin behind them."""
+        """Whether the prompt ends after reasoning."""
         return prompt.rstrip().endswith(self.close)
 
 
 _THINK = ReasoningFormat("<think>", "</think>")
-# DeepSeek-R1 (https://huggingface.co/deepseek-ai/DeepSeek-R1) and all that followed it: Qwen3, QwQ, GLM, Granite 3.3.
+# DeepSeek-R1 (https://huggingface.co/deepseek-ai/DeepSeek-R1) and models that follow it: Qwen3, QwQ, GLM, Granite 3.3.
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "deepseek_r1": _THINK,
@@ -43,11 +43,11 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     # Magistral 2509 (https://huggingface.co/mistralai/Magistral-Small-2509).
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
 }
-"""The values of --reasoning-parser beside `auto` and `none`; the names are vLLM's."""
+"""The values of --reasoning-parser besides `auto` and `none`; the names are vLLM's."""
 
 
 def detect_reasoning(template: str) -> str | None:
-    """The name of the format that a chat template speaks of; None where it shows none."""
+    """Return the name of the format that a chat template uses, or None."""
     for name in ("granite", "mistral", "deepseek_r1"):
         if REASONING_FORMATS[name].close in template:
             return name
@@ -55,10 +55,10 @@ def detect_reasoning(template: str) -> str | None:
 
 
 class ReasoningParser(IncrementalParser):
-    """Splits a text into reasoning and content.
+    """Splits text into reasoning and content.
 
-    Thoughts stand at the beginning, and `is_open` says that the prompt has opened them already. Those that are never
-    closed are all the text there is.
+    Reasoning comes first; `is_open` means that the prompt has opened it already. If it is never closed, all text is
+    reasoning.
     """
 
     def __init__(self, format: ReasoningFormat, is_open: bool) -> None:
@@ -91,7 +91,7 @@ class ReasoningParser(IncrementalParser):
         self._drop()
 
     def _thoughts(self) -> Steps[None]:
-        """Give out what comes up to the closing marker, and drop that."""
+        """Emit the text up to the closing marker, and discard the marker."""
         while (found := self._close.search(self._text)) is None:
             if self._ended:
                 self._say(Reasoning, len(self._text))

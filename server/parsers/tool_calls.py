@@ -1,8 +1,9 @@
-"""Calls in a model's text, as `formats` describes them.
+"""Parses the tool calls in a model's text, in the formats of `tool_formats`.
 
-What is no call stays content: text that only begins like a call, calls that are cut off before their arguments, calls
-of functions that were not offered. Once a call has begun to stream it stands: should its text break off or go wrong,
-its arguments end there, incomplete on purpose (a client that reads them sees it), and what follows is content again.
+What is not a call remains content: text that only starts like a call, calls that are cut off before their arguments,
+calls of functions that were not offered. Once a call has been streamed, it is not taken back: if its text ends or
+becomes invalid, its arguments end there, deliberately incomplete (so a client that parses them notices), and what
+follows is content again.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ _IN_QUOTES = {quote: re.compile(rf"{quote}|\\.", re.DOTALL) for quote in "'\""}
 def tool_parser(
     format: ToolFormat, names: Collection[str], *, hidden: Collection[str] = (), limit: int | None = None
 ) -> ToolParser:
-    """A parser for one answer.
+    """Create a parser for one answer.
 
-    `names` are the functions that may be called; `hidden` the markers that the user does not want to see where they
-    open no call; `limit` the number of calls that are given out.
+    `names` are the functions that may be called; `hidden` the markers that are not shown where they do not open a call;
+    `limit` the maximum number of calls to emit.
     """
     kind = _PythonicParser if format.python else ToolParser
     return kind(format.read_as or format, names, hidden, limit)
 
 
 class ToolParser(IncrementalParser):
-    """Splits a text into content and calls; see `tool_parser`."""
+    """Splits text into content and calls; see `tool_parser`."""
 
     def __init__(self, format: ToolFormat, names: Collection[str], hidden: Collection[str], limit: int | None) -> None:
         self._format = format
@@ -58,7 +59,7 @@ class ToolParser(IncrementalParser):
         self._longest = max(map(len, (*format.markers, *hidden)), default=0)
         self._count = 0
         self._is_closing = False
-        """A call's arguments are complete: what follows, up to the next call, are the format's own pieces."""
+        """A call's arguments are complete; the text up to the next call belongs to the format."""
         super().__init__()
 
     def _run(self) -> Steps[None]:
@@ -76,7 +77,7 @@ class ToolParser(IncrementalParser):
         return first == self._format.bare
 
     def _content_up_to_a_block(self) -> Steps[bool]:
-        """Give out content; returns, behind an opening marker, whether there is one."""
+        """Emit content; returns whether an opening marker was found, and stops after it."""
         while True:
             if found := self._marker.search(self._text):
                 marker, end = found[0], found.start()
@@ -97,13 +98,13 @@ class ToolParser(IncrementalParser):
             yield
 
     def _try_block(self) -> Steps[None]:
-        """Read a block; where it is none, what was taken for its marker is content."""
+        """Read a block. If it is invalid, its marker is content."""
         behind_marker, calls_before = self._pos, self._count
         self._is_closing = False
         try:
             yield from self._block()
             self._drop()
-            yield from self._peek()  # white space at the very end is the format's own
+            yield from self._peek()  # white space at the very end belongs to the format
             self._pos = 0
         except MalformedText as error:
             if self._count == calls_before:
@@ -135,7 +136,7 @@ class ToolParser(IncrementalParser):
             yield from self._expect(close)
 
     def _goes_on(self, separator: str) -> Steps[bool]:
-        """Whether another call follows; the separator is read then."""
+        """Return whether another call follows, and read the separator if so."""
         yield from self._peek()
         if separator:
             return (yield from self._take(separator))
@@ -145,7 +146,7 @@ class ToolParser(IncrementalParser):
         return found
 
     def _object(self) -> Steps[None]:
-        """A call as a JSON object, its keys in any order."""
+        """Read a call that is a JSON object, with its keys in any order."""
         yield from self._expect("{")
         name = arguments = None
         is_out = False
@@ -162,7 +163,7 @@ class ToolParser(IncrementalParser):
             elif key in _ARGUMENTS and arguments is None:
                 arguments = _arguments_in((yield from self._value()))
             elif self._format.bare and key not in ("id", "type"):
-                raise MalformedText  # an answer in JSON, not a call
+                raise MalformedText  # a JSON answer, not a call
             else:
                 yield from self._value()
             yield from self._peek()
@@ -176,7 +177,7 @@ class ToolParser(IncrementalParser):
             self._show_arguments(arguments or "{}")
 
     def _named(self) -> Steps[None]:
-        """A call as its pieces stand."""
+        """Read a call in the format's fixed order."""
         format = self._format
         if format.is_object:
             raise MalformedText
@@ -194,13 +195,13 @@ class ToolParser(IncrementalParser):
             yield from self._expect(format.after.strip())
 
     def _arguments(self, name: str) -> Steps[None]:
-        """Give out a call whose arguments come next, while they come."""
+        """Emit a call whose arguments follow, while they arrive."""
         self._begin(name)
         yield from self._nested(self._show_arguments)
         self._is_closing = True
 
     def _begin(self, name: str) -> None:
-        """From here on the call stands."""
+        """Emit the start of a call, which is not taken back."""
         self._drop()
         self._count += 1
         self._call(ToolCall(self._count - 1, "", self._format.new_id(), name))
@@ -218,14 +219,14 @@ class ToolParser(IncrementalParser):
         return name
 
     def _say(self, length: int) -> None:
-        """The first characters are content."""
+        """Emit the first characters as content."""
         if length:
             self._events.append(Content(self._text[:length]))
             self._text = self._text[length:]
 
 
 class _PythonicParser(ToolParser):
-    """Calls with Python's keyword arguments, each of which is given out when it is complete."""
+    """Calls with Python keyword arguments, each of which is emitted when it is complete."""
 
     def _block(self) -> Steps[None]:
         yield from self._expect("[")
@@ -246,7 +247,7 @@ class _PythonicParser(ToolParser):
         yield from self._take("<|python_end|>")
 
     def _keywords(self, name: str) -> Steps[None]:
-        """The arguments of a call, behind the opening parenthesis, and the closing one."""
+        """Read the arguments of a call after the opening parenthesis, and the closing one."""
         is_out = False
         while (yield from self._peek()) != ")":
             key = yield from self._match(_NAME)
@@ -269,7 +270,7 @@ class _PythonicParser(ToolParser):
             self._show_arguments("{}")
 
     def _literal(self) -> Steps[str]:
-        """The text of a value, up to the comma or parenthesis behind it."""
+        """Read the text of a value, up to the comma or parenthesis after it."""
         begin, depth, quote = self._pos, 0, ""
         while True:
             found = (_IN_QUOTES[quote] if quote else _PYTHON).search(self._text, self._pos)
@@ -292,7 +293,7 @@ class _PythonicParser(ToolParser):
 
 
 def _arguments_in(text: str) -> str:
-    """Arguments that could not be streamed: written before the name, as a string with JSON in it, or null."""
+    """Parse arguments that could not be streamed: written before the name, as a string that contains JSON, or null."""
     value = decoded(text)
     if isinstance(value, str):
         text, value = value, decoded(value)
@@ -304,7 +305,7 @@ def _arguments_in(text: str) -> str:
 
 
 def _json_of(text: str) -> str:
-    """The JSON of a value that is written as in JSON or as in Python. Raises `MalformedText`."""
+    """Convert a value written in JSON or Python to JSON. Raises `MalformedText`."""
     try:
         value = decoded(text)
     except MalformedText:
@@ -319,7 +320,7 @@ def _json_of(text: str) -> str:
 def _python_value(text: str) -> object:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about backslashes in what the model wrote
+            warnings.simplefilter("ignore")  # about backslashes in the model's text
             return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise MalformedText from None

@@ -1,4 +1,4 @@
-"""How models write calls: one description for each format, read by the parser (`calls`) and written by `grammar`."""
+"""The formats of tool calls: one description each, used by the parser (`tool_calls`) and by `tool_grammar`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def _mistral_id() -> str:
 class ToolFormat:
     """How calls are written.
 
-    A block is `open`, calls with `separator` between them, `close`; a call is `before`, the name, `between`, the
-    arguments, `after`. Blocks follow each other with `gap` between them. Where `before` begins an object, the parser
-    reads any object with these keys (in any order, also `arguments` for `parameters` and the reverse), and a list of
-    them; else it reads the pieces as they stand. White space around the pieces does not count.
+    A block is `open`, calls separated by `separator`, `close`; a call is `before`, the name, `between`, the arguments,
+    `after`. Blocks are separated by `gap`. If `before` starts an object, the parser reads any object with these keys
+    (in any order, also `arguments` for `parameters` and vice versa), and a list of them; otherwise it reads the pieces
+    in order. White space around the pieces is ignored.
     """
 
     markers: tuple[str, ...] = ()
-    """Each opens a block, wherever it stands in the text."""
+    """Each opens a block, anywhere in the text."""
     bare: str = ""
-    """The character that opens a block at the very beginning of an answer, without a marker."""
+    """The character that opens a block at the very start of an answer, without a marker."""
     open: str = ""
     before: str = '{"name": "'
     between: str = '", "arguments": '
@@ -41,10 +41,10 @@ class ToolFormat:
     inner: tuple[str, ...] = ()
     """Markers inside of a block that are single tokens in some tokenizers."""
     python: bool = False
-    """Arguments are Python's keyword arguments, not JSON."""
+    """Arguments are Python keyword arguments, not JSON."""
     new_id: Callable[[], str] = _call_id
     read_as: ToolFormat | None = None
-    """The description to read by, where models that write this also write another."""
+    """The format to parse, if models that write this one also write another."""
 
     @property
     def is_object(self) -> bool:
@@ -53,13 +53,13 @@ class ToolFormat:
 
     @property
     def all_markers(self) -> tuple[str, ...]:
-        """What must not be lost on the way to the parser."""
+        """The markers that the parser needs."""
         return (*self.markers, *(self.read_as or self).inner)
 
 
 HERMES = ToolFormat(
-    # Nous Research, https://github.com/NousResearch/Hermes-Function-Calling; the templates of Qwen2.5, Qwen3, QwQ and
-    # Granite 4 write the same. Several calls: several blocks, a line each.
+    # Nous Research, https://github.com/NousResearch/Hermes-Function-Calling; also used by the templates of Qwen2.5,
+    # Qwen3, QwQ and Granite 4. Several calls: several blocks, one per line.
     markers=("<tool_call>",),
     open="<tool_call>\n",
     close="\n</tool_call>",
@@ -68,7 +68,7 @@ HERMES = ToolFormat(
 
 LLAMA3 = ToolFormat(
     # Meta, "JSON based tool calling" in https://www.llama.com/docs/model-cards-and-prompt-formats/llama3_1/: an object
-    # in place of an answer; <|python_tag|> may go before it, and some models write several with semicolons between.
+    # instead of an answer; <|python_tag|> may precede it, and some models write several, separated by semicolons.
     markers=("<|python_tag|>",),
     bare="{",
     between='", "parameters": ',
@@ -77,7 +77,7 @@ LLAMA3 = ToolFormat(
 
 MISTRAL_ARGS = ToolFormat(
     # Mistral's tokenizers v11 and v13, as in the templates of Mistral-Small-3.2, Devstral 2 and Ministral 3: every call
-    # has its marker. v11 also writes [CALL_ID] and an id before [ARGS], which is read and not needed.
+    # has its marker. v11 also writes [CALL_ID] and an id before [ARGS], which is read and ignored.
     markers=("[TOOL_CALLS]",),
     open="[TOOL_CALLS]",
     before="",
@@ -90,7 +90,7 @@ MISTRAL_ARGS = ToolFormat(
 
 MISTRAL = ToolFormat(
     # Mistral's tokenizers v3 and v7, as in the template of Mistral-7B-Instruct-v0.3 and Mistral-Small-3.1: a JSON list.
-    # Templates refuse call ids that are not nine letters and digits.
+    # Templates require call ids of nine letters and digits.
     markers=("[TOOL_CALLS]",),
     open="[TOOL_CALLS][",
     separator=", ",
@@ -100,7 +100,7 @@ MISTRAL = ToolFormat(
 )
 
 GRANITE = ToolFormat(
-    # IBM, the templates of Granite 3.0 (<tool_call>) to 3.3 (<|tool_call|>): a JSON list behind the marker.
+    # IBM, the templates of Granite 3.0 (<tool_call>) to 3.3 (<|tool_call|>): a JSON list after the marker.
     markers=("<|tool_call|>", "<tool_call>"),
     open="<|tool_call|>[",
     separator=", ",
@@ -135,8 +135,9 @@ DEEPSEEK_V31 = ToolFormat(
 )
 
 PYTHONIC = ToolFormat(
-    # Meta, "zero-shot function calling" in https://github.com/meta-llama/llama-models/blob/main/models/llama3_2/
-    # text_prompt_format.md, and Llama 4, which may put it between <|python_start|> and <|python_end|>.
+    # Meta, "zero-shot function calling" in
+    # https://github.com/meta-llama/llama-models/blob/main/models/llama3_2/text_prompt_format.md, and Llama 4, which may
+    # put it between <|python_start|> and <|python_end|>.
     markers=("<|python_start|>",),
     bare="[",
     open="[",
@@ -164,11 +165,11 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "pythonic": PYTHONIC,
     "llama4_pythonic": PYTHONIC,
 }
-"""The values of --tool-call-parser beside `auto` and `none`; the names are vLLM's where it has one."""
+"""The values of --tool-call-parser besides `auto` and `none`; the names are vLLM's where it has one."""
 
 
 def detect_tools(template: str) -> str | None:
-    """The name of the format that a chat template speaks of; None where it shows none that is known."""
+    """Return the name of the format that a chat template uses, or None if it is unknown."""
     for name, signs in (
         ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "function<｜tool▁sep｜>")),
         ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "'<｜tool▁sep｜>'", "```json")),

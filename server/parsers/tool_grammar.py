@@ -1,7 +1,7 @@
-"""Grammars that hold a model to a tool format, in llguidance's Lark notation.
+"""Grammars that constrain a model to a tool format, in llguidance's Lark notation.
 
-The notation: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. A marker that is one token of the
-tokenizer stands as `<[id]>`: text in a grammar does not match such tokens.
+The notation: https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. A marker that is a single token of the
+tokenizer is written as `<[id]>`, since text in a grammar does not match such tokens.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from quire.server.parsers.reasoning import ReasoningFormat
 from quire.server.parsers.tool_formats import ToolFormat
 
 TokenId = Callable[[str], int | None]
-"""The id of a marker that is one added token; None for one that is plain text."""
+"""The id of a marker that is one added token; None for plain text."""
 
 _SAYS_NOTHING = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | {
     "$schema", "$id", "title", "description", "default", "examples", "strict",
 }  # fmt: skip
-"""What keyword arguments can be held to of a schema, and what asks for nothing."""
+"""The schema keywords that keyword arguments can enforce, and the values that have no effect."""
 
 _AT_THE_ROOT = {"$schema", "$id", "id"}
-"""Keywords that only a whole schema may have."""
+"""Keywords that are only allowed in a root schema."""
 
 _OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose value names schemas."""
+"""Keywords whose value maps names to schemas."""
 
 
 @dataclass(frozen=True)
 class GrammarTool:
-    """A function that the model may call. `parameters` is the JSON schema of its arguments, an object's."""
+    """A function that the model may call. `parameters` is the JSON schema of its arguments, of type object."""
 
     name: str
     parameters: dict[str, Any]
@@ -52,12 +52,12 @@ def tool_grammar(
     reasoning: ReasoningFormat | None = None,
     is_thinking: bool = False,
 ) -> str:
-    """What an answer with calls of these tools looks like.
+    """Return the grammar of an answer with calls of these tools.
 
-    `required`: calls and nothing else, their arguments as the schemas say. Else free text too, or with `answer` (a JSON
-    schema) what that describes instead of calls; and only those tools that are `strict` are held to their schemas.
-    `several` calls, or one; in front of all, where the model thinks, its thoughts (`is_thinking`: the prompt has opened
-    them). Raises `InvalidParameter` for schemas that keyword arguments cannot be held to.
+    `required`: only calls, whose arguments follow the schemas. Otherwise free text too, or with `answer` (a JSON
+    schema) a matching answer instead of calls; then only `strict` tools follow their schemas. `several` calls, or at
+    most one. If the model uses reasoning, that comes first (`is_thinking`: the prompt has opened it). Raises
+    `InvalidParameter` for schemas that keyword arguments cannot enforce.
     """
     is_either = answer is not None and not required
     grammar = _GrammarText(format, token_id, as_json=is_either and format.bare == "{")
@@ -78,12 +78,12 @@ def tool_grammar(
 
 
 class _GrammarText:
-    """Rules, as they are added."""
+    """Collects the rules of a grammar."""
 
     def __init__(self, format: ToolFormat, token_id: TokenId, as_json: bool) -> None:
-        """`as_json`: a call is written as JSON that may be spaced in any way, not as the format's own text.
+        """`as_json`: a call is JSON with arbitrary spacing, not the format's own text.
 
-        That is for calls beside other JSON: a lexeme that begins like a longer one, as `{` does like the text of a
+        This is for calls next to other JSON: a lexeme that is a prefix of a longer one, as `{` is of the text of a
         call, would be taken for the longer one.
         """
         self.rules: list[str] = []
@@ -94,17 +94,17 @@ class _GrammarText:
         self._calls: list[str] = []
 
     def literal(self, text: str) -> str:
-        """This text, as an expression, whose markers may be tokens; empty for none."""
+        """An expression for this text, in which markers may be tokens; empty for empty text."""
         parts = [part for part in self._split.split(text) if part]
         return " ".join(self.marker(part) if self._split.fullmatch(part) else _quoted(part) for part in parts)
 
     def marker(self, text: str) -> str:
-        """A marker, as a token where it is one."""
+        """A marker, as a token if it is one."""
         token = self._token_id(text)
         return _quoted(text) if token is None else f"<[{token}]>"
 
     def add_tool(self, name: str, schema: dict[str, Any]) -> None:
-        """A call of this function."""
+        """Add the rules for a call of this function."""
         index, format = len(self._calls), self._format
         self._calls.append(f"call_{index}")
         if self._as_json:
@@ -130,7 +130,7 @@ class _GrammarText:
         }
 
     def add_blocks(self, several: bool) -> None:
-        """`calls`: one block or more. `rest`: a block without its marker."""
+        """`calls`: one or more blocks. `rest`: a block without its marker."""
         format = self._format
         calls = "call"
         if several and format.separator is not None:
@@ -142,7 +142,7 @@ class _GrammarText:
         self.rules += [f"call: {' | '.join(self._calls)}", f"rest: {rest}", f"calls: {block} {again}"]
 
     def free_text(self, several: bool, opener: str | None) -> str:
-        """Text with calls in it; for formats without a marker, calls or text, which does not begin with `opener`."""
+        """Text with calls in it. For formats without a marker: calls, or text that does not start with `opener`."""
         format = self._format
         if format.bare:
             but = rf" & ~/\s*{_pattern(opener)}(.|\n)*/" if opener else ""
@@ -152,17 +152,17 @@ class _GrammarText:
         return f"({block})* TEXT" if several else f"({block} | TEXT)"
 
     def text_up_to(self, name: str, marker: str) -> str:
-        """Free text and the first `marker` behind it, be that a token or spelled out."""
+        """Free text followed by the first `marker`, either as a token or as text."""
         self.rules.append(f"{name}_text[lazy]: TEXT {_quoted(marker)}")
         token = self._token_id(marker)
         return f"{name}_text" if token is None else f"({name}_text | TEXT <[{token}]>)"
 
     def _keywords(self, index: int, name: str, schema: dict[str, Any]) -> Iterator[str]:
-        """Keyword arguments in the schema's order: an alternative for each that may be the first."""
+        """Keyword arguments in the schema's order: one alternative for each possible first argument."""
         if unheld := sorted(schema.keys() - _SAYS_NOTHING):
             raise InvalidParameter(
-                f"tools: {unheld[0]} in the parameters of {name}: this model's calls have keyword arguments, which can "
-                "be held to properties and required alone",
+                f"tools: {unheld[0]} in the parameters of {name}: this model's tool calls use keyword arguments, which "
+                "can enforce only properties and required",
                 "tools",
             )
         required = schema.get("required", [])
@@ -173,8 +173,8 @@ class _GrammarText:
         for key, value in properties.items():
             if not key.isidentifier():
                 raise InvalidParameter(
-                    f"tools: {key!r} in the parameters of {name}: this model's calls have keyword arguments, which "
-                    "need names that are identifiers",
+                    f"tools: {key!r} in the parameters of {name}: this model's tool calls use keyword arguments, whose "
+                    "names must be identifiers",
                     "tools",
                 )
             rule = f"value_{index}_{len(items)}"
@@ -189,7 +189,7 @@ class _GrammarText:
 
 
 def _moved(schema: Any, path: str) -> Any:
-    """A schema that stands at this path of another one; its references lead to the same as before."""
+    """Move a schema to this path of another one; its references keep their targets."""
     if not isinstance(schema, dict):
         return schema
     moved: dict[str, Any] = {}

@@ -32,8 +32,8 @@ def test_killed_in_the_middle_and_gone_on_with(tmp_path: Path) -> None:
     assert 8 <= before < COUNT
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert f"{COUNT - before} lines answered" in done.stdout
-    assert f"{before} were answered before" in done.stdout
+    assert f"{COUNT - before} lines processed" in done.stdout
+    assert f"{before} had responses already" in done.stdout
     records = [json.loads(line) for line in target.read_text().splitlines()]
     assert Counter(record["custom_id"] for record in records) == {f"request-{number}": 1 for number in range(COUNT)}
     for record in records:

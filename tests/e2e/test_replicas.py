@@ -98,7 +98,7 @@ def until(condition: object, seconds: float = 60.0) -> None:
 
 def serves_again(server: Server, replica: str) -> int:
     """How often the replica has come back."""
-    return sum(f"replica {replica}: serves again" in line for line in server.lines)
+    return sum(f"replica {replica}: is ready again" in line for line in server.lines)
 
 
 def free_port() -> str:
@@ -168,7 +168,7 @@ def test_headless_replicas_behind_an_api_without_any(expected: tuple[list[str], 
         assert not [p for p in server.family() if p.name().startswith("quire-core")]
         assert answers(server.url) == expected[0]
         assert asyncio.run(streams(server.url, second.named("quire-core-1").kill)) == expected[1]
-        second.wait_for(r"replica 1 is started again")
+        second.wait_for(r"restarting replica 1")
         until(lambda: second.text.count("replica 1 is ready") == 2)
         assert asyncio.run(streams(server.url, first.process.kill)) == expected[1]
         with run(*headless(port, 0)) as again:
@@ -210,7 +210,7 @@ def test_two_hosts(hosts: tuple[Host, Host], expected: tuple[list[str], list[str
         assert asyncio.run(streams(url, other.kill_all)) == expected[1]
         other = two.start(*behind)
         other.wait_for("replica 1 is ready")
-        api.wait_for("replica 1: serves again")
+        api.wait_for("replica 1: is ready again")
         cut = time.monotonic()
         assert asyncio.run(streams(url, lambda: two.set_link(False))) == expected[1]
         assert other.wait(20) == 1

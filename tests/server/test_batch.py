@@ -155,7 +155,7 @@ def test_a_file_of_others_is_left_alone(tmp_path: Path) -> None:
         '{"id": "batch_req_0", "custom_id": "a"}\n',
     ):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="line 1 is not of `quire run-batch`"):
+        with pytest.raises(ConfigError, match="line 1 was not written by `quire run-batch`"):
             BatchResults(str(path))
         assert path.read_text() == text
     path.unlink()
@@ -163,9 +163,9 @@ def test_a_file_of_others_is_left_alone(tmp_path: Path) -> None:
         results.answer(BatchLine(1, "a"), 200, "r", {})
     with BatchResults(str(path)) as results:
         for other in (BatchLine(1, "b"), BatchLine(1, None)):
-            with pytest.raises(ConfigError, match="answers another file"):
+            with pytest.raises(ConfigError, match="was written for another input file"):
                 results.has(other)
-        with pytest.raises(ConfigError, match="another run writes"):
+        with pytest.raises(ConfigError, match="another run is writing"):
             BatchResults(str(path))
     with pytest.raises(ConfigError, match="-o /no/such/file: No such file"):
         BatchResults("/no/such/file")
@@ -193,7 +193,7 @@ def test_every_line_has_its_answer_or_its_error(model_folder: Path, tmp_path: Pa
     target = tmp_path / "out"
     done = run(model_folder, write(tmp_path / "in", asked), target, "--served-model-name", "echo")
     assert done.returncode == 0, done.stderr
-    assert "10 lines answered" in done.stdout
+    assert "10 lines processed" in done.stdout
     assert "6 of them with an error" in done.stdout
     by_line = {int(record["id"].removeprefix("batch_req_")): record for record in records(target)}
     assert sorted(by_line) == [1, 2, *range(4, 12)]
@@ -210,11 +210,11 @@ def test_every_line_has_its_answer_or_its_error(model_folder: Path, tmp_path: Pa
     assert by_line[10]["response"]["body"]["error"]["code"] == "model_not_found"
     again = run(model_folder, tmp_path / "in", target, "--served-model-name", "echo")
     assert (again.returncode, len(records(target))) == (0, 10)
-    assert "all 10 lines were answered before" in again.stdout
+    assert "all 10 lines have responses already" in again.stdout
     write(tmp_path / "in", asked[::-1])
     other = run(model_folder, tmp_path / "in", target)
     assert other.returncode == 2
-    assert "answers another file than this: line 1 there" in other.stderr
+    assert "was written for another input file: its line 1 does not" in other.stderr
 
 
 def test_a_key_in_the_environment_is_none_of_its_business(
@@ -277,7 +277,7 @@ def test_an_engine_that_dies_ends_the_run_but_loses_nothing(model_folder: Path, 
     done = run(model_folder, write(tmp_path / "in", asked), tmp_path / "out", "--max-concurrency", "1")
     assert done.returncode == 1
     assert "the engine core exited with code 3" in done.stderr
-    assert "goes on from here" in done.stderr
+    assert "again to resume" in done.stderr
     assert "Traceback" not in done.stderr
     assert [record["custom_id"] for record in records(tmp_path / "out")] == ["a", "b"]
 
@@ -288,18 +288,18 @@ def test_what_cannot_begin_is_one_line(capsys: pytest.CaptureFixture[str], tmp_p
     for arguments, complaint in (
         ((), "-i FILE -o FILE"),
         (("-i", source), "-i FILE -o FILE"),
-        (("-i", str(tmp_path / "none"), "-o", target), "not a file that can be read"),
+        (("-i", str(tmp_path / "none"), "-o", target), "not a readable file"),
         (("-i", source, "-o", source), "the same file"),
         (("-i", source, "-o", str(tmp_path)), f"-o {tmp_path}"),
         (("-i", source, "-o", target, "--max-concurrency", "0"), "--max-concurrency 0"),
         (("-i", source, "-o", target, "--url", "localhost"), "--url localhost: a URL"),
         (("-i", source, "-o", target, "--url", "http://a:b"), "--url http://a:b: "),
-        (("-i", source, "-o", target, "--url", "http://a", "-tp", "2"), "--tensor-parallel-size would do nothing"),
+        (("-i", source, "-o", target, "--url", "http://a", "-tp", "2"), "--tensor-parallel-size has no effect"),
         (
             ("-i", source, "-o", target, "--url", "http://a", "--tool-call-parser", "none"),
-            "--tool-call-parser would do nothing",
+            "--tool-call-parser has no effect",
         ),
-        (("-i", source, "-o", target, "--url", "http://a", "--model", "m"), "--model would do nothing"),
+        (("-i", source, "-o", target, "--url", "http://a", "--model", "m"), "--model has no effect"),
         (("-i", source, "-o", target, str(tmp_path / "none")), "no such model folder"),
     ):
         assert main(["run-batch", *arguments]) == 2
@@ -395,7 +395,7 @@ def test_a_running_server_is_asked_instead(
         captured = capsys.readouterr()
         assert "HTTP 503: the model is still loading" in captured.err
         assert main([*arguments, server.url]) == 0
-        assert "2 lines answered" in capsys.readouterr().out
+        assert "2 lines processed" in capsys.readouterr().out
         assert {connection.headers["authorization"] for connection in server.asked} == {"Bearer k"}
     assert [(record["custom_id"], record["response"]["status_code"]) for record in records(target)] == [
         ("a", 200),
@@ -434,7 +434,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_it_can_go_on(tmp_path: Path) -
             assert target.stat().st_size == size
             complaint, hint = done.stderr.splitlines()[-2:]
             assert complaint == f"quire: error: -o {target}: File too large"  # as of a disk that is full, but its own
-            assert "goes on from here" in hint
+            assert "again to resume" in hint
             assert "Traceback" not in done.stderr
         assert main(arguments) == 0
     assert sorted(record["custom_id"] for record in records(target)) == sorted(range_of_names)
@@ -448,6 +448,6 @@ def test_a_server_that_refuses_the_key_ends_the_run(tmp_path: Path, capsys: pyte
     source = write(tmp_path / "in", [line("a"), line("b")])
     with fake_server(script) as server:
         assert main(["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--url", server.url]) == 1
-    assert "wants a key" in capsys.readouterr().err
+    assert "rejected the API key" in capsys.readouterr().err
     assert records(tmp_path / "out") == []
     assert remote.error_text(b"<h1>Bad\nGateway</h1>") == "<h1>Bad Gateway</h1>"

@@ -117,28 +117,28 @@ def test_what_goes_wrong_is_one_line(capsys: pytest.CaptureFixture[str], monkeyp
 
     with fake_server(broken) as server:
         url = ("--url", server.url, "-q")
-        assert "wants a key, and not this one: --api-key KEY" in failure(*url, "401")
+        assert "rejected the API key; set it with --api-key" in failure(*url, "401")
         assert "HTTP 503: so it is" in failure(*url, "503")
         assert "HTTP 502: <h1>Bad gateway</h1>" in failure(*url, "html")
         assert "the engine died" in failure(*url, "event")
-        assert "broke off" in failure(*url, "gone")
+        assert "was interrupted" in failure(*url, "gone")
         # In a conversation it goes on.
         monkeypatch.setattr(sys, "stdin", io.StringIO("event\n503\n"))
         assert main(["chat", "--url", server.url]) == 0
         captured = capsys.readouterr()
         assert captured.err.splitlines() == [
             "quire: error: the engine died",
-            f"quire: error: {server.url} answers with HTTP 503: so it is",
+            f"quire: error: {server.url} returned HTTP 503: so it is",
         ]
         assert len(server.asked[-1].body["messages"]) == 1
     gone = failure("--url", server.url, "-q", "x")
     assert "no server answers at" in gone
     assert "start one with `quire serve`" in gone
-    assert "a URL like http://localhost:8000" in failure("--url", "localhost:8000")
+    assert "expected a URL such as http://localhost:8000" in failure("--url", "localhost:8000")
     for wrong in ("http://", "http://a:b", "http://a:99999", "http://[::1", "ftp://a", "http://a?b=c"):
-        assert f"--url {wrong}: a URL like http://localhost:8000 is expected" in failure("--url", wrong)
+        assert f"--url {wrong}: expected a URL such as http://localhost:8000" in failure("--url", wrong)
     assert r"--url 'http://a\n': a URL" in failure("--url", "http://a\n")
-    assert "API key has characters" in failure("--url", "http://a", "--api-key", "ключ")
+    assert "API key contains characters" in failure("--url", "http://a", "--api-key", "ключ")
 
 
 def test_ctrl_c_gives_a_line_up(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,4 +272,4 @@ async def test_with_a_server_of_ours(server: Server, capsys: pytest.CaptureFixtu
         assert await asyncio.to_thread(main, [*arguments, "--url", server.url]) == 0
         assert capsys.readouterr().out == answer
     assert await asyncio.to_thread(main, ["chat", "-q", "x", "--url", server.url, "--model", "gpt-9"]) == 2
-    assert "HTTP 404: the model 'gpt-9' does not exist here" in capsys.readouterr().err
+    assert "HTTP 404: the model 'gpt-9' does not exist; available: " in capsys.readouterr().err

@@ -137,7 +137,7 @@ def test_the_users_mistakes_are_one_line(
     assert "invalid choice: 'int3'" in serve(capsys, *model, "-q", "int3")
     assert "invalid choice: 'float8'" in serve(capsys, *model, "--dtype", "float8")
     assert "--api-key is empty" in serve(capsys, *model, "--api-key", "")
-    assert "--ssl-certfile needs --ssl-keyfile" in serve(capsys, *model, "--ssl-certfile", "cert.pem")
+    assert "--ssl-certfile requires --ssl-keyfile" in serve(capsys, *model, "--ssl-certfile", "cert.pem")
     assert "--api-key-file" in serve(capsys, *model, "--api-key-file", str(tmp_path / "none"))
     assert "--tens" in serve(capsys, *model, "--tens", "2")
     assert "invalid int or auto value: 'many'" in serve(capsys, *model, "--max-num-batched-tokens", "many")
@@ -149,8 +149,8 @@ def test_the_users_mistakes_are_one_line(
     assert "--host" in serve(capsys, *model, "--host", "no.such.host.invalid")
     assert "--uds" in serve(capsys, *model, "--uds", str(tmp_path / "no" / "socket"))
     two = (*model, "-pp", "2", "--nnodes", "2")
-    assert "--node-rank 0: node 0 has the API; leave" in serve(capsys, *two, "--headless")
-    assert "--node-rank 1: node 0 has the API; start this node with --headless" in serve(
+    assert "--node-rank 0: node 0 runs the API; omit" in serve(capsys, *two, "--headless")
+    assert "--node-rank 1: only node 0 runs the API; start this node with --headless" in serve(
         capsys, *two, "--node-rank", "1"
     )
     assert "with --nnodes 2 it is from 0 to 1" in serve(capsys, *two, "--node-rank", "2", "--headless")
@@ -199,15 +199,15 @@ def test_a_config_file_gives_defaults_that_the_command_line_overrides(
     )
     assert server == ServerOptions(served_model_name=("a", "b"), port=1)
     for text, complaint in (
-        ("no-such-flag: 1", "there is no flag named no-such-flag"),
-        ("config: x.yaml", "there is no flag named config"),
-        ("- a", "flags are expected"),
-        ("a: [", "cannot be read"),
+        ("no-such-flag: 1", "unknown flag no-such-flag"),
+        ("config: x.yaml", "unknown flag config"),
+        ("- a", "expected a mapping of flags"),
+        ("a: [", "cannot read the file"),
         ("port: many", "argument --port: invalid int value"),
     ):
         file.write_text(text)
         assert complaint in serve(capsys, "--config", str(file))
-    assert "cannot be read" in serve(capsys, "--config", str(tmp_path / "none.yaml"))
+    assert "cannot read the file" in serve(capsys, "--config", str(tmp_path / "none.yaml"))
 
 
 def test_every_option_is_a_flag() -> None:
@@ -296,7 +296,7 @@ def test_a_second_signal_ends_it_at_once(model_folder: Path) -> None:
 def test_a_bad_chat_template_does_not_wait_for_the_model(model_folder: Path) -> None:
     with running(model_folder, "--port", "0", "--chat-template", "{% if %}", mode="loading") as (process, err):
         assert process.wait() == 2
-    assert "quire: error: the chat template does not parse: line 1" in err
+    assert "quire: error: the chat template is invalid: line 1" in err
     assert "Traceback" not in err
 
 
@@ -440,7 +440,7 @@ def test_an_api_process_that_dies_is_replaced_and_nobody_else_is_hurt(model_fold
             second.read()
         assert process.stderr is not None
         assert "API process 1 was killed by signal 9" in process.stderr.readline()
-        assert "API process 1 serves again" in process.stderr.readline()
+        assert "API process 1 is ready again" in process.stderr.readline()
         for client in held_by_each(stack, url, process):
             assert client.post("/v1/completions", json={"prompt": "hello"}).json()["choices"][0]["text"] == "hello"
             # What the dead one had left in the engine is gone; the other stream runs on.

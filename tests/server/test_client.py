@@ -60,7 +60,7 @@ async def test_a_slow_reader_gets_all_of_its_text(server: Server) -> None:
 
 async def test_same_id_twice_is_refused(server: Server) -> None:
     with server.service.generate("r", [[70]], SamplingParams(ignore_eos=True, max_tokens=None)):
-        with pytest.raises(InvalidParameter, match="is running"):
+        with pytest.raises(InvalidParameter, match="is already running"):
             server.service.generate("r", [[71]], SamplingParams())
         assert len(server.service.client._running) == 1
     assert not server.service.client._running

@@ -235,7 +235,7 @@ async def test_a_request_that_kills_whoever_has_it_is_not_given_to_all(tmp_path:
         output = await whole(stream)
         assert output.finish_reason == "error"
         assert output.error is not None
-        assert output.error.endswith("rank 0 was killed; the request cannot go on, as it has lost 3 replicas so")
+        assert output.error.endswith("rank 0 was killed; the request cannot go on, as it has lost 3 replicas already")
         assert len(engine.client._up()) == 1
         assert not any(load.cached for load in engine.client._router._loads.values())
         engine.client.check()
@@ -416,7 +416,7 @@ async def test_one_that_has_not_answered_yet_serves_when_the_only_other_has_died
         stream = client.submit([("a", [1], LONG)])
         cores[0].say(EngineDead("gone"))
         assert (await whole(stream)).error == (
-            "replica 0: gone; the request cannot go on, as no other replica is there"
+            "replica 0: gone; the request cannot go on, as no other replica is available"
         )
         with pytest.raises(EngineUnavailable, match="still loading"):
             client.check()

@@ -153,7 +153,7 @@ async def test_dimensions_where_the_model_has_none_or_few(
     async with run_server(embedding(config, is_matryoshka=False, modules=())) as server:
         message, param = await refused(server, input="hello", dimensions=8)
         assert param == "dimensions"
-        assert f"have {SIZE} numbers and cannot be shortened" in message
+        assert f"have {SIZE} dimensions, which cannot be reduced" in message
         ids = server.tokenizer.encode("hello", add_special_tokens=True)
         close(
             (await post(server, input="hello", dimensions=SIZE))["data"][0]["embedding"], expected(ids, normalize=False)
@@ -179,8 +179,8 @@ async def test_dimensions_where_the_model_has_none_or_few(
         ({"input": [[70], [-1]]}, "input[1]: token id -1", "input[1]"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format", "encoding_format"),
         ({"input": "a", "dimensions": "5"}, "dimensions", "dimensions"),
-        ({"input": "a", "messages": []}, "messages is not served", "messages"),
-        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype is not served", "embed_dtype"),
+        ({"input": "a", "messages": []}, "messages is not supported", "messages"),
+        ({"input": "a", "embed_dtype": "float16"}, "embed_dtype is not supported", "embed_dtype"),
         ({"input": "a", "stream": True}, "stream is not a parameter of this API", "stream"),
         ({"input": "a", "prompt_name": "q"}, "this model has no prompt 'q'; it has query, document", "prompt_name"),
         (
@@ -257,7 +257,7 @@ async def test_special_tokens_stay_when_text_is_cut(
             close(answer["data"][0]["embedding"], expected(right))
             assert answer["usage"]["prompt_tokens"] == len(right)
         message, _ = await refused(server, input="abc", truncate_prompt_tokens=1)
-        assert "must be at least 2: so many special tokens" in message
+        assert "must be at least 2, the number of special tokens" in message
         message, _ = await refused(server, input=letters)
         assert "10 tokens, but input has 14" in message
 
@@ -288,7 +288,7 @@ async def test_priority_salt_and_an_id_that_runs(server: Server, sent: list[Any]
     while len(sent) < 2:
         await asyncio.sleep(0.01)
     message, param = await refused(server, input="a", request_id="x")
-    assert ("is running" in message, param) == (True, "request_id")
+    assert ("is already running" in message, param) == (True, "request_id")
     hanging.cancel()
 
 
@@ -338,7 +338,7 @@ async def test_a_model_that_embeds_generates_nothing(server: Server, route: str,
     response = await server.http.post(route, json=body)
     assert response.status_code == 400
     error = response.json()["error"]
-    assert "makes embeddings and generates no text; send its inputs to /v1/embeddings" in error["message"]
+    assert "computes embeddings and does not generate text; use /v1/embeddings" in error["message"]
 
 
 async def test_a_model_that_generates_does_not_embed(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
@@ -428,7 +428,7 @@ def test_errors_reach_the_caller(llm: LLM) -> None:
             llm.embed(wrong, use_tqdm=False)  # type: ignore[arg-type]
     with pytest.raises(InvalidParameter, match="dimensions"):
         llm.embed("a", dimensions=4)
-    with pytest.raises(InvalidParameter, match="generates no text"):
+    with pytest.raises(InvalidParameter, match="does not generate text"):
         llm.generate("a", SamplingParams())
     with pytest.raises(RequestFailed, match="KV cache"):
         llm.embed(["a", "<fail>"])

@@ -124,7 +124,7 @@ async def test_several_keys_and_a_file_that_changes(
         assert await good() == "alice"
         file.unlink()
         assert await good() == "alice"
-        assert "last keys stay good" in caplog.text
+        assert "its previous keys stay valid" in caplog.text
         file.write_text("\n")
         assert await good() == ""
         file.write_text("bob#1")
@@ -292,7 +292,7 @@ async def test_so_many_may_wait_and_no_more(
             response = await server.http.post(f"/v1/{route}", json=body)
             error = await error_of(response)
             assert (response.status_code, error["type"], error["code"]) == (429, "rate_limit_error", "queue_full")
-            assert "2 requests wait already" in error["message"]
+            assert "2 requests are waiting already" in error["message"]
             assert response.headers["retry-after"] == str(errors.RETRY_AFTER_SECONDS)
         asked = {"model": "echo", "messages": [{"role": "user", "content": "hello"}]}
         response = await server.http.post("/v1/messages", json={**asked, "max_tokens": 5})
@@ -359,14 +359,14 @@ async def test_what_counts_as_waiting(
         ({"request_timeout": 0.0}, "--request-timeout 0"),
         ({"request_timeout": float("nan")}, "--request-timeout nan"),
         ({"max_body_mib": -1.0}, "--max-body-mib -1"),
-        ({"allowed_headers": ("X-A",)}, "--allowed-headers does nothing without --allowed-origins"),
-        ({"allow_credentials": True}, "--allow-credentials does nothing without --allowed-origins"),
-        ({"allowed_origins": ('["a"',)}, '["a": neither a list of names nor JSON'),
-        ({"ssl_keyfile": "k"}, "--ssl-keyfile needs --ssl-certfile, too"),
-        ({"ssl_certfile": "c"}, "--ssl-certfile needs --ssl-keyfile, too"),
-        ({"ssl_ca_certs": "c"}, "--ssl-ca-certs needs --ssl-certfile"),
-        ({"ssl_cert_reqs": 1}, "--ssl-cert-reqs 1 needs --ssl-ca-certs"),
-        ({"ssl_cert_reqs": 3}, "--ssl-cert-reqs 3: 0, 1 or 2"),
+        ({"allowed_headers": ("X-A",)}, "--allowed-headers requires --allowed-origins"),
+        ({"allow_credentials": True}, "--allow-credentials requires --allowed-origins"),
+        ({"allowed_origins": ('["a"',)}, '["a": not a list of names, and not valid JSON'),
+        ({"ssl_keyfile": "k"}, "--ssl-keyfile requires --ssl-certfile"),
+        ({"ssl_certfile": "c"}, "--ssl-certfile requires --ssl-keyfile"),
+        ({"ssl_ca_certs": "c"}, "--ssl-ca-certs requires --ssl-certfile"),
+        ({"ssl_cert_reqs": 1}, "--ssl-cert-reqs 1 requires --ssl-ca-certs"),
+        ({"ssl_cert_reqs": 3}, "--ssl-cert-reqs 3: must be 0, 1 or 2"),
         ({"ssl_keyfile": "/none", "ssl_certfile": "/none"}, "--ssl-keyfile /none: No such file"),
         ({"ssl_keyfile": __file__, "ssl_certfile": __file__}, "a certificate and its key"),
     ],

@@ -116,10 +116,10 @@ def test_a_folder_without_tokenizer_json_is_left_to_transformers(tmp_path: Path)
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no tokenizer that can be used"):
+    with pytest.raises(ConfigError, match="no usable tokenizer"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a valid tokenizer"):
         Tokenizer.load(tmp_path)
 
 

@@ -1,6 +1,6 @@
-"""`quire bench`: measure a server over HTTP, or the engine without one. One file for each subcommand.
+"""`quire bench`: benchmarks of a server over HTTP, or of the engine alone. One file for each subcommand.
 
-Nothing here is imported before it is needed: `quire serve` starts no slower for it.
+Imports are lazy, so that `quire serve` starts no slower.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import argparse
 from quire.server.cli import lazy
 
 _SUBCOMMANDS = {
-    "serve": "load an OpenAI-compatible server and measure it",
-    "throughput": "tokens per second of the engine alone, all requests at once",
-    "latency": "seconds that one batch takes",
-    "startup": "seconds from `quire serve` to the first token, and where they go",
+    "serve": "benchmark an OpenAI-compatible server",
+    "throughput": "measure the throughput of the engine, without a server",
+    "latency": "measure the latency of a batch",
+    "startup": "measure the time from `quire serve` to the first token",
 }
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Register the subcommand."""
     parser = commands.add_parser(
-        "bench", help="measure a server, or the engine alone", description="Measure a server, or the engine alone."
+        "bench", help="benchmark a server, or the engine alone", description="Benchmark a server, or the engine alone."
     )
     benches = parser.add_subparsers(
         title="benchmarks", required=True, metavar="BENCHMARK", parser_class=lazy.LazyParser

@@ -1,6 +1,7 @@
-"""A small HTTP client whose own cost does not show in what it measures.
+"""A small HTTP client with little overhead of its own.
 
-A chunk of a streamed answer costs one callback: no task is woken for it, and it is timed as it is read from the socket.
+A chunk of a streamed response costs one callback: no task is woken, and the time is taken when it is read from the
+socket.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from quire.server.cli.bench.load import Clock, SendTimes
 from quire.server.cli.bench.stream import RequestRecord, message_of
 
 _LONGEST_ERROR = 200
-"""Characters of an error's body that are shown."""
+"""Characters of an error's body to show."""
 
 OnBody = Callable[[float, bytes], None]
 
 
 class BenchRefused(Exception):
-    """The server answered with another status than 200."""
+    """The server responded with a status other than 200."""
 
     def __init__(self, status: int, body: bytes) -> None:
         try:
@@ -37,7 +38,7 @@ class BenchRefused(Exception):
 
 
 class BenchClient:
-    """Requests to one server, over connections that are kept for the next. Use it as a context manager."""
+    """Sends requests to one server, over persistent connections. Use it as a context manager."""
 
     def __init__(self, base_url: str, api_key: str | None, clock: Clock) -> None:
         self.base_url = remote.base_url(base_url, "--base-url")
@@ -61,7 +62,7 @@ class BenchClient:
             connection.close()
 
     async def get(self, path: str) -> Any:
-        """The JSON that a path answers with; raises `OSError` and `BenchRefused`."""
+        """Return the JSON response of a path; raises `OSError` and `BenchRefused`."""
         body = bytearray()
         await self._exchange(
             f"GET {self._path}{path} HTTP/1.1\r\n{self._head}\r\n".encode(), lambda _, part: body.extend(part)
@@ -69,14 +70,14 @@ class BenchClient:
         return json.loads(body)
 
     def prepare(self, path: str, body: bytes) -> bytes:
-        """A request, ready to be sent."""
+        """Return the bytes of a request."""
         return (
             f"POST {self._path}{path} HTTP/1.1\r\n{self._head}Content-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
         ).encode() + body
 
     async def stream(self, request: bytes, moments: SendTimes, prompt_len: int) -> RequestRecord:
-        """What came of a request for a streamed answer. Failures are in the record and nowhere else."""
+        """Send a request for a streamed response and record it. Errors are only in the record."""
         record = RequestRecord(moments, prompt_len)
         try:
             await self._exchange(request, record.feed)
@@ -96,7 +97,7 @@ class BenchClient:
                 connection.close()
                 self._open.discard(connection)
                 if is_used and not connection.has_answered and isinstance(error, ConnectionError):
-                    continue  # it had been closed while idle
+                    continue  # the server had closed the idle connection
                 raise
             if keep:
                 self._idle.append(connection)
@@ -114,7 +115,7 @@ class BenchClient:
 
 
 def reason(error: BaseException) -> str:
-    """Why a request failed, in a few words."""
+    """A short description of why a request failed."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error) or type(error).__name__
@@ -131,7 +132,7 @@ class _Connection(asyncio.Protocol):
         self.has_answered = False
 
     async def exchange(self, request: bytes, on_body: OnBody) -> bool:
-        """Send a request and pass on the body of its answer; returns whether the connection can be used again."""
+        """Send a request and pass on the body of the response; returns whether the connection can be reused."""
         assert self._transport is not None
         self.has_answered = False
         if self._is_lost:
@@ -151,29 +152,29 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         self._transport.close()
 
-    # What asyncio calls:
+    # Called by asyncio:
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def data_received(self, data: bytes) -> None:
         self._arrived = self._now()
         self.has_answered = True
         if self._done is None:
-            return self.close()  # nobody has asked
+            return self.close()  # not requested
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._fail(ConnectionError(f"the server does not speak HTTP: {error}"))
+            self._fail(ConnectionError(f"the server sent an invalid HTTP response: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
         if self.has_answered and not self._is_sized and error is None:
-            self._finish(False)  # such an answer ends with its connection
+            self._finish(False)  # such a response ends with its connection
         else:
-            self._fail(error or ConnectionResetError("the server closed the connection before its answer had ended"))
+            self._fail(error or ConnectionResetError("the server closed the connection before the end of its response"))
 
-    # What the parser calls:
+    # Called by the parser:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):

@@ -1,4 +1,4 @@
-"""What is asked: prompts of given lengths, with a shared beginning or without, as token ids or as text."""
+"""Prompts for benchmarks: of given lengths, with an optional common prefix, as token ids or text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 _FIRST_ID = 100
 """Tokenizers keep their special tokens below this or at the end of their vocabulary."""
 WARMUP_SEED = 1_000_003
-"""Added to the seed, so that the prompts of a warm-up are not those that are measured."""
+"""Added to the seed, so that warm-up prompts differ from measured ones."""
 _WORDS = """
 time year people way day man thing woman life child world school state family student group country problem hand
 part place case week company system program question work government number night point home water room mother
@@ -27,22 +27,22 @@ father power hour game line end member law car city community name president tea
 information back parent face others level office door health person art war history party result change morning
 reason research girl guy moment air teacher force education
 """
-"""Common enough to be one token each in most vocabularies."""
+"""Common words, each of which is one token in most vocabularies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
-    """Which requests a benchmark makes; the names are those of `vllm bench`."""
+    """The requests of a benchmark; the names are those of `vllm bench`."""
 
-    num_prompts: int = flag(1000, "requests to make")
-    random_input_len: int = flag(1024, "tokens of a prompt, the shared prefix not included")
-    random_output_len: int = flag(128, "tokens of an answer")
+    num_prompts: int = flag(1000, "number of requests")
+    random_input_len: int = flag(1024, "tokens of each prompt, without the common prefix")
+    random_output_len: int = flag(128, "tokens of each output")
     random_range_ratio: float = flag(
-        0.0, "lengths are drawn evenly from length × (1 - X) to length × (1 + X)", metavar="X"
+        0.0, "draw lengths uniformly from length × (1 - X) to length × (1 + X)", metavar="X"
     )
-    random_prefix_len: int = flag(0, "tokens that all prompts begin with alike, before their own")
-    input_len: int | None = flag(None, "the same as --random-input-len")
-    output_len: int | None = flag(None, "the same as --random-output-len")
+    random_prefix_len: int = flag(0, "tokens of the prefix that all prompts share")
+    input_len: int | None = flag(None, "same as --random-input-len")
+    output_len: int | None = flag(None, "same as --random-output-len")
 
     @property
     def mean_input_len(self) -> int:
@@ -53,20 +53,20 @@ class DatasetOptions:
         return self.random_output_len if self.output_len is None else self.output_len
 
     def check(self) -> None:
-        """Raise `ConfigError` for what cannot be drawn."""
+        """Raise `ConfigError` for invalid options."""
         if self.num_prompts < 1:
-            raise ConfigError(f"--num-prompts {self.num_prompts}: at least 1 is needed")
+            raise ConfigError(f"--num-prompts {self.num_prompts}: must be at least 1")
         if not 0.0 <= self.random_range_ratio < 1.0:
-            raise ConfigError(f"--random-range-ratio {self.random_range_ratio}: from 0 to below 1")
+            raise ConfigError(f"--random-range-ratio {self.random_range_ratio}: must be at least 0 and less than 1")
         if self.random_prefix_len < 0 or self.mean_input_len < 0 or self.mean_output_len < 1:
-            raise ConfigError("lengths must not be negative, and an answer has at least one token")
+            raise ConfigError("lengths must not be negative, and outputs must have at least one token")
         if self.random_prefix_len + math.floor(self.mean_input_len * (1 - self.random_range_ratio)) < 1:
-            raise ConfigError("a prompt has at least one token: raise --random-input-len")
+            raise ConfigError("prompts must have at least one token: increase --random-input-len")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One request: its prompt, the prompt's length and the output's, in tokens."""
+    """One request: its prompt, and the lengths of prompt and output in tokens."""
 
     prompt: list[int] | str
     prompt_len: int
@@ -74,7 +74,7 @@ class Sample:
 
 
 def token_samples(options: DatasetOptions, vocab_size: int, seed: int) -> list[Sample]:
-    """Prompts of random token ids."""
+    """Create prompts of random token ids."""
     first = min(_FIRST_ID, vocab_size // 2)
 
     def draw(rng: np.random.Generator, count: int) -> list[int]:
@@ -88,7 +88,7 @@ def token_samples(options: DatasetOptions, vocab_size: int, seed: int) -> list[S
 
 
 def text_samples(options: DatasetOptions, words_for: Callable[[int], int], seed: int) -> list[Sample]:
-    """Prompts of random words, for servers that take no token ids; `words_for` says how many make N tokens."""
+    """Create prompts of random words, for servers that do not accept token ids; `words_for` maps tokens to words."""
 
     words = _WORDS.split()
 
@@ -103,14 +103,14 @@ def text_samples(options: DatasetOptions, words_for: Callable[[int], int], seed:
 
 
 def text_of(num_words: int) -> str:
-    """Words to find out with how many tokens a server counts."""
+    """Return words, to measure how a server counts tokens."""
     return " ".join(itertools.islice(itertools.cycle(_WORDS.split()), num_words))
 
 
 def words_per_token(few: tuple[int, int], many: tuple[int, int]) -> Callable[[int], int]:
-    """How many words make N tokens, from what two texts of (words, tokens) came to.
+    """Return a function from tokens to words, from the (words, tokens) of two texts.
 
-    Tokens grow in proportion to words, above what a chat template adds.
+    Tokens are proportional to words, plus a constant for the chat template.
     """
     slope = max((many[1] - few[1]) / (many[0] - few[0]), 1e-9)
     overhead = few[1] - slope * few[0]
@@ -120,7 +120,7 @@ def words_per_token(few: tuple[int, int], many: tuple[int, int]) -> Callable[[in
 def _draw(
     options: DatasetOptions, draw: Callable[[np.random.Generator, int], list[T]], seed: int
 ) -> Iterator[tuple[list[T], list[T], int]]:
-    """For each request the shared prefix, its own part of the prompt, and the length of its output."""
+    """Yield for each request the common prefix, the rest of the prompt, and the output length."""
     rng = np.random.default_rng(seed)
     input_lens = _lengths(rng, options.mean_input_len, options, least=0)
     output_lens = _lengths(rng, options.mean_output_len, options, least=1)

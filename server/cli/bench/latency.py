@@ -1,4 +1,4 @@
-"""`quire bench latency`: how long one batch of fixed size takes, again and again."""
+"""`quire bench latency`: the time of one batch of fixed size, repeated."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class LatencyOptions:
     """The names are those of `vllm bench latency`."""
 
     input_len: int = flag(32, "tokens of each prompt")
-    output_len: int = flag(128, "tokens of each answer")
+    output_len: int = flag(128, "tokens of each output")
     batch_size: int = flag(8, "requests in the batch")
-    num_iters_warmup: int = flag(10, "batches before those that are measured")
-    num_iters: int = flag(30, "batches that are measured")
-    output_json: str | None = flag(None, "write the figures there", metavar="FILE")
-    disable_tqdm: bool = flag(False, "no progress bar")
+    num_iters_warmup: int = flag(10, "number of warm-up batches")
+    num_iters: int = flag(30, "number of measured batches")
+    output_json: str | None = flag(None, "write the results to a JSON file", metavar="FILE")
+    disable_tqdm: bool = flag(False, "do not show a progress bar")
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Give the subcommand its flags; the same batch comes again and again, so the prefix cache is off by default."""
+    """Add the flags of the subcommand. The prefix cache is off by default, as the same batch is repeated."""
     flags.add_flags(parser.add_argument_group("benchmark"), LatencyOptions)
     offline.add_engine_flags(parser)
     parser.set_defaults(run=run, parser=parser, enable_prefix_caching=False)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure; 0, or an exception."""
+    """Run the benchmark; returns 0."""
     options = flags.collect(parsed, LatencyOptions)
     engine = flags.collect(parsed, EngineOptions)
     if options.num_iters < 1 or options.num_iters_warmup < 0:
-        raise ConfigError("--num-iters: at least 1; --num-iters-warmup: at least 0")
+        raise ConfigError("--num-iters must be at least 1, --num-iters-warmup at least 0")
     if options.batch_size < 1:
-        raise ConfigError(f"--batch-size {options.batch_size}: at least 1")
+        raise ConfigError(f"--batch-size {options.batch_size}: must be at least 1")
     wanted = DatasetOptions(
         num_prompts=options.batch_size, random_input_len=options.input_len, random_output_len=options.output_len
     )

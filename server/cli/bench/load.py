@@ -1,4 +1,4 @@
-"""When requests are sent: at a rate whatever the server does (open loop), or as others end (closed loop)."""
+"""When requests are sent: at a given rate (open loop), or when others finish (closed loop)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Clock:
-    """Seconds since some moment, and a way to wait for one. Tests have their own."""
+    """Seconds since a fixed moment, and a way to wait for a moment. Tests replace it."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -27,7 +27,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class SendTimes:
-    """When a request was to be sent, when it was, and from when its times are measured."""
+    """When a request was scheduled, when it was sent, and from when its times are measured."""
 
     scheduled: float
     sent: float
@@ -35,10 +35,11 @@ class SendTimes:
 
 
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the beginning at which requests arrive; all at 0 for an infinite rate.
+    """Seconds from the start at which requests arrive; all 0 for an infinite rate.
 
-    The intervals are gamma distributed with shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is
-    more even, infinite is even. They are scaled to sum up to count / rate, so that runs with other seeds compare.
+    The intervals are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is burstier, more is more
+    even, infinite is perfectly even. They are scaled to a sum of count / rate, so that runs with different seeds are
+    comparable.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -54,10 +55,10 @@ async def drive(
     max_concurrency: int | None,
     clock: Clock,
 ) -> list[T]:
-    """Send request after request and return what came of each.
+    """Send the requests and return their results.
 
-    Without a limit, a request's times are measured from its scheduled arrival, so that a client which falls behind
-    cannot make the server look better. With one, they are measured from when there was room for it.
+    Without a concurrency limit, times are measured from the scheduled arrival, so that a slow client cannot make the
+    server look better. With a limit, they are measured from when the limit admits the request.
     """
     begun = clock.now()
     room = None if max_concurrency is None else asyncio.Semaphore(max_concurrency)

@@ -1,4 +1,6 @@
-"""Records → figures. The names in the result are those of `vllm bench serve`'s JSON; times are in milliseconds."""
+"""Computes metrics from records. The names of the results are those of `vllm bench serve`'s JSON; times are in
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +21,32 @@ METRICS = {
     "client_queue_time": "wait for --max-concurrency",
 }
 _SHORTEST_SECONDS = 1e-9
-"""A run lasts at least so long, that rates are numbers."""
+"""Minimum duration of a run, to avoid division by zero."""
 _GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 def parse_metrics(names: str) -> list[str]:
-    """`ttft,tpot` → its parts; raises `ConfigError`."""
+    """Split `ttft,tpot`; raises `ConfigError`."""
     metrics = [name.strip() for name in names.split(",")]
     for name in metrics:
         if name not in METRICS:
-            raise ConfigError(f"--percentile-metrics: there is no {name!r}; there are {', '.join(METRICS)}")
+            raise ConfigError(f"--percentile-metrics: unknown metric {name!r}; available: {', '.join(METRICS)}")
     return metrics
 
 
 def parse_percentiles(numbers: str) -> list[float]:
-    """`50,99.9` → its parts; raises `ConfigError`."""
+    """Split `50,99.9`; raises `ConfigError`."""
     try:
         percentiles = [float(number) for number in numbers.split(",")]
     except ValueError:
         percentiles = [-1.0]
     if not all(0 <= number <= 100 for number in percentiles):
-        raise ConfigError(f"--metric-percentiles {numbers}: numbers from 0 to 100 are expected, as in 50,90,99")
+        raise ConfigError(f"--metric-percentiles {numbers}: expected numbers from 0 to 100, such as 50,90,99")
     return percentiles
 
 
 def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
-    """`ttft:500 tpot:50` → milliseconds by name; raises `ConfigError`."""
+    """Parse `ttft:500 tpot:50` to milliseconds by name; raises `ConfigError`."""
     goodput = {}
     for limit in limits:
         name, _, number = limit.partition(":")
@@ -54,14 +56,14 @@ def parse_goodput(limits: Sequence[str]) -> dict[str, float]:
             goodput[name] = -1.0
         if name not in _GOODPUT_METRICS or not goodput[name] >= 0:
             raise ConfigError(
-                f"--goodput {limit}: NAME:MILLISECONDS is expected, as in ttft:500 tpot:50; "
+                f"--goodput {limit}: expected NAME:MILLISECONDS, such as ttft:500 tpot:50; "
                 f"the names are {', '.join(_GOODPUT_METRICS)}"
             )
     return goodput
 
 
 def is_good(record: RequestRecord, limits: dict[str, float]) -> bool:
-    """Whether a request kept every limit; one of a single token has no TPOT to exceed."""
+    """Whether a request kept all limits. A request with a single token has no TPOT, which cannot exceed its limit."""
     seconds = {"ttft": record.ttft, "tpot": record.tpot or 0.0, "e2el": record.latency}
     return all(seconds[name] * 1000 <= limit for name, limit in limits.items())
 
@@ -72,7 +74,7 @@ def percentile_name(percentile: float) -> str:
 
 
 def spread(seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles (interpolated linearly), in milliseconds; 0 for no values."""
+    """Mean, median, standard deviation and percentiles (interpolated linearly), in milliseconds; 0 without values."""
     values = np.asarray(seconds if len(seconds) else [0.0]) * 1000
     return {
         "mean": float(values.mean()),
@@ -83,7 +85,7 @@ def spread(seconds: Sequence[float], percentiles: Sequence[float]) -> dict[str, 
 
 
 def samples(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
-    """All values of each metric, in seconds, of requests that succeeded."""
+    """All values of each metric of the successful requests, in seconds."""
     good = [record for record in records if record.ok]
     return {
         "ttft": [record.ttft for record in good],
@@ -95,7 +97,9 @@ def samples(records: Iterable[RequestRecord]) -> dict[str, list[float]]:
 
 
 def concurrency(records: Iterable[RequestRecord]) -> tuple[list[float], list[int]]:
-    """Moments, and how many requests are open from each on; one that ends as another begins makes room for it."""
+    """Moments, and the number of open requests from each on. A request that ends as another starts is not counted with
+    it.
+    """
     changes = sorted(
         itertools.chain.from_iterable(((record.moments.start, 1), (record.end, -1)) for record in records),
     )
@@ -103,7 +107,9 @@ def concurrency(records: Iterable[RequestRecord]) -> tuple[list[float], list[int
 
 
 def token_times(records: Iterable[RequestRecord]) -> tuple[list[float], list[float]]:
-    """When output came, and how many tokens. Where chunks did not say, a request's tokens are spread over them."""
+    """Moments of output, and the number of tokens at each. If chunks have no counts, a request's tokens are spread
+    evenly.
+    """
     moments: list[float] = []
     tokens: list[float] = []
     for record in records:
@@ -114,7 +120,7 @@ def token_times(records: Iterable[RequestRecord]) -> tuple[list[float], list[flo
 
 
 def peak_token_rate(records: Iterable[RequestRecord]) -> float:
-    """The most output tokens in any one second, counted from the first request on."""
+    """The maximum number of output tokens per second, in one-second windows from the first request on."""
     moments, tokens = token_times(records)
     if not moments:
         return 0.0
@@ -130,7 +136,7 @@ def summarize(
     percentiles: Sequence[float],
     goodput: dict[str, float],
 ) -> dict[str, Any]:
-    """The figures of a run."""
+    """The metrics of a run."""
     good = [record for record in records if record.ok]
     begun = min(record.moments.start for record in records)
     duration = max(max(record.end for record in records) - begun, _SHORTEST_SECONDS)
@@ -157,7 +163,7 @@ def summarize(
 
 
 def details(records: Sequence[RequestRecord], begun: float) -> dict[str, list[Any]]:
-    """One value for each request, in seconds; `start_times` counts from the beginning of the run."""
+    """One value for each request, in seconds; `start_times` counts from the start of the run."""
     return {
         "input_lens": [record.prompt_len for record in records],
         "output_lens": [record.output_len if record.ok else 0 for record in records],

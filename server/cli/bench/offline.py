@@ -1,4 +1,4 @@
-"""What the benchmarks without HTTP share: the engine's flags, and an `LLM` made of them."""
+"""Common parts of the benchmarks without HTTP: the engine's flags, and an `LLM` created from them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from quire.server.llm import LLM
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """The model and the engine flags of `quire serve`."""
+    """Add MODEL and the engine flags of `quire serve`."""
     flags.add_model(parser)
     flags.add_flags(parser.add_argument_group("engine, as for quire serve"), EngineOptions)
 
 
 @contextlib.contextmanager
 def running(options: EngineOptions) -> Iterator[tuple[LLM, EngineConfig]]:
-    """An engine, loaded, and what it has resolved to; raises `ConfigError`."""
+    """A loaded engine and its resolved configuration; raises `ConfigError`."""
     config = resolve(options)
     print(plan_text(config), flush=True)
     try:
@@ -34,9 +34,9 @@ def running(options: EngineOptions) -> Iterator[tuple[LLM, EngineConfig]]:
 
 
 def check_lengths(config: EngineConfig, num_tokens: int) -> None:
-    """Raise `ConfigError` when a prompt and its output are longer than the model can hold."""
+    """Raise `ConfigError` if prompt and output exceed the model's maximum length."""
     if num_tokens > config.model.max_model_len:
         raise ConfigError(
-            f"prompt and output come to {num_tokens} tokens, the model holds {config.model.max_model_len}: lower "
+            f"prompt and output have {num_tokens} tokens, the model's maximum is {config.model.max_model_len}: reduce "
             "--input-len, --output-len or --random-prefix-len"
         )

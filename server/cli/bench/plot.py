@@ -1,6 +1,6 @@
-"""A run, drawn: what became of each request, how many ran, how fast tokens came, and how times are distributed.
+"""Plots a run: the phases of each request, concurrency, token rate, and distributions of times.
 
-matplotlib is imported only here, and only when a picture is asked for.
+matplotlib is imported only if a plot is requested.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MARKS = ((50, "-"), (90, "--"), (99, ":"))
 """Percentiles that are marked in a distribution."""
 _NUM_BINS = 50
 _SHORTEST_SECONDS = 1e-3
-"""The axis of time is at least so long."""
+"""Minimum length of the time axis."""
 STYLE: Any = {
     "font.size": 9,
     "font.family": "sans-serif",
@@ -47,15 +47,15 @@ STYLE: Any = {
 
 
 def check(file: str) -> None:
-    """Raise `ConfigError` for what could not be drawn."""
+    """Raise `ConfigError` if the run cannot be plotted to this file."""
     if Path(file).suffix not in _SUFFIXES:
         raise ConfigError(f"--plot {file}: the name must end in {', '.join(_SUFFIXES)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError('--plot needs matplotlib: pip install "quire[bench]"')
+        raise ConfigError('--plot requires matplotlib: pip install "quire[bench]"')
 
 
 def draw(file: str, records: Sequence[RequestRecord], title: str) -> None:
-    """Draw a run into a file, whose suffix says how."""
+    """Plot a run to a file, whose suffix selects the format."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -79,7 +79,7 @@ def draw(file: str, records: Sequence[RequestRecord], title: str) -> None:
 
 
 def _requests(axes: Axes, records: Sequence[RequestRecord], begun: float) -> None:
-    """A line for each request, in the order of arrival."""
+    """One line for each request, in order of arrival."""
     ordered = sorted(records, key=lambda record: record.moments.start)
     rows = {"waiting for the first token": _WAITING, "answering": _ANSWERING, "failed": _FAILED}
     lines: dict[str, list[tuple[int, float, float]]] = {name: [] for name in rows}
@@ -120,7 +120,7 @@ def _tokens(axes: Axes, records: Sequence[RequestRecord], begun: float, span: fl
 
 
 def _distribution(axes: Axes, seconds: Sequence[float], title: str, what: str) -> None:
-    """A histogram with a logarithmic axis of times, as these go over orders of magnitude, and its percentiles."""
+    """A histogram with its percentiles. The time axis is logarithmic, as times span orders of magnitude."""
     axes.set(title=title, xlabel="milliseconds", ylabel=what)
     values = np.asarray(seconds) * 1000
     values = values[values > 0]
@@ -142,5 +142,5 @@ def _distribution(axes: Axes, seconds: Sequence[float], title: str, what: str) -
 
 
 def _number(milliseconds: float, _: float = 0) -> str:
-    """To three or four digits, without an exponent."""
+    """Format with three or four digits, without an exponent."""
     return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"

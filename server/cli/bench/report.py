@@ -1,4 +1,4 @@
-"""Results for people and for programs: the table that is printed, and the JSON file."""
+"""Reports of the results: a printed table, and a JSON file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.server.cli.bench.stream import RequestRecord
 
 _SHOWN_ERRORS = 5
 _NOTABLE_LAG_MS = 10.0
-"""A client this late has measured itself; timers alone are up to 2 ms late."""
+"""Above this, the client itself limits the results; timers alone may be up to 2 ms late."""
 
 
 def table(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
-    """The figures of `summarize`, aligned."""
+    """The results of `summarize` as an aligned table."""
     num_all = result["completed"] + result["failed"]
     within = result["request_goodput"]
     lines = [
@@ -56,7 +56,7 @@ def _row(label: str, *cells: str, note: str = "") -> str:
 
 
 def warnings(result: Mapping[str, Any], records: Sequence[RequestRecord]) -> list[str]:
-    """What to know before the figures are believed."""
+    """Warnings about the validity of the results."""
     lines = []
     errors = Counter(record.error for record in records if not record.ok)
     for error, count in errors.most_common(_SHOWN_ERRORS):
@@ -65,14 +65,14 @@ def warnings(result: Mapping[str, Any], records: Sequence[RequestRecord]) -> lis
         lines.append(f"and {len(errors) - _SHOWN_ERRORS} other errors")
     if result["max_client_lag_ms"] > _NOTABLE_LAG_MS:
         lines.append(
-            f"this client fell behind: it sent a request {result['max_client_lag_ms']:.0f} ms after its time. "
-            "The times above count from when it should have been sent"
+            f"this client was too slow: it sent a request {result['max_client_lag_ms']:.0f} ms late. "
+            "The times above count from the scheduled time"
         )
     return lines
 
 
 def check_writable(name: str | Path, flag: str) -> None:
-    """Raise `ConfigError` now rather than after the run when a file cannot be written there."""
+    """Raise `ConfigError` if a file cannot be written there; called before the run."""
     path = Path(name)
     existed = path.exists()
     try:
@@ -82,10 +82,10 @@ def check_writable(name: str | Path, flag: str) -> None:
         if not existed:
             path.unlink()
     except OSError as error:
-        raise ConfigError(f"{flag} {path}: cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{flag} {path}: cannot write the file: {error.strerror}") from None
 
 
 def write_json(name: str | Path, result: Mapping[str, Any]) -> None:
-    """Write a result, and say where."""
+    """Write a result, and print the path."""
     Path(name).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(f"written: {name}")

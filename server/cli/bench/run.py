@@ -1,4 +1,4 @@
-"""One run against one server: find out how to ask it, warm it up, load it."""
+"""One run against one server: find out which requests it accepts, warm it up, measure."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from quire.server.cli.bench.options import ServeOptions
 from quire.server.cli.bench.stream import RequestRecord
 
 _FEW_WORDS, _MANY_WORDS = 16, 256
-"""Lengths of the two texts by which a server without token ids is asked how it counts."""
+"""Lengths of two texts that show how a server without support for token ids counts tokens."""
 _RETRY_SECONDS = 0.2
 
 Make = Callable[[DatasetOptions, int], list[Sample]]
-"""Samples from what is wanted and a number to add to the seed."""
+"""Creates samples; the number is added to the seed."""
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """A run that is over."""
+    """A finished run."""
 
     model: str
     begun: float
     cpu_seconds: float
-    """Of this process, the client."""
+    """Processor time of this process, the client."""
     records: list[RequestRecord]
 
 
 class BenchRun:
-    """A run to `measure`; raises `ConfigError` when the server does not answer as it should."""
+    """A run of `measure`; raises `ConfigError` if the server does not respond as expected."""
 
     def __init__(self, options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> None:
         self._options = options
@@ -52,7 +52,7 @@ class BenchRun:
         self._clock = clock
 
     async def measure(self) -> BenchResult:
-        """Make all requests and return what came of them."""
+        """Send all requests and return their records."""
         options = self._options
         key = options.api_key or os.environ.get("OPENAI_API_KEY")
         with BenchClient(options.url, key, self._clock) as self._client:
@@ -63,7 +63,7 @@ class BenchRun:
             arrivals = arrival_times(len(samples), options.request_rate, options.burstiness, options.seed)
             print(f"{self._model} at {options.url}{options.path}: {len(samples)} requests {options.load()}", flush=True)
             gc.collect()
-            gc.freeze()  # collections during the run need not look at the prompts again
+            gc.freeze()  # garbage collections during the run need not visit the prompts
             cpu, begun = time.process_time(), self._clock.now()
             records = await self._load(samples, arrivals, is_shown=not options.disable_tqdm)
             gc.unfreeze()
@@ -81,7 +81,7 @@ class BenchRun:
             return await drive(send, arrivals, self._options.max_concurrency, self._clock)
 
     async def _get_ready(self) -> Make:
-        """Find out which model to ask for and how, for as long as --ready-check-timeout-sec allows."""
+        """Find out the model and the form of prompts, waiting up to --ready-check-timeout-sec."""
         give_up = time.monotonic() + self._options.ready_check_timeout_sec
         while True:
             try:
@@ -100,13 +100,13 @@ class BenchRun:
         except (OSError, BenchRefused) as error:
             is_locked = isinstance(error, BenchRefused) and error.status in (401, 403)
             remedy = "--api-key" if is_locked else "is the server running? --base-url, --host, --port"
-            raise ConfigError(f"cannot ask {url}: {reason(error)} ({remedy})") from None
+            raise ConfigError(f"cannot read {url}: {reason(error)} ({remedy})") from None
         except (ValueError, LookupError, TypeError):
-            raise ConfigError(f"{url} names no model; name one with --model") from None
+            raise ConfigError(f"{url} lists no models; choose one with --model") from None
         return name
 
     async def _way_to_ask(self) -> Make:
-        """How prompts are made: as token ids where the server takes them, else as text of about the right length."""
+        """Use token ids as prompts if the server accepts them, otherwise text of about the right length."""
         options = self._options
         if not options.is_chat:
             record = await self._try(Sample([options.random_vocab_size - 1], 1, 1))
@@ -118,10 +118,10 @@ class BenchRun:
         for words in (_FEW_WORDS, _MANY_WORDS):
             record = await self._try(Sample(dataset.text_of(words), words, 1))
             if not record.ok:
-                raise ConfigError(f"{options.url}{options.path} does not answer a first request: {record.error}")
+                raise ConfigError(f"{options.url}{options.path} failed the first request: {record.error}")
             counts.append((words, record.prompt_len))
         if not options.is_chat:
-            print(f"prompts are text, of about the right length: token ids were refused ({refusal})", file=sys.stderr)
+            print(f"using text prompts of approximate length, as token ids were rejected ({refusal})", file=sys.stderr)
         words_for = dataset.words_per_token(*counts)
         return lambda wanted, more: dataset.text_samples(wanted, words_for, options.seed + more)
 

@@ -1,4 +1,4 @@
-"""`quire bench serve`: load a server with requests and measure its answers, as its users would meet them."""
+"""`quire bench serve`: send requests to a server and measure its responses as users would see them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from quire.server.cli.bench.run import BenchRun
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Give the subcommand its flags."""
+    """Add the flags of the subcommand."""
     flags.add_flags(parser.add_argument_group("server and load"), ServeOptions)
     flags.add_flags(parser.add_argument_group("requests"), DatasetOptions)
     parser.set_defaults(run=run, parser=parser)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure; 0 when at least one request succeeded."""
+    """Run the benchmark; returns 0 if at least one request succeeded."""
     return measure(flags.collect(parsed, ServeOptions), flags.collect(parsed, DatasetOptions), Clock())
 
 
 def measure(options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> int:
-    """`run` with another clock."""
+    """`run` with the given clock."""
     options.check()
     wanted.check()
     chosen = metrics.parse_metrics(options.percentile_metrics)
@@ -58,12 +58,12 @@ def measure(options: ServeOptions, wanted: DatasetOptions, clock: Clock) -> int:
     if options.plot is not None:
         title = f"{finished.model}: {len(records)} requests {options.load()}"
         plot.draw(options.plot, records, title=title)
-        print(f"drawn: {options.plot}")
+        print(f"plotted: {options.plot}")
     return 0 if result["completed"] else 1
 
 
 def _target(options: ServeOptions) -> Callable[[str], Path] | None:
-    """Where the JSON file goes, once the model is known; None: nowhere. Raises `ConfigError` for what cannot be."""
+    """A function from the model's name to the path of the JSON file; None if none is written. Raises `ConfigError`."""
     if not (options.save_result or options.save_detailed or options.result_filename):
         return None
     folder = Path(options.result_dir or "")
@@ -78,7 +78,7 @@ def _target(options: ServeOptions) -> Callable[[str], Path] | None:
 
 
 def _setup(options: ServeOptions, wanted: DatasetOptions, model: str) -> dict[str, Any]:
-    """What was measured, for the JSON file."""
+    """The setup of the benchmark, for the JSON file."""
     rate = options.request_rate
     return {
         "date": datetime.now().strftime("%Y%m%d-%H%M%S"),

@@ -1,6 +1,6 @@
-"""`quire bench startup`: `quire serve`, from the command to the first token, several times.
+"""`quire bench startup`: repeated measurements of the time from the `quire serve` command to the first token.
 
-Files come from the page cache after the first start, which is not counted; only a reboot would empty it for sure.
+After the first start, which is not counted, files come from the page cache; only a reboot would reliably empty it.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ READY, FIRST_TOKEN = "ready", "first token"
 
 @dataclass(frozen=True, kw_only=True)
 class StartupOptions:
-    """How often."""
+    """The number of starts, and the output."""
 
-    num_iters_warmup: int = flag(1, "starts before those that are measured")
-    num_iters: int = flag(5, "starts that are measured")
-    output_json: str | None = flag(None, "write the figures there", metavar="FILE")
-    disable_tqdm: bool = flag(False, "no progress bar")
+    num_iters_warmup: int = flag(1, "number of warm-up starts")
+    num_iters: int = flag(5, "number of measured starts")
+    output_json: str | None = flag(None, "write the results to a JSON file", metavar="FILE")
+    disable_tqdm: bool = flag(False, "do not show a progress bar")
 
 
 @dataclass(frozen=True)
 class StartupRun:
-    """One start: seconds in all, and of the phases that the server logs, which may overlap."""
+    """One start: total seconds, and seconds of the phases that the server logs, which may overlap."""
 
     seconds: float
     phases: dict[str, float]
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Give the subcommand its flags."""
+    """Add the flags of the subcommand."""
     flags.add_model(parser)
     flags.add_flags(parser.add_argument_group("benchmark"), StartupOptions)
     flags.add_flags(parser.add_argument_group("engine, as for quire serve"), EngineOptions)
@@ -67,10 +67,10 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure; 0, or an exception."""
+    """Run the benchmark; returns 0."""
     options = flags.collect(parsed, StartupOptions)
     if options.num_iters < 1 or options.num_iters_warmup < 0:
-        raise ConfigError("--num-iters: at least 1; --num-iters-warmup: at least 0")
+        raise ConfigError("--num-iters must be at least 1, --num-iters-warmup at least 0")
     if options.output_json is not None:
         report.check_writable(options.output_json, "--output-json")
     arguments = serve_arguments(parsed)
@@ -86,13 +86,13 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def serve_arguments(parsed: argparse.Namespace) -> list[str]:
-    """The model and the engine flags that were given, for another command line."""
+    """The model and engine flags that were given, as another command line."""
     names = EngineOptions.__dataclass_fields__
     return flags.to_arguments({name: value for name, value in vars(parsed).items() if name in names})
 
 
 def start_once(arguments: Sequence[str]) -> StartupRun:
-    """Start a server, ask it for one token, stop it; raises `ConfigError` with its last words if it does not serve."""
+    """Start a server, request one token, stop it; raises `ConfigError` with the server's last output if it fails."""
     begun = time.perf_counter()
     command = [*_COMMAND, *arguments, "--host", "127.0.0.1", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
@@ -107,7 +107,7 @@ def start_once(arguments: Sequence[str]) -> StartupRun:
                     served = time.perf_counter()
                     record = asyncio.run(_ask(found[1]))
                     if not record.ok:
-                        raise ConfigError(f"the server started but does not answer: {record.error}")
+                        raise ConfigError(f"the server started but did not respond: {record.error}")
                     phases[FIRST_TOKEN] = record.arrivals[0] - served
                     return StartupRun(record.arrivals[0] - begun, phases)
             raise ConfigError(f"quire serve did not start: {line.strip().removeprefix('quire: error: ')}")
@@ -117,7 +117,7 @@ def start_once(arguments: Sequence[str]) -> StartupRun:
 
 
 def read_phases(ready: str, phases: str) -> dict[str, float]:
-    """What the server's log line says, in its order; `ready` is the whole of it."""
+    """The phases in the server's log line, in order; `ready` is the total."""
     return {**{name: float(seconds) for name, seconds in _PHASE.findall(phases)}, READY: float(ready)}
 
 
@@ -130,7 +130,7 @@ async def _ask(url: str) -> RequestRecord:
 
 
 def figures(starts: Sequence[StartupRun]) -> dict[str, Any]:
-    """Mean, percentiles and all values of the whole; median, least and most of each phase."""
+    """Mean, percentiles and all values of the total; median, minimum and maximum of each phase."""
     seconds = [start.seconds for start in starts]
     names = dict.fromkeys(name for start in starts for name in start.phases)
     spent = {name: [start.phases.get(name, 0.0) for start in starts] for name in names}
@@ -146,7 +146,7 @@ def figures(starts: Sequence[StartupRun]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures, aligned."""
+    """The results as an aligned table."""
     seconds = result["startup_times"]
     in_all = {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)}
     lines = [f"{'seconds':<20}{'median':>8}{'least':>8}{'most':>8}"]

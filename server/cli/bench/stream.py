@@ -1,4 +1,4 @@
-"""What one request's answer brings: server-sent events, the tokens in them, and when they came."""
+"""Records a streamed response: server-sent events, their tokens, and arrival times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.server.cli.bench.load import SendTimes
 class SSEParser:
     """Splits a stream of bytes into the data of its events (WHATWG HTML, "Server-sent events").
 
-    The other fields and comments are dropped.
+    Other fields and comments are ignored.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class SSEParser:
         self._data: list[bytes] = []
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The data of the events that are now complete; they may end anywhere in what is received."""
+        """Return the data of the completed events; the bytes may be split anywhere."""
         events = []
         *lines, self._rest = (self._rest + received).split(b"\n")
         for line in lines:
@@ -68,22 +68,22 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request: what was asked, what came and when. Times are those of the clock that measured it."""
+    """One request and its response. Times are those of the clock that measured it."""
 
     moments: SendTimes
     prompt_len: int
-    """Tokens; as the server counts them once it has said so."""
+    """In tokens, as counted by the server if it reports usage."""
     end: float = 0.0
     error: str = ""
     arrivals: list[float] = field(default_factory=list)
-    """When each chunk with output came."""
+    """Arrival time of each chunk with output."""
     tokens: list[int] = field(default_factory=list)
-    """Output tokens of each of these chunks; 1 where the server did not say."""
+    """Output tokens of each of these chunks; 1 if the server did not report it."""
     texts: list[str] = field(default_factory=list)
     is_done: bool = False
-    """The stream has said that nothing follows."""
+    """The end-of-stream marker has arrived."""
     _counted: int = 0
-    """Output tokens that the server's last usage spoke of."""
+    """Output tokens in the server's last usage."""
     _stream: SSEParser = field(default_factory=SSEParser)
 
     @property
@@ -92,7 +92,7 @@ class RequestRecord:
 
     @property
     def output_len(self) -> int:
-        """Output tokens: as the server counts them, else one for each chunk."""
+        """Output tokens: as counted by the server, or else one per chunk."""
         return self._counted or sum(self.tokens)
 
     @property
@@ -105,17 +105,17 @@ class RequestRecord:
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between a chunk and the next: what a reader waits, however many tokens come together."""
+        """Seconds between consecutive chunks: how long a reader waits, however many tokens arrive together."""
         return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token after the first chunk; None where nothing followed it."""
+        """Seconds per token after the first chunk; None if nothing followed it."""
         following = self.output_len - 1
         return (self.end - self.arrivals[0]) / following if following > 0 else None
 
     def feed(self, now: float, received: bytes) -> None:
-        """Take in a part of the answer's body."""
+        """Process a part of the response body."""
         for event in self._stream.feed(received):
             if event == b"[DONE]":
                 self.is_done = True
@@ -123,13 +123,13 @@ class RequestRecord:
             try:
                 self._take(now, _decode(event))
             except msgspec.MsgspecError as error:
-                self.error = self.error or f"the server sent an event that is no chunk: {error}"
+                self.error = self.error or f"the server sent an invalid chunk: {error}"
 
     def close(self, now: float) -> None:
-        """The answer has ended."""
+        """End the record."""
         self.end = now
         if not self.error and not self.arrivals:
-            self.error = "the server answered without a single token"
+            self.error = "the response has no tokens"
 
     def _take(self, now: float, chunk: _Chunk) -> None:
         if chunk.error is not None:
@@ -153,7 +153,7 @@ class RequestRecord:
 
 
 def message_of(error: Any) -> str:
-    """The text of an error, in whichever of the shapes that servers give it."""
+    """The message of an error, in any of the formats that servers use."""
     match error:
         case {"error": inner} | {"message": inner} | {"detail": inner}:
             return message_of(inner)

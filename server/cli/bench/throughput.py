@@ -1,4 +1,4 @@
-"""`quire bench throughput`: the engine without HTTP, given all requests at once."""
+"""`quire bench throughput`: the throughput of the engine without HTTP, with all requests at once."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from quire.server.cli.bench.dataset import DatasetOptions, Sample
 class ThroughputOptions:
     """The names are those of `vllm bench throughput`."""
 
-    num_warmups: int = flag(0, "requests to make before those that are measured")
-    output_json: str | None = flag(None, "write the figures there", metavar="FILE")
-    disable_tqdm: bool = flag(False, "no progress bar")
+    num_warmups: int = flag(0, "number of warm-up requests")
+    output_json: str | None = flag(None, "write the results to a JSON file", metavar="FILE")
+    disable_tqdm: bool = flag(False, "do not show a progress bar")
 
 
 def fill(parser: argparse.ArgumentParser) -> None:
-    """Give the subcommand its flags."""
+    """Add the flags of the subcommand."""
     flags.add_flags(parser.add_argument_group("benchmark"), ThroughputOptions)
     flags.add_flags(parser.add_argument_group("requests"), DatasetOptions)
     offline.add_engine_flags(parser)
@@ -33,7 +33,7 @@ def fill(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Measure; 0, or an exception."""
+    """Run the benchmark; returns 0."""
     options = flags.collect(parsed, ThroughputOptions)
     wanted = flags.collect(parsed, DatasetOptions)
     engine = flags.collect(parsed, EngineOptions)
@@ -71,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def figures(seconds: float, num_requests: int, num_input: int, num_output: int) -> dict[str, Any]:
-    """The names are those of `vllm bench throughput`'s JSON; the output tokens are shown apart as well."""
+    """The names are those of `vllm bench throughput`'s JSON; output tokens are also counted separately."""
     return {
         "elapsed_time": seconds,
         "num_requests": num_requests,

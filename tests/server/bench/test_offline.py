@@ -126,12 +126,12 @@ def test_the_users_mistakes_are_one_line(
 ) -> None:
     model = [str(model_folder), "--load-format", "dummy", "--device", "cpu"]
     for arguments, complaint in (
-        (["throughput", *model, "--input-len", "200"], "prompt and output come to 328 tokens, the model holds 128"),
+        (["throughput", *model, "--input-len", "200"], "prompt and output have 328 tokens, the model's maximum is 128"),
         (["throughput", str(tmp_path / "none")], "no such model folder"),
-        (["throughput", "--output-json", "/proc/none/x"], "--output-json /proc/none/x: cannot be written"),
-        (["latency", *model, "--batch-size", "0"], "--batch-size 0: at least 1"),
-        (["latency", "--num-iters", "0"], "--num-iters: at least 1"),
-        (["startup", "--num-iters", "0"], "--num-iters: at least 1"),
+        (["throughput", "--output-json", "/proc/none/x"], "--output-json /proc/none/x: cannot write the file"),
+        (["latency", *model, "--batch-size", "0"], "--batch-size 0: must be at least 1"),
+        (["latency", "--num-iters", "0"], "--num-iters must be at least 1"),
+        (["startup", "--num-iters", "0"], "--num-iters must be at least 1"),
         (["startup", str(tmp_path / "none")], "quire serve did not start:"),
     ):
         assert complaint in refusal(capsys, *arguments)

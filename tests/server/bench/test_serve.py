@@ -147,7 +147,7 @@ def test_a_server_without_token_ids_gets_text(tmp_path: Path, capsys: pytest.Cap
 
     with fake_server(script) as server:
         assert bench(server, tmp_path)["input_lens"] == [6, 6, 6]
-    assert "token ids were refused (422: prompt: a string is expected)" in capsys.readouterr().err
+    assert "token ids were rejected (422: prompt: a string is expected)" in capsys.readouterr().err
 
 
 def test_failures_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,10 +177,10 @@ def test_failures_are_counted_and_shown(tmp_path: Path, capsys: pytest.CaptureFi
         result = bench(server, tmp_path, "--num-prompts", "8", "--max-concurrency", "1")
     assert (result["completed"], result["failed"]) == (2, 6)
     assert result["errors"][0] == "429: too many requests"
-    assert result["errors"][1] == "the server closed the connection before its answer had ended"
+    assert result["errors"][1] == "the server closed the connection before the end of its response"
     assert result["errors"][2] == "the engine is gone"
-    assert result["errors"][3].startswith("the server does not speak HTTP")
-    assert result["errors"][4] == "the server answered without a single token"
+    assert result["errors"][3].startswith("the server sent an invalid HTTP response")
+    assert result["errors"][4] == "the response has no tokens"
     assert result["errors"][5] == "500: <html>broken"
     assert result["errors"][6:] == ["", ""]
     assert result["output_lens"] == [0] * 6 + [3, 3]
@@ -253,22 +253,22 @@ def test_the_users_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for arguments, complaint in (
-        (["--goodput", "ttft=500"], "--goodput ttft=500: NAME:MILLISECONDS is expected"),
+        (["--goodput", "ttft=500"], "--goodput ttft=500: expected NAME:MILLISECONDS"),
         (["--metric-percentiles", "many"], "--metric-percentiles many"),
-        (["--percentile-metrics", "speed"], "there is no 'speed'"),
-        (["--request-rate", "0"], "--request-rate 0: a number above 0"),
+        (["--percentile-metrics", "speed"], "unknown metric 'speed'"),
+        (["--request-rate", "0"], "--request-rate 0: must be greater than 0"),
         (["--burstiness", "-1"], "--burstiness -1"),
         (["--max-concurrency", "0"], "--max-concurrency 0"),
-        (["--endpoint", "v1/completions"], "--endpoint v1/completions: a path is expected"),
-        (["--extra-body", "[1]"], "--extra-body [1]: a JSON object is expected"),
-        (["--extra-body", "{"], "--extra-body {: a JSON object is expected"),
+        (["--endpoint", "v1/completions"], "--endpoint v1/completions: expected a path"),
+        (["--extra-body", "[1]"], "--extra-body [1]: expected a JSON object"),
+        (["--extra-body", "{"], "--extra-body {: expected a JSON object"),
         (["--random-range-ratio", "1"], "--random-range-ratio 1.0"),
-        (["--base-url", "127.0.0.1:8000"], "--base-url 127.0.0.1:8000: a URL like"),
-        (["--base-url", "http://127.0.0.1:port"], "--base-url http://127.0.0.1:port: a URL like"),
-        (["--base-url", "http://[::1"], "--base-url http://[::1: a URL like"),
+        (["--base-url", "127.0.0.1:8000"], "--base-url 127.0.0.1:8000: expected a URL such as"),
+        (["--base-url", "http://127.0.0.1:port"], "--base-url http://127.0.0.1:port: expected a URL such as"),
+        (["--base-url", "http://[::1"], "--base-url http://[::1: expected a URL such as"),
         (["--plot", "run.gif"], "--plot run.gif: the name must end in .png"),
-        (["--plot", "/proc/none/run.png"], "--plot /proc/none/run.png: cannot be written"),
-        (["--save-result", "--result-dir", "/proc/none"], "cannot be written"),
+        (["--plot", "/proc/none/run.png"], "--plot /proc/none/run.png: cannot write the file"),
+        (["--save-result", "--result-dir", "/proc/none"], "cannot write the file"),
         (["--num-prompt", "3"], "--num-prompt"),
         (["--backend", "tgi"], "invalid choice: 'tgi'"),
     ):
@@ -281,8 +281,8 @@ def test_a_server_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[st
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     line = refusal(capsys, "serve", "--port", port)
-    assert line.startswith(f"quire: error: cannot ask http://127.0.0.1:{port}/v1/models: Connection refused")
-    assert "does not answer a first request" in refusal(capsys, "serve", "--port", port, "--model", "named")
+    assert line.startswith(f"quire: error: cannot read http://127.0.0.1:{port}/v1/models: Connection refused")
+    assert "failed the first request" in refusal(capsys, "serve", "--port", port, "--model", "named")
 
 
 def test_a_server_that_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,7 +291,7 @@ def test_a_server_that_refuses_is_one_line(capsys: pytest.CaptureFixture[str]) -
 
     with fake_server(script) as server:
         line = refusal(capsys, "serve", "--base-url", server.url)
-    assert "does not answer a first request: 400: ignore_eos is not a parameter" in line
+    assert "failed the first request: 400: ignore_eos is not a parameter" in line
 
 
 def test_the_flag_list_is_frozen() -> None:

@@ -79,10 +79,10 @@ def test_tokens_that_make_no_text_arrive_with_the_end() -> None:
 @pytest.mark.parametrize(
     ("chunks", "error"),
     [
-        ([], "the server answered without a single token"),
+        ([], "the response has no tokens"),
         ([text("a"), {"error": {"message": "the engine\n is gone", "code": 503}}], "the engine is gone"),
-        ([text("a"), b"{not json"], "the server sent an event that is no chunk"),
-        ([text("a"), {"choices": 3}], "the server sent an event that is no chunk"),
+        ([text("a"), b"{not json"], "the server sent an invalid chunk"),
+        ([text("a"), {"choices": 3}], "the server sent an invalid chunk"),
     ],
 )
 def test_what_a_failure_says(chunks: list[Any], error: str) -> None:
