@@ -1,4 +1,4 @@
-"""The figures of benchmarks/compare.py as tables, and as docs/benchmarks.md."""
+"""The figures of benchmarks/compare.py as tables, and as docs/benchmarks/servers.md."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def document(results: dict[str, Any]) -> str:
-    """docs/benchmarks.md."""
+    """docs/benchmarks/servers.md."""
     groups = results["groups"]
     servers = [server for group in groups for server in group["servers"]]
     versions = ", ".join(dict.fromkeys(f"{server['peer']} {server['version']}" for server in servers))

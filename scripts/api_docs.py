@@ -1,4 +1,4 @@
-"""Write docs/api.md from the application's OpenAPI document: `.venv/bin/python scripts/api_docs.py`.
+"""Write docs/reference/api.md from the application's OpenAPI document: `.venv/bin/python scripts/api_docs.py`.
 
 Remarks are the docstrings of routes, of the bodies' fields, and of their classes; nothing is written here.
 """
@@ -16,7 +16,7 @@ from quire.server.app import create_app
 from quire.server.frontend.frontend import Frontend
 from quire.server.http.state import ServedModel
 
-PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "api.md"
 COMMAND = ".venv/bin/python scripts/api_docs.py"
 INTRODUCTION = f"""# The HTTP API
 

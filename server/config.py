@@ -71,7 +71,7 @@ class ServerOptions(ModelOptions):
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "what is worth a log line")
 
     max_queue: int | Literal["unlimited"] = flag(
-        8192, "requests that may wait for the engine; past it the answer is 429 (see docs/deploy.md)"
+        8192, "requests that may wait for the engine; past it the answer is 429 (see docs/guides/deployment.md)"
     )
     request_timeout: float | None = flag(
         None, "longest time that a request may take, from its first byte to the end of the answer", metavar="SECONDS"

@@ -1,4 +1,4 @@
-"""The messages that docs/distributed.md explains are those of the sources."""
+"""The messages that docs/guides/multi-node.md explains are those of the sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "distributed.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "multi-node.md").read_text()
 GAP = "…"
 
 

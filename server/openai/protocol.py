@@ -63,7 +63,7 @@ MAX_SEQUENCES = 4096
 def tell_others(harmless: Iterable[str], refused: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
     """For the `json_schema_extra` of a request: its schema tells what else is accepted, and what is refused by name.
 
-    `refused` has the values that ask for nothing, which are accepted. docs/api.md is made of this.
+    `refused` has the values that ask for nothing, which are accepted. docs/reference/api.md is made of this.
     """
 
     def tell(schema: dict[str, Any]) -> None:

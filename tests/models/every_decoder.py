@@ -1,6 +1,7 @@
 """Every architecture of transformers' list of causal language models, tiny where that is possible.
 
-`python -m tests.models.every_decoder` prints which of them transformers' implementation serves, for docs/models.md.
+`python -m tests.models.every_decoder` prints which of them transformers' implementation serves, for
+docs/reference/models.md.
 """
 
 from __future__ import annotations
