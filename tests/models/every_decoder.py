@@ -95,7 +95,7 @@ def table() -> str:
         lines += (
             [f"| {layouts} | {', '.join(f'**{n}**' if n not in FAMILIES else n for n in names)} |"] if names else []
         )
-    lines += ["", "| not served, because | architectures |", "|---|---|"]
+    lines += ["", "| not supported, because | architectures |", "|---|---|"]
     for reason, others in sorted(reasons.items()):
         if left := sorted(others - served.keys()):
             lines.append(f"| {reason} | {', '.join(left)} |")
