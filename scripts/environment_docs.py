@@ -82,8 +82,8 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "RAY_ADDRESS": "HOST:PORT of the head of a Ray cluster. Default: the cluster of this host.",
             "RAY_DEDUP_LOGS": "Quire sets it to `0` if it is not set, so that each log line names its node.",
             "HF_TOKEN": "Token for Hugging Face. With Ray, all nodes get it, unless they have their own. The same "
-            "applies to `OMP_NUM_THREADS` and to variables that begin with `NCCL_`, `GLOO_` or `QUIRE_`, except for keys, "
-            "addresses and interfaces.",
+            "applies to `OMP_NUM_THREADS` and to variables that begin with `NCCL_`, `GLOO_` or `QUIRE_`, except for "
+            "keys, addresses and interfaces.",
         },
     ),
 }
