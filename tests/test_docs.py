@@ -101,6 +101,14 @@ def test_flags_that_a_guide_names_exist(page: Path) -> None:
             assert flag in known, f"{flag} is no flag of quire"
 
 
+def test_flags_that_are_not_supported_do_not_exist() -> None:
+    page = (ROOT / "docs" / "guides" / "coming-from-vllm.md").read_text()
+    section = page.partition("### Not supported yet")[2].partition("\n#")[0]
+    flags = set(re.findall(r"`(--[a-z][\w-]+)`", section))
+    assert flags
+    assert not flags & known_flags(), "the page says that these are not supported"
+
+
 def test_metrics_that_a_guide_names_exist() -> None:
     known = set(re.findall(r"`(quire:\w+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
     known |= {f"{name}_bucket" for name in known}
