@@ -158,10 +158,9 @@ def pipeline() -> str:
                     drawing.box(x, y, width, height, plans[name], f"{name}{begun // 3 + 1}")
         bottom = top + 2 * (height + 10) + height / 2
         for turn in (1, 2):  # the tokens of a plan go into the next one of the same requests
-            x = left + 3 * turn * (width + gap) - gap / 2
-            drawing.arrow(
-                (x - gap / 2, bottom), (x, bottom), (x, top + height / 2), (x + gap / 2 + 2, top + height / 2)
-            )
+            middle = left + 3 * turn * (width + gap) - gap / 2
+            above = top + height / 2
+            drawing.arrow((middle - gap / 2, bottom), (middle, bottom), (middle, above), (middle + gap / 2 + 2, above))
     drawing.text(left + 3 * (width + gap) - gap / 2, 388, "sampled tokens", size=13, colour=QUIET)
     drawing.text(left + 6 * (width + gap) - gap / 2, 388, "sampled tokens", size=13, colour=QUIET)
     drawing.arrow((left, 408), (770, 408), colour=INK)
@@ -196,7 +195,7 @@ def kv_cache() -> str:
     kinds = {1: PURPLE, 4: PURPLE, 7: BLUE, 9: ORANGE, 3: GREY, 10: GREY}
     for number in range(12):
         drawing.box(left + step * number, pool_top, size, size, kinds.get(number, WHITE), str(number))
-    x = 122.0
+    x = left
     for fill, text, width in (
         (PURPLE, "shared, 2 references", 175),
         (BLUE, "request 1", 100),
