@@ -5,9 +5,9 @@ A B C, …), with prompts that are new in every round and the same for all. What
 floor that the machine's measured bandwidth and matmul rate set, and beside the ratio Quire / peer of each round.
 
     .venv/bin/python benchmarks/compare.py --peer vllm=/opt/vllm/venv --peer openvino=/opt/ov/venv \\
-        --peer llama.cpp=/opt/llama.cpp --json figures.json --write docs/benchmarks.md
+        --peer llama.cpp=/opt/llama.cpp --json figures.json --write docs/benchmarks/servers.md
     .venv/bin/python benchmarks/compare.py --quick --model tiny    # a smoke test
-    .venv/bin/python benchmarks/compare.py --load a.json b.json --write docs/benchmarks.md    # documents again
+    .venv/bin/python benchmarks/compare.py --load a.json b.json --write docs/benchmarks/servers.md    # documents again
 
 A peer's place may also come from the environment: QUIRE_PEER_VLLM, QUIRE_PEER_LLAMA_CPP, QUIRE_PEER_OPENVINO, …
 """

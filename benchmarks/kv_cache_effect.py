@@ -1,6 +1,6 @@
 """What a second tensor-parallel rank brings where weights leave little room for KV: blocks, and with them throughput.
 
-.venv/bin/python benchmarks/kv_cache_effect.py --plot docs/kv_cache_effect.svg
+.venv/bin/python benchmarks/kv_cache_effect.py --plot docs/pictures/kv_cache_effect.svg
 
 Every worker gets the same memory (--budget-mib) for weights, workspace and KV cache, as a GPU has its own. Half of the
 weights then leave room for many more blocks, so that more requests run at once; a step costs about the same, as it

@@ -1,4 +1,4 @@
-"""The figures of benchmarks/compare.py as tables, and as docs/benchmarks.md."""
+"""The figures of benchmarks/compare.py as tables, and as docs/benchmarks/servers.md."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def _group(group: dict[str, Any], measured: str) -> str:
 
 
 def _likeness(found: dict[str, float] | None) -> str:
-    return f"{found['correlation']:.5f}, {found['largest']:.3f}" if found else "not told"
+    return f"{found['correlation']:.5f}, {found['largest']:.3f}" if found else "not measured"
 
 
 def _label(server: dict[str, Any]) -> str:
@@ -156,7 +156,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def document(results: dict[str, Any]) -> str:
-    """docs/benchmarks.md."""
+    """docs/benchmarks/servers.md."""
     groups = results["groups"]
     servers = [server for group in groups for server in group["servers"]]
     versions = ", ".join(dict.fromkeys(f"{server['peer']} {server['version']}" for server in servers))
@@ -164,9 +164,9 @@ def document(results: dict[str, Any]) -> str:
     command = "".join(f"    {line}\n" for line in results["command"].split("\n"))
     missing = "".join(f"- {entry['peer']}: {entry['why']}\n" for entry in results["missing"])
     without = f"\nNot measured:\n\n{missing}" if missing else ""
-    return f"""# Benchmarks
+    return f"""# Other servers
 
-Written by `benchmarks/compare.py`; change that, not this page.
+`benchmarks/compare.py` writes this page: change the program, not the page.
 
 {command}
 Python {results["python"]}, torch {results["torch"]}.
@@ -189,28 +189,31 @@ def _method(sizes: dict[str, list[int]]) -> str:
     batch, stream, online = sizes["batch"], sizes["stream"], sizes["online"]
     return f"""## What is compared
 
-Checkpoints have random weights in the shape of public models with a vocabulary of 32,000 (stored in bfloat16, converted
-for the servers that want their own format). All servers of a table run at once and are measured in turns, round after
-round; one that burns CPU while idle is stopped (SIGSTOP) while another is measured. Prompts are token ids (text that
-encodes to them for transformers), new in every round, the same for all; decoding is greedy, past the end of sequence,
-and every answer is checked for its length. OpenVINO GenAI has no server of its own: `benchmarks/openvino_server.py`
-puts its continuous batching behind the same API.
+Checkpoints have random weights in the shape of public models with a vocabulary of 32,000. They are stored in bfloat16,
+and converted for servers that need their own format. All servers of a table run at the same time and are measured in
+turns, round after round. A server that uses CPU time while idle is stopped (SIGSTOP) while another one is measured.
+Prompts are token ids (for transformers, text that encodes to them). They are new in every round and the same for all
+servers. Decoding is greedy and continues past the end of sequence, and the length of every answer is checked. OpenVINO
+GenAI has no server of its own: `benchmarks/openvino_server.py` puts its continuous batching behind the same API.
 
 - **batch**: {batch[0]} requests of {batch[1]} tokens in, {batch[2]} out, sent at once.
-- **stream**: one request of {stream[1]} in, {stream[2]} out; some one after the other.
+- **stream**: one request of {stream[1]} in, {stream[2]} out; several, one after the other.
 - **online**: {online[0]} requests of {online[1]} in, {online[2]} out. Poisson arrivals, the same for all, at 60 % of
-  the requests per second that the slowest useful server managed in the first round's batch, unless --rate says
-  otherwise; useful is one with at least half of the best throughput. Who cannot keep up shows it in the TTFT.
+  the requests per second that the slowest useful server reached in the batch of the first round, unless --rate is
+  given. A server is useful if it has at least half of the best throughput. The TTFT of a server that cannot keep up is
+  large.
 - **start**: from the command to the first token. **Memory**: PSS of all processes after the last workload.
-- **Prompt logprobs**: of the 252 tokens after the first of four prompts of 64, against transformers in float32.
+- **Prompt logprobs**: those of the 252 tokens after the first in four prompts of 64, compared with transformers in
+  float32.
 
-TTFT and ITL are medians over requests, where a request's ITL is the mean of its gaps; p99 ITL is over all gaps.
+TTFT and ITL are medians over requests; the ITL of a request is the mean of its gaps. The p99 ITL is over all gaps.
 
-**Floors.** A step takes at least the larger of two bounds: *bytes / bandwidth*, where every weight is read once and the
-KV cache of every decoding request once, in the bytes of the precision; and *operations / matmul rate*, two for each
-weight and token (the head's only where a token is sampled) and 4 × heads × head size × layers for each pair of tokens
-in attention. TTFT of a stream is its prefill in one step, ITL its decode step in the middle of the output, the batch
-one prefill of everything and then a decode step for each further token. Bandwidth is the better of copying and reading
-1 GiB, the rate the best of torch's matmuls, measured in the same run, at its start and after every round: the best
-of each counts (16-bit weights may be multiplied in float32).
+**Floors.** A step takes at least the larger of two bounds. The first is *bytes / bandwidth*: every weight is read once,
+and the KV cache of every decoding request once, in the bytes of the precision. The second is *operations / matmul
+rate*: two operations for each weight and token (for the head only where a token is sampled), and 4 × heads × head size
+× layers for each pair of tokens in attention. The TTFT of a stream is its prefill in one step. Its ITL is the decode
+step in the middle of the output. The batch is one prefill of everything, then a decode step for each further token.
+Bandwidth is the better of copying and reading 1 GiB, and the matmul rate the best of torch's products. Both are
+measured in the same run, at its start and after every round, and the best of each counts (16-bit weights may be
+multiplied in float32).
 """

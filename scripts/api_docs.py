@@ -1,4 +1,4 @@
-"""Write docs/api.md from the application's OpenAPI document: `.venv/bin/python scripts/api_docs.py`.
+"""docs/reference/api.md from the application's OpenAPI document; `scripts/docs` writes it.
 
 Remarks are the docstrings of routes, of the bodies' fields, and of their classes; nothing is written here.
 """
@@ -6,26 +6,25 @@ Remarks are the docstrings of routes, of the bodies' fields, and of their classe
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, cast
 
+from markdown_table import code, table
 from starlette.routing import Route
 
 from quire.server.app import create_app
 from quire.server.frontend.frontend import Frontend
 from quire.server.http.state import ServedModel
 
-PAGE = Path(__file__).parent.parent / "docs" / "api.md"
-COMMAND = ".venv/bin/python scripts/api_docs.py"
-INTRODUCTION = f"""# The HTTP API
+INTRODUCTION = """# HTTP API
 
-Every route and parameter. This page is made from the code by `{COMMAND}`;
-a test tells when it is out of date.
+This page lists every route and every parameter. `scripts/docs` generates it from the code, and a test fails if it is
+out of date.
 
-A parameter without a remark means what it means in the API that the route is of; a remark says what is added or
-differs. Other parameters are refused with an error that names them, and so is a value of the wrong type: numbers are
-not taken for strings, nor the other way round. A `null` in a body is as good as nothing.
+A parameter without a remark has the same meaning as in the API that defines the route (OpenAI's, Anthropic's). A remark
+says what Quire adds or does differently. The server rejects any other parameter with an error that names it. It also
+rejects values of the wrong type: it does not convert numbers to strings or strings to numbers. A `null` in a body is
+the same as leaving the parameter out.
 """
 _LIMITS = {
     "minimum": "≥ {}",
@@ -44,12 +43,6 @@ _LIMITS_OF_64_BITS = (-(2**63), 2**63)
 Schema = dict[str, Any]
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(render())
-    print(f"{PAGE} is written")
-
-
 def render() -> str:
     """The page as Markdown."""
     app = create_app(ServedModel(cast(Frontend, None), ("",)))  # no route is called
@@ -61,8 +54,8 @@ def render() -> str:
         for method, operation in methods.items()
     ]
     plain = [route.path for route in app.routes if isinstance(route, Route) and route.path not in document["paths"]]
-    parts = [INTRODUCTION, "## Routes\n", _table(("route", ""), [(_route(r, o), _text(o)) for r, o in operations])]
-    parts.append(f"{', '.join(map(_code, plain))}: the OpenAPI document, and pages that show it.\n")
+    parts = [INTRODUCTION, "## Routes\n", table(("route", ""), [(_route(r, o), _text(o)) for r, o in operations])]
+    parts.append(f"{', '.join(map(code, plain))}: the OpenAPI document and pages that show it.\n")
     shown: list[str] = []
     for route, operation in operations:
         parts += _operation(route, operation, schemas, shown)
@@ -81,7 +74,7 @@ def _operation(route: str, operation: Schema, schemas: dict[str, Schema], shown:
     yield f"## {route}\n"
     if parameters:
         rows = (_row(p["name"], p["schema"] | p, p.get("required", False), shown, p["in"]) for p in parameters)
-        yield _table(("parameter", "type", "default", ""), rows)
+        yield table(("parameter", "type", "default", ""), rows)
     if body is None:
         return
     names = [option["$ref"].rpartition("/")[2] for option in body.get("anyOf", [body]) if "$ref" in option]
@@ -96,14 +89,14 @@ def _object(schema: Schema, shown: list[str]) -> Iterator[str]:
     required = schema.get("required", ())
     properties = sorted(schema.get("properties", {}).items(), key=lambda named: named[0] not in required)
     rows = (_row(name, field, name in required, shown) for name, field in properties)
-    yield _table(("parameter", "type", "default", ""), rows)
+    yield table(("parameter", "type", "default", ""), rows)
     if harmless := schema.get("x-harmless"):
-        yield f"Accepted without effect: {', '.join(map(_code, harmless))}.\n"
+        yield f"Accepted, without effect: {', '.join(map(code, harmless))}.\n"
     if refused := schema.get("x-refused"):
         yield (
-            "Refused by name, unless with a value shown here, which asks for nothing: "
+            "Not supported. Rejected by name, except with a value shown in parentheses, which has no effect: "
             + ", ".join(
-                _code(name) + (f" ({' or '.join(_code(json.dumps(value)) for value in values)})" if values else "")
+                code(name) + (f" ({' or '.join(code(json.dumps(value)) for value in values)})" if values else "")
                 for name, values in refused.items()
             )
             + ".\n"
@@ -113,9 +106,9 @@ def _object(schema: Schema, shown: list[str]) -> Iterator[str]:
 def _row(name: str, field: Schema, required: bool, shown: list[str], place: str = "body") -> tuple[str, ...]:
     default = "required" if required else ""
     if field.get("default") is not None:
-        default = _code(json.dumps(field["default"]))
+        default = code(json.dumps(field["default"]))
     where = {"path": "In the path. ", "query": "In the query. ", "header": "A header. "}.get(place, "")
-    return _code(name), _type(field, shown), default, where + _text(field)
+    return code(name), _type(field, shown), default, where + _text(field)
 
 
 def _type(field: Schema, shown: list[str]) -> str:
@@ -129,9 +122,9 @@ def _type(field: Schema, shown: list[str]) -> str:
         case {"anyOf": options} | {"oneOf": options}:
             return " or ".join(_type(option, shown) for option in options if option != {"type": "null"})
         case {"enum": values}:
-            return " or ".join(_code(json.dumps(value)) for value in values)
+            return " or ".join(code(json.dumps(value)) for value in values)
         case {"const": value}:
-            return _code(json.dumps(value))
+            return code(json.dumps(value))
         case {"type": "array", "items": items}:
             said = f"array of ({_type(items, shown)})" if "anyOf" in items else f"array of {_type(items, shown)}"
         case {"type": "object", "additionalProperties": dict(values)} if values:
@@ -141,7 +134,7 @@ def _type(field: Schema, shown: list[str]) -> str:
         case _:
             return "anything"
     limits = [
-        text.format(_code(field[key]) if key == "pattern" else f"{field[key]:g}")
+        text.format(code(field[key]) if key == "pattern" else f"{field[key]:g}")
         for key, text in _LIMITS.items()
         if key in field and field[key] not in _LIMITS_OF_64_BITS
     ]
@@ -151,22 +144,8 @@ def _type(field: Schema, shown: list[str]) -> str:
 def _route(route: str, operation: Schema) -> str:
     has_section = "parameters" in operation or "requestBody" in operation
     anchor = "".join(c for c in route.lower().replace(" ", "-") if c.isalnum() or c in "-_")
-    return f"[{_code(route)}](#{anchor})" if has_section else _code(route)
+    return f"[{code(route)}](#{anchor})" if has_section else code(route)
 
 
 def _text(schema: Schema) -> str:
     return " ".join(schema.get("description", "").split())
-
-
-def _code(text: Any) -> str:
-    return f"`{text}`"
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = tuple(head)
-    lines = [head, ("---",) * len(head), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n" for line in lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -75,7 +75,7 @@ class ServerOptions(ModelOptions):
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "lowest level of log messages to show")
 
     max_queue: int | Literal["unlimited"] = flag(
-        8192, "maximum number of waiting requests; further requests get status 429 (see docs/deploy.md)"
+        8192, "maximum number of waiting requests; further requests get status 429 (see docs/guides/deployment.md)"
     )
     request_timeout: float | None = flag(
         None, "maximum duration of a request, from its first byte to the end of the response", metavar="SECONDS"

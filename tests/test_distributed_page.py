@@ -1,4 +1,4 @@
-"""The messages that docs/distributed.md explains are those of the sources."""
+"""The messages that docs/guides/troubleshooting.md explains are those of the sources."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "distributed.md").read_text()
+PAGE = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
 GAP = "…"
 
 
 def messages() -> list[str]:
     """First cells of the table of troubles; `…` stands for what differs."""
-    rows = PAGE.partition("## When something is wrong")[2].splitlines()
+    rows = PAGE.partition("## Messages about several devices or hosts")[2].splitlines()
     return [found[2].strip() for row in rows if (found := re.match(r"\| (`+)(.+?)\1 \|", row))]
 
 

@@ -6,8 +6,8 @@ named, and the others go on.
     scripts/gpu_check                                  # under 10 minutes
     scripts/gpu_check --quick --only kernels model     # some parts, with less work
     scripts/gpu_check --only memory                    # 10,000 requests in 95 % of the memory, in time of its own
-    scripts/gpu_check --json FILE --write docs/cuda.md
-    scripts/gpu_check --load FILE --write docs/cuda.md # measure nothing, write the page again
+    scripts/gpu_check --json FILE --write docs/benchmarks/gpu.md
+    scripts/gpu_check --load FILE --write docs/benchmarks/gpu.md # measure nothing, write the page again
     scripts/gpu_check --device cpu --tiny              # a rehearsal without a GPU, of toy sizes
 
 Exit code 0: all ran, is right and reaches its aims; 1: a part failed or a check is wrong; 3: an aim is not reached.

@@ -1,4 +1,4 @@
-"""What the parts found as text, as JSON, and as a section of docs/cuda.md."""
+"""What the parts found as text, as JSON, and as a section of docs/benchmarks/gpu.md."""
 
 from __future__ import annotations
 

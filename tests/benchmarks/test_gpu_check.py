@@ -345,7 +345,7 @@ def test_the_page_between_its_markers(tmp_path: Path) -> None:
 
 def test_the_docs_have_the_markers() -> None:
     report = module("gpu.report")
-    text = (_ROOT / "docs" / "cuda.md").read_text()
+    text = (_ROOT / "docs" / "benchmarks" / "gpu.md").read_text()
     assert 0 < text.index(report.BEGIN) < text.index(report.END)
 
 

@@ -1,6 +1,7 @@
 """Every architecture of transformers' list of causal language models, tiny where that is possible.
 
-`python -m tests.models.every_decoder` prints which of them transformers' implementation serves, for docs/models.md.
+`python -m tests.models.every_decoder` prints which of them transformers' implementation serves, for
+docs/reference/models.md.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def table() -> str:
         lines += (
             [f"| {layouts} | {', '.join(f'**{n}**' if n not in FAMILIES else n for n in names)} |"] if names else []
         )
-    lines += ["", "| not served, because | architectures |", "|---|---|"]
+    lines += ["", "| not supported, because | architectures |", "|---|---|"]
     for reason, others in sorted(reasons.items()):
         if left := sorted(others - served.keys()):
             lines.append(f"| {reason} | {', '.join(left)} |")

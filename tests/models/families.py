@@ -240,7 +240,7 @@ MODELS = {
 
 
 def table() -> str:
-    """The table of docs/models.md."""
+    """The table of docs/reference/models.md."""
     lines = ["| architecture in config.json | models | variants that are tested |", "|---|---|---|"]
     for architecture, models in MODELS.items():
         cases = [name for name, (of, _) in CASES.items() if of == architecture]

@@ -68,7 +68,7 @@ def test_every_family_has_a_case_and_a_line_in_the_document() -> None:
     """`python -m tests.models.families` prints the table anew."""
     assert {architecture for architecture, _ in CASES.values()} == FAMILIES.keys() - bert.FAMILIES.keys()
     assert MODELS.keys() == FAMILIES.keys() - bert.FAMILIES.keys()
-    assert table() in (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    assert table() in (Path(__file__).parents[2] / "docs" / "reference" / "models.md").read_text()
 
 
 @pytest.mark.parametrize("case", CASES)

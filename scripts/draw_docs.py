@@ -1,0 +1,250 @@
+"""The pictures of docs/pictures, as SVG text; `scripts/docs` writes them.
+
+Each is drawn on white, so that it also reads on a dark page, and is 800 pixels wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+
+WIDTH = 800
+INK, QUIET = "#1f2933", "#5b6672"
+# Fill and outline of what is drawn.
+BLUE, ORANGE = ("#d6e6fa", "#2b6cb0"), ("#fde3c8", "#c05f12")
+GREEN, PURPLE = ("#d8f0da", "#2f7d36"), ("#e7dcf6", "#6b46a8")
+GREY, WHITE = ("#e9ecf0", "#9aa5b1"), ("#ffffff", "#9aa5b1")
+Colours = tuple[str, str]
+
+
+class Drawing:
+    """SVG elements, in the order in which they are drawn."""
+
+    def __init__(self, height: int, title: str) -> None:
+        self._parts = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
+            'font-family="Helvetica, Arial, sans-serif" font-size="14">',
+            f"<title>{escape(title)}</title>",
+            "<defs>"
+            + "".join(
+                f'<marker id="{name}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+                f'orient="auto"><path d="M0 0 L10 5 L0 10 z" fill="{colour}"/></marker>'
+                for name, colour in (("ink", INK), *((colours[1][1:], colours[1]) for colours in (BLUE, GREEN, ORANGE)))
+            )
+            + "</defs>",
+            f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
+        ]
+
+    def box(
+        self, x: float, y: float, width: float, height: float, colours: Colours, text: str = "", *, dashed: bool = False
+    ) -> None:
+        """A rectangle with a text in its middle."""
+        dashes = ' stroke-dasharray="5 4"' if dashed else ""
+        self._parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{colours[0]}" '
+            f'stroke="{colours[1]}" stroke-width="1.5"{dashes}/>'
+        )
+        if text:
+            self.text(x + width / 2, y + height / 2 + 5, text)
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        *,
+        anchor: str = "middle",
+        size: int = 14,
+        colour: str = INK,
+        bold: bool = False,
+    ) -> None:
+        """A line of text; `y` is its base line."""
+        weight = ' font-weight="bold"' if bold else ""
+        self._parts.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" font-size="{size}" fill="{colour}"{weight}>'
+            f"{escape(text)}</text>"
+        )
+
+    def arrow(
+        self,
+        *points: tuple[float, float],
+        colour: str = INK,
+        dashed: bool = False,
+        both: bool = False,
+        width: float = 1.5,
+    ) -> None:
+        """A line through the points with a head at its end, or at both."""
+        name = "ink" if colour == INK else colour[1:]
+        ends = f' marker-end="url(#{name})"' + (f' marker-start="url(#{name})"' if both else "")
+        dashes = ' stroke-dasharray="5 4"' if dashed else ""
+        path = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self._parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"{dashes}{ends}/>'
+        )
+
+    def svg(self) -> str:
+        """The picture."""
+        text = "\n".join([*self._parts, "</svg>"]) + "\n"
+        return text.replace('orient="auto"', 'orient="auto-start-reverse"')
+
+
+def tensor_parallel() -> str:
+    """A feed-forward on two ranks: column-parallel, row-parallel, all-reduce."""
+    drawing = Drawing(370, "Column- and row-parallel linear layers on two ranks, and their all-reduce")
+    drawing.text(262, 30, "column-parallel", bold=True)
+    drawing.text(480, 30, "row-parallel", bold=True)
+    drawing.text(655, 30, "all-reduce", bold=True)
+    for rank, (top, colours) in enumerate(((60, BLUE), (190, ORANGE))):
+        middle = top + 50
+        drawing.text(20, middle + 5, f"rank {rank}", anchor="start", bold=True, colour=colours[1])
+        drawing.box(88, middle - 20, 58, 40, GREY, "x")
+        drawing.arrow((148, middle), (196, middle))
+        for half in (0, 1):  # the columns of A, the rows of B
+            mine = half == rank
+            drawing.box(
+                200 + 62 * half,
+                top + 5,
+                62,
+                90,
+                colours if mine else WHITE,
+                f"A{half}" if mine else "",
+                dashed=not mine,
+            )
+        drawing.arrow((326, middle), (352, middle))
+        drawing.box(356, middle - 20, 48, 40, colours, f"h{rank}")
+        drawing.arrow((406, middle), (436, middle))
+        for half in (0, 1):
+            mine = half == rank
+            drawing.box(
+                440, top + 50 * half, 80, 50, colours if mine else WHITE, f"B{half}" if mine else "", dashed=not mine
+            )
+        drawing.arrow((522, middle), (552, middle))
+        drawing.box(556, middle - 20, 48, 40, colours, f"y{rank}")
+        drawing.arrow((606, middle), (632, middle))
+        drawing.arrow((678, middle), (706, middle))
+        drawing.box(710, middle - 20, 58, 40, GREY, "y")
+    drawing.box(636, 60, 40, 230, GREEN, "+")
+    for x, texts in (
+        (117, ("the same", "on both ranks")),
+        (262, ("A rank has half of the", "output features.", "No communication.")),
+        (480, ("A rank has half of the", "input features. Its output", "is a partial sum.")),
+        (656, ("y = y0 + y1,", "on both ranks")),
+    ):
+        for number, text in enumerate(texts):
+            drawing.text(x, 320 + 18 * number, text, size=13, colour=QUIET)
+    return drawing.svg()
+
+
+def pipeline() -> str:
+    """Three stages over time, with one plan in flight and with three."""
+    drawing = Drawing(440, "Three pipeline stages over time, with one plan in flight and with three")
+    left, width, height, gap = 96, 62, 34, 14
+    plans = {"A": BLUE, "B": ORANGE, "C": GREEN}
+    for top, title, count in (
+        (56, "One plan in flight: two of three stages are idle", 1),
+        (246, "Three plans in flight: every stage is busy after two steps", 3),
+    ):
+        drawing.text(20, top - 18, title, anchor="start", bold=True)
+        for stage in range(3):
+            y = top + stage * (height + 10)
+            drawing.text(20, y + 22, f"stage {stage}", anchor="start", colour=QUIET)
+            for time in range(9):
+                x = left + time * (width + gap)
+                begun = time - stage
+                if begun < 0 or begun % 3 >= count:
+                    drawing.box(x, y, width, height, WHITE, dashed=True)
+                else:
+                    name = "ABC"[begun % 3]
+                    drawing.box(x, y, width, height, plans[name], f"{name}{begun // 3 + 1}")
+        bottom = top + 2 * (height + 10) + height / 2
+        for turn in (1, 2):  # the tokens of a plan go into the next one of the same requests
+            middle = left + 3 * turn * (width + gap) - gap / 2
+            above = top + height / 2
+            drawing.arrow((middle - gap / 2, bottom), (middle, bottom), (middle, above), (middle + gap / 2 + 2, above))
+    drawing.text(left + 3 * (width + gap) - gap / 2, 388, "sampled tokens", size=13, colour=QUIET)
+    drawing.text(left + 6 * (width + gap) - gap / 2, 388, "sampled tokens", size=13, colour=QUIET)
+    drawing.arrow((left, 408), (770, 408), colour=INK)
+    drawing.text(20, 413, "time", anchor="start", colour=QUIET)
+    drawing.text(left, 430, "A1, A2, A3: steps of the requests of plan A", anchor="start", size=13, colour=QUIET)
+    return drawing.svg()
+
+
+def kv_cache() -> str:
+    """Two requests, the block pool, and the blocks of their common prefix."""
+    drawing = Drawing(410, "The KV cache: the block tables of two requests that share a prefix")
+    pool_top, size, step, left = 178, 50, 55, 122
+    common = ("You are a helpful", "assistant. Answer")
+    middles = [left + step * number + size / 2 for number in range(12)]
+    for name, top, colours, own, block in (
+        ("request 1", 40, BLUE, "What is a rank?", 7),
+        ("request 2", 318, ORANGE, "Name two ports.", 9),
+    ):
+        drawing.text(20, top + 30, name, anchor="start", bold=True, colour=colours[1])
+        for place, (text, target) in enumerate(((common[0], 1), (common[1], 4), (own, block))):
+            x = left + 190 * place
+            fill = PURPLE if place < 2 else colours
+            drawing.box(x, top, 180, 50, fill)
+            drawing.text(x + 90, top + 21, text)
+            drawing.text(x + 90, top + 41, f"block {target}", size=13, colour=QUIET)
+            if top < pool_top:
+                drawing.arrow((x + 90, top + 52), (middles[target], pool_top - 3))
+            else:
+                drawing.arrow((x + 90, top - 2), (middles[target], pool_top + size + 3))
+    drawing.text(20, pool_top + 22, "block pool", anchor="start", bold=True)
+    drawing.text(20, pool_top + 40, "on each rank", anchor="start", size=13, colour=QUIET)
+    kinds = {1: PURPLE, 4: PURPLE, 7: BLUE, 9: ORANGE, 3: GREY, 10: GREY}
+    for number in range(12):
+        drawing.box(left + step * number, pool_top, size, size, kinds.get(number, WHITE), str(number))
+    x = left
+    for fill, text, width in (
+        (PURPLE, "shared, 2 references", 175),
+        (BLUE, "request 1", 100),
+        (ORANGE, "request 2", 100),
+        (GREY, "free, still cached", 150),
+        (WHITE, "free", 50),
+    ):
+        drawing.box(x, 384, 14, 14, fill)
+        drawing.text(x + 20, 396, text, anchor="start", size=13, colour=QUIET)
+        x += width
+    return drawing.svg()
+
+
+def rank_grid() -> str:
+    """The ranks of two replicas with two stages of four ranks each."""
+    drawing = Drawing(400, "The grid of ranks: data parallel 2, pipeline parallel 2, tensor parallel 4")
+    for replica, left in enumerate((20, 420)):
+        drawing.box(left, 50, 360, 280, ("#f7f9fb", "#9aa5b1"))
+        drawing.text(left + 14, 38, f"replica {replica}", anchor="start", bold=True)
+        for stage, (top, layers) in enumerate(((64, "layers 0 to 15"), (224, "layers 16 to 31"))):
+            drawing.box(left + 12, top, 336, 92, BLUE)
+            drawing.text(left + 22, top + 20, f"stage {stage}: {layers}", anchor="start")
+            for place in range(4):
+                drawing.box(left + 22 + 82 * place, top + 30, 70, 34, ("#ffffff", BLUE[1]), f"rank {stage * 4 + place}")
+            drawing.text(left + 180, top + 82, "all-reduce, in every layer", size=13, colour=BLUE[1])
+        for place in (0, 3):
+            x = left + 57 + 82 * place
+            drawing.arrow((x, 158), (x, 221), colour=ORANGE[1])
+        drawing.text(left + 180, 194, "hidden states, once a step", size=13, colour=ORANGE[1])
+    for top in (110, 270):
+        drawing.arrow((372, top), (428, top), colour=GREEN[1], dashed=True, both=True)
+    for line, (colour, text) in enumerate(
+        (
+            (BLUE[1], "tensor parallel (-tp 4): the ranks of a stage"),
+            (ORANGE[1], "pipeline parallel (-pp 2): the stages of a replica"),
+            (
+                GREEN[1],
+                "data parallel (-dp 2): the replicas; with --enable-expert-parallel all-to-all between same stages",
+            ),
+        )
+    ):
+        drawing.text(20, 354 + 19 * line, text, anchor="start", size=13, colour=colour)
+    return drawing.svg()
+
+
+PICTURES: dict[str, Callable[[], str]] = {
+    "tensor-parallel": tensor_parallel,
+    "pipeline": pipeline,
+    "kv-cache": kv_cache,
+    "rank-grid": rank_grid,
+}
+"""The pictures by the names of their files."""

@@ -1,0 +1,160 @@
+"""docs/reference/environment.md: the environment variables that Quire reads or sets; `scripts/docs` writes it.
+
+A test compares the list with the sources: a variable that the code uses and that has no entry here fails it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from markdown_table import code, table
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("server", "engine", "kernels", "quire")
+INTRODUCTION = """# Environment variables
+
+Most settings are [flags](cli.md). This page lists the environment variables that Quire reads or sets. A test compares
+it with the sources.
+"""
+SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
+    "Quire": (
+        "",
+        {
+            "QUIRE_API_KEY": "Keys that clients of `quire serve` must send, separated by spaces or commas, if "
+            "`--api-key` is not given. `quire chat`, `quire complete` and `quire run-batch --url` send the first one.",
+            "QUIRE_CPU_ISA": "`avx2` makes Quire compile and choose CPU kernels as on a processor that has AVX2 and nothing "
+            "newer. Default: `native`, all that the processor has.",
+            "QUIRE_HOST_IP": "This host's own address for traffic between hosts. Default: the address of the interface "
+            "that reaches `--master-addr` or `--data-parallel-address`.",
+            "QUIRE_KERNEL_CACHE": "Folder of the compiled CPU kernels. Default: `quire/kernels` in `$XDG_CACHE_HOME`. "
+            "The folder may be filled beforehand and be read-only.",
+            "QUIRE_SHARE_GPU": "`1` lets several ranks share one GPU, to try out a layout. Slow; not for production.",
+        },
+    ),
+    "Clients and terminals": (
+        "",
+        {
+            "OPENAI_API_KEY": "The key that `quire bench serve` sends, and that `quire chat`, `quire complete` and "
+            "`quire run-batch --url` send if `QUIRE_API_KEY` is not set.",
+            "NO_COLOR": "If set, `quire chat` and `quire complete` print no dimmed text.",
+        },
+    ),
+    "Vertex AI": (
+        "Vertex AI sets these in the container; see [Deployment](../guides/deployment.md#vertex-ai).\n",
+        {
+            "AIP_HTTP_PORT": "Port to listen on, unless `--port` is given.",
+            "AIP_HEALTH_ROUTE": "Another route for `/health`.",
+            "AIP_PREDICT_ROUTE": "Route of predictions.",
+        },
+    ),
+    "CPU": (
+        "",
+        {
+            "CXX": "Compiler of the CPU kernels. Default: `c++`.",
+            "MAX_JOBS": "Compiler processes at the same time. Default: the number of cores.",
+            "XDG_CACHE_HOME": "Parent folder of the kernel cache. Default: `~/.cache`.",
+            "OMP_NUM_THREADS": "Threads of a rank. Default: the cores of the host divided by the ranks on it.",
+            "OMP_WAIT_POLICY": "Quire sets it to `passive` if it is not set, so that idle threads do not use CPU time.",
+            "OPENBLAS_NUM_THREADS": "Quire sets it to `1` for the helper process that checks structured outputs.",
+        },
+    ),
+    "GPUs": (
+        "",
+        {
+            "CUDA_VISIBLE_DEVICES": "The GPUs that Quire may use, by number or UUID.",
+            "CUDA_DEVICE_ORDER": "Quire sets it to `PCI_BUS_ID` if it is not set, the order in which NVML counts GPUs.",
+            "PYTORCH_ALLOC_CONF": "Settings of torch's allocator. If neither this nor the next one is set, Quire turns "
+            "on `expandable_segments`.",
+            "PYTORCH_CUDA_ALLOC_CONF": "Older name of `PYTORCH_ALLOC_CONF`.",
+            "TRITON_DEFAULT_FP_FUSION": "Quire sets it to `1` if it is not set: Triton adds products without rounding "
+            "in between.",
+        },
+    ),
+    "Several ranks or hosts": (
+        "",
+        {
+            "GLOO_SOCKET_IFNAME": "Network interface of gloo. Quire sets it if it is not set: the loopback interface "
+            "on one host, otherwise the interface of `QUIRE_HOST_IP`.",
+            "NCCL_SOCKET_IFNAME": "Network interface of NCCL. Quire sets it between hosts, as for gloo.",
+            "TORCH_FR_BUFFER_SIZE": "Size of torch's flight recorder, which names the collective that timed out. "
+            "Quire sets it to `2000` if it is not set.",
+            "RAY_ADDRESS": "HOST:PORT of the head of a Ray cluster. Default: the cluster of this host.",
+            "RAY_DEDUP_LOGS": "Quire sets it to `0` if it is not set, so that each log line names its node.",
+            "HF_TOKEN": "Token for Hugging Face. With Ray, all nodes get it, unless they have their own. The same "
+            "applies to `OMP_NUM_THREADS` and to variables that begin with `NCCL_`, `GLOO_` or `QUIRE_`, except for "
+            "keys, addresses and interfaces.",
+        },
+    ),
+}
+OTHERS = {
+    "HF_HOME": "Folder of downloaded models (huggingface_hub).",
+    "HF_HUB_OFFLINE": "`1`: download nothing (huggingface_hub).",
+    "NCCL_DEBUG": "`INFO` makes NCCL log its connections.",
+    "RAY_AUTH_MODE": "`token` or `disabled`; the same on all nodes (Ray, `scripts/run_cluster.sh`).",
+    "RAY_AUTH_TOKEN": "Token of the Ray cluster; the same on all nodes. `RAY_AUTH_TOKEN_PATH` names a file with it.",
+    "RAY_PORT": "Port of the head of the Ray cluster (`scripts/run_cluster.sh`). Default: `6379`.",
+    "TRITON_CACHE_DIR": "Folder of compiled Triton kernels. Default: `~/.triton/cache`.",
+    "PIP_EXTRA_INDEX_URL": "Another package index for pip, which `scripts/setup` runs: PyTorch's index of CPU builds "
+    "on machines without a GPU.",
+    "PYTHON": "Python interpreter that `scripts/setup` makes `.venv` with.",
+}
+"""Variables that only other programs and the scripts read."""
+
+NOT_VARIABLES = {"SC_CLK_TCK", "PCI_BUS_ID", "PATH", "PYTHONPATH"}
+"""Other names that stand in files which use the environment."""
+_NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
+_OURS = re.compile(r"(QUIRE|AIP|VLLM)_[A-Z0-9_]+")
+
+
+def render() -> str:
+    """The page as Markdown."""
+    parts = [INTRODUCTION]
+    for title, (text, variables) in SECTIONS.items():
+        parts += [f"## {title}\n", *([text] if text else []), _table(variables)]
+    parts += ["## Read by other programs\n", "Quire does not read these, but they are useful:\n", _table(OTHERS)]
+    return "\n".join(parts)
+
+
+def documented() -> set[str]:
+    """The variables of the page that the product's code uses."""
+    return {name for _, variables in SECTIONS.values() for name in variables}
+
+
+def used() -> dict[str, str]:
+    """The variables that the product's sources use, and a file of each."""
+    return {
+        name: str(path.relative_to(ROOT))
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in _names(path.read_text())
+        if name not in NOT_VARIABLES
+    }
+
+
+def _names(source: str) -> Iterator[str]:
+    """Names of environment variables in a file: all that look so where it uses the environment, else only our own.
+
+    Names are often constants that stand elsewhere in the file, so that it is not enough to read the calls.
+    """
+    is_reader = "os.environ" in source or "getenv" in source
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Constant(value=str(text)) if (_NAME if is_reader else _OURS).fullmatch(text):
+                yield text
+            case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="environ")), args=[ast.Constant(str(text)), *_]):
+                yield text
+            case ast.Call(func=ast.Attribute(attr="getenv"), args=[ast.Constant(str(text)), *_]):
+                yield text
+            case ast.Subscript(value=ast.Attribute(attr="environ"), slice=ast.Constant(str(text))):
+                yield text
+
+
+def _table(variables: dict[str, str]) -> str:
+    return table(("variable", ""), [(code(name), text) for name, text in variables.items()])
+
+
+if __name__ == "__main__":
+    print(render())
