@@ -20,7 +20,7 @@
 #include <memory>
 #include <utility>
 
-#include "words.h"
+#include "packed_kv.h"
 
 namespace quire {
 namespace {

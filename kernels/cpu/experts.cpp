@@ -7,7 +7,7 @@
 // So a token's result depends neither on the other tokens nor on the number of threads.
 
 #include "activation.h"
-#include "panels.h"
+#include "packed_tiles.h"
 
 namespace quire {
 namespace {

@@ -2,7 +2,7 @@
 // before that, once, how weights are rounded and laid out in panels.
 
 #include "activation.h"
-#include "panels.h"
+#include "packed_tiles.h"
 
 namespace quire {
 namespace {
