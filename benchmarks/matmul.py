@@ -3,7 +3,7 @@
 .venv/bin/python benchmarks/matmul.py --threads 1 [--only int8] [--json]
 QUIRE_CPU_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 .venv/bin/python benchmarks/matmul.py
 
-Without AVX-512, oneDNN takes no bfloat16: ours is compared with panels widened to float32 there. OneDNN's int8 has
+Without AVX-512, oneDNN takes no bfloat16: ours is compared with tiles widened to float32 there. OneDNN's int8 has
 weights of 7 bits there, ours of 8.
 
 Both take turns; times are minima over the turns, with one thread of that thread's own time. Each run goes through

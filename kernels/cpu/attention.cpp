@@ -1,7 +1,7 @@
 // Attention over the paged KV cache, after FlashAttention-2 (Dao 2023) and its split over keys for decodes.
 //
 // A *tile* is up to kTileRows rows (queries × the heads that share a KV head) of one request; an *item* is a tile and
-// a range of keys, and what a thread takes next. It walks the keys, some at a time: gathers them into words (words.h),
+// a range of keys, and what a thread takes next. It walks the keys, some at a time: gathers them into words (packed_kv.h),
 // keys transposed, where they stay close to the processor while all rows of the tile pass by, kBlockRows of them at once
 // (`attend_gathered`). A tile of at most kDirectRows rows, as decodes have, would gather for little use: it computes from
 // the cache itself, kDirectKeys at a time (`attend_directly`). Items are cut by lengths that depend on the request alone,
@@ -26,7 +26,7 @@ namespace quire {
 namespace {
 
 constexpr int64_t kTileRows = 192;
-constexpr int64_t kGatheredWords = 1 << 14;  // of keys and values at once, 64 KiB of the second-level cache,
+constexpr int64_t kPackedKvWords = 1 << 14;  // of keys and values at once, 64 KiB of the second-level cache,
 constexpr int64_t kLeastKeys = 64, kMostKeys = 256;  // where that is so many keys
 constexpr int kDirectRows = 8;
 constexpr int64_t kDirectKeys = 256;
@@ -484,7 +484,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
             query.size(1) / kv_heads,
             head_dim, vectors(head_dim) * kLanes, 0, {}, {}, nullptr};
   for_form(p, [&]<typename Form, typename>() {
-    p.keys = std::clamp(kGatheredWords / (2 * p.padded / Form::kPerWord) / kLanes * kLanes, kLeastKeys, kMostKeys);
+    p.keys = std::clamp(kPackedKvWords / (2 * p.padded / Form::kPerWord) / kLanes * kLanes, kLeastKeys, kMostKeys);
   });
   const int64_t work = plan(p, lengths.size(0), kv_heads);
   const int64_t threads = std::min<int64_t>({at::get_num_threads(), 1 + work / kThreadWork,

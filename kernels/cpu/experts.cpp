@@ -1,9 +1,9 @@
 // Mixtures of experts: which experts a token goes to, and the sum of what they make of it.
 //
-// Tokens are sorted by expert, and each expert's rows go through its panels (see panels.h); experts without rows cost
-// nothing. First all experts' gates and ups: a panel holds 16 of each, so that the activation is applied to sums that
-// are still in registers. Threads share all experts' panels, by the work that they are. Then the downs: there a thread
-// takes the same panels of every expert, so that it adds up its features of a token alone, in the order of experts.
+// Tokens are sorted by expert, and each expert's rows go through its tiles (see packed_tiles.h); experts without rows cost
+// nothing. First all experts' gates and ups: a tile holds 16 of each, so that the activation is applied to sums that
+// are still in registers. Threads share all experts' tiles, by the work that they are. Then the downs: there a thread
+// takes the same tiles of every expert, so that it adds up its features of a token alone, in the order of experts.
 // So a token's result depends neither on the other tokens nor on the number of threads.
 
 #include "activation.h"
@@ -134,42 +134,42 @@ std::tuple<std::vector<Visit>, std::vector<Visited>> sorted(const at::Tensor& we
   return {std::move(visits), std::move(visited)};
 }
 
-// One matrix of every expert: words [experts, panels, words, 32]; scales and biases float32 [experts, panels * 32].
+// One matrix of every expert: words [experts, tiles, words, 32]; scales and biases float32 [experts, tiles * 32].
 struct Matrices {
   const char* data;
   const float *scales, *biases;
-  int64_t experts, panels, words;
+  int64_t experts, tiles, words;
 
   Matrices(const at::Tensor& weight, const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& bias)
       : data(bytes_of(weight)), scales(features(scale, weight)), biases(features(bias, weight)),
-        experts(weight.size(0)), panels(weight.size(1)), words(weight.size(2)) {
-    TORCH_CHECK(weight.is_contiguous() && weight.stride(2) * weight.element_size() == kPanel * 4, "not panels of words");
+        experts(weight.size(0)), tiles(weight.size(1)), words(weight.size(2)) {
+    TORCH_CHECK(weight.is_contiguous() && weight.stride(2) * weight.element_size() == kTile * 4, "not tiles of words");
   }
 
   static const float* features(const std::optional<at::Tensor>& x, const at::Tensor& weight) {
     if (!x) return nullptr;
     TORCH_CHECK(x->scalar_type() == at::kFloat && x->is_contiguous() && x->dim() == 2 && x->size(0) == weight.size(0) &&
-                    x->size(1) == weight.size(1) * kPanel,
-                "scales and biases are to be float32 [experts, panels * 32]");
+                    x->size(1) == weight.size(1) * kTile,
+                "scales and biases are to be float32 [experts, tiles * 32]");
     return x->const_data_ptr<float>();
   }
 
-  const char* panel(int64_t expert, int64_t number) const {
-    return data + (expert * panels + number) * words * kPanel * 4;
+  const char* tile(int64_t expert, int64_t number) const {
+    return data + (expert * tiles + number) * words * kTile * 4;
   }
 
-  // Of an expert's panels, the last before `end`; behind them `after` is called.
+  // Of an expert's tiles, the last before `end`; behind them `after` is called.
   auto pieces(int64_t expert, int64_t end, const char* after) const {
     return [=, this](int64_t number, int64_t begin, int64_t depth, char*) {
-      const char *here = panel(expert, number) + begin * kPanel * 4, *next = here + depth * kPanel * 4;
+      const char *here = tile(expert, number) + begin * kTile * 4, *next = here + depth * kTile * 4;
       return Piece{here, number + 1 == end && begin + depth == words ? after : next};
     };
   }
 
-  // What a panel's sums stand for, lanes from `i` on: scaled by row and feature, and with the bias.
+  // What a tile's sums stand for, lanes from `i` on: scaled by row and feature, and with the bias.
   template <typename Rows, typename Sum>
   Floats value(const Rows& rows, int64_t row, int64_t expert, int64_t number, int i, Sum sum) const {
-    const int64_t feature = (expert * panels + number) * kPanel + i;
+    const int64_t feature = (expert * tiles + number) * kTile + i;
     const Floats product = rows.product(row, sum, scales, feature);
     return biases ? product + load(biases + feature) : product;
   }
@@ -220,34 +220,34 @@ struct Mixture {
   const std::vector<Visit>& visits;
   const std::vector<Visited>& visited;
 
-  // out: [visits, 16 * panels], `gated` of gates and ups.
+  // out: [visits, 16 * tiles], `gated` of gates and ups.
   void gate_up(const Rows<Word>& rows, const Matrices& matrices, Gated gated, T* out) const {
-    const int64_t panels = matrices.panels, width = panels * kHalf;
+    const int64_t tiles = matrices.tiles, width = tiles * kHalf;
     int64_t work = 0;  // of a thread and its like, in rows
-    for (const Visited& e : visited) work += panels * (e.count + kReadingRows);
-    const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.words * kPanel));
+    for (const Visited& e : visited) work += tiles * (e.count + kReadingRows);
+    const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.words * kTile));
     parallel_for(0, work, least, [&](int64_t begin, int64_t end) {
       int64_t start = 0;
       for (size_t i = 0; i < visited.size(); ++i) {
         const Visited& e = visited[i];
         const int64_t each = e.count + kReadingRows;
-        // A panel is the thread's in whose share it begins.
-        const auto panel_at = [&](int64_t at) { return std::clamp<int64_t>((at - start + each - 1) / each, 0, panels); };
-        const int64_t first = panel_at(begin), last = panel_at(end);
-        start += panels * each;
+        // A tile is the thread's in whose share it begins.
+        const auto tile_at = [&](int64_t at) { return std::clamp<int64_t>((at - start + each - 1) / each, 0, tiles); };
+        const int64_t first = tile_at(begin), last = tile_at(end);
+        start += tiles * each;
         if (first == last) continue;
-        const char* after = i + 1 < visited.size() ? matrices.panel(visited[i + 1].expert, 0) : nullptr;
+        const char* after = i + 1 < visited.size() ? matrices.tile(visited[i + 1].expert, 0) : nullptr;
         const auto from = [&](int64_t row, int64_t count) {
           return gather(rows.data, rows.stride, &visits[e.first + row], count);
         };
-        multiply_panels<Word>(
-            e.count, rows.stride, matrices.words, first, last, from, matrices.pieces(e.expert, panels, after),
-            [&](int64_t panel, int64_t row, const auto& sums) {
+        multiply_tiles<Word>(
+            e.count, rows.stride, matrices.words, first, last, from, matrices.pieces(e.expert, tiles, after),
+            [&](int64_t tile, int64_t row, const auto& sums) {
               const int64_t token = visits[e.first + row].token;
               const auto value = [&](int j) {
-                return matrices.value(rows, token, e.expert, panel, j, sums[j / kLanes]);
+                return matrices.value(rows, token, e.expert, tile, j, sums[j / kLanes]);
               };
-              T* to = out + (e.first + row) * width + panel * kHalf;
+              T* to = out + (e.first + row) * width + tile * kHalf;
               for (int j = 0; j < kHalf; j += kLanes) store(to + j, gated(value(j), value(j + kHalf)));
             });
       }
@@ -259,21 +259,21 @@ struct Mixture {
             T* out) const {
     int64_t work = 0;
     for (const Visited& e : visited) work += e.count + kReadingRows;
-    const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work * matrices.words * kPanel));
-    parallel_for(0, matrices.panels, least, [&](int64_t begin, int64_t end) {
-      const int64_t feature = begin * kPanel, width = std::min(end * kPanel, hidden) - feature;
+    const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work * matrices.words * kTile));
+    parallel_for(0, matrices.tiles, least, [&](int64_t begin, int64_t end) {
+      const int64_t feature = begin * kTile, width = std::min(end * kTile, hidden) - feature;
       for (int64_t token = 0; token < tokens; ++token) std::fill_n(total + token * hidden + feature, width, 0.0f);
       for (size_t i = 0; i < visited.size(); ++i) {
         const Visited& e = visited[i];
-        const char* after = i + 1 < visited.size() ? matrices.panel(visited[i + 1].expert, begin) : nullptr;
+        const char* after = i + 1 < visited.size() ? matrices.tile(visited[i + 1].expert, begin) : nullptr;
         const auto from = [&](int64_t row, int64_t) { return rows.data + (e.first + row) * rows.stride; };
-        multiply_panels<Word>(
+        multiply_tiles<Word>(
             e.count, rows.stride, matrices.words, begin, end, from, matrices.pieces(e.expert, end, after),
-            [&](int64_t panel, int64_t row, const auto& sums) {
+            [&](int64_t tile, int64_t row, const auto& sums) {
               const Visit& visit = visits[e.first + row];
-              float* to = total + visit.token * hidden + panel * kPanel;
-              for_vectors(std::min<int64_t>(kPanel, hidden - panel * kPanel), [&](int64_t j, auto n) {
-                const Floats value = matrices.value(rows, e.first + row, e.expert, panel, j, sums[j / kLanes]);
+              float* to = total + visit.token * hidden + tile * kTile;
+              for_vectors(std::min<int64_t>(kTile, hidden - tile * kTile), [&](int64_t j, auto n) {
+                const Floats value = matrices.value(rows, e.first + row, e.expert, tile, j, sums[j / kLanes]);
                 store(to + j, load(to + j, n) + visit.weight * value, n);
               });
             });
@@ -289,9 +289,9 @@ struct Mixture {
 };
 
 // x: [tokens, hidden]; weights float32 and ids int64, [tokens, top_k]: ids that are no expert's here add nothing.
-// Weights of the type of x, in words, or bytes 128 above what they stand for, with scales. gate_up: [experts, panels,
-// hidden / per_word, 32, per_word], 16 gates then 16 ups to a panel; down: [experts, panels, inner / per_word, 32,
-// per_word], where `inner` is 16 * gate_up's panels. Scales and biases: float32 [experts, panels * 32].
+// Weights of the type of x, in words, or bytes 128 above what they stand for, with scales. gate_up: [experts, tiles,
+// hidden / per_word, 32, per_word], 16 gates then 16 ups to a tile; down: [experts, tiles, inner / per_word, 32,
+// per_word], where `inner` is 16 * gate_up's tiles. Scales and biases: float32 [experts, tiles * 32].
 at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& ids,
                           const at::Tensor& gate_up, const std::optional<at::Tensor>& gate_up_scales,
                           const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
@@ -302,7 +302,7 @@ at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const 
                   weights.scalar_type() == at::kFloat,
               "weights are to be float32 and ids int64, both [tokens, top_k]");
   const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
-  const int64_t inner = first.panels * kHalf;
+  const int64_t inner = first.tiles * kHalf;
   const at::Tensor from = x.contiguous();
   const auto [visits, visited] = sorted(weights.contiguous(), ids.contiguous(), first.experts);
   at::Tensor out = at::empty(x.sizes(), from.options()), between = at::empty({int64_t(visits.size()), inner}, from.options());
@@ -310,7 +310,7 @@ at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const 
   const Gated gated = gated_named(activation);
   const auto run = [&]<typename Word, typename T, int kPerWord>() {
     TORCH_CHECK((hidden + kPerWord - 1) / kPerWord == first.words && inner / kPerWord == second.words &&
-                    first.experts == second.experts && (hidden + kPanel - 1) / kPanel == second.panels,
+                    first.experts == second.experts && (hidden + kTile - 1) / kTile == second.tiles,
                 "x, gates and downs do not fit together");
     const Mixture<Word, T> mixture{visits, visited};
     T* const middle = between.mutable_data_ptr<T>();

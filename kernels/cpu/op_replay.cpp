@@ -46,14 +46,14 @@ struct Operation {
 //
 // A step takes hardly more memory for being kept. What stays lies in few vectors: small pieces all over the heap would
 // keep what is free between them from being joined.
-class Tape : public torch::CustomClassHolder {
+class OpReplay : public torch::CustomClassHolder {
  public:
-  ~Tape() override {
+  ~OpReplay() override {
     if (recording == this) end();
   }
 
   void begin() {
-    TORCH_CHECK(!recording && operations_.empty(), "a tape is recorded once, and one at a time");
+    TORCH_CHECK(!recording && operations_.empty(), "operations are recorded once, by one OpReplay at a time");
     arguments_.reserve(kReserved);
     for (auto* each : {&results_, &done_}) each->reserve(kReserved);
     uses_.reserve(kReserved);
@@ -96,7 +96,7 @@ class Tape : public torch::CustomClassHolder {
   }
 
   void replay() {
-    TORCH_CHECK(!recording && reason_.empty(), "this tape cannot be replayed: ", reason_);
+    TORCH_CHECK(!recording && reason_.empty(), "these operations cannot be replayed: ", reason_);
     try {
       run();
     } catch (...) {
@@ -135,16 +135,16 @@ class Tape : public torch::CustomClassHolder {
   }
 
   static std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function) {
-    recording->note(function, recording->depth_++ == 0 ? &Tape::call : &Tape::inner);
+    recording->note(function, recording->depth_++ == 0 ? &OpReplay::call : &OpReplay::inner);
     return nullptr;
   }
 
   static void leave(const at::RecordFunction& function, at::ObserverContext*) {
-    if (--recording->depth_ == 0) recording->note(function, &Tape::returned);
+    if (--recording->depth_ == 0) recording->note(function, &OpReplay::returned);
   }
 
   // What is thrown here would be a warning, and the operation missing.
-  void note(const at::RecordFunction& function, void (Tape::*how)(const at::RecordFunction&)) {
+  void note(const at::RecordFunction& function, void (OpReplay::*how)(const at::RecordFunction&)) {
     if (!reason_.empty()) return;
     try {
       (this->*how)(function);
@@ -268,7 +268,7 @@ class Tape : public torch::CustomClassHolder {
     return handle.hasTag(at::Tag::dynamic_output_shape) && (has_masks || !has_numbers);
   }
 
-  static thread_local Tape* recording;
+  static thread_local OpReplay* recording;
 
   std::string reason_;  // why it cannot be replayed
   std::vector<Operation> operations_;
@@ -291,16 +291,16 @@ class Tape : public torch::CustomClassHolder {
   bool has_values_ = false;                         // whether values went in
 };
 
-thread_local Tape* Tape::recording = nullptr;
+thread_local OpReplay* OpReplay::recording = nullptr;
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.class_<Tape>("Tape")
+  m.class_<OpReplay>("OpReplay")
       .def(torch::init<>())
-      .def("begin", &Tape::begin)
-      .def("end", &Tape::end)
-      .def("replay", &Tape::replay);
+      .def("begin", &OpReplay::begin)
+      .def("end", &OpReplay::end)
+      .def("replay", &OpReplay::replay);
 }
 
 }  // namespace quire

@@ -1,7 +1,7 @@
-// Products of rows by weights in panels: the core of every matmul here.
+// Products of rows by weights in tiles: the core of every matmul here.
 //
-// Weights lie in panels of 32 output features, [panels][words][32]. A word is what one instruction takes of a row of x
-// and of each feature: a float32, two bfloat16, or four bytes, always 32 bits. A thread takes whole panels; of a panel
+// Weights lie in tiles of 32 output features, [tiles][words][32]. A word is what one instruction takes of a row of x
+// and of each feature: a float32, two bfloat16, or four bytes, always 32 bits. A thread takes whole tiles; of a tile
 // it takes a piece, kDepth words deep, that stays in the first-level cache while all rows of x pass by, some at once with
 // their sums in registers. Meanwhile the piece that comes next is called into the second-level cache. So each
 // weight is read from memory once, and a row's sums are added up in the same order whatever stands beside it.
@@ -15,17 +15,17 @@
 
 namespace quire {
 
-constexpr int kPanel = 32;
-constexpr int kHalf = kPanel / 2;                      // gates, or ups, in a panel that has both
-constexpr int64_t kDepth = 256;                        // kDepth x kPanel words are 32 KiB
-constexpr int64_t kPieceBytes = kDepth * kPanel * 4;
+constexpr int kTile = 32;
+constexpr int kHalf = kTile / 2;                      // gates, or ups, in a tile that has both
+constexpr int64_t kDepth = 256;                        // kDepth x kTile words are 32 KiB
+constexpr int64_t kPieceBytes = kDepth * kTile * 4;
 constexpr int64_t kBlockBytes = 256 << 10;             // of x: what stays in the second-level cache
 constexpr int64_t kLeastBlock = 96;                    // rows that a piece is read for at least
-constexpr int kVectors = kPanel / kLanes;
+constexpr int kVectors = kTile / kLanes;
 constexpr float kSteps = 127.0f;                       // of 8 bits, up and down
 constexpr int kOffset = 128;                           // on weights of 8 bits, which makes them unsigned
 constexpr int64_t kThreadWork = 1 << 19;               // multiplications that make a thread worth waking
-constexpr int64_t kReadingRows = 16;  // a panel is read from memory in the time that takes to multiply so many rows
+constexpr int64_t kReadingRows = 16;  // a tile is read from memory in the time that takes to multiply so many rows
 
 // Weights and x of float32.
 struct Float {
@@ -93,16 +93,16 @@ struct Quad {
 #endif
 };
 
-// A thread's sums of a block of rows for one panel.
+// A thread's sums of a block of rows for one tile.
 template <typename Word>
 using Sums = typename Word::Sum[kVectors];
 
-// The sums of R rows of x by a piece, added to `sums` unless it is the panel's first. Meanwhile `lines` cache lines for
+// The sums of R rows of x by a piece, added to `sums` unless it is the tile's first. Meanwhile `lines` cache lines for
 // each word are called from `next` on.
 template <typename Word, int R>
 void multiply(const char* x, int64_t stride, const char* piece, int64_t words, Sums<Word>* sums, bool is_first,
               const char* next, int lines) {
-  constexpr int V = R <= 2 ? kVectors : 2;  // vectors of a panel at once
+  constexpr int V = R <= 2 ? kVectors : 2;  // vectors of a tile at once
   for (int first = 0; first < kVectors; first += V, lines = 0) {
     typename Word::Sum acc[R][V];
 #pragma GCC unroll 16
@@ -112,7 +112,7 @@ void multiply(const char* x, int64_t stride, const char* piece, int64_t words, S
     }
     for (int64_t k = 0; k < words; ++k) {
       for (int line = 0; line < lines; ++line) __builtin_prefetch(next + (k * lines + line) * 64, 0, 2);
-      const char* weights = piece + (k * kPanel + first * kLanes) * 4;
+      const char* weights = piece + (k * kTile + first * kLanes) * 4;
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
@@ -143,16 +143,16 @@ float largest(const T* x, int64_t count) {
   return max(top);
 }
 
-// A piece of a panel as words, and where the one behind it lies: null if that is not for this file to call.
+// A piece of a tile as words, and where the one behind it lies: null if that is not for this file to call.
 struct Piece {
   const char *at, *next;
 };
 
-// `rows` rows of `words` words, `stride` bytes apart, by the panels from `begin` to `end`, on this thread.
-// `from(first, count)` returns where so many of the rows lie; `take(panel, begin, depth, buffer)` a `Piece`, maybe made
-// in the buffer; `finish(panel, row, sums)` gets the 32 sums of a row.
+// `rows` rows of `words` words, `stride` bytes apart, by the tiles from `begin` to `end`, on this thread.
+// `from(first, count)` returns where so many of the rows lie; `take(tile, begin, depth, buffer)` a `Piece`, maybe made
+// in the buffer; `finish(tile, row, sums)` gets the 32 sums of a row.
 template <typename Word, typename From, typename Take, typename Finish>
-void multiply_panels(int64_t rows, int64_t stride, int64_t words, int64_t begin, int64_t end, From from, Take take,
+void multiply_tiles(int64_t rows, int64_t stride, int64_t words, int64_t begin, int64_t end, From from, Take take,
                      Finish finish) {
   static constexpr auto kMultiply = multiplies<Word>(std::make_integer_sequence<int, Word::kRows>());
   constexpr int64_t kPieceLines = 2;  // cache lines of a word
@@ -166,10 +166,10 @@ void multiply_panels(int64_t rows, int64_t stride, int64_t words, int64_t begin,
   for (int64_t first = 0; first < rows; first += block) {
     const int64_t count = std::min(block, rows - first), parts = (count + Word::kRows - 1) / Word::kRows;
     const char* const x = from(first, count);
-    for (int64_t panel = begin; panel < end; ++panel) {
+    for (int64_t tile = begin; tile < end; ++tile) {
       for (int64_t k = 0; k < words; k += most_words) {
         const int64_t depth = std::min(most_words, words - k);
-        const Piece piece = take(panel, k, depth, buffer);
+        const Piece piece = take(tile, k, depth, buffer);
         for (int64_t part = 0; part < parts; ++part) {
           const int64_t row = part * count / parts, few = (part + 1) * count / parts - row;
           const int lines = piece.next && part < kPieceLines ? (parts == 1 ? 2 : 1) : 0;
@@ -177,7 +177,7 @@ void multiply_panels(int64_t rows, int64_t stride, int64_t words, int64_t begin,
                              piece.next + part * depth * 64, lines);
         }
       }
-      for (int64_t row = 0; row < count; ++row) finish(panel, first + row, sums[row]);
+      for (int64_t row = 0; row < count; ++row) finish(tile, first + row, sums[row]);
     }
   }
 }
