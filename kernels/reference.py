@@ -237,7 +237,7 @@ def _group_requests(counts: Tensor, blocks: Tensor, block_elements: int) -> Iter
 
 
 def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Gather keys and values of `tables` `[requests, blocks]`: float32 `[requests, kv_heads, tokens, head_dim]` each."""
+    """Keys and values of `tables` `[requests, blocks]`, each float32 `[requests, kv_heads, tokens, head_dim]`."""
     kv_heads = cache.shape[2]
     heads = torch.arange(kv_heads, device=cache.device)
     runs = (tables[:, None] * kv_heads + heads[:, None]).flatten()  # each is one head of one block

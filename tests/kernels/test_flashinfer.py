@@ -204,7 +204,9 @@ def test_prefill_and_decode_each_take_the_faster_backend(
     assert len(caplog.records) == 1
 
 
-def test_a_requested_backend_is_used_where_supported_and_the_log_says_where_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_requested_backend_is_used_where_supported_and_the_log_names_the_rest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     layers = (LAYER, AttentionLayer(4, 2, 64, 0.1, window=9, has_sinks=True), AttentionLayer(4, 2, 80, 0.1))
     found = choose(AttentionNeeds(layers, 16, torch.float16, "flashinfer"))
