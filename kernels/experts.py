@@ -125,7 +125,7 @@ def _tensors_at(weights: Sequence[Tensor | str | None], place: int) -> list[Tens
 
 
 def _stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, None]:
-    """Pack each expert's weight, with `padding` more columns, into tiles; reuses the memory of `weights` if they fit."""
+    """Pack each expert's weight, padded by `padding` columns, into tiles; in the memory of `weights` if they fit."""
     tiles = (linear.pack_float_tiles(_pad_columns(weight, padding), gated) for weight in weights)
     first = next(tiles)
     shape = (len(weights), *first.shape)

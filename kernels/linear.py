@@ -66,7 +66,7 @@ def pack_linear(weight: Tensor, quantization: Quantization | None = None) -> Pac
 
 
 def pack_gated(weight: Tensor, activation: str, quantization: Quantization | None = None) -> PackedLinear:
-    """Pack `weight` `[2 * size, in]`, gates before ups, for a matmul followed by `act_mul`: it returns `[rows, size]`."""
+    """Pack `weight` `[2 * size, in]`, gates before ups, for a matmul and `act_mul`; calls return `[rows, size]`."""
     pack = packing(weight, quantization)
     if pack is TiledLinear or pack is Int8Linear:
         return pack(weight, activation)

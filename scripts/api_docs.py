@@ -1,6 +1,6 @@
 """Write docs/api.md from the application's OpenAPI document: `.venv/bin/python scripts/api_docs.py`.
 
-Remarks are the docstrings of routes, of the bodies' fields, and of their classes; nothing is written here.
+Remarks are the docstrings of routes, of the fields of request bodies, and of their classes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LIMITS = {
     "pattern": "like {}",
 }
 _LIMITS_OF_64_BITS = (-(2**63), 2**63)
-"""Said by no remark: every integer has them."""
+"""Omitted from remarks, because every integer has them."""
 
 Schema = dict[str, Any]
 
@@ -47,7 +47,7 @@ Schema = dict[str, Any]
 def main() -> None:
     """Write the page."""
     PAGE.write_text(render())
-    print(f"{PAGE} is written")
+    print(f"wrote {PAGE}")
 
 
 def render() -> str:
@@ -68,7 +68,7 @@ def render() -> str:
         parts += _operation(route, operation, schemas, shown)
     if shown:
         parts.append("## Objects\n")
-    for name in shown:  # grows meanwhile: objects hold others
+    for name in shown:  # grows during iteration: objects may contain other objects
         parts += [f"### {name}\n", *_object(schemas[name], shown)]
     return "\n".join(parts)
 
@@ -119,7 +119,7 @@ def _row(name: str, field: Schema, required: bool, shown: list[str], place: str 
 
 
 def _type(field: Schema, shown: list[str]) -> str:
-    """What a field takes; null goes without saying. Objects with fields of their own are appended to `shown`."""
+    """The type of a field, without null. Appends objects that have fields of their own to `shown`."""
     match field:
         case {"$ref": str(reference)}:
             name = reference.rpartition("/")[2]
