@@ -54,14 +54,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
     return rms_norm(residual, weight, eps, offset), residual
 
 
-def rotary(query: Tensor, key: Tensor, rotations: Tensor) -> tuple[Tensor, Tensor]:
+def rotary(query: Tensor, key: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary position embedding (Su et al. 2021), in the layout that pairs the first half with the second half.
 
-    `query` and `key` are `[tokens, heads, head_dim]`; `rotations` is float32 `[tokens, rotary_dim]`: the cosines of
+    `query` and `key` are `[tokens, heads, head_dim]`; `cos_sin` is float32 `[tokens, rotary_dim]`: the cosines of
     each token's rotary_dim / 2 angles, then their sines. The first rotary_dim features of a head are rotated;
     rotary_dim may be 0.
     """
-    cos, sin = rotations.unsqueeze(1).tensor_split(2, dim=-1)  # [tokens, 1, rotary_dim / 2]
+    cos, sin = cos_sin.unsqueeze(1).tensor_split(2, dim=-1)  # [tokens, 1, rotary_dim / 2]
     return _rotate(query, cos, sin), _rotate(key, cos, sin)
 
 
@@ -100,14 +100,14 @@ def act_mul(x: Tensor, activation: str) -> Tensor:
 
 
 def rotary_write_kv(
-    query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
+    query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
     """Rotate queries and keys as `rotary` does, store keys and values as `write_kv` does, and return the queries.
 
     A token whose slot is -1 is not stored. Keys may be wider than queries: features after the rotated ones are stored
     unchanged.
     """
-    query, key = rotary(query, key, rotations)
+    query, key = rotary(query, key, cos_sin)
     write_kv(key, value, cache, slots)
     return query
 

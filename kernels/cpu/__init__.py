@@ -43,9 +43,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 
 def rotary_write_kv(
-    query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
+    query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.rotary_write_kv(query, key, value, rotations, cache, slots)
+    out: Tensor = torch.ops.quire.rotary_write_kv(query, key, value, cos_sin, cache, slots)
     return out
 
 

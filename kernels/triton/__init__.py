@@ -42,9 +42,9 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def rotary_write_kv(
-    query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
+    query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    return _of(cache, _elementwise, reads=False).rotary_write_kv(query, key, value, rotations, cache, slots)
+    return _of(cache, _elementwise, reads=False).rotary_write_kv(query, key, value, cos_sin, cache, slots)
 
 
 def paged_attention(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:

@@ -94,16 +94,16 @@ def _launch_norm(
 
 
 @triton.jit
-def _rotated(row, column, rotations, half, width):
-    """The features `column` of a row, the first 2 * half of them rotated by `rotations` (cosines, then sines)."""
+def _rotated(row, column, cos_sin, half, width):
+    """The features `column` of a row, the first 2 * half of them rotated by `cos_sin` (cosines, then sines)."""
     inside = column < width
     values = tl.load(row + column, mask=inside, other=0.0)
     is_rotary = column < 2 * half
     partner = tl.where(column < half, column + half, column - half)
     other = tl.load(row + partner, mask=is_rotary & inside, other=0.0).to(tl.float32)
     angle = tl.where(column < half, column, column - half)
-    cos = tl.load(rotations + angle, mask=is_rotary, other=1.0)
-    sin = tl.load(rotations + half + angle, mask=is_rotary, other=0.0)
+    cos = tl.load(cos_sin + angle, mask=is_rotary, other=1.0)
+    sin = tl.load(cos_sin + half + angle, mask=is_rotary, other=0.0)
     sign = tl.where(column < half, -1.0, 1.0)
     rotated = (values.to(tl.float32) * cos + sign * other * sin).to(values.dtype)
     return tl.where(is_rotary, rotated, values)
@@ -140,7 +140,7 @@ def _rotary_write_kernel(
     query,
     key,
     value,
-    rotations,
+    cos_sin,
     slots,
     out,
     cache,
@@ -167,10 +167,10 @@ def _rotary_write_kernel(
     """One head of a token: either a query, or a key and its value."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
-    cos_sin = rotations + token * 2 * half
+    token_cos_sin = cos_sin + token * 2 * half
     if head < heads:
         row = query + token * query_token + head * query_head
-        rotated = _rotated(row, column, cos_sin, half, query_width)
+        rotated = _rotated(row, column, token_cos_sin, half, query_width)
         tl.store(out + (token * heads + head) * query_width + column, rotated, mask=column < query_width)
     else:
         head -= heads
@@ -178,7 +178,7 @@ def _rotary_write_kernel(
         block, number = slot // block_size * cache_block + head * cache_head, slot % block_size
         place, scale_at = cache + block + number * cache_row, scales + (block + block_size * key_width) // 4 + number
         width = tl.where(slot < 0, 0, key_width)
-        rotated = _rotated(key + token * key_token + head * key_head, column, cos_sin, half, key_width)
+        rotated = _rotated(key + token * key_token + head * key_head, column, token_cos_sin, half, key_width)
         _write_row(place, scale_at, rotated, column, width, LARGEST)
         if HAS_VALUE:
             row = value + token * value_token + head * value_head
@@ -187,7 +187,7 @@ def _rotary_write_kernel(
 
 
 def rotary_write_kv(
-    query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
+    query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
     """See `quire.kernels.reference`. Heads in a quantized cache must be a multiple of 4."""
     tokens, heads, query_width = query.shape
@@ -197,10 +197,10 @@ def rotary_write_kv(
     out, largest = torch.empty(query.shape, dtype=query.dtype, device=query.device), LARGEST.get(cache.dtype, 0.0)
     if tokens:
         _rotary_write_kernel[(tokens, heads + kv_heads)](
-            *(query, key, value, rotations.contiguous(), slots, out),
+            *(query, key, value, cos_sin.contiguous(), slots, out),
             cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache,
             cache[0].view(torch.float32) if largest else cache,
-            *(heads, query_width, key_width, rotations.shape[1] // 2, cache.shape[3]),
+            *(heads, query_width, key_width, cos_sin.shape[1] // 2, cache.shape[3]),
             *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
             *(*cache.stride()[:3], key_width if largest else cache.stride(3)),
             HAS_VALUE=len(cache) == 2,
