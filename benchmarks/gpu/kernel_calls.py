@@ -138,7 +138,7 @@ def _write(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, t
     """Rotates three quarters of each head. The cache is compared after dequantization, as attention reads it."""
     qkv = torch.randn(tokens, 48, head_dim, device=device, dtype=dtype)
     angles = torch.randn(tokens, head_dim * 3 // 8, device=device)
-    turns = torch.cat((angles.cos(), angles.sin()), dim=1)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     blocks = -(-tokens // BLOCK) + 1
     slots = torch.randperm(blocks * BLOCK, device=device)[:tokens]
     table = torch.arange(blocks, device=device)
@@ -146,13 +146,13 @@ def _write(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, t
     def call(module: Any) -> Any:
         cache = kernels.allocate_kv_cache(1, blocks, 8, BLOCK, head_dim, cache_dtype, device)[0]
         query, key, value = qkv.clone().split_with_sizes([32, 8, 8], dim=1)
-        turned = module.rotary_write_kv(query, key, value, turns, cache, slots)
+        rotated = module.rotary_write_kv(query, key, value, cos_sin, cache, slots)
         if cache_dtype == dtype:
-            return turned, cache
+            return rotated, cache
         # A value between two of the cache's numbers may round to either, so a difference of one step is allowed.
         read = [reference.read_kv(side, table, blocks * BLOCK, torch.float32) for side in cache]
         apart = 1 / 127 if cache_dtype == torch.int8 else 1 / 8
-        return turned, *(side / side.abs().amax().clamp(min=1) * (allowed_step(dtype) / apart) for side in read)
+        return rotated, *(side / side.abs().amax().clamp(min=1) * (allowed_step(dtype) / apart) for side in read)
 
     return call
 
@@ -225,8 +225,8 @@ def _sampling(device: torch.device, rows: int, vocabulary: int) -> Iterator[Name
         return masked.nan_to_num(neginf=-1e4)
 
     yield "apply_bitmask", f"{rows} × {vocabulary}", mask
-    asked = torch.randint(vocabulary, (rows,), device=device)
-    yield "score_tokens", f"{rows} × {vocabulary}", lambda module: module.score_tokens(logits, asked, 20)
+    tokens = torch.randint(vocabulary, (rows,), device=device)
+    yield "score_tokens", f"{rows} × {vocabulary}", lambda module: module.score_tokens(logits, tokens, 20)
     reported = torch.randint(vocabulary, (rows, 300), device=device, dtype=torch.int32)
     spans = torch.tensor([0, 200, 290], device=device) + 300 * numbers[:, None]
     factors = torch.tensor([1.2, 0.5, 0.25], device=device).expand(rows, 3).contiguous()
