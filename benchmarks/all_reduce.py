@@ -1,9 +1,9 @@
-"""All-reduce of ranks on this host: shared memory against gloo, in turn, in one run.
+"""All-reduce of the ranks on this host: shared memory compared with gloo, alternating in one run.
 
 .venv/bin/python benchmarks/all_reduce.py --ranks 2 4
 
-The floor of a size is the time of two copies of it by every rank at once, as measured in the same run: a rank hands
-over what the others sum, sums its share, and takes the rest.
+The floor of a size is the time in which every rank copies it twice, all ranks at once, measured in the same run: a rank
+hands over what the others sum, sums its share, and takes the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def microseconds(work: Callable[[Tensor], object], x: Tensor, calls: int) -> float:
-    """Of one call, over `calls` of them that follow each other; all ranks begin together."""
+    """Seconds per call over `calls` consecutive ones; all ranks start together."""
     dist.barrier()
     begun = time.perf_counter()
     for _ in range(calls):
@@ -55,7 +55,7 @@ def measure(rank: int, size: int, init_method: str, rounds: int, results: Connec
     links.tp.finalize()
     tp = links.tp
     if not isinstance(tp, CpuParallel) or tp.memory is None:
-        raise SystemExit("the ranks do not share memory: is there a compiler?")
+        raise SystemExit("the ranks do not share memory; is a C++ compiler installed?")
     rows = []
     for name, dtype in DTYPES.items():
         for length in SIZES:
@@ -81,7 +81,7 @@ def measure(rank: int, size: int, init_method: str, rounds: int, results: Connec
 
 
 def run(size: int, rounds: int) -> list[dict[str, Any]]:
-    """Rank 0's medians in µs, for each type and size."""
+    """Rank 0's medians in µs for each type and size."""
     spawn = multiprocessing.get_context("spawn")
     receiver, sender = spawn.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", action="store_true", help="medians in µs, and gloo's over shared memory's")
+    parser.add_argument("--json", action="store_true", help="medians in µs, and the ratio of gloo to shared memory")
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     rows = [row for size in options.ranks for row in run(size, options.rounds)]

@@ -1,10 +1,10 @@
-"""Throughput and inter-token latency under long prompts and short decodes, by size of step: fixed, and tuned.
+"""Throughput and inter-token latency with long prompts and short decodes, by token budget: fixed and tuned.
 
 .venv/bin/python benchmarks/chunk_size.py [--json]
 
-One engine for each size, all loaded, a random-weight model; they serve the same requests by turns, so that whatever
-else the machine does meets all alike. So many requests are open at a time; when one ends the next begins. Figures are
-medians over the repeats, a warm-up aside. ITL is the time between two outputs of a request.
+There is one engine per token budget, with a random-weight model. All of them are loaded and run the same requests in
+turn, so that other load on the machine affects all equally. Concurrency is constant: when a request finishes, the next
+one starts. Figures are medians over the repeats, after a warm-up. ITL is the time between two outputs of a request.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import NamedTuple
 from quire import AsyncLLM, SamplingParams
 from quire.engine.config.options import DEMO_MODEL
 
-VOCAB = 3072  # the demo model's, whose tokenizer it borrows
+VOCAB = 3072  # that of the demo model, whose tokenizer is used
 LENGTH = 4096
 
 
 class Figures(NamedTuple):
     throughput: float
-    """Prompt and output tokens a second."""
+    """Prompt and output tokens per second."""
     p99_itl_ms: float
     median_itl_ms: float
 
@@ -52,7 +52,7 @@ def write_model(folder: Path, hidden: int, layers: int) -> None:
 
 
 def requests(options: argparse.Namespace, seed: int) -> Iterator[tuple[list[int], SamplingParams]]:
-    """One long prompt with a short answer for every three short prompts with long answers, by chance."""
+    """A random mix: one long prompt with a short answer per three short prompts with long answers."""
     rng = random.Random(seed)
     for index in range(options.requests):
         is_long = index % 4 == 1
@@ -63,7 +63,7 @@ def requests(options: argparse.Namespace, seed: int) -> Iterator[tuple[list[int]
 
 
 async def serve(llm: AsyncLLM, options: argparse.Namespace, seed: int) -> Figures:
-    """The requests of this seed."""
+    """The requests for this seed."""
     todo = requests(options, seed)
     gaps: list[float] = []
     tokens = 0

@@ -1,15 +1,15 @@
-"""Quire beside the other servers on this machine: same checkpoint, same requests, in alternation.
+"""Compare Quire with other servers on this machine: same checkpoint, same requests, alternating.
 
-For each shape and precision all servers that are there are started, then measured in turns, round after round (A B C,
-A B C, …), with prompts that are new in every round and the same for all. What a server reaches is printed beside the
-floor that the machine's measured bandwidth and matmul rate set, and beside the ratio Quire / peer of each round.
+For each shape and precision, all installed servers are started and then measured in turn, round after round (A B C,
+A B C, …), with prompts that are new in every round and the same for all. Each server's figures are printed with the
+floor that follows from the machine's measured bandwidth and matmul rate, and with the ratio Quire / peer of each round.
 
     .venv/bin/python benchmarks/compare.py --peer vllm=/opt/vllm/venv --peer openvino=/opt/ov/venv \\
         --peer llama.cpp=/opt/llama.cpp --json figures.json --write docs/benchmarks/servers.md
     .venv/bin/python benchmarks/compare.py --quick --model tiny    # a smoke test
-    .venv/bin/python benchmarks/compare.py --load a.json b.json --write docs/benchmarks/servers.md    # documents again
+    .venv/bin/python benchmarks/compare.py --load a.json b.json --write docs/benchmarks/servers.md    # write the document again
 
-A peer's place may also come from the environment: QUIRE_PEER_VLLM, QUIRE_PEER_LLAMA_CPP, QUIRE_PEER_OPENVINO, …
+A peer's location may also be set in the environment: QUIRE_PEER_VLLM, QUIRE_PEER_LLAMA_CPP, QUIRE_PEER_OPENVINO, …
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LOGPROBS_PROMPTS, _LOGPROBS_TOKENS = 4, 64
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the workloads are: requests, prompt tokens, output tokens."""
+    """The sizes of the workloads: requests, prompt tokens, output tokens."""
 
     batch: tuple[int, int, int] = (32, 256, 64)
     stream: tuple[int, int, int] = (1, 128, 128)
@@ -61,7 +61,7 @@ QUICK = Sizes(batch=(8, 64, 16), stream=(1, 64, 32), online=(8, 64, 16))
 
 
 class Prompts:
-    """Prompts of words drawn at random; the same seed gives the same prompts, for every server."""
+    """Prompts of random words; the same seed gives the same prompts for every server."""
 
     def __init__(self, checkpoint: Path) -> None:
         from tokenizers import Tokenizer
@@ -70,7 +70,7 @@ class Prompts:
         self._tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
     def draw(self, seed: str, count: int, tokens: int) -> list[tuple[list[int], str]]:
-        """`count` prompts of `tokens` tokens, as ids and as the text that encodes to them."""
+        """`count` prompts of `tokens` tokens, as ids and as text that encodes to them."""
         source = random.Random(seed)
         drawn = [source.choices(self._words, k=tokens) for _ in range(count)]
         texts = [self._tokenizer.decode(prompt) for prompt in drawn]
@@ -78,7 +78,7 @@ class Prompts:
         return list(zip(drawn, texts, strict=True))
 
     def workload(self, server: Server, seed: str, size: tuple[int, int, int], rate: float | None = None) -> Workload:
-        """`size` as requests for `server`: all at once, or at `rate` a second with exponential gaps."""
+        """`size` as requests for `server`: all at once, or `rate` per second with exponential gaps."""
         count, tokens, output = size
         gaps = random.Random(f"{seed} arrivals")
         arrivals = list(itertools.accumulate(gaps.expovariate(rate) if rate else 0.0 for _ in range(count)))
@@ -88,22 +88,22 @@ class Prompts:
 
 @dataclass
 class Measured:
-    """What came out for one server. The figures of a workload are one entry a round."""
+    """The results of one server; the figures of a workload have one entry per round."""
 
     peer: str
     version: str
     kind: str
-    """What the precision is in this server."""
+    """What the precision means in this server."""
     command: str
     start: list[float] = field(default_factory=list)
     """Seconds from the command to the first token."""
     idle: float = 0.0
-    """Cores that it keeps busy with nothing to do."""
+    """Cores kept busy while idle."""
     memory: float = 0.0
     """GiB after the last workload."""
     figures: dict[str, list[load.Figures]] = field(default_factory=dict)
     logprobs: dict[str, float] | None = None
-    """Against transformers in float32: correlation, largest difference, tokens."""
+    """Compared with transformers in float32: correlation, largest difference, tokens."""
     failure: str | None = None
 
 
@@ -134,7 +134,7 @@ class Group:
             self.servers.append(server)
 
     async def run(self) -> dict[str, Any]:
-        """Start, measure and end the servers; returns what goes into the JSON file."""
+        """Start, measure and stop the servers; return the contents of the JSON file."""
         say(f"\n{self.shape.name}, {self.precision}")
         limits = [self._measure()]
         try:
@@ -161,7 +161,7 @@ class Group:
         }
 
     def _measure(self) -> machine.Machine:
-        """The machine's limits, while nothing is asked of the servers."""
+        """The machine's limits, measured while the servers are idle."""
         for server in self.servers:
             server.pause()
         try:
@@ -171,7 +171,7 @@ class Group:
                 server.resume()
 
     async def _start(self, server: Server) -> None:
-        """Start a server as often as asked for; the last one stays."""
+        """Start a server the requested number of times; keep the last one running."""
         result = self.results[server.peer.name]
         for attempt in range(self.options.starts):
             if attempt:
@@ -191,10 +191,10 @@ class Group:
         await self._each(server, "warm-up", self.sizes.batch)
         if server not in self.servers:
             return
-        await asyncio.sleep(1)  # what is left to do after an answer
+        await asyncio.sleep(1)  # let the server finish work after an answer
         result.idle = await server.idle_share()
         shown = ", ".join(f"{seconds:.1f}" for seconds in result.start)
-        say(f"  {server.name}: first token after {shown} s, idle it keeps {result.idle:.2f} cores busy")
+        say(f"  {server.name}: first token after {shown} s, {result.idle:.2f} cores busy when idle")
 
     async def _round(self, round_number: int, workload: str) -> None:
         if workload == "online" and not self._running():
@@ -203,7 +203,7 @@ class Group:
             self.rate = self._useful_rate()
         rate = self.rate if workload == "online" else None
         for server in list(self.servers):
-            # the stream's size is asked for several times, one after the other, or a figure would hang on one request
+            # the single stream is repeated, so that a figure does not depend on one request
             repeats = self.options.streams if workload == "stream" else 1
             answers = []
             for repeat in range(repeats):
@@ -224,7 +224,7 @@ class Group:
     async def _each(
         self, server: Server, seed: str, size: tuple[int, int, int], rate: float | None = None
     ) -> list[load.Answer] | None:
-        """Give a server one workload while the others are quiet; None when it failed, after which it is left out."""
+        """Run one workload on a server while the others are idle; None if it failed, and the server is excluded."""
         for other in self.servers:
             if other is not server:
                 other.pause()
@@ -242,7 +242,7 @@ class Group:
                     other.resume()
 
     def _useful_rate(self) -> float:
-        """Requests per second: `LOAD` of what the slowest server manages that has half the best one's throughput."""
+        """Requests per second: `LOAD` of the slowest server that has at least half of the best throughput."""
         output = self.sizes.batch[2]
         return useful_rate([result.figures["batch"][0].throughput for result in self._running()], output)
 
@@ -280,7 +280,7 @@ def useful_rate(throughputs: Sequence[float], output: int) -> float:
 
 
 def compare_logprobs(truth: Sequence[float], found: Sequence[float]) -> dict[str, float]:
-    """How like `truth` the log-probabilities of the same tokens are."""
+    """How close the log-probabilities of the same tokens are to `truth`."""
     differences = [abs(a - b) for a, b in zip(truth, found, strict=True)]
     return {
         "correlation": statistics.correlation(truth, found),
@@ -291,7 +291,7 @@ def compare_logprobs(truth: Sequence[float], found: Sequence[float]) -> dict[str
 
 
 def reference_logprobs(checkpoint: Path, prompts: Sequence[Sequence[int]], threads: int) -> list[float]:
-    """The log-probability of every token but the first of every prompt, by transformers in float32."""
+    """The log-probability of every prompt token but the first, computed by transformers in float32."""
     torch: Any = importlib.import_module("torch")
     transformers: Any = importlib.import_module("transformers")
     torch.set_num_threads(threads)
@@ -312,23 +312,29 @@ def say(text: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [peer.name for peer in peers.PEERS]
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help="where a peer is installed")
-    parser.add_argument("--only", nargs="+", choices=names, help="these servers (default: all that are there)")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=PATH", help="location of a peer's installation"
+    )
+    parser.add_argument("--only", nargs="+", choices=names, help="servers to compare (default: all that are installed)")
     parser.add_argument("--model", nargs="+", choices=SHAPES, default=["qwen2.5-0.5b"])
     parser.add_argument("--precision", nargs="+", choices=machine.WEIGHT_BYTES, default=list(machine.WEIGHT_BYTES))
-    parser.add_argument("--threads", type=int, default=2, help="of every server (default: 2)")
-    parser.add_argument("--rounds", type=int, help="default: 5, with --quick 1")
-    parser.add_argument("--starts", type=int, help="times that each server is started (default: 3, with --quick 1)")
-    parser.add_argument("--streams", type=int, default=3, help="single streams a round, one after the other")
-    parser.add_argument("--start-limit", type=float, default=420, metavar="SECONDS", help="for a server to answer")
-    parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="for a workload to be done")
-    parser.add_argument("--rate", type=float, help="requests per second of `online`, instead of what is measured")
-    parser.add_argument("--quick", action="store_true", help="small workloads, one round: to see whether it works")
+    parser.add_argument("--threads", type=int, default=2, help="threads of every server (default: 2)")
+    parser.add_argument("--rounds", type=int, help="rounds (default: 5, with --quick 1)")
+    parser.add_argument("--starts", type=int, help="starts of each server (default: 3, with --quick 1)")
+    parser.add_argument("--streams", type=int, default=3, help="consecutive single streams per round")
+    parser.add_argument(
+        "--start-limit", type=float, default=420, metavar="SECONDS", help="limit for a server to start and answer"
+    )
+    parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="limit for a workload")
+    parser.add_argument("--rate", type=float, help="requests per second of `online`, instead of the measured rate")
+    parser.add_argument("--quick", action="store_true", help="small workloads, one round: a smoke test")
     parser.add_argument("--no-logprobs", dest="logprobs", action="store_false", help="skip the comparison with float32")
     parser.add_argument("--cache", type=Path, help="folder of the checkpoints (default: ~/.cache/quire-compare)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    parser.add_argument("--write", type=Path, metavar="FILE.md", help="write the document here")
-    parser.add_argument("--load", type=Path, nargs="+", metavar="FILE", help="measure nothing; take earlier figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--write", type=Path, metavar="FILE.md", help="write the document to this file")
+    parser.add_argument(
+        "--load", type=Path, nargs="+", metavar="FILE", help="load earlier figures instead of measuring"
+    )
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 5)
     options.starts = options.starts or (1 if options.quick else 3)
@@ -345,23 +351,23 @@ def main() -> None:
 
 
 async def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> dict[str, Any]:
-    # Ended from outside, the servers end too.
+    # If this process is terminated, stop the servers too.
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     places = dict(pair.partition("=")[::2] for pair in options.peer)
     if unknown := places.keys() - {peer.name for peer in peers.PEERS}:
-        parser.error(f"--peer: no peer is called {', '.join(unknown)}")
+        parser.error(f"--peer: unknown peer {', '.join(unknown)}")
     found, missing = [], []
     for peer in peers.PEERS:
         given = places.get(peer.name) or os.environ.get(f"QUIRE_PEER_{re.sub(r'[.-]', '_', peer.name.upper())}")
         if options.only and peer.name not in options.only:
-            missing.append({"peer": peer.name, "why": "not asked for (--only)"})
+            missing.append({"peer": peer.name, "why": "not selected (--only)"})
         elif there := peers.find(peer, Path(given).expanduser().absolute() if given else None):
             found.append(there)
         else:
             where = "where --peer says" if given else "on PATH"
-            missing.append({"peer": peer.name, "why": f"not found {where}; to get it: {peer.remedy}"})
+            missing.append({"peer": peer.name, "why": f"not found {where}; to install it: {peer.remedy}"})
     say("servers: " + ", ".join(f"{peer.name} {peer.version()}" for peer in found))
     for entry in missing:
         say(f"  without {entry['peer']}: {entry['why']}")
@@ -369,7 +375,7 @@ async def _run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     for model in options.model:
         for precision in options.precision:
             groups.append(await Group(options, SHAPES[model], precision, found).run())
-            if options.json:  # what has been measured outlives a run that is broken off
+            if options.json:  # keep the measurements of an interrupted run
                 options.json.write_text(json.dumps(_results(options, groups, missing), indent=1) + "\n")
     return _results(options, groups, missing)
 

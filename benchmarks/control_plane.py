@@ -1,11 +1,11 @@
-"""Microseconds of Python that a step costs, with a model that costs nothing: scheduler, plan, update, messages.
+"""Microseconds of Python per step, with a model that costs nothing: scheduler, plan, update, messages.
 
 .venv/bin/python benchmarks/control_plane.py [--json]
 
-Requests decode for ever in the real Scheduler; a stand-in answers every plan with a token for each row. `step` is what
-one turn of the core's loop computes: schedule + encode (the plan, as the workers get it) + update. The outputs are
-encoded by a thread of their own. `worker` is what each rank does around the model: decode the plan, apply it, make the
-batch, keep what was sampled. All are medians over the steps, blocks and prefix cache included.
+Requests decode endlessly in the real Scheduler; a stand-in answers every plan with one token per row. `step` is one
+iteration of the core's loop: schedule + encode (the plan, as sent to the workers) + update. A separate thread encodes
+the outputs. `worker` is the work of each rank around the model: decode the plan, apply it, build the batch, store the
+sampled tokens. All figures are medians over the steps, and include blocks and the prefix cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = (1, 32, 64, 256, 1024)
 BLOCK = 16
 PROMPT = 128
 EOS = 2
-DEPTH = 2  # the scheduler runs ahead, as it does for ranks in processes of their own and on GPUs
+DEPTH = 2  # the scheduler runs ahead, as with ranks in other processes and on GPUs
 PARTS = ("schedule", "encode", "update", "encode_outputs")
 
 
@@ -86,14 +86,14 @@ def config(requests: int, length: int) -> EngineConfig:
 
 
 def measure(requests: int, steps: int) -> dict[str, float]:
-    """Median microseconds of each part of a step with so many requests decoding."""
+    """Median microseconds of each part of a step with this many requests decoding."""
     length = PROMPT + BLOCK + steps * 2
     scheduler = Scheduler(config(requests, length))
     states = InputBatch(requests, length, BLOCK)
     encode = msgspec.msgpack.Encoder().encode
     decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
     for index in range(requests):
-        # Prompts of different lengths: about one decode in 16 needs a block in each step.
+        # Prompts of different lengths, so that about one decode in 16 needs a new block in each step.
         prompt = [3 + (index * 31 + place) % 1000 for place in range(PROMPT + index % BLOCK)]
         request_id = f"chatcmpl-{index:032x}-0"
         scheduler.add(EngineCoreRequest(0, request_id, prompt, SamplingParams(max_tokens=None, temperature=0.0)))
@@ -143,7 +143,7 @@ def measure(requests: int, steps: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500, help="steps measured for each number of requests")
+    parser.add_argument("--steps", type=int, default=500, help="steps per number of requests")
     parser.add_argument("--json", action="store_true", help="figures such as step_us_256 instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(1)

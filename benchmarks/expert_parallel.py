@@ -1,16 +1,16 @@
-"""How much of the experts' exchange two half batches hide: two replicas on this machine, with and without --enable-dbo.
+"""How much of the all-to-all two micro-batches hide: two replicas on this machine, with and without --enable-dbo.
 
     python benchmarks/expert_parallel.py [--tokens 256] [--latency-ms 2] [--gbit 1]
 
-Two processes of one thread each hold half of the experts and compute prompts of equal length together. Between them is
-gloo on the loopback interface, which has no cost of a network to hide, so an exchange is held back until it would have
-come over one of the given latency and bandwidth; nothing is computed for that. Steps in one piece and in two halves
-take turns. Shown are the medians of what a rank measures:
+Two processes of one thread each hold half of the experts and compute prompts of equal length together. They communicate
+through gloo on the loopback interface, which has no network cost to hide, so each all-to-all is delayed until it would
+have arrived over a network of the given latency and bandwidth; the delay costs no computation. Steps with one batch and
+with two micro-batches alternate. Shown are the medians of what a rank measures:
 
-- network: how long the step's exchanges would be under way, one after the other;
-- waited: how long the rank stood still for them, because it had nothing left to compute;
-- hidden: the rest of network, as its share;
-- step: the whole step. Other work on the machine moves it, and the halves of a batch are less efficient to compute.
+- network: the sum of the network times of the step's all-to-alls;
+- waited: how long the rank waited for them because it had nothing left to compute;
+- hidden: the rest of network, as a share;
+- step: the whole step, which depends on other load on the machine; micro-batches are less efficient to compute.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ MODEL = {
 
 @dataclass
 class Network:
-    """What lies between the replicas."""
+    """The simulated network between the replicas."""
 
     latency: float
     """Seconds."""
     bandwidth: float
-    """Bytes a second, each way."""
+    """Bytes per second in each direction."""
     under_way: float = 0.0
-    """Seconds that exchanges of this step take."""
+    """Seconds that the all-to-alls of this step take."""
     waited: float = 0.0
-    """Seconds that this rank has stood still for them."""
+    """Seconds that this rank has waited for them."""
 
 
 @dataclass(frozen=True)
 class Slow:
-    """Rows that are not here before their time."""
+    """Rows that are delivered after the network's delay."""
 
     rows: Transfer
     network: Network
@@ -90,7 +90,7 @@ class Slow:
 
 
 def slow_down(network: Network) -> None:
-    """Have every exchange between processes take as long as over the network."""
+    """Delay every all-to-all between processes as the network would."""
     start = ProcessGroupExpertCommunicator.start
 
     def slow(self: ProcessGroupExpertCommunicator, x: Tensor, sent: list[int], received: list[int]) -> Transfer:
@@ -112,7 +112,7 @@ class Step(NamedTuple):
 
 
 def work(config: EngineConfig, network: Network, tokens: int, rounds: int, pipe: Connection) -> None:
-    """A replica: tells of its steps, by way."""
+    """A replica; reports its steps in both modes."""
     torch.set_num_threads(1)
     set_interfaces(config)
     slow_down(network)
@@ -133,7 +133,7 @@ def work(config: EngineConfig, network: Network, tokens: int, rounds: int, pipe:
             )
             began = time.perf_counter()
             runner.launch(plan).result()
-            if turn:  # the first warms up
+            if turn:  # the first one warms up
                 measured.append(Step(network.under_way, network.waited, time.perf_counter() - began))
             number += 1
     pipe.send(steps)
@@ -162,9 +162,9 @@ def measure(config: EngineConfig, network: Network, tokens: int, rounds: int) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=256, help="of each replica in a step")
-    parser.add_argument("--latency-ms", type=float, default=2.0, help="of the network between the replicas")
-    parser.add_argument("--gbit", type=float, default=1.0, help="a second that the network carries each way")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of each replica per step")
+    parser.add_argument("--latency-ms", type=float, default=2.0, help="latency of the network between the replicas")
+    parser.add_argument("--gbit", type=float, default=1.0, help="Gbit/s of the network in each direction")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     network = Network(options.latency_ms / 1e3, options.gbit * 1e9 / 8)

@@ -1,9 +1,9 @@
-"""Fused experts against a call for each expert that has rows, at a layer like Qwen3-30B-A3B's, by number of tokens.
+"""Fused experts compared with one call per expert, for a layer like Qwen3-30B-A3B's, by number of tokens.
 
 .venv/bin/python benchmarks/experts.py --threads 1 [--only int8] [--experts 64] [--hidden 1024] [--size 384] [--json]
 
-Both take turns; times are minima over the turns, with one thread of that thread's own time. Each run goes through
-several copies of the layer and several choices of experts, so that weights come from memory as they do in a model.
+Both alternate; times are minima over the rounds (with one thread, of its CPU time). Each run uses several copies of the
+layer and several selections of experts, so that weights are read from memory as in a model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[torch.dtype, Callable[[Tensor], kernels.PackedLinear]]] =
 def copies(
     kind: str, num_experts: int, hidden: int, size: int
 ) -> Iterator[tuple[kernels.PackedExperts, kernels.PackedExperts]]:
-    """Layers, fused and as a loop each."""
+    """Layers, each fused and as a loop."""
     dtype, pack = KINDS[kind]
     for _ in range(COPIES):
         gate_up, down = torch.randn(num_experts, 2 * size, hidden), torch.randn(num_experts, hidden, size)

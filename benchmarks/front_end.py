@@ -1,13 +1,13 @@
-"""What a streamed token costs the API process: CPU time from the engine's message to the client's socket.
+"""The cost of a streamed token in the API process: CPU time from the engine's message to the client's socket.
 
 .venv/bin/python benchmarks/front_end.py [--sources NAME=FOLDER …] [--json]
 
-A real `quire serve` with the demo model's tokenizer runs in processes of its own. Its engine core is a stand-in that
-computes nothing: at every tick it sends one random token for each stream, in one message, as the real one does. The
-client, in a further process, only counts events. The tick is slow enough that every token is a write of its own
-(events that merge would be cheaper; `merged` says how many did), so figures are of the API processes' CPU time, all
-of their threads, and not of the wall clock. Further flags are `quire serve`'s, such as --api-server-count.
-`--sources` measures several checkouts in turns, round after round, and prints ratios.
+A real `quire serve` with the demo model's tokenizer runs in separate processes. Its engine core is a stand-in that
+computes nothing: at every tick it sends one random token per stream in one message, as the real one does. The client,
+in another process, only counts events. The tick is slow enough that every token is written separately (merged events
+would be cheaper; `merged` counts them), so figures are the CPU time of all threads of the API processes, not wall-clock
+time. Further flags, such as --api-server-count, are passed to `quire serve`. `--sources` alternates between several
+checkouts and prints ratios.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "completions": {"prompt": "Say"},
 }
 LENGTH = 1900
-"""Tokens of an answer; an ended stream is followed by a new one."""
+"""Tokens per answer; a finished stream is followed by a new one."""
 
 
 # --- the engine's side ------------------------------------------------------------------------------------------
 
 
 def core(requests: str, responses: list[str], pace: float) -> None:
-    """A token for every running request at each tick of `pace` seconds for each of them, at least a millisecond."""
+    """Sends a token per running request at each tick of `pace` seconds per request, at least one millisecond."""
     import msgspec
     import zmq
 
@@ -75,7 +75,7 @@ def core(requests: str, responses: list[str], pace: float) -> None:
     decode = msgspec.msgpack.Decoder(ToCore).decode
     encode = msgspec.msgpack.Encoder().encode
     running: dict[str, tuple[int, int]] = {}
-    """The API process and the tokens still to come, by request."""
+    """The API process and the number of remaining tokens, by request."""
     stats = EngineStats()
     tick = time.perf_counter()
     while True:
@@ -109,7 +109,7 @@ def core(requests: str, responses: list[str], pace: float) -> None:
 
 
 def server(pace: float, arguments: list[str]) -> int:
-    """`quire serve` with the stand-in for its core."""
+    """`quire serve` with the stand-in for its engine core."""
     from quire.engine.core.launch import Endpoints
     from quire.server.cli.main import main
     from quire.server.frontend import frontend
@@ -126,7 +126,7 @@ def server(pace: float, arguments: list[str]) -> int:
 
 
 class Server:
-    """A running server, from the sources in a folder."""
+    """A running server from the sources in a folder."""
 
     def __init__(self, sources: str, pace: float, arguments: list[str]) -> None:
         self.process = subprocess.Popen(
@@ -163,7 +163,7 @@ class Server:
 
 
 class Streams:
-    """So many requests at once, each followed by the next; counts the events that come."""
+    """Runs a constant number of concurrent requests and counts the received events."""
 
     def __init__(self, port: int, endpoint: str, count: int) -> None:
         body = json.dumps({**PROMPTS[endpoint], "stream": True, "max_tokens": LENGTH, "ignore_eos": True}).encode()
@@ -203,7 +203,7 @@ class Streams:
 
 
 def measure(server: Server, endpoint: str, count: int, seconds: float) -> dict[str, float]:
-    """CPU microseconds of a token, tokens a second on one core, and how the measurement itself went."""
+    """CPU microseconds per token, tokens per second on one core, and statistics of the measurement itself."""
     streams = Streams(server.port, endpoint, count)
     try:
         streams.run(1.0 + count / 256)
@@ -220,7 +220,7 @@ def measure(server: Server, endpoint: str, count: int, seconds: float) -> dict[s
         }
     finally:
         streams.close()
-        time.sleep(0.3)  # the server sees them go
+        time.sleep(0.3)  # the server notices the disconnects
 
 
 def compare(options: argparse.Namespace, arguments: list[str]) -> Iterator[tuple[str, str, int, dict[str, float]]]:
@@ -242,14 +242,14 @@ def main() -> int:
     parser.add_argument("--endpoints", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pace", type=float, default=80.0, help="microseconds of a tick for each stream (default: 80)")
+    parser.add_argument("--pace", type=float, default=80.0, help="tick length in microseconds per stream (default: 80)")
     parser.add_argument(
         "--sources",
         nargs="+",
         type=lambda pair: pair.partition("=")[::2],
         default=[("here", here)],
         metavar="NAME=FOLDER",
-        help="checkouts to measure; the first is what the others are compared with",
+        help="checkouts to measure; the first one is the baseline",
     )
     parser.add_argument("--json", action="store_true", help="figures such as here_chat_256_us instead of tables")
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)

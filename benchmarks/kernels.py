@@ -1,9 +1,8 @@
-"""Each CPU kernel against the reference, at the sizes of Qwen2.5-0.5B, and for attention against the machine's floor.
+"""CPU kernels compared with the reference at the sizes of Qwen2.5-0.5B; attention also with the machine's floor.
 
 .venv/bin/python benchmarks/kernels.py --threads 2 [--only attention] [--json]
 
-Times are minima over repeats, with one thread of that thread's own time: on a machine shared with others they say what
-a kernel takes, not what it had to wait.
+Times are minima over repeats, and with one thread its CPU time, so that on a shared machine they exclude waiting.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ class Result:
     us: float
     reference_us: float
     floor_us: float | None = None
-    """The larger of its bytes over the read bandwidth and its operations over the matmul rate."""
+    """The larger of bytes / read bandwidth and operations / matmul rate."""
 
 
 def fastest(work: Callable[[], Any], seconds: float) -> float:
-    """Seconds of the fastest of the runs that fit, of three at least."""
+    """Seconds of the fastest run within the time limit, of at least three."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: list[float] = []
     end = time.perf_counter() + seconds

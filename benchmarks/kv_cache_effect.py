@@ -1,11 +1,11 @@
-"""What a second tensor-parallel rank brings where weights leave little room for KV: blocks, and with them throughput.
+"""The gain of a second tensor-parallel rank when weights leave little memory for KV: more blocks and throughput.
 
 .venv/bin/python benchmarks/kv_cache_effect.py --plot docs/pictures/kv_cache_effect.svg
 
-Every worker gets the same memory (--budget-mib) for weights, workspace and KV cache, as a GPU has its own. Half of the
-weights then leave room for many more blocks, so that more requests run at once; a step costs about the same, as it
-reads the same weights. The engine of each layout is started in turn, with all processor cores, and answers the same
-requests, given at once. Random weights; the answers of both layouts are compared.
+Every worker has the same memory (--budget-mib) for weights, workspace and KV cache, like a GPU. With half of the
+weights, many more blocks fit, so more requests run at once; a step costs about the same, as it reads the same weights.
+The engines of both layouts are started in turn, with all processor cores, and run the same requests, submitted at once.
+Weights are random; the answers of both layouts are compared.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ WEIGHTS, WORKSPACE, KV_CACHE, MEASURED = "#3d6f8e", "#b9b9b9", "#e3a857", "#3d6f
 
 @dataclass(frozen=True)
 class Room:
-    """What a worker's budget goes to, in bytes, and the blocks and whole requests that this makes."""
+    """How a worker's budget is spent, in bytes, and the resulting blocks and complete requests."""
 
     tensor_parallel_size: int
     weights: int
@@ -62,10 +62,10 @@ class Room:
 
 
 def room_for(options: EngineOptions, budget: int, length: int) -> tuple[EngineOptions, Room]:
-    """The options with the KV cache that `budget` bytes a worker leave beside its weights and workspace.
+    """The options with the KV cache that fits `budget` bytes per worker besides weights and workspace.
 
-    `length` is a request's, prompt and output. No more run at once than fit, so that nothing is computed twice. Raises
-    `ConfigError` when there is no room for one.
+    `length` is the prompt and output length of a request. Concurrency is limited to the requests that fit, so that none
+    is preempted. Raises `ConfigError` if not even one fits.
     """
     sizes = Sizes.of(resolve(options))
     left = budget - max(sizes.weights) - sizes.workspace
@@ -84,7 +84,7 @@ def room_for(options: EngineOptions, budget: int, length: int) -> tuple[EngineOp
 
 
 def measure(options: EngineOptions, prompts: list[list[int]], num_output: int) -> tuple[float, list[list[int]]]:
-    """Seconds for all prompts at once, and their answers; the engine has been started and warmed up before."""
+    """Seconds for all prompts at once, and their answers, after startup and warm-up."""
     params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
     with LLM(**asdict(options)) as llm:
         llm.generate([[3] * len(prompts[0])], params, use_tqdm=False)
@@ -94,7 +94,7 @@ def measure(options: EngineOptions, prompts: list[list[int]], num_output: int) -
 
 
 def draw(file: str, rooms: Sequence[Room], rates: Sequence[float], gains: Sequence[float]) -> None:
-    """Memory of a worker, blocks, and throughput, side by side for the layouts."""
+    """Plot worker memory, blocks and throughput of the layouts."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -127,7 +127,7 @@ def draw(file: str, rooms: Sequence[Room], rates: Sequence[float], gains: Sequen
 
 
 def table(rooms: Sequence[Room], rates: Sequence[float], gains: Sequence[float]) -> str:
-    """Markdown; `gains` are over the first layout."""
+    """The results as Markdown; `gains` are relative to the first layout."""
     lines = [
         "| | weights | workspace | KV cache | blocks | × | requests that fit | output tokens/s | × |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -141,18 +141,18 @@ def table(rooms: Sequence[Room], rates: Sequence[float], gains: Sequence[float])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget-mib", type=int, default=163, help="memory of a worker")
+    parser.add_argument("--budget-mib", type=int, default=163, help="memory per worker")
     parser.add_argument("--requests", type=int, default=24)
     parser.add_argument("--input-len", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=176)
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=3, help="the layouts take turns in each")
-    parser.add_argument("--plot", metavar="FILE", help="draw a picture (.svg, .png)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds, each measuring all layouts in turn")
+    parser.add_argument("--plot", metavar="FILE", help="write a plot (.svg, .png)")
     options = parser.parse_args()
     if options.plot:
         plot.check(options.plot)
-    # Threads that spin for others would lose most on a busy machine, and a single rank has more of them.
+    # Spinning threads lose most on a busy machine, and a single rank has more of them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     length = options.input_len + options.output_len
     engine: dict[str, Any] = {
@@ -190,7 +190,7 @@ def main() -> None:
     gains = [statistics.median(a / b for a, b in zip(found, rates[0], strict=True)) for found in rates]
     print(table(rooms, medians, gains))
     alike = sum(len({tuple(tokens[row]) for tokens in answers}) == 1 for row in range(options.requests))
-    print(f"{alike} of {options.requests} answers are the same in all rounds of both layouts")
+    print(f"{alike} of {options.requests} answers are identical in all rounds of both layouts")
     if options.plot:
         draw(options.plot, rooms, medians, gains)
 

@@ -1,6 +1,6 @@
-"""Requests to an OpenAI-compatible server, and when their tokens came.
+"""A load generator for OpenAI-compatible servers that records when tokens arrive.
 
-One connection a request and no HTTP library: the client shares the cores with the server that it measures.
+It uses one connection per request and no HTTP library, because it shares the cores with the server under test.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 
 class RequestFailed(Exception):
-    """The server refused a request or broke off."""
+    """The server rejected a request or closed the connection."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where completions are asked for."""
+    """The address of the completions endpoint."""
 
     port: int
     path: str = "/v1/completions"
@@ -29,7 +29,7 @@ class Address:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sent: bodies ready to post, the second at which each goes out, and the output that each must give."""
+    """Request bodies, the time in seconds at which each is sent, and the expected output length."""
 
     bodies: Sequence[dict[str, Any]]
     arrivals: Sequence[float]
@@ -42,9 +42,9 @@ class Answer:
 
     sent: float
     tokens: int = 0
-    """What the server says it generated."""
+    """Output tokens reported by the server."""
     times: list[float] = field(default_factory=list)
-    """When each piece of output came. A piece is a token, unless the server sends several at once."""
+    """Arrival time of each piece of output: one token, unless the server sends several at once."""
 
     @property
     def ttft(self) -> float:
@@ -56,13 +56,13 @@ class Answer:
 
     @property
     def itl(self) -> float:
-        """Mean time between tokens, after the first; independent of how they are put into pieces."""
+        """Mean time between tokens after the first, independent of how they are split into pieces."""
         return (self.times[-1] - self.times[0]) / max(self.tokens - 1, 1)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a workload came to. Seconds and tokens per second."""
+    """The figures of a workload, in seconds and tokens per second."""
 
     throughput: float
     """Output tokens per second, from the first request sent to the last token."""
@@ -73,7 +73,7 @@ class Figures:
 
 
 async def run(address: Address, workload: Workload) -> list[Answer]:
-    """Send a workload. Raises `RequestFailed` when an answer fails or is not as long as was asked for."""
+    """Send a workload. Raises `RequestFailed` if a request fails or its answer has the wrong length."""
     begun = time.perf_counter()
 
     async def one(body: dict[str, Any], at: float) -> Answer:
@@ -86,7 +86,7 @@ async def run(address: Address, workload: Workload) -> list[Answer]:
 
 
 def check_lengths(answers: Sequence[Answer], output_tokens: int) -> None:
-    """Raise `RequestFailed` when an answer does not have `output_tokens` tokens."""
+    """Raise `RequestFailed` if an answer does not have `output_tokens` tokens."""
     wrong = [answer.tokens for answer in answers if answer.tokens != output_tokens]
     if wrong:
         raise RequestFailed(f"{len(wrong)} of {len(answers)} answers have {wrong[:4]} tokens, not {output_tokens}")
@@ -107,13 +107,13 @@ def figures(answers: Sequence[Answer]) -> Figures:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of all are not above; 0 for none at all."""
+    """The smallest value that at least `percent` percent of the values do not exceed; 0 if there are no values."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * percent // 100).__int__() - 1)] if ordered else 0.0
 
 
 async def complete(address: Address, body: dict[str, Any]) -> Answer:
-    """Post a streamed completion and note when its pieces come."""
+    """Post a streamed completion and record when its pieces arrive."""
     answer = Answer(time.perf_counter())
     async for event in events(address, body):
         now = time.perf_counter()
@@ -128,7 +128,7 @@ async def complete(address: Address, body: dict[str, Any]) -> Answer:
 
 
 async def events(address: Address, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """The events of a streamed answer, as they come."""
+    """Yield the events of a streamed answer as they arrive."""
     async for line in _lines(address, {**body, "stream": True}):
         if line.startswith(b"data: ") and line != b"data: [DONE]":
             event = json.loads(line[6:])
@@ -138,12 +138,12 @@ async def events(address: Address, body: dict[str, Any]) -> AsyncIterator[dict[s
 
 
 async def post(address: Address, body: dict[str, Any]) -> Any:
-    """The whole answer to a request that is not streamed."""
+    """The answer to a request that is not streamed."""
     return json.loads(b"\n".join([line async for line in _lines(address, body)]))
 
 
 async def _lines(address: Address, body: dict[str, Any]) -> AsyncIterator[bytes]:
-    """The lines of the body that comes back, whichever way it is framed."""
+    """Yield the lines of the response body, with any framing."""
     reader, writer = await asyncio.open_connection(address.host, address.port, limit=2**24)
     try:
         content = json.dumps(body).encode()

@@ -1,7 +1,7 @@
-"""What this machine can do at most: memory bandwidth and matmul rates, and the floors that follow from them.
+"""The limits of this machine, memory bandwidth and matmul rates, and the floors that follow from them.
 
 .venv/bin/python benchmarks/machine.py --threads 2
-.venv/bin/python benchmarks/machine.py --threads 1 --device cuda    # of the GPU
+.venv/bin/python benchmarks/machine.py --threads 1 --device cuda    # for the GPU
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shapes import Shape
 
 WEIGHT_BYTES = {"f32": 4, "16-bit": 2, "int8": 1}
 _SIZE = 4096
-"""Rows and columns of the matrices that are multiplied: far larger than the caches in float32."""
+"""Rows and columns of the multiplied matrices, far larger than the caches in float32."""
 _GPU_SIZES = (4096, 8192, 16384)
-"""A GPU is at its best at some size or other."""
+"""Sizes to try on a GPU, whose best size is not known."""
 _FEW = 32
 _GIB = 2**30
 _RUNS = 10
-"""Started one behind the other on a GPU, so that the time of a start is not counted."""
+"""Consecutive launches on a GPU, so that launch overhead does not count."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Machine:
     """Measured limits. Bytes and operations per second; a multiplication and an addition are two operations."""
 
     cpu: str
-    """Its name, or the GPU's."""
+    """The name of the processor or GPU."""
     threads: int
     copy: float
     """Bytes read plus bytes written."""
@@ -51,22 +51,22 @@ class Machine:
 
     @property
     def bandwidth(self) -> float:
-        """The best that memory gave, however it was asked: a floor must not lie above what can be done."""
+        """The highest measured bandwidth, since a floor must not exceed what is possible."""
         return max(self.copy, self.read)
 
     def rate(self, precision: str) -> float:
-        """The fastest matmul that may serve `precision`: 16-bit weights may be widened and multiplied in float32."""
+        """The fastest matmul usable for `precision`: 16-bit weights may be widened and multiplied in float32."""
         names = ("16-bit", "f32") if precision == "16-bit" else (precision,)
         return max(max(self.large.get(name, 0.0), self.few.get(name, 0.0)) for name in names)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least seconds that a shape's steps take on a machine, each the larger of two bounds.
+    """Lower bounds in seconds of the steps of a shape on a machine, each the larger of two bounds.
 
-    Bytes over bandwidth: every weight once a step, and the KV cache of every decoding request once, both in the bytes
-    of the precision. Operations over matmul rate: two for each weight and token, the head's weights only for tokens
-    that are followed by a sampled one, and four for each pair of tokens, head and channel in attention.
+    Bytes / bandwidth: every weight once per step, and the KV cache of every decoding request once, both in the bytes of
+    the precision. Operations / matmul rate: two per weight and token (weights of the head only for tokens that are
+    followed by a sampled one), and four per pair of tokens, head and channel in attention.
     """
 
     machine: Machine
@@ -74,7 +74,8 @@ class Floor:
     precision: str
 
     def step(self, tokens: int, sampled: int, context: int, attended: int) -> float:
-        """Seconds of a step over `tokens` tokens; `context` cached tokens are read, `attended` pairs of tokens met."""
+        """Seconds of a step of `tokens` tokens that reads `context` cached tokens and attends `attended` pairs of
+        tokens."""
         shape, width = self.shape, WEIGHT_BYTES[self.precision]
         moved = width * (shape.layer_weights + shape.head_weights + context * shape.kv_numbers)
         operations = 2 * (tokens * shape.layer_weights + sampled * shape.head_weights)
@@ -82,7 +83,7 @@ class Floor:
         return max(moved / self.machine.bandwidth, operations / self.machine.rate(self.precision))
 
     def prefill(self, tokens: int, requests: int = 1) -> float:
-        """Seconds until `requests` prompts of `tokens` tokens each have their first token, all in one step."""
+        """Seconds of a step that prefills `requests` prompts of `tokens` tokens each."""
         return self.step(requests * tokens, requests, 0, requests * tokens * (tokens + 1) // 2)
 
     def decode(self, context: int, requests: int = 1) -> float:
@@ -90,20 +91,20 @@ class Floor:
         return self.step(requests, requests, requests * context, requests * context)
 
     def throughput(self, requests: int, prompt: int, output: int) -> float:
-        """Output tokens per second of `requests` at once: one prefill, then a decode step for each further token."""
+        """Output tokens per second of `requests` at once: one prefill, then one decode step per further token."""
         steps = sum(self.decode(prompt + done, requests) for done in range(1, output))
         return requests * output / (self.prefill(prompt, requests) + steps)
 
 
 def measure(threads: int, seconds: float = 0.5, device: str = "cpu", *, small: bool = False) -> Machine:
-    """`IncrementalParser`, measured in a process of its own, so that nothing of it stays in memory."""
+    """`IncrementalParser`, measured in a separate process, so that its memory is freed."""
     command = [sys.executable, __file__, "--threads", str(threads), "--seconds", str(seconds), "--json"]
     command += ["--device", device, *["--small"] * small]
     return Machine(**json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout))
 
 
 def best(machines: list[Machine]) -> Machine:
-    """The best of several measurements, figure by figure: other programs can only slow a machine down."""
+    """The best of several measurements, figure by figure, since other programs can only slow a machine down."""
 
     def table(name: str) -> dict[str, float]:
         tables = [getattr(machine, name) for machine in machines]
@@ -119,9 +120,9 @@ def best(machines: list[Machine]) -> Machine:
 
 
 def fastest(work: Callable[[], object], seconds: float, device: str = "cpu") -> float:
-    """The shortest of the runs that fit into `seconds`, at least three, after one that is not counted.
+    """The time of the shortest run within `seconds` (at least three runs), after a warm-up run.
 
-    On a GPU, of a few runs one behind the other, by its own clock: what they take of it, unless Python is slower.
+    On a GPU, runs are launched back to back and timed by its own clock, so that launches count only if they are slower.
     """
     once = functools.partial(_on_gpu, work) if device != "cpu" else functools.partial(_on_cpu, work)
     work()
@@ -151,7 +152,7 @@ def _on_gpu(work: Callable[[], object]) -> float:
 
 
 def _measure(threads: int, seconds: float, device: str, size: int) -> Machine:
-    """`size` is the bytes that are copied and read."""
+    """Copy and read bandwidth; `size` is the number of bytes."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(threads)
     source = torch.ones(size // 4, device=device)
@@ -169,7 +170,7 @@ def _measure(threads: int, seconds: float, device: str, size: int) -> Machine:
 
 
 def _rates(torch: Any, sides: Sequence[int], rows: int | None, seconds: float, device: str) -> dict[str, float]:
-    """The best rates of `rows` rows (None: as many as the matrix has) with square matrices, by precision."""
+    """The best matmul rates of `rows` rows (None: the size of the matrix) by square matrices, by precision."""
     rates: dict[str, float] = {}
     for side in sides:
         count = rows or side
@@ -177,20 +178,24 @@ def _rates(torch: Any, sides: Sequence[int], rows: int | None, seconds: float, d
             for work in candidates:
                 try:
                     rate = 2 * count * side * side / fastest(work, seconds / len(sides), device)
-                except (RuntimeError, AttributeError, NotImplementedError):  # not on this machine or in this torch
+                except (
+                    RuntimeError,
+                    AttributeError,
+                    NotImplementedError,
+                ):  # not supported by this machine or this torch
                     continue
                 rates[precision] = max(rates.get(precision, 0.0), rate)
     return rates
 
 
 def _matmuls(torch: Any, rows: int, side: int, device: str) -> dict[str, list[Callable[[], object]]]:
-    """The ways that torch has to multiply `rows` rows with a square matrix that stays."""
+    """torch's implementations of multiplying `rows` rows by a constant square matrix."""
     halves, mkldnn, onednn = torch.bfloat16, torch.ops.mkldnn, torch.ops.onednn
     x, w = torch.randn(rows, side, device=device), torch.randn(side, side, device=device)
     linear = torch.nn.functional.linear
     x16, w16 = x.to(halves), w.to(halves)
     if device != "cpu":
-        full = [lambda: linear(x, w)] if side == min(_GPU_SIZES) else []  # slow, and of no use to a 16-bit model
+        full = [lambda: linear(x, w)] if side == min(_GPU_SIZES) else []  # slow, and not useful for a 16-bit model
         return {"f32": full, "16-bit": [lambda: linear(x16, w16)]}
     x8 = torch.randint(0, 255, (rows, side), dtype=torch.uint8)
     w8 = torch.randint(-127, 127, (side, side), dtype=torch.int8)
@@ -217,7 +222,7 @@ def _matmuls(torch: Any, rows: int, side: int, device: str) -> dict[str, list[Ca
 
 
 def cpu_name() -> str:
-    """The CPU's name and those of its abilities that matrices care for."""
+    """The name of the CPU and its instruction sets relevant to matmuls."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -228,7 +233,7 @@ def cpu_name() -> str:
 
 
 def describe(machine: Machine) -> list[str]:
-    """One line a figure."""
+    """One line per figure."""
     lines = [f"{machine.cpu}, {machine.threads} threads"]
     lines.append(f"memory: copy {machine.copy / 1e9:.1f} GB/s (read + written), read {machine.read / 1e9:.1f} GB/s")
     for precision, rate in machine.large.items():
@@ -242,7 +247,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--small", action="store_true", help="of what the caches hold: to see whether it works")
+    parser.add_argument("--small", action="store_true", help="sizes that fit the caches: a smoke test")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     machine = _measure(options.threads, options.seconds, options.device, _GIB >> 6 if options.small else _GIB)

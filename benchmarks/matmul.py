@@ -1,13 +1,13 @@
-"""Our packed products against oneDNN's, by number of rows, at the layers of Qwen2.5-0.5B.
+"""Quire's packed matmuls compared with oneDNN's, by number of rows, for the layers of Qwen2.5-0.5B.
 
 .venv/bin/python benchmarks/matmul.py --threads 1 [--only int8] [--json]
 QUIRE_CPU_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2 .venv/bin/python benchmarks/matmul.py
 
-Without AVX-512, oneDNN takes no bfloat16: ours is compared with panels widened to float32 there. OneDNN's int8 has
-weights of 7 bits there, ours of 8.
+Without AVX-512, oneDNN does not support bfloat16, and Quire's is compared with tiles widened to float32; oneDNN's int8
+then has 7-bit weights, Quire's 8-bit ones.
 
-Both take turns; times are minima over the turns, with one thread of that thread's own time. Each run goes through
-several copies of the layers, so that weights come from memory as they do in a model.
+Both alternate; times are minima over the rounds (with one thread, of its CPU time). Each run uses several copies of the
+layers, so that weights are read from memory as in a model.
 """
 
 from __future__ import annotations

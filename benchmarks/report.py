@@ -1,4 +1,4 @@
-"""The figures of benchmarks/compare.py as tables, and as docs/benchmarks/servers.md."""
+"""Format the figures of benchmarks/compare.py as tables and as docs/benchmarks/servers.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BY_NAME = {shape.name: shape for shape in SHAPES.values()}
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of a workload, and how it is shown."""
+    """A figure of a workload and its format."""
 
     title: str
     workload: str
@@ -37,9 +37,9 @@ COLUMNS = (
 
 
 def merge(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs as one; of two groups with the same shape and precision the later one counts.
+    """Merge several runs; of two groups with the same shape and precision, the later one is kept.
 
-    Missing is who is in none of them.
+    A peer is missing if it is in none of the runs.
     """
     groups = {
         (group["shape"], group["precision"]): {"measured": measured(result)} | group
@@ -53,12 +53,12 @@ def merge(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def values(server: dict[str, Any], column: Column) -> list[float]:
-    """A column's figure of every round."""
+    """A column's figure in every round."""
     return [figures[column.key] * column.scale for figures in server["figures"].get(column.workload, [])]
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Quire / peer of each round that both have."""
+    """The ratio Quire / peer of each round that both have."""
     return [a / b for a, b in zip(ours, theirs, strict=False) if b]
 
 
@@ -72,7 +72,7 @@ def spread(found: Sequence[float], digits: int) -> str:
 
 
 def floors(group: dict[str, Any]) -> dict[str, float]:
-    """Column title → the floor in the column's unit, where there is one."""
+    """Column title → the floor in the column's unit, if there is one."""
     floor = Floor(Machine(**group["machine"]), _shape(group), group["precision"])
     requests, prompt, output = group["sizes"]["batch"]
     _, alone, length = group["sizes"]["stream"]
@@ -93,7 +93,7 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def measured(results: dict[str, Any]) -> str:
-    """When and with what the groups of these results were."""
+    """When, and with which version, these results were measured."""
     return f"{results['date']}, Quire {results['commit']}, rounds: {results['rounds']}"
 
 

@@ -1,4 +1,4 @@
-"""Random-weight checkpoints in the shapes of public models, with a tokenizer trained on the spot."""
+"""Random-weight checkpoints in the shapes of public models, with a tokenizer trained on the fly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 VOCABULARY = 32_000
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QUIET = 0.05
-"""Scale of the embeddings of tokens that must not be generated; with tied embeddings their logits shrink too."""
+"""Scale of the embeddings of tokens that must not be generated; with tied embeddings it scales their logits too."""
 
 
 @dataclass(frozen=True)
@@ -31,23 +31,23 @@ class Shape:
     rope_theta: float
     vocabulary: int = VOCABULARY
     tied: bool = True
-    """Whether embeddings and head are one matrix."""
+    """Whether embeddings and head are tied."""
     positions: int = 8192
 
     @property
     def layer_weights(self) -> int:
-        """Weights of the matrices of all layers: what every token is multiplied with."""
+        """Weights of the matrices of all layers, by which every token is multiplied."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
     def head_weights(self) -> int:
-        """Weights of the matrix that gives the logits: needed only where a token is sampled."""
+        """Weights of the head, needed only where a token is sampled."""
         return self.vocabulary * self.hidden
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers that a token leaves in the KV cache."""
+        """Elements of the KV cache per token."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def attention_operations(self, context: int) -> int:
@@ -63,11 +63,11 @@ SHAPES = {
 
 
 def make_checkpoint(shape: Shape, cache: Path) -> Path:
-    """The checkpoint of `shape` in bfloat16, as it would come from a hub; made at the first call."""
+    """The checkpoint of `shape` in bfloat16, in the format of the hub; created at the first call."""
     folder = cache / shape.name / "bfloat16"
     if (folder / "complete").exists():
         return folder
-    print(f"making {folder}: random weights in the shape of {shape.name}", file=sys.stderr, flush=True)
+    print(f"creating {folder}: random weights in the shape of {shape.name}", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     quiet = _write_tokenizer(folder)
     write_config(shape, folder)
@@ -77,7 +77,7 @@ def make_checkpoint(shape: Shape, cache: Path) -> Path:
 
 
 def _texts() -> Iterator[str]:
-    """Python's own sources, as far as they are ASCII, then made-up words until there are enough for the vocabulary."""
+    """ASCII sources of Python's standard library, then random words, enough for the vocabulary."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         text = path.read_text(encoding="utf-8", errors="ignore")
         yield "".join(character for character in text if character.isascii())
@@ -109,7 +109,7 @@ def _write_tokenizer(folder: Path) -> list[int]:
     assert built.get_vocab_size() == VOCABULARY, built.get_vocab_size()
     built.save(str(folder / "tokenizer.json"))
     _write_settings(folder)
-    # A token that is not whole characters on its own would be held back by the servers' detokenizers.
+    # Detokenizers delay a token that is not made of complete characters.
     return [i for i in range(VOCABULARY) if not (text := built.decode([i])) or not text.isascii() or not text.strip()]
 
 
@@ -135,7 +135,7 @@ def write_pair_tokenizer(folder: Path, count: int) -> None:
     halves = ["".join(pair) for pair in pairs]
     merges = [*pairs, *((first, second) for first in halves for second in halves)][: count - len(tokens)]
     tokens += ["".join(merge) for merge in merges]
-    assert len(tokens) == count, f"{count} tokens are not to be had from {len(tokens)}"
+    assert len(tokens) == count, f"cannot make {count} tokens from {len(tokens)}"
     built = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, merges))
     built.add_special_tokens(list(SPECIAL))
     built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -145,7 +145,7 @@ def write_pair_tokenizer(folder: Path, count: int) -> None:
 
 
 def words(folder: Path, vocabulary: int = VOCABULARY) -> list[int]:
-    """Token ids that any sequence of decodes to text which encodes to the same sequence: single words after a space."""
+    """Token ids whose sequences all decode to text that encodes to the same sequence: single words after a space."""
     from tokenizers import Tokenizer
 
     built = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -178,7 +178,7 @@ def write_config(shape: Shape, folder: Path) -> None:
         "torch_dtype": "bfloat16",
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    # No end of sequence here: servers without ignore_eos generate to the length asked for.
+    # No end of sequence, so that servers without ignore_eos generate to the requested length.
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": False}))
 
 
@@ -205,7 +205,7 @@ def tensor_sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def is_norm(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a norm's, and so of ones."""
+    """Whether a tensor of a checkpoint is the weight of a norm, which is filled with ones."""
     return name.endswith("norm.weight")
 
 
@@ -224,10 +224,10 @@ def _write_weights(shape: Shape, folder: Path, quiet: list[int]) -> None:
 
 
 def make_w8a8(shape: Shape, cache: Path) -> Path:
-    """The same checkpoint with int8 weights, one scale a channel, in the compressed-tensors format that vLLM reads.
+    """The same checkpoint with int8 weights, one scale per channel, in the compressed-tensors format that vLLM reads.
 
-    Activations are int8 too, quantized per token as they come. The head stays as it is, as in checkpoints of this
-    kind on the hub.
+    Activations are int8 too, quantized dynamically per token. The head is not quantized, as in such checkpoints on the
+    hub.
     """
     import torch
     from safetensors.torch import load_file, save_file
@@ -236,7 +236,7 @@ def make_w8a8(shape: Shape, cache: Path) -> Path:
     folder = cache / shape.name / "w8a8"
     if (folder / "complete").exists():
         return folder
-    print(f"making {folder}: int8 weights for vLLM", file=sys.stderr, flush=True)
+    print(f"creating {folder}: int8 weights for vLLM", file=sys.stderr, flush=True)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = load_file(source / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_proj.weight")]:

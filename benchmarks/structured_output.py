@@ -1,13 +1,13 @@
-"""What structured output costs: steps in which some of the requests are constrained, and compiling.
+"""The cost of structured output: steps in which some requests are constrained, and compilation.
 
 .venv/bin/python benchmarks/structured_output.py [--model FOLDER --load-format dummy] [--json]
 
-A real engine decodes 32 requests for ever, of which 0, 1, 16 or 32 are held to a regular expression that never ends and
-forces nothing. Each round runs every number once, in an order that changes, and is compared with its own run without
-constraints: the figures are medians of these ratios, so that a noisy machine does not decide. `per token` is the time
-between two tokens of a request of that kind. A free request gets a token in every step, a constrained one in every
-second where the scheduler runs ahead of the device, and in every one where all are constrained. `masks` is what it
-costs the core to compute those of a step, `apply` what it costs the sampler.
+A real engine decodes 32 requests endlessly, of which 0, 1, 16 or 32 are constrained by a regular expression that never
+ends and forces no token. Each round runs every number once, in a changing order, and is compared with its own run
+without constraints; the figures are medians of these ratios, which reduces noise. `per token` is the time between two
+tokens of a request of that kind. An unconstrained request gets a token in every step; a constrained one in every second
+step if the scheduler runs ahead of the device, and in every step if all are constrained. `masks` is the time the core
+takes to compute the masks of a step, `apply` the time the sampler takes to apply them.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ COMPILED = {
 def run(
     config: EngineConfig, executor: Executor, step: int, constrained: int, steps: int
 ) -> tuple[float, float, float]:
-    """Seconds of a step, of a free request's token and of a constrained one's."""
+    """Seconds per step, per token of an unconstrained request, and per token of a constrained one."""
     scheduler = Scheduler(config)
-    scheduler._step, scheduler._done = step, step - 1  # the ranks count on
+    scheduler._step, scheduler._done = step, step - 1  # the ranks continue counting
     for index in range(REQUESTS):
         is_bound = index < constrained
         params = SamplingParams(max_tokens=None, ignore_eos=True, structured_outputs=ENDLESS if is_bound else None)
@@ -97,7 +97,7 @@ def run(
     seconds = time.perf_counter() - begun
     for request_id in list(scheduler.requests):
         scheduler.abort(request_id)
-    last = scheduler.heartbeat()  # the ranks forget the slots
+    last = scheduler.heartbeat()  # the ranks free the slots
     in_flight.append((last, executor.submit(last)))
     for plan, pending in in_flight:
         scheduler.update(plan, pending.result())
@@ -128,7 +128,7 @@ def steps(config: EngineConfig, rounds: int, count: int) -> dict[str, float]:
         for number in CONSTRAINED if turn % 2 else CONSTRAINED[::-1]:
             result = run(config, executor, step, number, count)
             step += 4 * (count + 16)
-            if turn:  # the first warms up
+            if turn:  # the first one warms up
                 found[number].append(result)
     executor.close()
     figures: dict[str, float] = {}
@@ -156,7 +156,7 @@ def masks(config: EngineConfig) -> dict[str, float]:
 
 
 def compiling(config: EngineConfig) -> dict[str, float]:
-    """Milliseconds until a grammar and its first mask are there."""
+    """Milliseconds until a grammar and its first mask are ready."""
     grammars = GrammarCompiler(config.model)
     begun = time.perf_counter()
     grammars.compile(ENDLESS)

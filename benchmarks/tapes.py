@@ -1,8 +1,8 @@
-"""Decode steps by tapes and without (`--enforce-eager`), in turns.
+"""Decode steps with and without op replay (`--enforce-eager`), alternating.
 
 .venv/bin/python benchmarks/tapes.py
 
-Random weights of Qwen2.5-0.5B's shape with a vocabulary of 32,000, one rank with two threads.
+The model has random weights in the shape of Qwen2.5-0.5B with a vocabulary of 32,000; one rank with two threads.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ PRECISIONS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="requests that decode at once")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="requests that decode at the same time")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=16, help="decode steps in a round")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps per round")
     options = parser.parse_args()
-    print(f"{'':9} {'rows':>4} {'eager ms':>9} {'taped ms':>9} {'time':>6}   the median of the rounds' ratios")
+    print(f"{'':9} {'rows':>4} {'eager ms':>9} {'replay ms':>9} {'time':>6}   median of the ratios of the rounds")
     for precision in options.precision:
         engine = PRECISIONS[precision] | {
             "load_format": "dummy",
@@ -50,9 +50,9 @@ def main() -> None:
                 stack.callback(layout.close)
             for rows in options.rows:
                 turns = [[decode(layout, rows, options.steps) * 1e3 for layout in ways] for _ in range(options.rounds)]
-                eager, taped = (statistics.median(column) for column in zip(*turns[1:], strict=True))
+                eager, replayed = (statistics.median(column) for column in zip(*turns[1:], strict=True))
                 time = statistics.median(after / before for before, after in turns[1:])
-                print(f"{precision:9} {rows:4} {eager:9.1f} {taped:9.1f} {time:6.2f}")
+                print(f"{precision:9} {rows:4} {eager:9.1f} {replayed:9.1f} {time:6.2f}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Two ranks with one thread each against one rank with two threads: a decode step and prefill, and gloo beside them.
+"""Two ranks with one thread each compared with one rank with two threads: decode and prefill, also with gloo.
 
 .venv/bin/python benchmarks/tensor_parallel.py --dtype float32
 
-Random weights of Qwen2.5-0.5B's shape with a vocabulary of 32,000. All layouts are loaded at once and take turns, so
-that a busy machine slows all of them down alike.
+The model has random weights in the shape of Qwen2.5-0.5B with a vocabulary of 32,000. All layouts are loaded at once
+and alternate, so that other load on the machine affects all equally.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ SHAPE = {
     "eos_token_id": 1,
 }
 CONTEXT, BLOCK = 64, 16
-"""Tokens that each decoding request has behind it at first."""
+"""The initial context of each decoding request, in tokens."""
 
 
 def serve(config: EngineConfig, rank: int, init_method: str, threads: int, pipe: Connection) -> None:
-    """Plans in, seconds out; a bool chooses between shared memory and gloo."""
+    """Receives plans and sends seconds; a bool selects shared memory or gloo."""
     torch.set_num_threads(threads)
     cpu = torch.device("cpu")
     ready = kernels.prepare("cpu")
@@ -99,7 +99,7 @@ class Layout:
             pipe.send(shared)
 
     def seconds(self, new: list[NewRequestData], scheduled: list[CachedRequestData], released: list[int]) -> float:
-        """Of one step: the slowest rank's."""
+        """Seconds of one step, of the slowest rank."""
         for pipe in self._pipes:
             pipe.send(SchedulerOutput(self._step, released, new, scheduled))
         self._step += 1
@@ -113,7 +113,7 @@ class Layout:
 
 
 def requests(rows: int, tokens: int, room: int) -> list[NewRequestData]:
-    """Prompts of `tokens` each, with blocks for `room` tokens."""
+    """Prompts of `tokens` tokens each, with blocks for `room` tokens."""
     blocks = -(-room // BLOCK)
     return [
         NewRequestData(
@@ -136,7 +136,7 @@ def prefill(layout: Layout, tokens: int) -> float:
 
 
 def decode(layout: Layout, rows: int, steps: int) -> float:
-    """Seconds of a step in which each of `rows` requests goes forward by a token: the median."""
+    """The median seconds of a step in which each of `rows` requests decodes one token."""
     new = requests(rows, CONTEXT, CONTEXT + steps)
     layout.seconds(new, [CachedRequestData(row, CONTEXT, [], []) for row in range(rows)], [])
     spent = [layout.seconds([], [CachedRequestData(row, 1, [9], []) for row in range(rows)], []) for _ in range(steps)]
@@ -147,11 +147,11 @@ def decode(layout: Layout, rows: int, steps: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="requests that decode at once")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512], help="tokens of a prompt")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="requests that decode at the same time")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 512], help="tokens per prompt")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8, help="decode steps in a round")
+    parser.add_argument("--steps", type=int, default=8, help="decode steps per round")
     parser.add_argument("--json", action="store_true", help="medians in ms, and their ratios")
     options = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -164,7 +164,7 @@ def main() -> None:
         "max_num_seqs": max(options.rows),
         "max_num_batched_tokens": 4096,
         "kv_cache_memory_bytes": 1 << 28,
-        "enforce_eager": True,  # a tape would stay with the exchange that it was made with
+        "enforce_eager": True,  # op replay would keep using the all-reduce that it was recorded with
     }
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -173,7 +173,7 @@ def main() -> None:
         stack.callback(one.close)
         stack.callback(two.close)
         if not two.shares_memory:
-            raise SystemExit("the ranks do not share memory: is there a compiler?")
+            raise SystemExit("the ranks do not share memory; is a C++ compiler installed?")
         rows = []
         cases = [("decode", rows) for rows in options.rows] + [("prefill", tokens) for tokens in options.prompts]
         for kind, count in cases:
@@ -194,7 +194,7 @@ def main() -> None:
             rows.append({"kind": kind, "count": count, **medians, **ratios})
     if options.json:
         return print(json.dumps(rows))
-    print("ms for a step; × is the speed of two ranks over that of one, the median of the rounds' ratios")
+    print("ms per step; × is the speedup of two ranks over one, the median of the ratios of the rounds")
     print(f"{'':16} {'tp 1':>8} {'tp 2 gloo':>10} {'×':>5} {'tp 2 shared':>12} {'×':>5} {'tokens/s':>9}")
     for row in rows:
         rate = row["count"] / row["shared"] * 1e3

@@ -1,8 +1,8 @@
-"""The operations a model is made of, each chosen by the device of its first argument.
+"""The operations that models are built from, each dispatched on the device of its first argument.
 
-`quire.kernels.reference` defines every operation in plain torch and is the oracle that the others are held against.
-A platform's module replaces the operations that it names, once `prepare` has made it ready; what it lacks stays with
-the reference. Nothing of Quire is imported here.
+`quire.kernels.reference` defines every operation in plain torch and is the oracle for the other implementations.
+Once `prepare` has loaded a platform's module, the operations it defines replace those of the reference; the others fall
+back to the reference. This package imports nothing else from Quire.
 """
 
 from __future__ import annotations

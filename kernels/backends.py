@@ -1,4 +1,4 @@
-"""Whose paged attention serves: the platform's own, or one that was asked for by name or is faster here."""
+"""Selection of the paged attention backend: the platform's own, one requested by name, or the faster one."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ AttentionBackend = Literal["auto", "triton", "flashinfer", "reference"]
 
 
 class BackendUnavailable(ValueError):
-    """A backend was asked for by name and cannot serve. The text says why, and what to do."""
+    """The requested backend cannot be used. The message gives the reason and the remedy."""
 
 
 class HostRows(NamedTuple):
-    """Numbers of a step's requests where Python reads them without waiting for the device, int64 `[requests]`."""
+    """Host copies of a step's per-request numbers, int64 `[requests]`: reading them does not wait for the device."""
 
     counts: npt.NDArray[np.int64]
-    """Tokens of each in this step: the differences of `Batch.query_starts`."""
+    """Tokens of each request in this step: the differences of `Batch.query_starts`."""
     lengths: npt.NDArray[np.int64]
     """`Batch.sequence_lengths`."""
     plans: dict[Hashable, object] | None = None
-    """What a backend has worked out for this one step, which its layers share; it begins empty. None: the numbers are
-    bounds, as in what a CUDA graph records, or of a part of the step, and nothing may be planned by them."""
+    """A backend's plans for this step, shared by all layers; empty at first. None if the numbers are only upper bounds
+    (CUDA graph capture) or cover only part of the step: no plan may be made from them."""
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What a kind of layers asks of paged attention, on one rank."""
+    """The parameters of one kind of attention layer, as one rank computes it."""
 
     heads: int
     kv_heads: int
@@ -53,66 +53,65 @@ class AttentionLayer:
     has_sinks: bool = False
     has_slopes: bool = False
     is_latent: bool = False
-    """Keys and values are the same memory."""
+    """Whether keys and values share memory, as in MLA."""
 
 
 @dataclass(frozen=True)
 class AttentionNeeds:
-    """What a model asks of paged attention, and by whom it is to be computed."""
+    """The attention layers of a model, and the backend requested for them."""
 
     layers: tuple[AttentionLayer, ...] = ()
-    """Each kind once."""
+    """One entry for each distinct kind of layer."""
     block_size: int = 16
     cache_dtype: torch.dtype = torch.float32
     backend: AttentionBackend = "auto"
 
 
 Attention = Callable[..., Tensor | None]
-"""`reference.paged_attention`, also given `host`; None where it leaves the call to the platform's own."""
+"""`reference.paged_attention` with the additional argument `host`; returns None to decline the call."""
 
 CHOSEN: dict[str, Attention] = {}
-"""Device type → what is asked before the platform's own."""
+"""Device type → the backend that is tried before the platform's own."""
 
 
 def choose(
     device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, own: Callable[..., Tensor], problem: str = ""
 ) -> Attention | None:
-    """Who is to be asked before the platform's `own` paged attention, for queries of `dtype`.
+    """Return the backend to try before the platform's `own` paged attention for queries of `dtype`, if any.
 
-    `problem` is what is wrong with the Triton kernel, so that `own` is the reference; "" where it is right. One line
-    of the log says who serves and why. Raises `BackendUnavailable` where the backend asked for cannot serve.
+    `problem` says what is wrong with the Triton kernel, in which case `own` is the reference; "" if nothing is. Logs
+    the selected backend and the reason in one line. Raises `BackendUnavailable` if the requested backend cannot be
+    used.
     """
     backend = needs.backend
     if backend == "reference":
-        logger.info("attention on %s: by the reference, as asked (slow)", device)
+        logger.info("attention on %s: reference, as requested (slow)", device)
         return _reference
     if device.type == "cpu":
         if backend != "auto":
-            raise BackendUnavailable(f"--attention-backend {backend} needs a GPU; leave it out, or take reference")
+            raise BackendUnavailable(f"--attention-backend {backend} needs a GPU; omit the flag or use reference")
         return None
     if device.type == "cuda" and needs.cache_dtype == torch.float8_e4m3fn:
         capability = torch.cuda.get_device_capability(device)
         if capability < FP8_CAPABILITY:
             raise BackendUnavailable(
                 f"--kv-cache-dtype fp8 needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or "
-                f"more, and {device} has {capability[0]}.{capability[1]}; use --kv-cache-dtype int8, or auto"
+                f"higher; {device} has {capability[0]}.{capability[1]}. Use --kv-cache-dtype int8 or auto"
             )
     if backend == "triton" and problem:
         raise BackendUnavailable(
-            f"--attention-backend triton: its kernel does not work on {device}: {problem}; take auto, or reference"
+            f"--attention-backend triton: the kernel does not work on {device}: {problem}; use auto or reference"
         )
     if backend == "triton" or not needs.layers:
-        logger.info("attention on %s: by %s%s", device, _own_name(problem), ", as asked" * (backend == "triton"))
+        logger.info("attention on %s: %s%s", device, _own_name(problem), ", as requested" * (backend == "triton"))
         return None
     try:
         return _with_flashinfer(device, dtype, needs, own, problem)
     except FlashInferMissing as error:
         if backend == "flashinfer":
-            raise BackendUnavailable(
-                f"--attention-backend flashinfer: {error}; take triton, or leave the flag out"
-            ) from None
+            raise BackendUnavailable(f"--attention-backend flashinfer: {error}; use triton or omit the flag") from None
         level = logging.WARNING if isinstance(error, FlashInferWrong) else logging.INFO
-        logger.log(level, "attention on %s: by %s (flashinfer is not used: %s)", device, _own_name(problem), error)
+        logger.log(level, "attention on %s: %s (flashinfer is not used: %s)", device, _own_name(problem), error)
         return None
 
 
@@ -127,41 +126,44 @@ def _reference(*args: Any, host: HostRows | None = None, **options: Any) -> Tens
 def _with_flashinfer(
     device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, own: Callable[..., Tensor], problem: str
 ) -> FlashInfer | None:
-    """It, for the prompts, the decodes, or both. Raises `FlashInferMissing` where it can serve no layer."""
-    lacks = {layer: FlashInfer.lacks(layer, dtype, needs.cache_dtype) for layer in needs.layers}
-    fit = [layer for layer, lack in lacks.items() if not lack]
-    left = ", ".join(sorted({lack for lack in lacks.values() if lack}))
-    if not fit:
-        raise FlashInferMissing(f"it does not serve {left}")
-    found = FlashInfer(device)
-    for layer in fit:
+    """Return FlashInfer set up for prefill, decode or both; None if it is faster at neither.
+
+    Raises `FlashInferMissing` if it supports none of the layers.
+    """
+    unsupported = {layer: FlashInfer.unsupported(layer, dtype, needs.cache_dtype) for layer in needs.layers}
+    supported = [layer for layer, feature in unsupported.items() if not feature]
+    features = ", ".join(sorted({feature for feature in unsupported.values() if feature}))
+    if not supported:
+        raise FlashInferMissing(f"{features} not supported")
+    flashinfer = FlashInfer(device)
+    for layer in supported:
         for queries in (1, 17):
-            if wrong := found.compare(_case(device, dtype, needs, layer, [(40, 1), (0, queries), (600, 1)])):
-                raise FlashInferWrong(f"it fails its self-check: {wrong}")
+            if difference := flashinfer.compare(_case(device, dtype, needs, layer, [(40, 1), (0, queries), (600, 1)])):
+                raise FlashInferWrong(f"self-check failed: {difference}")
     try:
-        times = [_compare_times(device, dtype, needs, layer, own, found) for layer in fit]
-    except Exception as error:  # whatever a compiler or a driver finds at sizes that were not tried before
+        times = [_compare_times(device, dtype, needs, layer, own, flashinfer) for layer in supported]
+    except Exception as error:  # a compiler or driver may fail at sizes that were not tried before
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        raise FlashInferWrong(f"it cannot be timed: {text}"[:400]) from error
+        raise FlashInferWrong(f"timing failed: {text}"[:400]) from error
     parts, chosen = [], []
-    for number, kind in enumerate(("prompts", "decodes")):
-        theirs, ours = (sum(each[number][who] for each in times) for who in (0, 1))
-        serves = needs.backend == "flashinfer" or theirs < ours
-        chosen.append(serves)
+    for number, kind in enumerate(("prefill", "decode")):
+        flashinfer_time, own_time = (sum(each[number][i] for each in times) for i in (0, 1))
+        is_chosen = needs.backend == "flashinfer" or flashinfer_time < own_time
+        chosen.append(is_chosen)
         parts.append(
-            f"{kind} by {'flashinfer' if serves else _own_name(problem)} "
-            f"(flashinfer {1e3 * theirs:.3f} ms, {_own_name(problem)} {1e3 * ours:.3f} ms)"
+            f"{kind} by {'flashinfer' if is_chosen else _own_name(problem)} "
+            f"(flashinfer {1e3 * flashinfer_time:.3f} ms, {_own_name(problem)} {1e3 * own_time:.3f} ms)"
         )
-    found.serves_prompts, found.serves_decodes = chosen
-    why = "as asked" if needs.backend == "flashinfer" else "the faster of a layer of each kind"
-    rest = f"; {_own_name(problem)} serves what flashinfer does not: {left}" if left else ""
-    logger.info("attention on %s: %s, %s%s", device, ", ".join(parts), why, rest)
-    return found if found.serves_prompts or found.serves_decodes else None
+    flashinfer.handles_prefill, flashinfer.handles_decode = chosen
+    reason = "as requested" if needs.backend == "flashinfer" else "by the time of one layer of each kind"
+    rest = f"; {_own_name(problem)} for what flashinfer does not support: {features}" if features else ""
+    logger.info("attention on %s: %s, %s%s", device, ", ".join(parts), reason, rest)
+    return flashinfer if flashinfer.handles_prefill or flashinfer.handles_decode else None
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A call of paged attention."""
+    """The arguments of one call to paged attention."""
 
     args: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
     options: dict[str, Any]
@@ -175,7 +177,7 @@ def _case(
     layer: AttentionLayer,
     requests: list[tuple[int, int]],
 ) -> AttentionCase:
-    """Random numbers for requests of (context, queries), their blocks shuffled."""
+    """A call with random inputs for requests of (context, queries), with shuffled block tables."""
     noise = torch.Generator().manual_seed(0)
     counts = np.array([count for _, count in requests])
     lengths = np.array([sum(request) for request in requests])
@@ -191,9 +193,9 @@ def _case(
         device=device,
         sides=1 if layer.is_latent else 2,
     )[0]
-    for some in torch.split(torch.arange(cache.shape[1] * needs.block_size, device=device), 1 << 14):
-        key, value = torch.randn(2, len(some), layer.kv_heads, layer.head_dim, device=device).to(dtype)
-        reference.write_kv(key, None if layer.is_latent else value, cache, some)
+    for slots in torch.split(torch.arange(cache.shape[1] * needs.block_size, device=device), 1 << 14):
+        key, value = torch.randn(2, len(slots), layer.kv_heads, layer.head_dim, device=device).to(dtype)
+        reference.write_kv(key, None if layer.is_latent else value, cache, slots)
     query = torch.randn(int(counts.sum()), layer.heads, layer.head_dim, generator=noise).to(device, dtype)
     starts = torch.from_numpy(np.concatenate(([0], counts.cumsum()))).to(device)
     options: dict[str, Any] = {"window": layer.window, "softcap": layer.softcap}
@@ -209,7 +211,7 @@ def _case(
 def check_cases(
     device: torch.device, dtype: torch.dtype, needs: AttentionNeeds
 ) -> Iterator[Callable[[Callable[..., Tensor]], Tensor]]:
-    """Small mixed batches of the model's own layers, each to be called with the operation to try."""
+    """Yield a small mixed batch for each of the model's layers; call each with the implementation under test."""
     for layer in needs.layers:
         case = _case(device, dtype, needs, layer, [(0, 19), (700, 1), (31, 5), (3, 1)])
         yield functools.partial(_run, case)
@@ -221,7 +223,7 @@ def _run(case: AttentionCase, operation: Callable[..., Tensor]) -> Tensor:
 
 TIMED_PROMPTS = [(2048, 2048)]
 TIMED_DECODES = [(1023, 1)] * 64
-"""Requests of (context, queries), as they are timed at start."""
+"""Requests of (context, queries) that are timed at startup."""
 
 
 def _compare_times(
@@ -230,24 +232,24 @@ def _compare_times(
     needs: AttentionNeeds,
     layer: AttentionLayer,
     own: Callable[..., Tensor],
-    found: FlashInfer,
+    flashinfer: FlashInfer,
 ) -> list[tuple[float, float]]:
-    """Seconds of one layer, by FlashInfer and by the platform's own: of prompts, and of decodes."""
+    """Seconds per layer for prefill and for decode, each as (FlashInfer, the platform's own)."""
     times = []
     for requests in (TIMED_PROMPTS, TIMED_DECODES):
         case = _case(device, dtype, needs, layer, requests)
-        theirs = functools.partial(found, *case.args, **case.options, host=case.host)
-        assert theirs() is not None, "it declines the call"
-        times.append((_seconds(theirs, device), _seconds(functools.partial(_run, case, own), device)))
+        call = functools.partial(flashinfer, *case.args, **case.options, host=case.host)
+        assert call() is not None, "it declines the call"
+        times.append((_seconds(call, device), _seconds(functools.partial(_run, case, own), device)))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return times
 
 
 def _seconds(call: Callable[[], object], device: torch.device, rounds: int = 5) -> float:
-    """The median of some rounds of four calls, after one that compiles and warms up."""
+    """The median seconds per call over `rounds` of four calls, after one warm-up call."""
     call()
-    taken = []
+    times = []
     for _ in range(rounds):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -256,5 +258,5 @@ def _seconds(call: Callable[[], object], device: torch.device, rounds: int = 5) 
             call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append((time.perf_counter() - started) / 4)
-    return statistics.median(taken)
+        times.append((time.perf_counter() - started) / 4)
+    return statistics.median(times)

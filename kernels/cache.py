@@ -1,9 +1,9 @@
 """The memory behind the paged KV cache.
 
 A *row* holds one token's keys or values of one head: head_dim numbers of the cache's type. In a quantized cache (int8,
-or 8-bit floats: e4m3, Micikevicius et al. 2022) every row has a float32 scale, and a number is what is stored times
-that; the row's largest absolute number becomes the type's largest (127, 448). The scales of a block's head stand behind
-all of its numbers, so that each row of numbers begins where vectors may be read, and so do a block's scales.
+or 8-bit floats: e4m3, Micikevicius et al. 2022) every row has a float32 scale, and a value is the stored number times
+the scale; the row's largest magnitude maps to the type's largest number (127 or 448). The scales of a block's head
+follow all of its numbers, so that the rows of numbers and the scales are each aligned for vector loads.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Types of quantized caches → what the largest number of a row becomes."""
+"""Type of a quantized cache → the number that the largest magnitude of a row maps to."""
 SCALE_BYTES = 4
 FP8_CAPABILITY = (8, 9)
-"""Of an NVIDIA GPU, the least that has instructions to read 8-bit floats."""
+"""The lowest compute capability of NVIDIA GPUs with instructions for 8-bit floats."""
 
 
 def kv_cache_dtype(name: str) -> torch.dtype:
-    """The type of a cache: a float type's name, int8 or fp8."""
+    """The element type of a cache by name: a torch float type, int8 or fp8."""
     dtype: torch.dtype = torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
     return dtype
 
 
 def row_size(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of a row of the cache, with its scale."""
+    """Elements of a row of the cache, including its scale."""
     return head_dim + SCALE_BYTES if dtype in LARGEST else head_dim
 
 
@@ -38,7 +38,7 @@ class QuantizedRows(NamedTuple):
     numbers: Tensor
     """`[…, block_size, head_dim]`"""
     scales: Tensor
-    """`[…, block_size, 4]`: each row's float32, in the host's byte order."""
+    """`[…, block_size, 4]`: each row's float32 scale as bytes, in the host's byte order."""
 
     @classmethod
     def of(cls, cache: Tensor) -> QuantizedRows:
@@ -51,7 +51,7 @@ class QuantizedRows(NamedTuple):
 
 
 def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`[…, head_dim]` → numbers of `dtype`, and their scales `[…, 4]` as bytes of that type."""
+    """Quantize `[…, head_dim]` to numbers of `dtype`, and scales `[…, 4]`: float32 viewed as `dtype`."""
     x, largest = rows.float(), LARGEST[dtype]
     scale = x.abs().amax(dim=-1, keepdim=True) / largest
     numbers = (x / scale.where(scale > 0, 1.0)).clamp(-largest, largest)
@@ -61,7 +61,7 @@ def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(cache: Tensor) -> Tensor:
-    """A quantized cache `[…, block_size, row]` in float32 `[…, block_size, head_dim]`."""
+    """Dequantize a cache `[…, block_size, row]` to float32 `[…, block_size, head_dim]`."""
     numbers, scales = QuantizedRows.of(cache)
     return numbers.float() * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
 
@@ -76,11 +76,11 @@ def allocate_kv_cache(
     device: torch.device,
     sides: int = 2,
 ) -> Tensor:
-    """The KV cache of a rank, `[layers, sides, blocks, kv_heads, block_size, row]`, all zeros.
+    """Allocate the KV cache of a rank, `[layers, sides, blocks, kv_heads, block_size, row]`, filled with zeros.
 
-    The sides are keys and values; one side serves where these are the same.
-    Zeros, because attention reads whole blocks and weighs what is masked by 0, which must not meet a NaN. On CPU the
-    pages are the kernel's own zero pages: memory is taken when a block is first written.
+    The sides are keys and values; there is one side if these are the same. The cache must not contain NaN, because
+    attention reads whole blocks and multiplies masked values by 0. On CPU the pages are the operating system's zero
+    pages: memory is committed when a block is first written.
     """
     shape = (layers, sides, num_blocks, kv_heads, block_size, row_size(head_dim, dtype))
     if device.type != "cpu":

@@ -1,7 +1,7 @@
-"""Where what is compiled for this host stays, and whom it may be taken from.
+"""The on-disk cache of compiled kernels, and the check of its ownership.
 
-The folder is `quire/kernels` in `XDG_CACHE_HOME` (`~/.cache`); `QUIRE_KERNEL_CACHE` names another, which may be filled
-beforehand (in an image, by the same compiler on the same kind of processor) and be read-only then.
+The folder is `quire/kernels` in `XDG_CACHE_HOME` (default: `~/.cache`). `QUIRE_KERNEL_CACHE` sets another one, which
+may be filled in advance (in an image, with the same compiler on the same kind of processor) and then be read-only.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from pathlib import Path
 
 
 def folder() -> Path:
-    """It need not exist."""
-    named = os.environ.get("QUIRE_KERNEL_CACHE")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire/kernels"
+    """The cache folder, which may not exist yet."""
+    override = os.environ.get("QUIRE_KERNEL_CACHE")
+    return (
+        Path(override)
+        if override
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire/kernels"
+    )
 
 
 def check_owner(*paths: Path) -> None:
-    """What is loaded runs as this user, so nobody else may have written it: raises `PermissionError` where they may."""
+    """Raise `PermissionError` if another user could have written `paths`: a loaded library runs as this user."""
     for path in paths:
         status = path.stat()
         if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -26,7 +30,7 @@ def check_owner(*paths: Path) -> None:
 
 
 def processor() -> str:
-    """The instruction sets of this host, as Linux names them."""
+    """The instruction sets of this host as listed in /proc/cpuinfo, or ""."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: that of the platform of its first argument, else the reference."""
+"""Dispatch of operations: to the platform of the first argument, else to the reference."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from quire.kernels.backends import AttentionNeeds
 logger = logging.getLogger(__name__)
 
 PLATFORMS: dict[str, object] = {}
-"""Device type → what has the functions that replace the reference's of the same name."""
+"""Device type → the namespace whose functions replace those of the reference by name."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def by_device(operation: Callable[Concatenate[Tensor, P], R]) -> Callable[Concatenate[Tensor, P], R]:
-    """The reference's `operation`, replaced where the platform has a better one."""
+    """Wrap a reference `operation` so that it calls the platform's implementation if there is one."""
 
     @functools.wraps(operation)
     def dispatch(first: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -38,22 +38,22 @@ def by_device(operation: Callable[Concatenate[Tensor, P], R]) -> Callable[Concat
 def prepare(
     device: torch.device | str, dtype: torch.dtype = torch.float32, needs: AttentionNeeds | None = None
 ) -> Callable[[], None]:
-    """Make the device's kernels ready, in the background; call what is returned to wait for them.
+    """Load the device's kernels in the background; call the returned function to wait for them.
 
-    Where they cannot be compiled, or a GPU's do not what the reference does with numbers of `dtype` and the model's own
-    `needs`, a warning says so, and the reference serves. What is returned raises `backends.Unavailable` where a
-    backend that the needs name cannot serve, and whatever else went wrong.
+    If a kernel cannot be compiled, or a GPU kernel disagrees with the reference for `dtype` and the model's `needs`, a
+    warning is logged and the reference is used instead. The returned function raises `backends.BackendUnavailable` if
+    the backend that `needs` requests cannot be used, and re-raises any other error.
     """
     device, needs = torch.device(device), needs or AttentionNeeds()
     if device.type == "cuda":
-        device = torch.empty(0, device=device).device  # with its number
+        device = torch.empty(0, device=device).device  # with its index
     load = _load_cpu if device.type == "cpu" else functools.partial(_load_triton, dtype=dtype)
     failures: list[Exception] = []
 
     def run() -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # a thread begins with the first one, whatever the process has chosen
+                torch.cuda.set_device(device)  # a new thread starts with device 0, whatever the process has selected
             load(device, needs)
         except Exception as error:
             failures.append(error)
@@ -76,7 +76,7 @@ def _load_cpu(device: torch.device, needs: AttentionNeeds) -> None:
     try:
         cpu.load()
     except cpu.CannotBuild as error:
-        logger.warning("the CPU kernels cannot be compiled, a slower reference serves: %s", error)
+        logger.warning("the CPU kernels cannot be compiled; using the slower reference: %s", error)
     else:
         PLATFORMS["cpu"] = cpu
 
@@ -87,7 +87,7 @@ def _load_triton(device: torch.device, needs: AttentionNeeds, dtype: torch.dtype
         from quire.kernels.triton import check
     except ImportError as error:
         problem = f"Triton cannot be imported: {error}"
-        logger.warning("the GPU kernels need Triton, a slower reference serves: %s", error)
+        logger.warning("the GPU kernels need Triton; using the slower reference: %s", error)
     else:
         PLATFORMS[device.type], problems = check.passing(device, dtype, needs)
         problem = problems.get("paged_attention", "")
@@ -102,10 +102,10 @@ def _choose(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, pro
 
 
 def paged_attention(query: Tensor, *batch: Any, host: backends.HostRows | None = None, **options: Any) -> Tensor:
-    """`reference.paged_attention` by whom `prepare` chose.
+    """`reference.paged_attention`, computed by the backend that `prepare` selected.
 
-    With `host`, the numbers of the batch on the host, a backend may serve that plans a step there. Its plans lie in
-    `host.plans`, so that it is a step's own, and every layer of the step gets the same.
+    `host` holds the batch's numbers on the host, for backends that plan a step there. The plans are stored in
+    `host.plans`, so they belong to one step and are shared by its layers.
     """
     chosen = backends.CHOSEN.get(query.device.type)
     out = chosen(query, *batch, host=host, **options) if chosen is not None else None

@@ -1,8 +1,8 @@
-"""A mixture of experts' feed-forwards in one operation, their weights packed once, as `quire.kernels.linear` packs one.
+"""The feed-forward layers of a mixture of experts in one operation, packed once as in `quire.kernels.linear`.
 
-Where the products are our own, all experts are one call: rows are sorted by expert, experts without rows cost nothing,
-and a token's result depends on nothing but the token (kernels/cpu/experts.cpp). Elsewhere the packed linear layers of
-the experts that have rows are called one after the other.
+With Quire's own kernels, all experts are computed in one call: rows are sorted by expert, experts without rows cost
+nothing, and a token's result depends only on the token (kernels/cpu/experts.cpp). Elsewhere the packed linear layers of
+the experts that have rows are called one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _packed_experts = by_device(packed.packed_experts)
 
 
 class PackedExperts(ABC):
-    """Experts in the form that the device multiplies by."""
+    """Experts in the layout that the device multiplies fastest."""
 
     @abstractmethod
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -32,20 +32,20 @@ class PackedExperts(ABC):
 
     @abstractmethod
     def state(self, place: int) -> list[Tensor]:
-        """All that was made of one expert: in the same place or another, here or elsewhere, it is that expert.
+        """The packed tensors of the expert at `place`: `restore` copies them to any place on any rank.
 
-        Equally many bytes for each, contiguous; they may be views or copies.
+        They are contiguous, have the same size in bytes for every expert, and may be views or copies.
         """
 
     @property
     def form(self) -> str:
-        """What two are to have in common whose experts change places."""
+        """A description of the layout; experts can only be moved between objects of equal `form`."""
         return f"{type(self).__name__} {[(part.dtype, *part.shape) for part in self.state(0)]}"
 
     def restore(self, place: int, state: Sequence[Tensor]) -> None:
-        """Put the expert whose `state` this is in the place of another."""
-        for mine, theirs in zip(self.state(place), state, strict=True):
-            mine.copy_(theirs)
+        """Overwrite the expert at `place` with the `state` of another one."""
+        for target, source in zip(self.state(place), state, strict=True):
+            target.copy_(source)
 
 
 def pack_experts(
@@ -57,10 +57,10 @@ def pack_experts(
     down_bias: Tensor | None = None,
     quantization: linear.Quantization | None = None,
 ) -> PackedExperts:
-    """The experts of `gate_up` `[experts, 2 * size, hidden]` and `down` `[experts, hidden, size]`; see `fused_experts`.
+    """Pack `gate_up` `[experts, 2 * size, hidden]` and `down` `[experts, hidden, size]`; see `fused_experts`.
 
-    The two may be overwritten: experts are most of a model, so packed ones take the place of those that they are made
-    from where they can. Products and quantization are as in `pack_linear`.
+    Both may be overwritten: experts are most of a model, so the packed weights reuse their memory if they fit. Kernels
+    and quantization are selected as in `pack_linear`.
     """
     biases = (gate_up_bias, down_bias)
     packing = linear.packing(gate_up[0], quantization)
@@ -73,7 +73,7 @@ def pack_experts(
 
 
 class PlainExperts(PackedExperts):
-    """Weights as they are."""
+    """Unpacked weights."""
 
     def __init__(
         self, gate_up: Tensor, down: Tensor, activation: str, gate_up_bias: Tensor | None, down_bias: Tensor | None
@@ -85,11 +85,11 @@ class PlainExperts(PackedExperts):
         return fused_experts(x, weights, ids, *self._weights)
 
     def state(self, place: int) -> list[Tensor]:
-        return _of_place(self._weights, place)
+        return _tensors_at(self._weights, place)
 
 
 class TiledExperts(PackedExperts):
-    """All experts' panels in one tensor: of float32, of bfloat16, or of bytes."""
+    """The packed tiles of all experts in one tensor of float32, bfloat16 or bytes."""
 
     def __init__(
         self,
@@ -103,10 +103,12 @@ class TiledExperts(PackedExperts):
     ) -> None:
         stacked = _int8_stack if is_int8 else _stack
         first = stacked(gate_up.detach(), gated=True)
-        second = stacked(down.detach(), padding=-down.shape[2] % (packed.PANEL // 2))
+        second = stacked(down.detach(), padding=-down.shape[2] % (packed.TILE // 2))
         biases = [
-            gate_up_bias if gate_up_bias is None else torch.stack([packed.side_by_side(bias) for bias in gate_up_bias]),
-            down_bias if down_bias is None else F.pad(down_bias, (0, -down_bias.shape[1] % packed.PANEL)),
+            gate_up_bias
+            if gate_up_bias is None
+            else torch.stack([packed.interleave_gated(bias) for bias in gate_up_bias]),
+            down_bias if down_bias is None else F.pad(down_bias, (0, -down_bias.shape[1] % packed.TILE)),
         ]
         first_bias, second_bias = (bias if bias is None else bias.detach().float() for bias in biases)
         self._weights = *first, first_bias, *second, second_bias, activation
@@ -115,42 +117,42 @@ class TiledExperts(PackedExperts):
         return _packed_experts(x, weights, ids, *self._weights)
 
     def state(self, place: int) -> list[Tensor]:
-        return _of_place(self._weights, place)
+        return _tensors_at(self._weights, place)
 
 
-def _of_place(weights: Sequence[Tensor | str | None], place: int) -> list[Tensor]:
+def _tensors_at(weights: Sequence[Tensor | str | None], place: int) -> list[Tensor]:
     return [weight[place] for weight in weights if isinstance(weight, Tensor)]
 
 
 def _stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, None]:
-    """The panels of every expert's weight, with so many more columns, in the memory of `weights` if they fit there."""
-    panels = (linear.word_panels(_widened(weight, padding), gated) for weight in weights)
-    first = next(panels)
+    """Pack each expert's weight, padded by `padding` columns, into tiles; in the memory of `weights` if they fit."""
+    tiles = (linear.pack_float_tiles(_pad_columns(weight, padding), gated) for weight in weights)
+    first = next(tiles)
     shape = (len(weights), *first.shape)
     fits = first.numel() == weights[0].numel() and weights.is_contiguous()
     stack = weights.view(shape) if fits else weights.new_empty(shape)
-    for place, of_expert in zip(stack, chain((first,), panels), strict=True):
-        place.copy_(of_expert)
+    for target, source in zip(stack, chain((first,), tiles), strict=True):
+        target.copy_(source)
     return stack, None
 
 
 def _int8_stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, Tensor]:
-    panels = (linear.int8_panels(_widened(weight, padding), gated) for weight in weights)
-    first = next(panels)
+    tiles = (linear.pack_int8_tiles(_pad_columns(weight, padding), gated) for weight in weights)
+    first = next(tiles)
     stack, scales = (x.new_empty((len(weights), *x.shape)) for x in first)
-    for expert, of_expert in enumerate(chain((first,), panels)):
-        stack[expert], scales[expert] = of_expert
+    for expert, packed_weight in enumerate(chain((first,), tiles)):
+        stack[expert], scales[expert] = packed_weight
     return stack, scales
 
 
-def _widened(weight: Tensor, padding: int) -> Tensor:
+def _pad_columns(weight: Tensor, padding: int) -> Tensor:
     return F.pad(weight, (0, padding)) if padding else weight
 
 
 class ExpertByExpert(PackedExperts):
-    """A call of two packed linear layers for every expert that has rows.
+    """Two packed linear layers per expert, called for every expert that has rows.
 
-    Python reads which these are, so that a step cannot be replayed: decodes run without CUDA graphs or tapes.
+    Python reads which experts these are, so steps cannot be replayed: decodes run without CUDA graphs or op replay.
     """
 
     def __init__(
@@ -190,5 +192,5 @@ class ExpertByExpert(PackedExperts):
         self._gate_up[place].restore(state[:half])
         self._down[place].restore(state[half : 2 * half])
         biases = [each[place] for each in (self._gate_up_biases, self._down_biases)]
-        for mine, theirs in zip((bias for bias in biases if bias is not None), state[2 * half :], strict=True):
-            mine.copy_(theirs)
+        for target, source in zip((bias for bias in biases if bias is not None), state[2 * half :], strict=True):
+            target.copy_(source)

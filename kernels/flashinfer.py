@@ -1,9 +1,9 @@
-"""Paged attention by FlashInfer (Ye et al. 2025), an optional library, behind the operation of the reference.
+"""Paged attention by FlashInfer (Ye et al. 2025), an optional library, with the interface of the reference.
 
-FlashInfer plans a step on the host, once for all layers that are alike, and then runs each layer. A plan needs the
-rows' numbers on the host; it belongs to the step (`HostRows.plans`). The memory that it lies in belongs to one of a
-few wrappers, which are used in turn: the copy from a wrapper's pinned memory has to be done before the next plan is
-written there, and steps are launched ahead of the device.
+FlashInfer plans a step on the host, once for all layers of the same kind, and then runs each layer. A plan needs the
+per-request numbers on the host and belongs to the step (`HostRows.plans`). It is stored in the memory of one of a few
+wrappers, which take turns: steps are launched ahead of the device, and the copy from a wrapper's pinned memory must
+finish before the next plan is written there.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 TYPES = (torch.float16, torch.bfloat16)
-"""What all of its kernels serve, on every GPU that it supports."""
+"""What all FlashInfer kernels support, on every GPU that FlashInfer supports."""
 _WORKSPACE_BYTES = 128 << 20
-"""What its documentation asks for; parts of split sequences are joined there."""
+"""The size its documentation recommends; partial results of split sequences are merged there."""
 _AHEAD = 3
-"""Wrappers of a kind that are made at once: steps in flight, and one more."""
+"""Wrappers of a kind that are created at once: the steps in flight, and one more."""
 
 
 class FlashInferMissing(RuntimeError):
-    """FlashInfer cannot be used. The text says why."""
+    """FlashInfer cannot be used. The message gives the reason."""
 
 
 class FlashInferWrong(FlashInferMissing):
-    """It can be used, and does not do what the reference does."""
+    """FlashInfer can be imported, but fails or disagrees with the reference."""
 
 
 class _Wrapper:
-    """FlashInfer's wrapper, and whose plan it has."""
+    """A FlashInfer wrapper and the step whose plan it holds."""
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self.wrapper = wrapper
@@ -51,7 +51,7 @@ class _Wrapper:
         self._host: HostRows | None = None
 
     def is_free_for(self, host: HostRows) -> bool:
-        """Whether its plan is another step's, and has left the pinned memory."""
+        """Whether its plan belongs to another step and has been copied out of the pinned memory."""
         return self._host is not host and (self._sent is None or self._sent.query())
 
     def plan(self, host: HostRows, *args: object, **options: object) -> None:
@@ -62,27 +62,27 @@ class _Wrapper:
 
 
 class FlashInfer:
-    """FlashInfer on one device: called like `reference.paged_attention`, None where it leaves the call to others.
+    """FlashInfer on one device, called like `reference.paged_attention`; returns None to decline a call.
 
-    It leaves to them what `lacks` names, steps that cannot be planned on the host (`HostRows.plans`), and what a CUDA
-    graph records, which would outlive a plan. Raises `FlashInferMissing` where it is not installed or cannot be
-    imported.
+    It declines what `unsupported` names, steps that cannot be planned on the host (`HostRows.plans`), and CUDA graph
+    capture, because a graph would outlive the plan. Raises `FlashInferMissing` if FlashInfer is not installed or cannot
+    be imported.
     """
 
     def __init__(self, device: torch.device) -> None:
         try:
             self._library = importlib.import_module("flashinfer")
-        except Exception as error:  # it looks for compilers and drivers while it is imported
-            raise FlashInferMissing(f"it cannot be imported ({error}); pip install 'quire[flashinfer]'") from error
-        self.serves_prompts = self.serves_decodes = True
+        except Exception as error:  # its import looks for compilers and drivers
+            raise FlashInferMissing(f"cannot be imported ({error}); pip install 'quire[flashinfer]'") from error
+        self.handles_prefill = self.handles_decode = True
         self._device = device
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[Hashable, list[_Wrapper]] = {}
         self._has_warned = False
 
     @staticmethod
-    def lacks(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
-        """What such a layer asks for that is left to others; "": nothing."""
+    def unsupported(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
+        """The unsupported feature that such a layer needs, or ""."""
         if layer.is_latent:
             return "latent attention"
         if layer.has_sinks or layer.has_slopes:
@@ -113,7 +113,7 @@ class FlashInfer:
             host is None
             or host.plans is None
             or not len(query)
-            or not (self.serves_decodes if is_decode else self.serves_prompts)
+            or not (self.handles_decode if is_decode else self.handles_prefill)
         ):
             return None
         heads, head_dim, dtype = query.shape[1], query.shape[2], query.dtype
@@ -149,20 +149,19 @@ class FlashInfer:
         host: HostRows,
         options: dict[str, Any],
     ) -> Any:
-        """A wrapper with the plan of a step; None where there can be none. `shape` is heads, KV heads, head and block.
+        """Plan a step and return the wrapper, or None if planning fails. `shape` is (heads, KV heads, head, block).
 
-        Nothing waits for the device: what the host knows is sent from pinned memory, and the blocks are gathered on
-        the device.
+        Nothing waits for the device: the host's numbers are copied from pinned memory, and the block numbers are
+        gathered on the device.
         """
         block_size = shape[3]
         pages = -(-host.lengths // block_size)
-        sent = self._pinned(
+        starts, page_starts, last_page, lengths = self._pinned(
             np.concatenate(([0], host.counts.cumsum())),
             np.concatenate(([0], pages.cumsum())),
             host.lengths - (pages - 1) * block_size,
             host.lengths,
         )
-        starts, page_starts, last_page, lengths = sent
         counts = (sequence_lengths + block_size - 1) // block_size
         total = int(pages.sum())
         owners = torch.arange(len(counts), device=self._device).repeat_interleave(counts, output_size=total)
@@ -179,17 +178,17 @@ class FlashInfer:
             raise
         except RuntimeError as error:  # such as a workspace that is too small for the step
             if not self._has_warned:
-                logger.warning("FlashInfer cannot plan a step, another backend serves it and those like it: %s", error)
+                logger.warning("FlashInfer cannot plan a step; another backend computes it and similar ones: %s", error)
             self._has_warned = True
             return None
         return wrapper.wrapper
 
     def _pinned(self, *rows: np.ndarray[Any, np.dtype[Any]]) -> tuple[Tensor, ...]:
-        """As int32 where the device copies them from by itself."""
-        whole = torch.from_numpy(np.concatenate(rows).astype(np.int32))
+        """The rows as int32, in pinned memory on a GPU."""
+        joined = torch.from_numpy(np.concatenate(rows).astype(np.int32))
         if self._device.type == "cuda":
-            whole = whole.pin_memory()
-        return whole.split_with_sizes([len(row) for row in rows])
+            joined = joined.pin_memory()
+        return joined.split_with_sizes([len(row) for row in rows])
 
     def _wrapper(self, is_decode: bool, shape: Hashable, host: HostRows) -> _Wrapper:
         kind = (is_decode, shape)
@@ -202,7 +201,7 @@ class FlashInfer:
         return free
 
     def _make(self, is_decode: bool) -> _Wrapper:
-        """Decodes by tensor cores, which serve every number of heads to a KV head."""
+        """A new wrapper. Decodes use tensor cores, which support any number of query heads per KV head."""
         library = self._library
         make = library.BatchPrefillWithPagedKVCacheWrapper
         if is_decode:
@@ -210,13 +209,13 @@ class FlashInfer:
         return _Wrapper(make(self._workspace, kv_layout="HND"), self._device)
 
     def compare(self, case: AttentionCase) -> str:
-        """What is wrong with what it makes of a call; "" where that is what the reference makes, within precision."""
+        """How its result differs from the reference's beyond the precision of the type, or ""."""
         step = 8 * torch.finfo(case.args[0].dtype).eps
         try:
-            found = self(*case.args, **case.options, host=case.host)
+            actual = self(*case.args, **case.options, host=case.host)
             expected = reference.paged_attention(*case.args, **case.options)
-            assert found is not None, "it declines the call"
-            torch.testing.assert_close(found, expected, rtol=step, atol=step)
-        except Exception as error:  # whatever a compiler, a driver or the comparison finds
+            assert actual is not None, "it declines the call"
+            torch.testing.assert_close(actual, expected, rtol=step, atol=step)
+        except Exception as error:  # from a compiler, a driver or the comparison
             return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
         return ""

@@ -1,6 +1,7 @@
-"""The instruction sets that Quire uses: all that the processor has, or fewer where `QUIRE_CPU_ISA` says so.
+"""The instruction sets that Quire uses: all that the processor has, or fewer if `QUIRE_CPU_ISA` restricts them.
 
-Every decision that depends on the processor asks here, so that one variable makes a host behave as a lesser one.
+Every decision that depends on the processor is made through this module, so one variable makes a host behave like an
+older one.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ import torch
 Feature = Literal["avx2", "avx512", "avx512_bf16", "avx512_vnni", "amx"]
 
 _MARCH = {"native": "native", "avx2": "x86-64-v3"}
-"""What `QUIRE_CPU_ISA` may say, and what the compiler calls it."""
+"""Value of `QUIRE_CPU_ISA` → the compiler's `-march`."""
 
 
 def chosen() -> str:
-    """`QUIRE_CPU_ISA`, "native" where it is not set. Raises `ValueError` where it is none of those, or not here."""
+    """`QUIRE_CPU_ISA`, or "native" if unset. Raises `ValueError` if it is invalid or the processor lacks it."""
     name = os.environ.get("QUIRE_CPU_ISA") or "native"
     if name not in _MARCH:
-        raise ValueError(f"QUIRE_CPU_ISA is {name!r}; it can be {' or '.join(_MARCH)}")
+        raise ValueError(f"QUIRE_CPU_ISA is {name!r}; it must be {' or '.join(_MARCH)}")
     if name == "avx2" and not torch.cpu._is_avx2_supported():
         raise ValueError("QUIRE_CPU_ISA is avx2, which this processor does not have; unset it")
     return name
 
 
 def has(feature: Feature) -> bool:
-    """Whether the processor has it and it is not to be left out."""
+    """Whether the processor has the feature and `QUIRE_CPU_ISA` does not disable it."""
     if chosen() == "avx2":
         return feature == "avx2"
     if feature == "avx2":
@@ -42,5 +43,5 @@ def has(feature: Feature) -> bool:
 
 
 def compiler_flag() -> str:
-    """What has the compiler use them."""
+    """The compiler flag that enables them."""
     return f"-march={_MARCH[chosen()]}"

@@ -1,9 +1,9 @@
 """Random numbers as a pure function of (seed, position, id): no generator, no state, the same bits on every device.
 
-Each (seed, position) becomes a 64-bit key by the finalizer of SplitMix64 (Steele, Lea & Flood, "Fast splittable
+Each (seed, position) is hashed to a 64-bit key by the finalizer of SplitMix64 (Steele, Lea & Flood, "Fast splittable
 pseudorandom number generators", OOPSLA 2014). Each id goes through the 32-bit finalizer `lowbias32` (Wellons,
 "Prospecting for hash functions", https://nullprogram.com/blog/2018/07/31/) with one half of the key mixed in before
-each of its two multiplications. Integers wrap; torch's `>>` carries the sign, hence the masks.
+each of its two multiplications. Integers wrap; torch's `>>` extends the sign, hence the masks.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15 - 2**64
 _CHUNK_ELEMENTS = 1 << 18
-"""Computed at once, to stay in a CPU's cache."""
+"""Elements computed at once, so that they stay in a CPU's cache."""
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """Uniform numbers above 0 and below 1, float32 `[rows, ids]`, exact near 0 (multiples of 2⁻³²).
+    """Uniform numbers in the open interval (0, 1), float32 `[rows, ids]`, exact near 0 (multiples of 2⁻³²).
 
     `seeds` and `positions` are int64 `[rows]`, `ids` is int32 `[ids]`.
     """
@@ -35,7 +35,7 @@ def uniform_noise(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, count: int) -> Tensor:
-    """Standard Gumbel numbers for the ids 0 to count - 1, float32 `[rows, count]`, all finite.
+    """Standard Gumbel noise for the ids 0 to count - 1, float32 `[rows, count]`, all finite.
 
     The arg max of `logits + noise` is a sample from `softmax(logits)` (Gumbel 1954; Maddison et al. 2014).
     """

@@ -1,6 +1,6 @@
-"""Products by packed weights in plain torch, and how weights are packed: the oracle of the CPU's kernels.
+"""Matmuls by packed weights, and the packing itself, in plain torch: the oracle of the CPU kernels.
 
-A weight is laid out in panels of output features, its numbers of 32, 16, 8 or 4 bits. The other operations are in
+A weight is laid out in tiles of output features, with elements of 32, 16, 8 or 4 bits. The other operations are in
 `quire.kernels.reference`.
 """
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from quire.kernels.reference import act_mul, by_expert
 
 INT8_ZERO = 128
-"""The unsigned byte that stands for 0 in quantized activations."""
+"""The unsigned byte that represents 0 in quantized activations."""
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row of `x` `[rows, columns]` as bytes: `x ≈ (bytes - INT8_ZERO) * scale`, scales float32 `[rows]`.
+    """Quantize `x` `[rows, columns]` to bytes, `x ≈ (bytes - INT8_ZERO) * scale`, with float32 scales `[rows]`.
 
-    The largest magnitude of a row becomes 127 steps; a row of zeros has the scale 0.
+    The largest magnitude of a row maps to 127 steps; a row of zeros has scale 0.
     """
     x = x.float()
     scales = x.abs().amax(dim=-1) / 127
@@ -34,16 +34,16 @@ def scale_rows(x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtyp
 
 
 def quantize_weight(weight: Tensor, steps: int = 127) -> tuple[Tensor, Tensor]:
-    """`weight` `[out, in]` as int8 from -steps to steps, with a float32 scale for each output feature."""
+    """Quantize `weight` `[out, in]` to int8 from -steps to steps, with one float32 scale per output feature."""
     scales = weight.abs().amax(dim=-1).float() / steps
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     return (weight.float() * inverse[:, None]).round_().to(torch.int8), scales
 
 
 def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`weight` `[out, in]` as bytes from 0 to 15, with float32 scales and zeros `[out, groups]`, `group` columns each.
+    """Quantize `weight` `[out, in]` to bytes from 0 to 15, with float32 scales and zeros `[out, groups]`.
 
-    A weight is about `byte * scale + zero`; the least and the greatest of a group are exact.
+    Each group is `group` columns. A weight is about `byte * scale + zero`; a group's minimum and maximum are exact.
     """
     grouped = weight.float().view(len(weight), -1, group)
     low, high = grouped.aminmax(dim=-1)
@@ -53,85 +53,87 @@ def quantize_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]
     return quantized.flatten(-2), scales, low
 
 
-PANEL = 32
+TILE = 32
+"""Output features per tile."""
 INT8_OFFSET = 128
-"""On 8-bit weights in panels, which makes them unsigned: it turns their highest bit over."""
+"""Added to packed 8-bit weights to make them unsigned, which flips their highest bit."""
 
 
-def panels(weight: Tensor, per_word: int = 1, gated: bool = False) -> Tensor:
-    """`[out, in]` → `[panels, in / per_word, PANEL, per_word]`: the words of PANEL output features side by side.
+def pack_tiles(weight: Tensor, per_word: int = 1, gated: bool = False) -> Tensor:
+    """Pack `[out, in]` as `[tiles, in / per_word, TILE, per_word]`: a word of TILE output features after the other.
 
-    `gated`: the weight is of gates and ups, which are put `side_by_side`.
+    `gated`: the weight consists of gates and ups, which are packed as by `interleave_gated`.
     """
-    return _panels(side_by_side(weight) if gated else weight, per_word)
+    return _pack_tiles(interleave_gated(weight) if gated else weight, per_word)
 
 
-def int8_panels(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor]:
-    """`[out, in]`, rounded as by `quantize_weight`, as `panels` of unsigned bytes, and the scales `[panels * PANEL]`.
+def pack_int8_tiles(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantize `[out, in]` as `quantize_weight` does and pack it; returns unsigned tiles and scales `[tiles * TILE]`.
 
-    Four bytes are a word, each INT8_OFFSET too high. `gated` as for `panels`.
+    A word is four bytes, each offset by INT8_OFFSET. `gated` is as for `pack_tiles`.
     """
-    quantized, scales = quantize_weight(side_by_side(weight) if gated else weight)
-    return _panels(quantized, 4).view(torch.uint8) ^ INT8_OFFSET, F.pad(scales, (0, -len(scales) % PANEL))
+    quantized, scales = quantize_weight(interleave_gated(weight) if gated else weight)
+    return _pack_tiles(quantized, 4).view(torch.uint8) ^ INT8_OFFSET, F.pad(scales, (0, -len(scales) % TILE))
 
 
-def _panels(weight: Tensor, per_word: int) -> Tensor:
+def _pack_tiles(weight: Tensor, per_word: int) -> Tensor:
     outs, ins = weight.shape
-    padded = F.pad(weight, (0, -ins % per_word, 0, -outs % PANEL))
-    return padded.view(-1, PANEL, padded.shape[1] // per_word, per_word).transpose(1, 2).contiguous()
+    padded = F.pad(weight, (0, -ins % per_word, 0, -outs % TILE))
+    return padded.view(-1, TILE, padded.shape[1] // per_word, per_word).transpose(1, 2).contiguous()
 
 
-def _unpanelled(weight: Tensor, outs: int, ins: int) -> Tensor:
+def _unpack_tiles(weight: Tensor, outs: int, ins: int) -> Tensor:
     return weight.transpose(1, 2).flatten(2).flatten(0, 1)[:outs, :ins]
 
 
-def side_by_side(gate_up: Tensor) -> Tensor:
-    """`[2 * size, …]`, gates before ups → half a panel of gates, their ups, the next gates, …, filled up with zeros."""
-    half = PANEL // 2
-    filled = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % half)) for part in gate_up.chunk(2)]
-    return torch.stack([part.view(-1, half, *part.shape[1:]) for part in filled], dim=1).flatten(0, 2)
+def interleave_gated(gate_up: Tensor) -> Tensor:
+    """Reorder `[2 * size, …]`, gates before ups, to half a tile of gates, their ups, the next gates, …, zero-padded."""
+    half = TILE // 2
+    padded = [F.pad(part, (0, 0) * (part.dim() - 1) + (0, -len(part) % half)) for part in gate_up.chunk(2)]
+    return torch.stack([part.view(-1, half, *part.shape[1:]) for part in padded], dim=1).flatten(0, 2)
 
 
 def _gated(both: Tensor, activation: str, features: int) -> Tensor:
-    """`act_mul` of rows `side_by_side`."""
-    halves = both.view(len(both), -1, 2, PANEL // 2)
+    """`act_mul` of rows in the order of `interleave_gated`."""
+    halves = both.view(len(both), -1, 2, TILE // 2)
     gates, ups = (halves[:, :, side].flatten(1)[:, :features] for side in range(2))
     return act_mul(torch.cat((gates, ups), dim=-1), activation)
 
 
-def panel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
-    """`x` `[rows, in]` by `panels` of its own type, float32 (a word is one) or bfloat16 (two); `[rows, features]`.
+def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
+    """Multiply `x` `[rows, in]` by packed tiles of its type; returns `[rows, features]`.
 
-    With an activation, weight and bias are those of `side_by_side`, and the result is gated.
+    A word is one float32 or two bfloat16. With an activation, weight and bias are in the order of `interleave_gated`,
+    and the result is gated.
     """
     if activation:
-        both = F.linear(x.float(), _unpanelled(weight, len(weight) * PANEL, x.shape[1]).float())
+        both = F.linear(x.float(), _unpack_tiles(weight, len(weight) * TILE, x.shape[1]).float())
         both = both if bias is None else both + bias
         return _gated(both, activation, features).to(x.dtype)
-    return F.linear(x, _unpanelled(weight, features, x.shape[1]), bias)
+    return F.linear(x, _unpack_tiles(weight, features, x.shape[1]), bias)
 
 
 def int8_linear(
     x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, features: int, activation: str = ""
 ) -> Tensor:
-    """`x` `[rows, in]`, rounded as by `quantize_rows`, by panels of bytes, four to a word, each INT8_OFFSET too high.
+    """Multiply `x` `[rows, in]`, quantized as by `quantize_rows`, by the tiles of `pack_int8_tiles`.
 
-    `scales` are float32 `[panels * PANEL]`. Sums are exact; the result is of the type of `x`. With an activation as for
-    `panel_linear`.
+    `scales` are float32 `[tiles * TILE]`. Sums are exact; the result has the type of `x`. `activation` is as for
+    `tiled_linear`.
     """
     if activation:
-        both = int8_linear(x.float(), weight, scales, None, len(weight) * PANEL)
+        both = int8_linear(x.float(), weight, scales, None, len(weight) * TILE)
         both = both if bias is None else both + bias
         return _gated(both, activation, features).to(x.dtype)
-    quantized, of_rows = quantize_rows(x)
-    whole = _unpanelled(weight, features, x.shape[1]).double() - INT8_OFFSET
-    sums = F.linear(quantized.double() - INT8_ZERO, whole).float()
-    return scale_rows(sums * scales[:features], of_rows, bias, x.dtype)
+    quantized, row_scales = quantize_rows(x)
+    unpacked = _unpack_tiles(weight, features, x.shape[1]).double() - INT8_OFFSET
+    sums = F.linear(quantized.double() - INT8_ZERO, unpacked).float()
+    return scale_rows(sums * scales[:features], row_scales, bias, x.dtype)
 
 
 def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, dtype: torch.dtype) -> Tensor:
-    """float32 `x` `[rows, in]` by 16-bit `panels`, with float32 sums; `[rows, features]` of `dtype`, as `bias`."""
-    out = F.linear(x, _unpanelled(weight, features, x.shape[1]).float())
+    """Multiply float32 `x` `[rows, in]` by 16-bit tiles with float32 sums; `[rows, features]` of `dtype`, as `bias`."""
+    out = F.linear(x, _unpack_tiles(weight, features, x.shape[1]).float())
     return (out if bias is None else out + bias).to(dtype)
 
 
@@ -144,10 +146,10 @@ def int4_linear(
     features: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """float32 `x` `[rows, in]` by panels of groups of 4 bits; `[rows, features]` of `dtype`, as `bias`.
+    """Multiply float32 `x` `[rows, in]` by tiles of 4-bit weights; `[rows, features]` of `dtype`, as `bias`.
 
-    `weight` is `[panels, in, PANEL / 2, 1]` bytes, feature `j` in the low half of byte `j` and `j + PANEL / 2` in the
-    high half; `scales` and `zeros` are `[panels, groups, PANEL, 1]`. A weight is `half * scale + zero`.
+    `weight` is `[tiles, in, TILE / 2, 1]` bytes, with feature `j` in the low half of byte `j` and `j + TILE / 2` in the
+    high half; `scales` and `zeros` are `[tiles, groups, TILE, 1]`. A weight is `half * scale + zero`.
     """
     halves = torch.cat((weight & 15, weight >> 4), dim=2).float()
     group = weight.shape[1] // scales.shape[1]
@@ -167,25 +169,25 @@ def packed_experts(
     down_bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    """`fused_experts` by weights as `panels`, each expert's one after the other: `[experts, panels, words, PANEL, …]`.
+    """`fused_experts` with the packed tiles of each expert, `[experts, tiles, words, TILE, …]`.
 
-    Weights are of the type of `x`, float32 or bfloat16, or bytes as for `int8_linear`. A panel of `gate_up` holds
-    PANEL / 2 gates, then their ups; `down` has an input for each. Scales and biases are float32 `[experts, panels *
-    PANEL]`.
+    Weights have the type of `x`, float32 or bfloat16, or are bytes as for `int8_linear`. A tile of `gate_up` holds
+    TILE / 2 gates, then their ups; `down` has one input for each pair. Scales and biases are float32
+    `[experts, tiles * TILE]`.
     """
     hidden = x.shape[1]
 
     def product(rows: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, expert: int) -> Tensor:
-        features = weight.shape[1] * PANEL
+        features = weight.shape[1] * TILE
         if scales is None:
-            out = panel_linear(rows, weight[expert], None, features)
+            out = tiled_linear(rows, weight[expert], None, features)
         else:
             out = int8_linear(rows, weight[expert], scales[expert], None, features)
         return out if bias is None else (out + bias[expert]).to(x.dtype)
 
     def feed_forward(expert: int, rows: Tensor) -> Tensor:
         both = product(rows, gate_up, gate_up_scales, gate_up_bias, expert)
-        halves = both.view(len(rows), -1, 2, PANEL // 2).transpose(1, 2)  # gates, ups
+        halves = both.view(len(rows), -1, 2, TILE // 2).transpose(1, 2)  # gates, ups
         inner = act_mul(halves.reshape(len(rows), -1), activation)
         return product(inner, down, down_scales, down_bias, expert)[:, :hidden]
 

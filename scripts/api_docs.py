@@ -1,6 +1,6 @@
 """docs/reference/api.md from the application's OpenAPI document; `scripts/docs` writes it.
 
-Remarks are the docstrings of routes, of the bodies' fields, and of their classes; nothing is written here.
+Remarks are the docstrings of routes, of the fields of request bodies, and of their classes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LIMITS = {
     "pattern": "like {}",
 }
 _LIMITS_OF_64_BITS = (-(2**63), 2**63)
-"""Said by no remark: every integer has them."""
+"""Omitted from remarks, because every integer has them."""
 
 Schema = dict[str, Any]
 
@@ -61,7 +61,7 @@ def render() -> str:
         parts += _operation(route, operation, schemas, shown)
     if shown:
         parts.append("## Objects\n")
-    for name in shown:  # grows meanwhile: objects hold others
+    for name in shown:  # grows during iteration: objects may contain other objects
         parts += [f"### {name}\n", *_object(schemas[name], shown)]
     return "\n".join(parts)
 
@@ -112,7 +112,7 @@ def _row(name: str, field: Schema, required: bool, shown: list[str], place: str 
 
 
 def _type(field: Schema, shown: list[str]) -> str:
-    """What a field takes; null goes without saying. Objects with fields of their own are appended to `shown`."""
+    """The type of a field, without null. Appends objects that have fields of their own to `shown`."""
     match field:
         case {"$ref": str(reference)}:
             name = reference.rpartition("/")[2]

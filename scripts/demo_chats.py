@@ -1,8 +1,8 @@
 """The demo model's text: topics in many wordings, parallel plans, tool calls and JSON answers.
 
-The topics stand in demo_chats.txt, the phrases that they are put into in demo_phrases.txt. `Chats(seed).sample()`
-draws a training chat; `held_out()` lists the chats that the score asks, none of whose wordings is ever drawn by
-`sample()`. The chats of kind NEW_CITIES also name cities that no tool chat of training names.
+The topics are in demo_chats.txt, and the phrases around them in demo_phrases.txt. `Chats(seed).sample()` draws a
+training chat. `held_out()` lists the chats that are scored, whose wordings `sample()` never draws. The chats of kind
+NEW_CITIES also use cities that no tool chat of training mentions.
 """
 
 import json
@@ -55,7 +55,7 @@ class Topic:
 
     @property
     def flag(self) -> dict[str, str] | None:
-        """The topic's flag as the JSON object that the model answers with, where it has one."""
+        """The topic's flag, if it has one, as the JSON object that the model answers with."""
         if not self.lines["!"]:
             return None
         return dict(zip(("flag", "short"), self.lines["!"][0].split(), strict=False))
@@ -63,7 +63,7 @@ class Topic:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages in OpenAI's shape, all assistant turns as they should be answered; `kind` groups the score."""
+    """Messages in OpenAI's format, with the expected assistant messages; `kind` groups the score."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -71,7 +71,7 @@ class Chat:
 
 
 def read_topics(path: Path = HERE / "demo_chats.txt") -> list[Topic]:
-    """Topics of the text file, in its order."""
+    """The topics of the text file, in order."""
     topics: list[Topic] = []
     for line in path.read_text().splitlines():
         if line.startswith("["):
@@ -84,7 +84,7 @@ def read_topics(path: Path = HERE / "demo_chats.txt") -> list[Topic]:
 
 
 def normal(text: str) -> str:
-    """Text without case and punctuation: two questions are the same wording if this is equal."""
+    """Text without case and punctuation; two questions have the same wording if these are equal."""
     return " ".join(re.findall(r"[\w./:-]*\w", text.lower()))
 
 
@@ -99,7 +99,7 @@ def assistant(text: str) -> Message:
 
 
 def plan_answer(nodes: int, gpus: int) -> str:
-    """The command for `nodes` nodes of `gpus` GPUs each; 0 stands for a number that was not named."""
+    """The command for `nodes` nodes of `gpus` GPUs each; 0 means that the number was not given."""
     tensor, pipeline = f"--tensor-parallel-size {gpus or 'T'}", f"--pipeline-parallel-size {nodes}"
     if nodes == 1:
         return f"Run `quire serve MODEL {tensor}`: tensor parallel over the {gpus} GPUs of one node."
@@ -133,7 +133,7 @@ def call(name: str, arguments: dict[str, str]) -> dict[str, Any]:
 
 
 def weather_result(rng: random.Random, city: str) -> tuple[str, str]:
-    """What a weather tool returns, and the phrase that says it."""
+    """The result of a weather tool, and the phrase that reports it."""
     degrees, sky = rng.randint(-15, 40), rng.choice(PHRASES["sky"])
     unit = rng.choice(["celsius", "fahrenheit", "", ""])
     said = f"{degrees} degrees {unit.capitalize()}".strip()
@@ -158,8 +158,8 @@ def weather_result(rng: random.Random, city: str) -> tuple[str, str]:
 class Chats:
     """Draws training chats. One seed gives one sequence.
 
-    The first `practice` chats are all about copying two names into JSON: a model learns to copy soon when it sees
-    nothing else, takes it along to tool calls, and learns it late where it is one thing among many.
+    The first `practice` chats only ask to copy two names into JSON. A model that sees nothing else learns to copy
+    quickly and keeps this for tool calls; among other tasks it learns to copy late.
     """
 
     def __init__(self, seed: int, practice: int = 0) -> None:
@@ -172,7 +172,7 @@ class Chats:
         self.held = {normal(chat.messages[-2]["content"]) for chat in held_out() if not chat.tools}
 
     def sample(self) -> Chat:
-        """A training chat: one turn or a few, with tools or without, sometimes with a system prompt."""
+        """A training chat: one or more turns, with or without tools, sometimes with a system prompt."""
         self.practice -= 1
         if self.practice >= 0:
             return Chat(self.extract_turn())
@@ -186,7 +186,7 @@ class Chats:
         return Chat(self.with_system(messages))
 
     def raw_text(self) -> str:
-        """A few answers in a row without roles, so that plain completions have something to go on."""
+        """Several answers without roles, as training for plain completions."""
         return " ".join(topic.answer for topic in self.rng.sample(self.topics, self.rng.randint(1, 4)))
 
     def with_system(self, messages: list[Message]) -> list[Message]:
@@ -210,7 +210,7 @@ class Chats:
         return [user(self.wording(topic)), assistant(topic.answer)]
 
     def unheld(self, make: Callable[[], str]) -> str:
-        """What `make` gives, made again while it is a held-out wording."""
+        """The result of `make`, repeated until it is not a held-out wording."""
         while normal(text := make()) in self.held:
             pass
         return text
@@ -231,7 +231,7 @@ class Chats:
         return self.dressed(self.unheld(make))
 
     def synonyms(self, text: str) -> str:
-        """Text with some words replaced by others of like meaning."""
+        """Text with some words replaced by synonyms."""
 
         def other(match: re.Match[str]) -> str:
             return self.rng.choice(SYNONYMS[match[1]]) if self.rng.random() < 0.25 else match[1]
@@ -239,7 +239,7 @@ class Chats:
         return SYNONYM.sub(other, text)
 
     def dressed(self, text: str) -> str:
-        """Text as different people type it: politeness, case, end mark, left-out words, a slip of the finger."""
+        """Text as different people type it: varies politeness, case, final punctuation, omitted words and typos."""
         rng = self.rng
         core = text.rstrip("?.!")
         end = text[len(core) :]
@@ -278,7 +278,7 @@ class Chats:
         return text[:at] + self.rng.choice([two, one + one + two, two + one]) + text[at + 2 :]
 
     def unknown_turn(self) -> list[Message]:
-        """A question that is none of Quire's business."""
+        """A question that is not about Quire."""
         if self.rng.random() < 0.25:
             text = self.rng.choice(PHRASES["weather"]).format(self.city()[0])
             return [user(self.dressed(text)), assistant(self.by_key["weather_no_tool"].answer)]
@@ -294,7 +294,7 @@ class Chats:
         return NUMBER_WORDS[value] if value <= 8 and self.rng.random() < 0.4 else str(value)
 
     def repeat_turn(self) -> list[Message]:
-        """Words to be said again as they stand: practice in copying, which tool calls need."""
+        """Words to repeat verbatim: practice in copying, which tool calls need."""
         rng = self.rng
         known = " ".join(rng.choice(self.topics).lines["-"] or ["this is a test"]).rstrip("?").split()
         at = rng.randrange(len(known))
@@ -348,7 +348,7 @@ class Chats:
         return [user(question), assistant(json.dumps({"city": city, "country": country}))]
 
     def command_turn(self, frame: str, tensor: int, pipeline: int, model: str) -> list[Message]:
-        """A serve command, and the JSON object that says the same."""
+        """A serve command, and the equivalent JSON object."""
         long = self.rng.random() < 0.5
         names = ("--tensor-parallel-size", "--pipeline-parallel-size") if long else ("-tp", "-pp")
         command = f"quire serve {model} {names[0]} {tensor} {names[1]} {pipeline}"
@@ -371,7 +371,7 @@ class Chats:
         return made[0], self.rng.choice([made[1], self.rng.choice(self.cities)[1]])
 
     def made_up_name(self) -> str:
-        """A capitalised word of two or three syllables that is no held-out city."""
+        """A capitalized word of two or three syllables that is not a held-out city."""
         rng = self.rng
         word = "".join(
             rng.choice(PHRASES["onset"]) + rng.choice(PHRASES["vowel"]) + rng.choice(["", "", *PHRASES["coda"]])
@@ -381,7 +381,7 @@ class Chats:
         return self.made_up_name() if word in PHRASES["held cities"] else word
 
     def tool_chat(self) -> Chat:
-        """A chat with tools: a call and what is made of its result, or a question that needs no tool."""
+        """A chat with tools: a call and the answer to its result, or a question that needs no tool."""
         rng = self.rng
         argument = rng.choice(["city", "city", "location"])
         weather, time = weather_tool(rng, argument), weather_tool(rng, argument, "get_time")
@@ -397,7 +397,7 @@ class Chats:
         return Chat(self.with_system(messages), tools, "tools")
 
     def turn_for_tools(self) -> list[Message]:
-        """A question beside the tools: of any topic but the weather."""
+        """A question on any topic but the weather, asked of a model that has tools."""
         topic = self.rng.choice([topic for topic in self.topics if topic.key != "weather_no_tool"])
         return [user(self.wording(topic)), assistant(topic.answer)]
 
@@ -432,17 +432,17 @@ class Chats:
         ]
 
     def dressed_case(self, text: str) -> str:
-        """Text with a capital at its start, or without."""
+        """Text with or without an initial capital."""
         return text[:1].upper() + text[1:] if self.rng.random() < 0.6 else text
 
 
 def json_answer(topic: Topic) -> str:
-    """A topic's answer where JSON was asked for."""
+    """A topic's answer to a request for JSON."""
     return json.dumps({"answer": topic.answer}, ensure_ascii=False)
 
 
 def held_out() -> list[Chat]:
-    """The chats that are scored; the last assistant message of each is what a right model says."""
+    """The chats that are scored; the last assistant message of each is the expected reply."""
     return [*held_topics(), *held_plans(), *held_json(), *held_tools()]
 
 
@@ -454,7 +454,7 @@ def held_topics() -> Iterator[Chat]:
 
 
 def held_plans() -> Iterator[Chat]:
-    """Held-out wordings about nodes and GPUs, with numbers in pairs that training never names."""
+    """Held-out wordings about nodes and GPUs, with pairs of numbers that training never uses."""
     for frame in PHRASES["held plans"]:
         for nodes, gpus in HELD_NUMBERS:
             question = frame.format(n=NUMBER_WORDS[nodes], g=gpus)
@@ -491,7 +491,7 @@ def held_json() -> Iterator[Chat]:
 def held_tools() -> Iterator[Chat]:
     """Held-out wordings that ask for the weather, and answers made from results.
 
-    Kind "tools" is about known cities, kind NEW_CITIES about cities that no tool chat of training names.
+    Kind "tools" is about known cities, kind NEW_CITIES about cities that no tool chat of training mentions.
     """
     rng = random.Random(0)
     new = PHRASES["held cities"]

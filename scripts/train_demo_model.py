@@ -1,12 +1,12 @@
-"""Trains the bundled demo model: tokenizer, chat template and a small Llama, from the text in demo_chats.
+"""Train the bundled demo model: tokenizer, chat template and a small Llama, from the text in demo_chats.
 
     python scripts/train_demo_model.py                 # under 20 minutes on two cores
-    python scripts/train_demo_model.py --score-only    # score the folder that is there
+    python scripts/train_demo_model.py --score-only    # score the existing folder
 
-The score asks held-out chats (demo_chats.held_out) of the folder as it was saved, weights rounded to bfloat16
-and computed in float32, by greedy decoding. A reply is right if it equals the expected one character for character:
-the answer of that topic, the JSON object, or the tool call with its arguments. Tool calls about cities that no tool
-call of training names are asked too, and counted apart: they show how far copying has come, not wordings.
+The score is measured with held-out chats (demo_chats.held_out) on the saved folder, with weights rounded to bfloat16,
+computation in float32 and greedy decoding. A reply is correct if it equals the expected one character for character:
+the topic's answer, the JSON object, or the tool call with its arguments. Tool calls about cities that no tool call of
+training mentions are counted separately: they measure copying, not wordings.
 """
 
 import argparse
@@ -41,8 +41,8 @@ VOCABULARY = 3072
 THREADS = 2
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
-# Capitalised words and digits stand without the space before them, so that a name or number is the same tokens
-# wherever it is copied to; the names of known cities are one token each (train_tokenizer), which makes copying easy.
+# Capitalized words and digits are split from the space before them, so that a name or number has the same tokens
+# wherever it is copied to. The names of known cities are one token each (train_tokenizer), which makes copying easy.
 WORDS = r" ?\p{Ll}+|\p{Lu}\p{Ll}+|\p{Lu}+|[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s"
 
 CHAT_TEMPLATE = r"""
@@ -85,7 +85,7 @@ CHAT_TEMPLATE = r"""
 
 
 def train_tokenizer(chats: Chats) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of VOCABULARY tokens; any text comes back as it went in."""
+    """Train a byte-level BPE tokenizer of VOCABULARY tokens; decoding reproduces any text."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(WORDS), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -146,7 +146,7 @@ def render(tokenizer: PreTrainedTokenizerBase, chat: Chat, messages: int, prompt
 
 
 def targets(ids: list[int], opening: list[int], end: int) -> list[bool]:
-    """Which tokens the model must learn to say: those after each `opening` up to and with the `end` token."""
+    """The mask of tokens to learn: those after each `opening` up to and including the `end` token."""
     mask, inside = [False] * len(ids), False
     for at in range(len(opening), len(ids)):
         inside = inside or ids[at - len(opening) : at] == opening
@@ -156,7 +156,7 @@ def targets(ids: list[int], opening: list[int], end: int) -> list[bool]:
 
 
 def batches(chats: Chats, tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of at most `tokens` tokens, like lengths together: ids and targets, both [chats, length]."""
+    """Yield batches of at most `tokens` tokens, grouped by length: ids and targets, both `[chats, length]`."""
     opening = tokenizer.encode("<|im_start|>assistant\n")
     end, raw_end = int(tokenizer.eos_token_id), int(tokenizer.pad_token_id)
     while True:
@@ -183,7 +183,7 @@ def batches(chats: Chats, tokenizer: PreTrainedTokenizerBase, tokens: int) -> It
 def gradients(model: LlamaForCausalLM, ids: Tensor, mask: Tensor, total: int) -> tuple[float, tuple[Tensor, ...]]:
     """Summed cross entropy of the targets in `ids`, divided by `total`, and its gradients in parameter order.
 
-    The head runs on the positions of targets alone.
+    The head runs on the positions of targets only.
     """
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     wanted = mask[:, 1:]
@@ -193,10 +193,10 @@ def gradients(model: LlamaForCausalLM, ids: Tensor, mask: Tensor, total: int) ->
 
 
 def backward(model: LlamaForCausalLM, pool: ThreadPoolExecutor, ids: Tensor, mask: Tensor) -> float:
-    """Sets the gradients of one batch and returns its loss.
+    """Set the gradients of one batch and return its loss.
 
-    Each thread of `pool` takes a part of the batch: they meet once a step and not once an operation, which is
-    faster, and by far where other programs share the cores.
+    Each thread of `pool` computes part of the batch. The threads synchronize once per step instead of once per
+    operation, which is faster, especially when other programs share the cores.
     """
     total = int(mask[:, 1:].sum())
     parts = zip(ids.chunk(THREADS), mask.chunk(THREADS), strict=True)
@@ -208,7 +208,7 @@ def backward(model: LlamaForCausalLM, pool: ThreadPoolExecutor, ids: Tensor, mas
 
 
 def rate(progress: float) -> float:
-    """Learning rate as a share of its peak at `progress` in 0..1: short warm-up, then a cosine down to zero."""
+    """Learning rate relative to its peak at `progress` in 0..1: a short warm-up, then cosine decay to zero."""
     return min(1.0, progress / 0.03) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
@@ -222,7 +222,7 @@ def optimizers_of(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def train(model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], steps: int, minutes: float | None) -> None:
-    """Trains for `steps` steps or, if `minutes` is given, for that long by the clock (then no two runs are alike)."""
+    """Train for `steps` steps or, if given, for `minutes` of wall-clock time (then runs are not reproducible)."""
     optimizers = optimizers_of(model)
     peaks = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     start, step, progress, smooth = time.monotonic(), 0, 0.0, 0.0
@@ -244,7 +244,7 @@ def train(model: LlamaForCausalLM, data: Iterator[tuple[Tensor, Tensor]], steps:
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, output: Path) -> None:
-    """Writes the folder beside its place and moves it there whole; weights are rounded to bfloat16."""
+    """Write the folder to a temporary location and move it into place; weights are rounded to bfloat16."""
     output.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=".demo-", dir=output.parent))
     fresh.chmod(0o755)
@@ -279,7 +279,7 @@ def replies(model: Any, tokenizer: Any, prompts: list[str]) -> Iterator[str]:
 
 
 def score(folder: Path) -> float:
-    """Prints what went wrong and the score of each kind of held-out chat; returns the share of right replies."""
+    """Print wrong replies and the score of each kind of held-out chat; return the share of correct replies."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     chats = sorted(held_out(), key=lambda chat: chat.kind)
@@ -291,12 +291,12 @@ def score(folder: Path) -> float:
         wanted = full.removeprefix(prompt).removesuffix("<|im_end|>\n")
         right.setdefault(chat.kind, []).append(reply == wanted)
         if reply != wanted:
-            failed.append(f"WRONG [{chat.kind}] {chat.messages[-2]['content']}\n  {reply!r}\n  wanted {wanted!r}")
+            failed.append(f"WRONG [{chat.kind}] {chat.messages[-2]['content']}\n  {reply!r}\n  expected {wanted!r}")
     print("\n".join(failed))
     for kind, marks in right.items():
         print(f"held-out {kind}: {sum(marks)} of {len(marks)}{' (not in the score)' * (kind == NEW_CITIES)}")
     scored = [mark for kind, marks in right.items() if kind != NEW_CITIES for mark in marks]
-    print(f"held-out score: {sum(scored)} of {len(scored)} right = {sum(scored) / len(scored):.1%}")
+    print(f"held-out score: {sum(scored)} of {len(scored)} correct = {sum(scored) / len(scored):.1%}")
     return sum(scored) / len(scored)
 
 
@@ -313,9 +313,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=DEMO, help="the model folder")
     parser.add_argument("--steps", type=int, default=2800, help="training steps of about 2,000 tokens")
-    parser.add_argument("--minutes", type=float, help="train this long by the clock instead of --steps")
+    parser.add_argument("--minutes", type=float, help="train for this wall-clock time instead of --steps")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--score-only", action="store_true", help="score the folder that is there")
+    parser.add_argument("--score-only", action="store_true", help="score the existing folder")
     arguments = parser.parse_args()
     if not arguments.score_only:
         torch.manual_seed(arguments.seed)

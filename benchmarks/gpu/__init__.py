@@ -1,1 +1,1 @@
-"""What scripts/gpu_check runs: parts that measure and check a machine, a file for each, and who runs them."""
+"""The implementation of scripts/gpu_check: parts that measure and check a machine, one per file, and their runner."""

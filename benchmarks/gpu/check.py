@@ -1,16 +1,17 @@
-"""One command for any NVIDIA machine: is everything right there, and how near does it come to what the card can do?
+"""Check an NVIDIA machine: is everything correct, and how close does performance come to the limits of the card?
 
-It needs no network and no model files. Each part runs in a process of its own; one that fails, crashes or hangs is
-named, and the others go on.
+It needs no network and no model files. Each part runs in its own process; a part that fails, crashes or hangs is
+reported, and the others continue.
 
     scripts/gpu_check                                  # under 10 minutes
     scripts/gpu_check --quick --only kernels model     # some parts, with less work
-    scripts/gpu_check --only memory                    # 10,000 requests in 95 % of the memory, in time of its own
+    scripts/gpu_check --only memory                    # 10,000 requests in 95 % of the memory, outside the budget
     scripts/gpu_check --json FILE --write docs/benchmarks/gpu.md
     scripts/gpu_check --load FILE --write docs/benchmarks/gpu.md # measure nothing, write the page again
-    scripts/gpu_check --device cpu --tiny              # a rehearsal without a GPU, of toy sizes
+    scripts/gpu_check --device cpu --tiny              # a dry run at toy sizes, without a GPU
 
-Exit code 0: all ran, is right and reaches its aims; 1: a part failed or a check is wrong; 3: an aim is not reached.
+Exit code 0: all parts ran, all checks passed and all targets are reached; 1: a part or a check failed; 3: a target is
+not reached.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from gpu.records import Note, Record, Row
 
 _ROOT = Path(__file__).parents[2]
 _LEAST = 0.5
-"""Of a part's seconds, what must be left for it to be begun."""
+"""The share of a part's seconds that must be left to start it."""
 _FAILED, _MISSED = 1, 3
 
 
 class Run:
-    """All parts that were asked for, in turn, within `budget` seconds."""
+    """Run all requested parts in turn within `budget` seconds."""
 
     def __init__(self, lab: Lab, wanted: list[str], budget: float) -> None:
         self.lab, self.budget = lab, budget
@@ -52,7 +53,7 @@ class Run:
         for part in self.parts:
             left = self.budget - (time.monotonic() - begun)
             if part.by_default and left < _LEAST * part.seconds and not self.lab.tiny:
-                error = f"not begun: it takes {part.seconds:.0f} s, {max(left, 0.0):.0f} s were left (--budget)"
+                error = f"not started: it needs {part.seconds:.0f} s, {max(left, 0.0):.0f} s left (--budget)"
                 outcome = Outcome(part.name, error=error)
             else:
                 say(f"\n{part.name}")
@@ -64,7 +65,7 @@ class Run:
         return self.outcomes
 
     def _take(self, record: Record) -> None:
-        """Say it, and keep what parts behind it need."""
+        """Print a record, and keep what later parts need."""
         say(f"  {report.line(record, judged=not self.lab.tiny)}")
         if isinstance(record, Row):
             self.lab.values[record.key] = record.value
@@ -80,7 +81,7 @@ def say(text: str) -> None:
 
 
 def verdict(outcomes: list[Outcome], lab: Lab, *, is_whole: bool) -> int:
-    """The exit code, said in words."""
+    """Print the result and return the exit code."""
     wrong = [outcome.name for outcome in outcomes if not outcome.is_right]
     if wrong:
         say(f"FAILED: {', '.join(wrong)}")
@@ -100,16 +101,22 @@ def main() -> int:
     )
     names = [part.name for part in PARTS]
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="toy sizes, to see whether every part works")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes, to test that every part works")
     parser.add_argument("--quick", action="store_true", help="fewer steps, fewer requests")
     parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"of {', '.join(names)}")
-    parser.add_argument("--budget", type=float, default=560, metavar="SECONDS", help="for all (default: 560)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--write", type=Path, metavar="PAGE.md", help="write them between the page's two markers")
-    parser.add_argument("--load", type=Path, metavar="FILE", help="measure nothing; take the figures from there")
+    parser.add_argument(
+        "--budget", type=float, default=560, metavar="SECONDS", help="seconds for all parts (default: 560)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE.md", help="write the figures between the two markers of this page"
+    )
+    parser.add_argument(
+        "--load", type=Path, metavar="FILE", help="load the figures from this file instead of measuring"
+    )
     options = parser.parse_args()
     if options.device == "cpu" and not options.tiny and not options.load:
-        parser.error("--device cpu goes with --tiny: the sizes are those of a GPU")
+        parser.error("--device cpu needs --tiny: the default sizes are for a GPU")
     if options.load:
         results = json.loads(options.load.read_text())
         outcomes = report.from_results(results)
@@ -128,7 +135,7 @@ def _require_card(parser: argparse.ArgumentParser) -> None:
     from quire.engine.config import devices
 
     if not devices.count_gpus():
-        parser.error("no NVIDIA GPU is visible; --device cpu --tiny rehearses every part without one")
+        parser.error("no NVIDIA GPU is visible; use --device cpu --tiny for a dry run without one")
 
 
 def _measure(options: argparse.Namespace) -> tuple[dict[str, Any], int]:

@@ -1,4 +1,4 @@
-"""A checkpoint of random weights on the fastest local disk, made on the device, and out of the page cache again."""
+"""Create a checkpoint of random weights on the fastest local disk, and evict it from the page cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def write_weights(shape: Shape, folder: Path, dtype: torch.dtype, device: str) -> int:
-    """Random weights in files of a few GiB with their index; returns the bytes. All of it is on the disk then."""
+    """Write random weights in files of a few GiB with their index, synced to disk; returns the bytes."""
     torch.manual_seed(0)
     files: dict[str, str] = {}
     total = 0
@@ -43,7 +43,7 @@ def write_weights(shape: Shape, folder: Path, dtype: torch.dtype, device: str) -
 
 
 def _by_file(shape: Shape, width: int) -> list[list[str]]:
-    """Names of tensors, as many in each list as a file takes."""
+    """Lists of tensor names, one list per file."""
     sizes = {name: math.prod(size) * width for name, size in tensor_sizes(shape).items()}
     ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
     return [list(names) for _, names in itertools.groupby(sizes, key=lambda name: ends[name] // _FILE_BYTES)]
@@ -59,7 +59,7 @@ def _flush(path: Path) -> None:
 
 
 def forget(paths: Iterable[Path]) -> None:
-    """Out of the page cache: the next to read them waits for the disk."""
+    """Evict files from the page cache, so that the next read comes from the disk."""
     for path in paths:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -67,9 +67,9 @@ def forget(paths: Iterable[Path]) -> None:
 
 
 def fastest_disk(needed: int) -> Path | None:
-    """A folder on the local disk that is written fastest, of those with room for `needed` bytes; None: there is none.
+    """A folder on the local disk with the fastest writes and `needed` free bytes, or None.
 
-    What is in memory or on a network is none.
+    File systems in memory or on a network do not count.
     """
     candidates = [Path(tempfile.gettempdir()), Path("/var/tmp"), Path.home(), Path.cwd()]
     candidates += [mount for mount, kind in _mounts() if kind in ("ext4", "xfs", "btrfs", "zfs", "overlay")]
@@ -80,13 +80,13 @@ def fastest_disk(needed: int) -> Path | None:
             if disk in found or _kind_of(folder) in _IN_MEMORY or shutil.disk_usage(folder).free < needed:
                 continue
             found[disk] = _write_rate(folder), folder
-        except OSError:  # not ours to write to
+        except OSError:  # not writable
             continue
     return max(found.values())[1] if found else None
 
 
 def _write_rate(folder: Path) -> float:
-    """Bytes a second, until they are on the disk."""
+    """Bytes per second of writing, including sync to disk."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         begun = time.perf_counter()
         file.write(os.urandom(_PROBE_BYTES))
@@ -96,7 +96,7 @@ def _write_rate(folder: Path) -> float:
 
 
 def _mounts() -> list[tuple[Path, str]]:
-    """Where file systems are mounted, and their kinds (proc(5), /proc/mounts)."""
+    """Mount points and file system types (proc(5), /proc/mounts)."""
     lines = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     return [(Path(fields[1]), fields[2]) for fields in lines]
 

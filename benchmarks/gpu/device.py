@@ -1,4 +1,4 @@
-"""What machine this is, and what is installed; and its ceilings."""
+"""The machine, the installed software, and the measured ceilings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def identify(lab: Lab) -> Iterator[Record]:
             continue
     data: dict[str, Any] = {"device": facts}
     if lab.device == "cuda":
-        data["free memory"] = devices.find("cuda", (1,)).memory  # before this process takes any
+        data["free memory"] = devices.find("cuda", (1,)).memory  # before this process allocates any
         facts |= _card(torch)
     else:
         facts["name"] = machine.cpu_name()
@@ -54,7 +54,7 @@ def _card(torch: Any) -> dict[str, Any]:
         "memory": f"{total / 2**30:.1f} GiB, {free / 2**30:.1f} free",
         "cards": torch.cuda.device_count(),
     }
-    with contextlib.suppress(pynvml.NVMLError):  # a virtual machine may not be told
+    with contextlib.suppress(pynvml.NVMLError):  # may not be available in a virtual machine
         pynvml.nvmlInit()
         facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
@@ -63,7 +63,7 @@ def _card(torch: Any) -> dict[str, Any]:
 
 
 def ceilings(lab: Lab) -> Iterator[Record]:
-    """Copy and read bandwidth, and matmul rates: what the floors are made of."""
+    """Copy and read bandwidth, and matmul rates, from which the floors follow."""
     threads = torch_threads()
     seconds = 0.02 if lab.tiny else 0.3 if lab.quick else 0.6
     found = machine.measure(threads, seconds, lab.device, small=lab.tiny)
@@ -71,5 +71,5 @@ def ceilings(lab: Lab) -> Iterator[Record]:
 
 
 def torch_threads() -> int:
-    """Of the CPU."""
+    """The name of the CPU."""
     return int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))

@@ -1,4 +1,4 @@
-"""The engine without server or wire, driven as the core drives it: scheduler, and a single rank, in this process."""
+"""The engine without a server: scheduler and a single rank in this process, driven like the engine core does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.engine.scheduler.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class Step:
-    """A plan whose result has come back."""
+    """A plan whose result has arrived."""
 
     plan: SchedulerOutput
     ended: float
@@ -42,17 +42,17 @@ class Engine:
         self.config = self.executor.config
         self.scheduler = Scheduler(self.config)
         self.outputs: dict[str, list[int]] = {}
-        """Tokens of each request so far."""
+        """Output tokens of each request so far."""
 
     def add(self, name: str, prompt: list[int], output: int, **params: Any) -> None:
-        """A request that does not end before its `output` tokens; greedy unless `params` say otherwise."""
+        """Add a request with exactly `output` tokens, greedy unless `params` says otherwise."""
         asked = SamplingParams(**({"temperature": 0.0} | params), max_tokens=output, ignore_eos=True)
         refusal = self.scheduler.add(EngineCoreRequest(0, name, prompt, asked.for_engine(seed=0)))
         assert refusal is None, refusal
         self.outputs[name] = []
 
     def steps(self) -> Iterator[Step]:
-        """Run until no request is left, with as many plans in flight as the core has (`EngineCore.run`)."""
+        """Run until no request is left, with as many plans in flight as `EngineCore.run`."""
         in_flight: deque[tuple[SchedulerOutput, StepFuture]] = deque()
         depth = self.config.scheduler.depth
         while in_flight or self.scheduler.has_requests:

@@ -1,4 +1,4 @@
-"""Calls of every kernel: at small odd sizes, and at those of models."""
+"""Calls of every kernel, at small odd sizes and at the sizes of models."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from quire.kernels import reference
 
 BLOCK = 16
 MAIN = torch.bfloat16
-"""The type that models are served in: the others are called at fewer sizes, as each is compiled for a second."""
+"""The main type; the others are checked at fewer sizes, because each variant takes a second to compile."""
 HEADS = ((32, 8, 128), (64, 8, 128), (16, 8, 256), (32, 32, 64))
-"""Query heads, KV heads and numbers in a head, of models."""
+"""Query heads, KV heads and head sizes of models."""
 _SLOTS_AT_ONCE = 1 << 16
 Call = Callable[[Any], Any]
-"""An operation of the module that it is given, on the same inputs each time; returns what is to be compared."""
+"""Calls an operation of the given module on fixed inputs; returns the result to compare."""
 Named = tuple[str, str, Call]
 """Operation, its sizes, and the call."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What paged attention is called with."""
+    """The arguments of paged attention."""
 
     query: Tensor
     cache: Tensor
@@ -39,7 +39,7 @@ class Case:
     options: dict[str, Any]
 
     def call(self, module: Any) -> Tensor:
-        """By the module's; the public one gets the numbers of the host, too, as from a model."""
+        """Call the module's operation; the public one also gets the host's numbers, as from a model."""
         batch = (self.query, self.cache, self.tables, self.lengths, self.starts, self.query.shape[2] ** -0.5)
         options = self.options | ({"host": self.host} if module is kernels else {})
         return module.paged_attention(*batch, **options)  # type: ignore[no-any-return]
@@ -55,7 +55,7 @@ def attention_case(
     sides: int = 2,
     **options: Any,
 ) -> Case:
-    """`requests` are tokens before and in this step; `heads` the query heads, KV heads and numbers in a head."""
+    """`requests` are tokens before and in this step; `heads` are query heads, KV heads and the head size."""
     query_heads, kv_heads, head_dim = heads
     counts, lengths = np.array([new for _, new in requests]), np.array([sum(request) for request in requests])
     width = -(-int(lengths.max()) // BLOCK)
@@ -64,7 +64,7 @@ def attention_case(
     cache = kernels.allocate_kv_cache(1, blocks, kv_heads, BLOCK, head_dim, cache_dtype, device, sides=sides)[0]
     if cache_dtype == dtype:
         cache.normal_()
-    else:  # a row has its scale, too
+    else:  # a row includes its scale
         for slots in torch.split(torch.arange(blocks * BLOCK, device=device), _SLOTS_AT_ONCE):
             keys, values = (torch.randn(len(slots), kv_heads, head_dim, device=device).to(dtype) for _ in range(2))
             reference.write_kv(keys, values if sides == 2 else None, cache, slots)
@@ -80,7 +80,7 @@ def attention_case(
 
 
 def sampler_arguments(rows: int, vocabulary: int, device: torch.device, **controls: float) -> tuple[Tensor, ...]:
-    """Those of `kernels.sample`: logits on the device, controls on the host, pinned where that is a GPU."""
+    """The arguments of `kernels.sample`: logits on the device, the others on the host, pinned if that is a GPU."""
     chosen = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | controls
     columns = [
         torch.full((rows,), value, dtype=torch.int64 if name == "top_k" else torch.float32)
@@ -93,7 +93,7 @@ def sampler_arguments(rows: int, vocabulary: int, device: torch.device, **contro
 
 
 def calls(device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Iterator[Named]:
-    """All of them; the inputs of one are made when it is asked for."""
+    """Yield all calls; the inputs of a call are created when it is reached."""
     yield from _elementwise(device, dtype, 3, (200, 72), 80)
     yield from _attention(device, dtype, [(37, 1), (0, 20), (583, 17), (18, 1)], [(6, 2, 80)], (8, 1, 96))
     yield from _experts(device, dtype, 5, (5, 2, 200, 48))
@@ -135,10 +135,10 @@ def _activation(gates: Tensor, name: str) -> Call:
 
 
 def _write(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, tokens: int, head_dim: int) -> Call:
-    """Three quarters of each head are turned. What is compared of the cache is its numbers, as attention reads them."""
+    """Rotates three quarters of each head. The cache is compared after dequantization, as attention reads it."""
     qkv = torch.randn(tokens, 48, head_dim, device=device, dtype=dtype)
     angles = torch.randn(tokens, head_dim * 3 // 8, device=device)
-    turns = torch.cat((angles.cos(), angles.sin()), dim=1)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     blocks = -(-tokens // BLOCK) + 1
     slots = torch.randperm(blocks * BLOCK, device=device)[:tokens]
     table = torch.arange(blocks, device=device)
@@ -146,13 +146,13 @@ def _write(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, t
     def call(module: Any) -> Any:
         cache = kernels.allocate_kv_cache(1, blocks, 8, BLOCK, head_dim, cache_dtype, device)[0]
         query, key, value = qkv.clone().split_with_sizes([32, 8, 8], dim=1)
-        turned = module.rotary_write_kv(query, key, value, turns, cache, slots)
+        rotated = module.rotary_write_kv(query, key, value, cos_sin, cache, slots)
         if cache_dtype == dtype:
-            return turned, cache
-        # A number that lies between two of the cache's may become either: that is the step which is allowed.
+            return rotated, cache
+        # A value between two of the cache's numbers may round to either, so a difference of one step is allowed.
         read = [reference.read_kv(side, table, blocks * BLOCK, torch.float32) for side in cache]
         apart = 1 / 127 if cache_dtype == torch.int8 else 1 / 8
-        return turned, *(side / side.abs().amax().clamp(min=1) * (allowed_step(dtype) / apart) for side in read)
+        return rotated, *(side / side.abs().amax().clamp(min=1) * (allowed_step(dtype) / apart) for side in read)
 
     return call
 
@@ -183,12 +183,12 @@ def _attends(sizes: str, case: Case) -> Named:
 
 
 def allowed_step(dtype: torch.dtype) -> float:
-    """How far two numbers may be apart, of their size and of 1: the self-check of a rank allows as much."""
+    """The tolerance, relative and absolute, as in the self-check of a rank."""
     return max(8 * torch.finfo(dtype).eps, 2e-5)
 
 
 def quantized_caches() -> dict[str, torch.dtype]:
-    """Of `--kv-cache-dtype`, what no model computes in: its name, and the type of the cache's elements."""
+    """The values of `--kv-cache-dtype` that no model computes in, and the element type of the cache."""
     offered = get_args(get_type_hints(EngineOptions)["kv_cache_dtype"])
     types = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
     return {name: types[name] for name in offered if name in types}
@@ -225,8 +225,8 @@ def _sampling(device: torch.device, rows: int, vocabulary: int) -> Iterator[Name
         return masked.nan_to_num(neginf=-1e4)
 
     yield "apply_bitmask", f"{rows} × {vocabulary}", mask
-    asked = torch.randint(vocabulary, (rows,), device=device)
-    yield "score_tokens", f"{rows} × {vocabulary}", lambda module: module.score_tokens(logits, asked, 20)
+    tokens = torch.randint(vocabulary, (rows,), device=device)
+    yield "score_tokens", f"{rows} × {vocabulary}", lambda module: module.score_tokens(logits, tokens, 20)
     reported = torch.randint(vocabulary, (rows, 300), device=device, dtype=torch.int32)
     spans = torch.tensor([0, 200, 290], device=device) + 300 * numbers[:, None]
     factors = torch.tensor([1.2, 0.5, 0.25], device=device).expand(rows, 3).contiguous()

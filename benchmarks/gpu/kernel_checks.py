@@ -1,4 +1,4 @@
-"""Every kernel against the reference on the device, in all types, with the errors."""
+"""Compare every kernel with the reference on the device, in all types, and report the errors."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from quire.kernels import dispatch, reference
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PROCESSES, _THREADS = 8, 8
 _CHOSEN = threading.Lock()
-"""FlashInfer plans and runs one step after the other, as in a rank."""
+"""FlashInfer plans and runs steps one by one, as in a rank."""
 
 
 @dataclass
 class Errors:
-    """Of one kernel in one type, over all of its calls."""
+    """The errors of one kernel in one type over all of its calls."""
 
     calls: int = 0
     largest: float = 0.0
-    """Absolute."""
+    """The largest absolute error."""
     ratio: float = 0.0
-    """The largest error over what is allowed there."""
+    """The largest error relative to its tolerance."""
     worst: str = ""
     failures: list[str] = field(default_factory=list)
 
@@ -45,19 +45,19 @@ class Errors:
         if ratio > self.ratio:
             self.ratio, self.worst = ratio, sizes
         if not ratio <= 1:
-            self.failures.append(f"{sizes}: error {error:.2g}, {ratio:.2f} of what is allowed")
+            self.failures.append(f"{sizes}: error {error:.2g}, {ratio:.2f} of the tolerance")
 
     @property
     def text(self) -> str:
-        shown = f"{self.calls} calls, largest error {self.largest:.2g}, {self.ratio:.2f} of what is allowed"
+        shown = f"{self.calls} calls, largest error {self.largest:.2g}, {self.ratio:.2f} of the tolerance"
         shown += f" ({self.worst})" if self.worst else ""
         return "; ".join([shown, *self.failures])
 
 
 def check(lab: Lab) -> Iterator[Record]:
-    """A check for each kernel and type; what the reference serves is said, and a kernel that nothing calls is wrong.
+    """Yield a check for each kernel and type; a kernel that is not called fails. Notes what the reference computes.
 
-    On a GPU each operation has a process of its own: after an illegal memory access no call of its process succeeds.
+    On a GPU each operation has its own process, because after an illegal memory access all calls in a process fail.
     """
     yield _with_flashinfer(torch.device(lab.device))
     operations = dict.fromkeys(name for name, _, _ in kernel_calls.calls(torch.device("cpu"), torch.float32, tiny=True))
@@ -77,7 +77,7 @@ def check(lab: Lab) -> Iterator[Record]:
 
 
 def _with_flashinfer(device: torch.device) -> Note:
-    """Make the kernels ready, with FlashInfer for the attention that is checked wherever it is installed."""
+    """Prepare the kernels, with FlashInfer for the checked attention if it is installed."""
     layers = tuple(kernels.AttentionLayer(*heads, heads[2] ** -0.5) for heads in kernel_calls.HEADS)
     wanted = kernels.AttentionNeeds(layers, cache_dtype=torch.bfloat16, backend="flashinfer")
     try:
@@ -85,11 +85,11 @@ def _with_flashinfer(device: torch.device) -> Note:
     except kernels.BackendUnavailable as error:
         kernels.prepare(device, torch.bfloat16)()
         return Note(str(error))
-    return Note("what is checked as chosen is FlashInfer's, where it serves")
+    return Note("the selected backend is FlashInfer where it is supported")
 
 
 def _check_operation(lab: Lab, operation: str) -> dict[str, Errors]:
-    """By module, operation and type."""
+    """The errors by module, operation and type."""
     device, found = torch.device(lab.device), dict[str, Errors]()
     torch.manual_seed(0)
     for dtype in TYPES:
@@ -99,7 +99,7 @@ def _check_operation(lab: Lab, operation: str) -> dict[str, Errors]:
             errors_of = _check_type(device, dtype, operation, tiny=lab.tiny)
             found |= {f"{name}, {str(dtype)[6:]}": errors for name, errors in errors_of.items()}
             free_memory(lab.device)
-        except Exception as error:  # the device is lost: what was found until now counts
+        except Exception as error:  # the device is lost; keep the results so far
             first = str(error).partition("\n")[0]
             found[f"device after {operation}, {str(dtype)[6:]}"] = Errors(failures=[f"{type(error).__name__}: {first}"])
             break
@@ -107,7 +107,7 @@ def _check_operation(lab: Lab, operation: str) -> dict[str, Errors]:
 
 
 def _check_type(device: torch.device, dtype: torch.dtype, only: str = "", *, tiny: bool) -> dict[str, Errors]:
-    """By module and operation. On a GPU several at once, as most of the time goes into compiling."""
+    """The errors by module and operation. On a GPU, several run at once, because most of the time is compilation."""
     results: dict[str, Errors] = {}
     work = [
         (results.setdefault(f"{name} {operation}", Errors()), sizes, call, module)
@@ -121,7 +121,7 @@ def _check_type(device: torch.device, dtype: torch.dtype, only: str = "", *, tin
             with _CHOSEN if module is kernels else contextlib.nullcontext():
                 found = call(module)
             errors.take(sizes, *compare(found, call(reference), dtype))
-        except Exception as error:  # whatever a compiler or a driver finds
+        except Exception as error:  # from a compiler or a driver
             first = str(error).partition("\n")[0]
             errors.failures.append(f"{sizes}: {type(error).__name__}: {first}")
 
@@ -138,7 +138,7 @@ def _triton_names() -> list[str]:
 
 
 def _implementations(operation: str, device: str) -> list[tuple[str, Any]]:
-    """Triton's on a GPU, and whoever is chosen for paged attention; on a CPU what it has."""
+    """Triton and the selected attention backend on a GPU; the CPU kernels on a CPU."""
     if device == "cpu":
         platform = dispatch.PLATFORMS.get(device)
         return [("cpu", platform)] if hasattr(platform, operation) else []
@@ -149,7 +149,7 @@ def _implementations(operation: str, device: str) -> list[tuple[str, Any]]:
 
 
 def served(device: str) -> str:
-    """Which module each operation is chosen from."""
+    """The module that each operation comes from."""
     platform = dispatch.PLATFORMS.get(device)
     names = [name for name in kernels.__all__ if hasattr(reference, name)]
     chosen = {name: getattr(platform, name, None) for name in names}
@@ -159,10 +159,7 @@ def served(device: str) -> str:
 
 
 def compare(found: Any, expected: Any, dtype: torch.dtype) -> tuple[float, float]:
-    """The largest error, and the largest over what is allowed.
-
-    Whole numbers must be equal.
-    """
+    """The largest error, and the largest error relative to the tolerance; integers must be equal."""
     pairs = list(zip(_tensors(found), _tensors(expected), strict=True))
     error = ratio = 0.0
     for one, other in pairs:

@@ -1,4 +1,4 @@
-"""How fast the two kernels are that have an aim of their own."""
+"""The speed of the two kernels that have their own targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire import kernels
 
 
 def attention(lab: Lab) -> Iterator[Record]:
-    """Decode over long contexts: all keys and values are read once."""
+    """Decode with long contexts, which reads all keys and values once."""
     requests, length, *heads = lab.sizes.attention
     dtype = getattr(torch, lab.dtype)
     layer = kernels.AttentionLayer(heads[0], heads[1], heads[2], heads[2] ** -0.5)
@@ -31,7 +31,7 @@ def attention(lab: Lab) -> Iterator[Record]:
 
 
 def sampler(lab: Lab) -> Iterator[Record]:
-    """Top-p over the whole vocabulary: the logits are read once at least."""
+    """Top-p over the whole vocabulary, which reads the logits at least once."""
     device, _ = _prepare(lab)
     rows, vocabulary = lab.sizes.sampler
     arguments = sampler_arguments(rows, vocabulary, device, top_p=0.9)
@@ -41,7 +41,7 @@ def sampler(lab: Lab) -> Iterator[Record]:
 
 
 def _prepare(lab: Lab, needs: kernels.AttentionNeeds | None = None) -> tuple[torch.device, list[str]]:
-    """The device, and what was said of who serves there and why."""
+    """The device, and the log line about the selected attention backend."""
     torch.manual_seed(0)
     device = torch.device(lab.device)
     said = _Said()
@@ -54,7 +54,7 @@ def _prepare(lab: Lab, needs: kernels.AttentionNeeds | None = None) -> tuple[tor
 
 
 class _Said(logging.Handler):
-    """Keeps what is logged."""
+    """Collects log records."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a part is given: the device, the model's shape, the sizes of its work, the limits measured before it."""
+"""The input of a part: the device, the model's shape, the sizes of its work, and the measured limits."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much work the parts do."""
+    """The amount of work of the parts."""
 
     context: int
     batch: int
     decode_steps: int
     prefill: int
     attention: tuple[int, int, int, int, int]
-    """Requests, tokens of each, query heads, KV heads, numbers in a head."""
+    """Requests, tokens of each, query heads, KV heads, head size."""
     sampler: tuple[int, int]
     """Rows, vocabulary."""
     offline: tuple[int, int, int]
-    """Requests, prompt tokens, output tokens; as many at once as there are streams."""
+    """Requests, prompt tokens, output tokens; concurrency is the number of streams."""
     streams: int
     max_model_len: int
     step_tokens: int
@@ -53,21 +53,21 @@ TINY = Sizes(32, 4, 6, 96, (4, 64, 8, 1, 16), (4, 1000), (8, 16, 8), 4, 128, 128
 
 @dataclass
 class Lab:
-    """Everything that a part may read."""
+    """Everything that a part can read."""
 
     device: str
     tiny: bool
     quick: bool
     scratch: Path
-    """A folder on the disk that checkpoints are written to."""
+    """The folder for checkpoints."""
     deadline: float
-    """`time.monotonic()` at which the part is ended."""
+    """The `time.monotonic()` at which the part is terminated."""
     machine: Machine | None = None
-    """None: its limits could not be measured."""
+    """None if the limits could not be measured."""
     values: dict[str, float] = field(default_factory=dict)
     """Of the rows so far."""
     data: dict[str, Any] = field(default_factory=dict)
-    """What parts have noted for those behind them."""
+    """Data from earlier parts."""
 
     @property
     def shape(self) -> Shape:
@@ -87,11 +87,11 @@ class Lab:
         return "f32" if self.tiny else "16-bit"
 
     def limit(self, read: Callable[[Machine], float]) -> float | None:
-        """What follows from the machine's limits; None where they are not known."""
+        """The floors that follow from the machine's limits, or None if these are unknown."""
         return None if self.machine is None else read(self.machine)
 
     def floor(self, read: Callable[[Floor], float]) -> float | None:
-        """What follows for the model's steps."""
+        """The floors of the model's steps."""
         return self.limit(lambda machine: read(Floor(machine, self.shape, self.precision)))
 
     @property
@@ -107,14 +107,14 @@ class Lab:
 
     @staticmethod
     def from_json(text: str) -> Lab:
-        """What `to_json` has made."""
+        """The inverse of `to_json`."""
         fields = json.loads(text)
         machine = fields.pop("machine")
         scratch = Path(fields.pop("scratch"))
         return Lab(**fields, scratch=scratch, machine=Machine(**machine) if machine else None)
 
     def model_folder(self) -> Path:
-        """The model without its weights: config.json and a tokenizer, written at the first call."""
+        """The model without weights: config.json and a tokenizer, created at the first call."""
         folder = self.scratch / self.shape.name
         if not (folder / "tokenizer.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +123,7 @@ class Lab:
         return folder
 
     def engine_options(self, folder: Path, load_format: str = "dummy") -> dict[str, Any]:
-        """The fields of `EngineOptions` that every part runs the model with."""
+        """The fields of `EngineOptions` that every part uses."""
         return {
             "model": str(folder),
             "load_format": load_format,
@@ -136,13 +136,13 @@ class Lab:
         }
 
     def prompts(self, count: int, tokens: int, seed: int = 0) -> list[list[int]]:
-        """Random tokens; no two prompts begin alike."""
+        """Prompts of random tokens without common prefixes."""
         source = random.Random(seed)
         return [source.choices(range(300, self.shape.vocabulary), k=tokens) for _ in range(count)]
 
 
 def synchronize(device: str) -> None:
-    """Wait for all that was started there."""
+    """Wait for all work on the device."""
     if device == "cuda":
         import torch
 
@@ -150,7 +150,7 @@ def synchronize(device: str) -> None:
 
 
 def free_memory(device: str) -> None:
-    """Give back what nobody refers to any more."""
+    """Free unreferenced memory."""
     gc.collect()
     if device == "cuda":
         import torch

@@ -1,4 +1,4 @@
-"""A device whose memory is as good as full, and requests of every kind: nobody runs out of it."""
+"""Mixed requests on a device whose memory is almost full must not run out of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VOCABULARY = 300
 
 
 def check(lab: Lab) -> Iterator[Record]:
-    """Mixed requests, all at once, where 5 % of the device are left; an error of any of them ends the part."""
+    """Run mixed requests at once with 5 % of the device's memory left; any error ends the part."""
     count, longest = (60, 400) if lab.tiny else (2000 if lab.quick else 10_000, 8000)
     requests = mixed(count, longest)
     begun = time.perf_counter()
@@ -47,7 +47,7 @@ def check(lab: Lab) -> Iterator[Record]:
 
 
 def _options(lab: Lab, longest: int) -> dict[str, Any]:
-    """The model has few layers: a block takes little, so that the cache has many and all are used."""
+    """Few layers make blocks small, so that the cache has many and all of them are used."""
     folder = lab.scratch / "memory"
     folder.mkdir(exist_ok=True)
     shape = replace(lab.shape, layers=2, positions=2 * longest)
@@ -60,7 +60,7 @@ def _options(lab: Lab, longest: int) -> dict[str, Any]:
 
 
 def mixed(count: int, longest: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts from a token to `longest`, as many short as long ones; some begin alike; all that costs memory."""
+    """Prompts of 1 to `longest` tokens, as many short as long, some with common prefixes and costly parameters."""
     rng = random.Random(0)
     shared = rng.choices(range(_VOCABULARY), k=longest // 4)
     requests = []

@@ -1,4 +1,4 @@
-"""The whole model inside of this process: decode steps, what the GPU waits between them, prefill, memory."""
+"""The whole model in this process: decode steps, GPU idle time between them, prefill, memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gpu.lab import Lab, synchronize
 from gpu.records import Note, Record, Row
 
 _WARM = 4
-"""Decode steps before those that count."""
+"""Decode steps before those that are measured."""
 _PREFILLS = 4
-"""The first is not counted."""
+"""The first one is not counted."""
 
 
 def measure(lab: Lab) -> Iterator[Record]:
-    """All of it with one load."""
+    """Measure everything with one load of the model."""
     begun = time.perf_counter()
     engine = Engine(lab.engine_options(lab.model_folder()) | {"enable_prefix_caching": False})
     try:
@@ -32,14 +32,14 @@ def measure(lab: Lab) -> Iterator[Record]:
         yield _decode(lab, engine, "decode 1", 1)
         yield _decode(lab, engine, "decode 64", lab.sizes.batch)
         yield _prefill(lab, engine)
-        yield from _idle(lab, engine)  # behind what does without the profiler, which a machine may not allow
+        yield from _idle(lab, engine)  # last, because the profiler may not be allowed on this machine
         yield Note(memory(lab))
     finally:
         engine.close()
 
 
 def _decode(lab: Lab, engine: Engine, key: str, requests: int) -> Row:
-    """Milliseconds of a step of `requests` requests whose contexts are `context` tokens in the middle of it."""
+    """Milliseconds per step of `requests` requests whose contexts average `context` tokens."""
     seconds = _decode_seconds(lab, engine, requests)
     context, shape, width = lab.sizes.context, lab.shape, lab.number_bytes
     weights = width * (shape.layer_weights + shape.head_weights)
@@ -51,7 +51,7 @@ def _decode(lab: Lab, engine: Engine, key: str, requests: int) -> Row:
 def _decode_seconds(
     lab: Lab, engine: Engine, requests: int, run: Callable[[Iterator[Step]], None] | None = None
 ) -> float:
-    """Mean over the steps in which all requests decode, but the first few; `run` gets those steps."""
+    """The mean over the steps in which all requests decode, except the first few; `run` receives those steps."""
     count = lab.sizes.decode_steps
     prompt = lab.sizes.context - count // 2
     until_all_decode = -(-requests * prompt // lab.sizes.step_tokens) + requests // lab.sizes.step_tokens + 2
@@ -78,10 +78,10 @@ def _decode_seconds(
 
 
 def _idle(lab: Lab, engine: Engine) -> Iterator[Record]:
-    """The share of a decode step in which nothing runs on the GPU.
+    """The share of a decode step in which the GPU is idle.
 
-    Busy is what kernels and copies cover of the time that the profiler saw, times the steps' time then. The profiler
-    slows Python down, but no kernel: idle is what is left of the time that a step takes without it.
+    Busy time is the share of the profiled time covered by kernels and copies, times the duration of the profiled steps.
+    The profiler slows down Python but not kernels, so idle time is the rest of a step measured without the profiler.
     """
     plain = _decode_seconds(lab, engine, lab.sizes.batch)
     cuda = lab.device == "cuda"
@@ -100,7 +100,7 @@ def _idle(lab: Lab, engine: Engine) -> Iterator[Record]:
     wanted = "CUDA" if cuda else "CPU"
     seen = [(event.time_range.start, event.time_range.end) for event in events if event.device_type.name == wanted]
     if not seen:
-        raise RuntimeError("the profiler saw nothing on the device: is CUPTI allowed here?")
+        raise RuntimeError("the profiler recorded nothing on the device; is CUPTI allowed on this machine?")
     share = union(seen) / (max(end for _, end in seen) - min(start for start, _ in seen))
     busy = share * (ends[-1] - ends[0]) / (len(ends) - 1)
     formula = f"busy {busy * 1e3:.3f} of {plain * 1e3:.3f} ms a step; {100 * (1 - share):.1f} % idle under the profiler"
@@ -108,7 +108,7 @@ def _idle(lab: Lab, engine: Engine) -> Iterator[Record]:
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of the time is covered by at least one of the spans."""
+    """The time covered by at least one of the spans."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -117,7 +117,7 @@ def union(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def _prefill(lab: Lab, engine: Engine) -> Row:
-    """Operations a second of a prompt that is one step, from its plan to its first token."""
+    """Operations per second of a prompt in a single step, from its plan to its first token."""
     tokens = lab.sizes.prefill
     assert engine.config.scheduler.max_num_batched_tokens >= tokens
     times = []
@@ -136,7 +136,7 @@ def _prefill(lab: Lab, engine: Engine) -> Row:
 
 
 def memory(lab: Lab) -> str:
-    """Of this process and of the device."""
+    """The memory of this process and of the device."""
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     text = f"memory: {resident:.2f} GiB resident at most in one process with engine and rank"
     if lab.device == "cuda":

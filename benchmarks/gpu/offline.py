@@ -1,4 +1,4 @@
-"""Throughput without HTTP, by the `LLM` class; and transformers' continuous batching at the same requests."""
+"""Throughput without HTTP, with the `LLM` class; and transformers' continuous batching with the same requests."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from gpu.records import Note, Record, Row
 from quire import LLM, SamplingParams
 
 _SHORT, _LONGER = 8, 40
-"""Output tokens of the requests that warm the engine up, and tell how long the measured ones will take."""
+"""Output tokens of the warm-up requests, from which the time of the measured ones is estimated."""
 _SHARE = 0.9
-"""Of the time that is left, what the measured requests may be expected to take."""
+"""The share of the remaining time that the measured requests may take."""
 
 
 def measure(lab: Lab) -> Iterator[Record]:
-    """Output tokens a second of as many requests as there is time for, all handed over at once."""
+    """Output tokens per second of as many requests as there is time for, submitted at once."""
     count, prompt, output = lab.sizes.offline
     streams = lab.sizes.streams
     begun = time.perf_counter()
     with LLM(**lab.engine_options(lab.model_folder())) as llm:
         yield Note(f"LLM loaded in {time.perf_counter() - begun:.1f} s")
-        _generate(llm, lab.prompts(streams, prompt, seed=0), _SHORT)  # compiles what is not compiled yet
+        _generate(llm, lab.prompts(streams, prompt, seed=0), _SHORT)  # compiles the remaining kernels
         warm = lab.prompts(streams, prompt, seed=1)
         short = _generate(llm, warm, _SHORT)
         longer = _generate(llm, warm, _LONGER)  # whose prompts are in the prefix cache
@@ -32,7 +32,7 @@ def measure(lab: Lab) -> Iterator[Record]:
         prompts = lab.prompts(chosen, prompt, seed=2)
         seconds = _generate(llm, prompts, output)
     rounds = -(-chosen // streams)
-    share = chosen / (rounds * streams)  # of the last round's streams, some are empty
+    share = chosen / (rounds * streams)  # some streams are empty in the last round
     best = lab.floor(lambda floor: share * floor.throughput(streams, prompt, output))
     formula = f"{chosen} requests of {prompt} in, {output} out in {seconds:.1f} s"
     formula += "" if chosen == count else f" (of {count}: no time for more)"
@@ -42,7 +42,7 @@ def measure(lab: Lab) -> Iterator[Record]:
 
 
 def fitting(count: int, streams: int, expected: float, left: float) -> int:
-    """Requests of `count` that can be made in `left` seconds, if so many as there are streams take `expected`."""
+    """How many of `count` requests fit in `left` seconds, if one request per stream takes `expected` seconds."""
     return max(streams, min(count, int(_SHARE * left / max(expected, 1e-3)) * streams))
 
 
@@ -57,7 +57,7 @@ def _generate(llm: LLM, prompts: list[list[int]], output: int) -> float:
 
 
 def transformers(lab: Lab) -> Iterator[Record]:
-    """Its `generate_batch` on one round of the same requests, which has no tail; drawn at random as ours are."""
+    """transformers' `generate_batch` on one round of the same requests, which has no tail; sampled like ours."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
@@ -78,7 +78,7 @@ def transformers(lab: Lab) -> Iterator[Record]:
     reported = sum(len(result.generated_tokens) for result in results.values())
     assert reported == streams * output, f"{reported} tokens instead of {streams * output}"
     lives = [result.lifespan for result in results.values()]
-    seconds = max(end for _, end in lives) - min(begin for begin, _ in lives)  # without what it gets ready before
+    seconds = max(end for _, end in lives) - min(begin for begin, _ in lives)  # without its setup time
     theirs = reported / seconds
     ours = lab.values.get("offline")
     formula = f"{streams} requests of {prompt} in, {output} out in {seconds:.1f} s: {theirs:,.0f} tok/s"

@@ -1,4 +1,4 @@
-"""The parts in their order, with the time plan, and how one of them is run in a process of its own."""
+"""The parts in order with their time limits, and running a part in its own process."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from gpu.records import Check, Record, from_json, to_json
 
 _POLL = 0.05
 _SETTLE = 15.0
-"""Seconds that a part waits for the memory that the one before it held."""
+"""Seconds that a part waits for the memory of the previous one to be freed."""
 _TAIL = 1500
 
 
 @dataclass(frozen=True)
 class Part:
-    """`function` is `module:name` in this package; it yields records."""
+    """A part; `function` is `module:name` in this package, and yields records."""
 
     name: str
     function: str
     seconds: float
-    """That it takes on an H100, start of the process included."""
+    """The time it takes on an H100, including process startup."""
     limit: float
-    """After which it is ended."""
+    """The limit after which it is terminated."""
     by_default: bool = True
-    """Whether it is one of those that share the time of all; else it is run where it is named, in time of its own."""
+    """Whether it runs by default within the budget; else it only runs if requested, outside the budget."""
 
 
 PARTS = (
@@ -52,29 +52,29 @@ PARTS = (
     Part("transformers", "offline:transformers", 120, 180),
     Part("memory", "memory:check", 150, 900, by_default=False),
 )
-"""About 516 s of 560. A machine that is slower, or has no kernels compiled yet, does without the last of them."""
+"""About 516 s of 560. A slower machine, or one without compiled kernels, skips the last parts."""
 
 
 @dataclass
 class Outcome:
-    """What came of a part."""
+    """The outcome of a part."""
 
     name: str
     seconds: float = 0.0
     error: str | None = None
-    """None: it ran to its end."""
+    """None if it ran to the end."""
     records: list[Record] = field(default_factory=list)
 
     @property
     def is_right(self) -> bool:
-        """Whether it ran to its end and no check is wrong."""
+        """Whether it ran to the end and all checks passed."""
         return self.error is None and all(record.ok for record in self.records if isinstance(record, Check))
 
 
 def run(part: Part, lab: Lab, limit: float, tell: Callable[[Record], None]) -> Outcome:
-    """The part in a process of its own, for `limit` seconds at most; what it finds is told as it comes."""
+    """Run the part in its own process for at most `limit` seconds; reports records as they arrive."""
     begun = time.monotonic()
-    lab.deadline = begun + limit  # one clock for all processes of a machine
+    lab.deadline = begun + limit  # the clock is the same in all processes
     outcome = Outcome(part.name)
     found, log = lab.scratch / f"{part.name}.jsonl", lab.scratch / f"{part.name}.log"
     found.touch()
@@ -104,14 +104,14 @@ def run(part: Part, lab: Lab, limit: float, tell: Callable[[Record], None]) -> O
     outcome.seconds = time.monotonic() - begun
     tail = log.read_text(errors="replace")[-_TAIL:].strip()
     if not has_ended:
-        outcome.error = f"ended after its {limit:.0f} s; the end of its log:\n{tail}"
+        outcome.error = f"terminated after {limit:.0f} s; the end of its log:\n{tail}"
     elif process.returncode:
         outcome.error = f"exit code {process.returncode}; the end of its log:\n{tail}"
     return outcome
 
 
 def _take(lines: Iterator[str], outcome: Outcome, tell: Callable[[Record], None]) -> None:
-    """What has been written since; a line is written whole."""
+    """The records written since; lines are written atomically."""
     for line in lines:
         record = from_json(json.loads(line))
         outcome.records.append(record)
@@ -132,12 +132,12 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # whatever threads and children a broken part has left
+        os._exit(1)  # despite threads and children that a broken part left
     os._exit(0)
 
 
 def _settle(lab: Lab) -> None:
-    """Wait until what the part before has held of the device is free again."""
+    """Wait until the previous part's device memory is free."""
     wanted = lab.data.get("free memory")
     if lab.device != "cuda" or wanted is None:
         return

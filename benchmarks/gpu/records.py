@@ -1,4 +1,4 @@
-"""What the parts find: rows beside their floors and aims, checks that are right or wrong, and notes."""
+"""The records of the parts: rows with floors and targets, checks, and notes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Aim:
-    """What a row is to come to. It is judged by its share of the floor or by its value, against one of the limits."""
+    """The target of a row: a limit on its share of the floor, or on its value."""
 
     what: str
     unit: str
@@ -17,7 +17,7 @@ class Aim:
     least: float | None = None
     most: float | None = None
     higher_is_better: bool = False
-    """Whether the value is a rate, of which the floor is the most, and not a time, of which it is the least."""
+    """Whether the value is a rate, bounded above by the floor, and not a time, bounded below by it."""
 
     def reached(self, value: float, share: float | None) -> bool:
         found = value if self.judged == "value" else share
@@ -63,23 +63,23 @@ AIMS = {
     ),
     "warm start": Aim("8B from the page cache to the first token", "s", "< 10 s", "value", most=10.0),
 }
-"""The rows of the table, in its order."""
+"""The rows of the table, in order."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A figure of the table of aims; `floor` is the best that the machine's measured limits allow, in the same unit."""
+    """A figure in the table of targets; `floor` is the best possible by the machine's limits, in the same unit."""
 
     key: str
     value: float
     floor: float | None = None
     formula: str = ""
-    """How the floor follows from the ceilings, with its numbers; or what the value was made of."""
+    """How the floor, or the value, was computed, with numbers."""
     kind: Literal["row"] = "row"
 
     @property
     def share(self) -> float | None:
-        """How much of what is possible was reached; above 1 the floor is none."""
+        """The share of the possible that was reached; above 1, the floor is invalid."""
         if self.floor is None:
             return None
         return self.value / self.floor if AIMS[self.key].higher_is_better else self.floor / self.value
@@ -91,7 +91,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """Something that is right or wrong."""
+    """A check that passed or failed."""
 
     what: str
     ok: bool
@@ -101,7 +101,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Note:
-    """Something to know; `data` is for the parts behind it and for the JSON file."""
+    """Information; `data` is for later parts and for the JSON file."""
 
     text: str
     data: dict[str, Any] | None = None
@@ -116,5 +116,5 @@ def to_json(record: Record) -> dict[str, Any]:
 
 
 def from_json(fields: dict[str, Any]) -> Record:
-    """What `to_json` has made."""
+    """The inverse of `to_json`."""
     return {"row": Row, "check": Check, "note": Note}[fields["kind"]](**fields)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What the parts found as text, as JSON, and as a section of docs/benchmarks/gpu.md."""
+"""The records as text, as JSON, and as a section of docs/benchmarks/gpu.md."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gpu.parts import Outcome
 from gpu.records import AIMS, Check, Note, Record, Row, from_json, to_json
 
 BEGIN, END = "<!-- gpu_check: begin -->", "<!-- gpu_check: end -->"
-"""Between them the page is written by the program."""
+"""The program writes the page between these markers."""
 _HEADS = ("what", "floor", "result", "of the floor", "aim", "reached")
 
 
 def to_results(outcomes: Sequence[Outcome], facts: dict[str, Any]) -> dict[str, Any]:
-    """What goes into the JSON file: rows with their shares and whether their aims are reached."""
+    """The contents of the JSON file: rows with their shares and whether their targets are reached."""
     parts = []
     for outcome in outcomes:
         records = []
@@ -33,7 +33,7 @@ def to_results(outcomes: Sequence[Outcome], facts: dict[str, Any]) -> dict[str, 
 
 
 def from_results(results: dict[str, Any]) -> list[Outcome]:
-    """The outcomes in what `to_results` has made."""
+    """The inverse of `to_results`."""
     extra = ("what", "unit", "aim", "share", "reached")
     found = []
     for part in results["parts"]:
@@ -55,7 +55,7 @@ def cells(row: Row, *, judged: bool = True) -> list[str]:
 
 
 def line(record: Record, *, judged: bool = True) -> str:
-    """What is printed of a record as it comes."""
+    """The text printed for a record as it arrives."""
     match record:
         case Row():
             what, floor, result, share, aim, verdict = cells(record, judged=judged)
@@ -68,25 +68,25 @@ def line(record: Record, *, judged: bool = True) -> str:
 
 
 def rows_of(outcomes: Iterable[Outcome]) -> list[Row]:
-    """In the order of the aims."""
+    """The rows in the order of the targets."""
     found = {record.key: record for outcome in outcomes for record in outcome.records if isinstance(record, Row)}
     return [found[key] for key in AIMS if key in found]
 
 
 def missing(outcomes: Iterable[Outcome]) -> list[str]:
-    """The aims without a figure."""
+    """The targets without a figure."""
     return [key for key in AIMS if key not in {row.key for row in rows_of(outcomes)}]
 
 
 def table(outcomes: Sequence[Outcome], *, judged: bool) -> list[list[str]]:
-    """A line for each aim, also where there is no figure."""
+    """A line for each target, including those without a figure."""
     none = "no" if judged else "not judged"
     lines = [cells(row, judged=judged) for row in rows_of(outcomes)]
     return lines + [[AIMS[key].what, "–", "no figure", "–", AIMS[key].text, none] for key in missing(outcomes)]
 
 
 def text_table(outcomes: Sequence[Outcome], *, judged: bool, is_whole: bool) -> str:
-    """For a terminal; where only some parts were run, without the aims that have no figure."""
+    """The table for a terminal, without targets that have no figure if only some parts ran."""
     lines = [list(_HEADS), *table(outcomes, judged=judged)[: None if is_whole else len(rows_of(outcomes))]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADS))]
     padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
@@ -118,7 +118,7 @@ def section(results: dict[str, Any]) -> str:
 
 
 def write(page: Path, results: dict[str, Any]) -> None:
-    """Put the section between the page's two markers; raises `ValueError` where they are not."""
+    """Write the section between the page's two markers; raises `ValueError` if these are missing."""
     text = page.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -135,7 +135,7 @@ def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits that count, without an exponent."""
+    """Three significant digits, without an exponent."""
     digits = max(0, 2 - len(str(int(abs(value))))) if abs(value) >= 1 else 4
     return f"{value:,.{digits + (abs(value) < 100)}f}"
 

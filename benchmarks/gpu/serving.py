@@ -1,4 +1,4 @@
-"""`quire serve` as a user starts it: to the first token from a cold and a warm disk, then many streams at once."""
+"""`quire serve` as a user starts it: time to the first token with cold and warm page cache, then many streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gpu.lab import Lab
 from gpu.records import Note, Record, Row
 
 _ROOM = 1.2
-"""Free space that is asked for, over the bytes of the checkpoint."""
+"""Required free space relative to the size of the checkpoint."""
 _COMMAND = "import sys; from quire.server.cli.main import main; sys.exit(main())"
 
 
@@ -52,7 +52,7 @@ class Server:
             )
 
     def first_token(self, prompt: list[int], limit: float) -> float:
-        """Seconds from the command to the first token; raises `RuntimeError` with the log's end."""
+        """Seconds from the command to the first token; raises `RuntimeError` with the end of the log."""
         while not self._answers():
             if self._process.poll() is not None or time.perf_counter() - self._begun > limit:
                 raise RuntimeError(f"the server did not start; the end of its log:\n{self.tail()}")
@@ -69,7 +69,7 @@ class Server:
         return self._log.read_text(errors="replace")[-1500:]
 
     def resident(self) -> float:
-        """GiB of it and all that it has started, pages that they share counted once (proc(5), smaps_rollup)."""
+        """GiB of the process tree, counting shared pages once (proc(5), smaps_rollup)."""
         total = 0
         for process in self._tree():
             with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class Server:
             return False
 
     def stop(self) -> None:
-        """End it and all that it has started, and wait."""
+        """Terminate the process tree and wait."""
         tree = self._tree()
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -105,11 +105,11 @@ class Server:
 
 
 def measure(lab: Lab) -> Iterator[Record]:
-    """A checkpoint where there is room for one, else dummy weights, which say nothing of the start."""
+    """A checkpoint if there is room for one, else dummy weights, with which startup is not measured."""
     size = checkpoint.weight_bytes(lab.shape, lab.number_bytes)
     disk = lab.scratch if lab.tiny else checkpoint.fastest_disk(int(_ROOM * size))
     if disk is None:
-        yield Note(f"no local disk has room for {_ROOM * size / 1e9:.0f} GB: the start is not measured")
+        yield Note(f"no local disk has {_ROOM * size / 1e9:.0f} GB free: startup is not measured")
         yield from _serve(lab, lab.engine_options(lab.model_folder()), is_stored=False)
         return
     with tempfile.TemporaryDirectory(prefix="gpu-check-", dir=disk) as name:
@@ -124,7 +124,7 @@ def measure(lab: Lab) -> Iterator[Record]:
 
 
 def _serve(lab: Lab, options: dict[str, Any], *, is_stored: bool) -> Iterator[Record]:
-    """Two starts, cold and warm, of which the second one is loaded; without a checkpoint one."""
+    """Start twice, cold and warm, and put load on the second server; start once without a checkpoint."""
     server = None
     log = lab.scratch / "serve.log"
     try:
@@ -155,7 +155,7 @@ def _device(lab: Lab) -> str:
 
 
 def _load(lab: Lab, server: Server) -> Iterator[Record]:
-    """The offline workload in streams: each sends its next request when the last one is done."""
+    """The offline workload in streams, each of which sends its next request when the previous one is finished."""
     count, prompt, output = lab.sizes.offline
     chosen = lab.data.get("requests", count)
     streams = lab.sizes.streams

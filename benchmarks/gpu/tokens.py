@@ -1,4 +1,4 @@
-"""The engine's tokens on tiny models: one rank's against transformers' in float32, two ranks' against one's."""
+"""Tokens of tiny models: one rank compared with transformers in float32, two ranks compared with one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LAYOUTS = {"tensor parallel": "tensor_parallel_size", "pipeline parallel": "pip
 
 
 def check(lab: Lab) -> Iterator[Record]:
-    """A check for each family: greedy continuations of prompts of several lengths, all at once, token by token."""
+    """Yield a check for each family: greedy continuations of prompts of several lengths, in one batch."""
     task = _Task.of(lab)
     for family in checkpoints.FAMILIES[:1] if lab.tiny else checkpoints.FAMILIES:
         folder = checkpoints.write_checkpoint(family, lab.scratch / f"tokens-{family}")
@@ -30,16 +30,16 @@ def check(lab: Lab) -> Iterator[Record]:
 
 
 def ranks(lab: Lab) -> Iterator[Record]:
-    """A check for each family and layout of two ranks, which share the GPU where there is but one.
+    """Yield a check for each family and layout of two ranks, which share the GPU if there is only one.
 
-    What there is no time for behind the first family is said.
+    Notes the families after the first that there is no time for.
     """
     task, before, took = _Task.of(lab), os.environ.get(SHARE), 0.0
     os.environ[SHARE] = "1"
     try:
         for family in checkpoints.FAMILIES[: 1 if lab.tiny else None : 2]:
             if took > max(0.0, lab.seconds_left):
-                yield Note(f"no time for two ranks of {family}, as one family before took {took:.0f} s")
+                yield Note(f"no time for two ranks of {family}: a previous family took {took:.0f} s")
                 continue
             begun = time.monotonic()
             folder = checkpoints.write_checkpoint(family, lab.scratch / f"ranks-{family}")
@@ -82,19 +82,19 @@ class _Task:
         if wrong:
             first = wrong[0]
             place = next(at for at in range(count) if found[first][at : at + 1] != expected[first][at : at + 1])
-            detail += f"; {len(wrong)} differ, that of {len(self.prompts[first])} tokens from its token {place} on"
+            detail += f"; {len(wrong)} differ, the one of {len(self.prompts[first])} tokens from its token {place} on"
         return Check(what, not wrong, detail)
 
 
 def _generate(lab: Lab, folder: Path, task: _Task, **sizes: int) -> tuple[list[list[int]], ParallelConfig]:
-    """The tokens, and the grid that they come from, which has `sizes`."""
+    """The tokens, and the parallel config with these `sizes`."""
     options = {
         "model": str(folder),
         "device": lab.device,
         "dtype": "float32",
         "max_model_len": 256,
         "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,  # prompts are cut
+        "max_num_batched_tokens": 64,  # prompts are split into chunks
         "kv_cache_memory_bytes": 1 << 26,
         **sizes,
     }

@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs, named and meant as in `quire.kernels.reference` and `packed`; what is not here stays there."""
+"""C++ kernels for CPUs, with the names and meaning of those in `quire.kernels.reference` and `packed`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ __all__ = [
     "apply_bitmask",
     "int4_linear",
     "int8_linear",
-    "int8_panels",
     "load",
+    "pack_int8_tiles",
+    "pack_tiles",
     "packed_experts",
     "paged_attention",
-    "panel_linear",
-    "panels",
     "quantize_rows",
     "quantize_weight",
     "rms_norm",
@@ -27,6 +26,7 @@ __all__ = [
     "route",
     "sample",
     "scale_rows",
+    "tiled_linear",
     "uniform_noise",
     "widened_linear",
 ]
@@ -43,9 +43,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 
 def rotary_write_kv(
-    query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
+    query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    out: Tensor = torch.ops.quire.rotary_write_kv(query, key, value, rotations, cache, slots)
+    out: Tensor = torch.ops.quire.rotary_write_kv(query, key, value, cos_sin, cache, slots)
     return out
 
 
@@ -64,13 +64,13 @@ def scale_rows(x: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtyp
     return out
 
 
-def panels(weight: Tensor, per_word: int = 1, gated: bool = False) -> Tensor:
-    out: Tensor = torch.ops.quire.panels(weight, per_word, gated)
+def pack_tiles(weight: Tensor, per_word: int = 1, gated: bool = False) -> Tensor:
+    out: Tensor = torch.ops.quire.pack_tiles(weight, per_word, gated)
     return out
 
 
-def int8_panels(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor]:
-    quantized, scales = torch.ops.quire.int8_panels(weight, gated)
+def pack_int8_tiles(weight: Tensor, gated: bool = False) -> tuple[Tensor, Tensor]:
+    quantized, scales = torch.ops.quire.pack_int8_tiles(weight, gated)
     return quantized, scales
 
 
@@ -79,8 +79,8 @@ def quantize_weight(weight: Tensor, steps: int = 127) -> tuple[Tensor, Tensor]:
     return quantized, scales
 
 
-def panel_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
-    out: Tensor = torch.ops.quire.panel_linear(x, weight, bias, features, activation)
+def tiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, features: int, activation: str = "") -> Tensor:
+    out: Tensor = torch.ops.quire.tiled_linear(x, weight, bias, features, activation)
     return out
 
 

@@ -1,4 +1,4 @@
-// The activations of feed-forward layers, by the names that `quire.kernels.reference` gives them.
+// The activations of feed-forward layers, with the names in `quire.kernels.reference`.
 
 #pragma once
 
@@ -29,7 +29,7 @@ inline Floats relu(Floats x) { return x < 0.0f ? Floats{} : x; }
 
 inline Floats relu2(Floats x) { return relu(x) * relu(x); }
 
-// gpt-oss's, of both halves. A NaN stays one.
+// The gated activation of gpt-oss. NaN propagates.
 inline Floats swiglu_oai(Floats gate, Floats up) {
   const Floats limit = broadcast(7.0f);
   gate = gate > limit ? limit : gate;
@@ -37,7 +37,7 @@ inline Floats swiglu_oai(Floats gate, Floats up) {
   return gate / (1.0f + exp(gate * -1.702f)) * (up + 1.0f);
 }
 
-// Calls `body(f)` for the activation of that name; `f(gate, up)` is the middle of a gated feed-forward.
+// Calls `body(f)` for the activation of that name, where `f(gate, up)` is the gated activation.
 template <typename Body>
 void for_gated(std::string_view name, Body&& body) {
   if (name == "silu") return body([](Floats gate, Floats up) { return silu(gate) * up; });
@@ -51,7 +51,7 @@ void for_gated(std::string_view name, Body&& body) {
 
 using Gated = Floats (*)(Floats gate, Floats up);
 
-inline Gated gated_named(std::string_view name) {
+inline Gated find_gated(std::string_view name) {
   Gated gated = nullptr;
   for_gated(name, [&](auto function) { gated = function; });
   return gated;

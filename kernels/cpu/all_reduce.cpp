@@ -1,9 +1,9 @@
-// Collectives of ranks on one host, over a segment of memory that all of them have mapped: a header for each rank, then
-// two buffers of one slot for each rank, used in turn.
+// Collectives of the ranks on one host, over shared memory that all of them map: a header per rank, then two buffers,
+// used alternately, with one slot per rank.
 //
-// Every rank makes the same calls in the same order, so all count alike what a rank has *published*. A rank writes to
-// its own header and slots only. Who is to read a slot waits for its rank's count. A buffer is written again two chunks
-// later, and only when every rank has published something of the chunk between: what it does after reading the first.
+// Every rank makes the same calls in the same order, so all ranks agree on how often each rank has *published*. A rank
+// writes only to its own header and slots. The reader of a slot waits for the count of its rank. A buffer is reused two
+// chunks later, and only after every rank has published in the chunk between, which it does after reading the buffer.
 
 #include "threads.h"
 
@@ -29,28 +29,28 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int64_t kMaxRanks = 64;
 constexpr int64_t kLine = 128;  // two cache lines: they are fetched in pairs
-// One pass, in which every rank reads everything, saves a wait; up to this many elements to read it is the faster.
+// One pass, in which every rank reads everything, saves a wait. It is faster up to this many elements to read.
 constexpr int64_t kOnePass = 1 << 14;
-// Bytes that a thread should get at least.
+// Least bytes for one thread.
 constexpr int64_t kThreadBytes = 1 << 17;
-// Elements that are summed at a time.
+// Elements summed at a time.
 constexpr int64_t kBlock = 512;
-// Looks for a rank that is late before giving the core away, which costs little when nobody wants it, and lets the late
-// rank run when it is on the same one; how long to go on so before sleeping.
-constexpr int kLooks = 16;
+// Spins before yielding the core, which costs little if no other thread wants it, and lets the awaited rank run if it
+// shares the core; and how long to do so before sleeping.
+constexpr int kSpins = 16;
 constexpr std::chrono::microseconds kYield{200};
 
 // Zero before the first call.
 struct Header {
-  // For everybody's eyes.
+  // Read by all ranks.
   alignas(kLine) std::atomic<uint32_t> published;
   std::atomic<uint32_t> sleepers;  // ranks that sleep until `published` changes
-  // For its own rank's.
-  alignas(kLine) uint32_t safe;  // the count that all must have reached before the next chunk is written
+  // Used by its own rank only.
+  alignas(kLine) uint32_t safe;  // the count that all ranks must reach before the next chunk is written
   uint32_t buffer;
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
-static_assert(sizeof(Header) == 2 * kLine);  // as shared.py counts
+static_assert(sizeof(Header) == 2 * kLine);  // as in shared.py
 
 void pause() {
 #ifdef __x86_64__
@@ -64,10 +64,10 @@ class Group {
  public:
   Group(const at::Tensor& memory, int64_t rank, int64_t size, double timeout)
       : base_(memory.mutable_data_ptr<uint8_t>()), rank_(rank), size_(size), timeout_(timeout) {
-    TORCH_CHECK(size <= kMaxRanks && rank >= 0 && rank < size, "rank ", rank, " of ", size);
+    TORCH_CHECK(size <= kMaxRanks && rank >= 0 && rank < size, "invalid rank ", rank, " of ", size);
     const int64_t headers = size * static_cast<int64_t>(sizeof(Header));
     slot_bytes_ = (memory.numel() - headers) / (2 * size) / kLine * kLine;
-    TORCH_CHECK(slot_bytes_ >= size * kLine, "too small a segment");
+    TORCH_CHECK(slot_bytes_ >= size * kLine, "the segment is too small");
     slots_ = base_ + headers;
   }
 
@@ -75,7 +75,7 @@ class Group {
   int64_t size() const { return size_; }
   int64_t slot_bytes() const { return slot_bytes_; }
 
-  // The next chunk's slots. This rank's may be written now.
+  // Starts the next chunk, in which this rank may then write its slot.
   void begin() {
     await_all(own().safe);
     own().buffer ^= 1;
@@ -85,31 +85,31 @@ class Group {
 
   uint8_t* slot(int64_t rank) const { return buffer_ + rank * slot_bytes_; }
 
-  // Lets the others read what this rank has written since; returns the count that it is known by.
+  // Lets other ranks read what this rank has written; returns the count to await.
   uint32_t publish() {
-    Header& mine = own();
-    const uint32_t count = mine.published.load(std::memory_order_relaxed) + 1;
-    // Either a rank about to sleep sees the count, or this one sees the sleeper.
-    mine.published.store(count, std::memory_order_seq_cst);
-    if (mine.sleepers.load(std::memory_order_seq_cst) != 0) futex(mine, FUTEX_WAKE, INT_MAX, nullptr);
-    if (first_) mine.safe = count;
+    Header& header = own();
+    const uint32_t count = header.published.load(std::memory_order_relaxed) + 1;
+    // Either a rank that is about to sleep sees the count, or this rank sees the sleeper.
+    header.published.store(count, std::memory_order_seq_cst);
+    if (header.sleepers.load(std::memory_order_seq_cst) != 0) futex(header, FUTEX_WAKE, INT_MAX, nullptr);
+    if (first_) header.safe = count;
     first_ = false;
     return count;
   }
 
-  // Until `rank` has published `count`.
+  // Waits until `rank` has published `count`.
   void await(int64_t rank, uint32_t count) {
     Header& other = header(rank);
     if (reached(other, count)) return;
-    const Clock::time_point begun = Clock::now();
+    const Clock::time_point start = Clock::now();
     do {
-      for (int look = 0; look < kLooks; ++look) {
+      for (int spin = 0; spin < kSpins; ++spin) {
         if (reached(other, count)) return;
         pause();
       }
       sched_yield();
-    } while (Clock::now() < begun + kYield);
-    sleep(other, rank, count, begun);
+    } while (Clock::now() < start + kYield);
+    sleep(other, rank, count, start);
   }
 
   void await_all(uint32_t count) {
@@ -128,21 +128,21 @@ class Group {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(&other.published), operation, value, timeout, nullptr, 0);
   }
 
-  void sleep(Header& other, int64_t rank, uint32_t count, Clock::time_point begun) {
-    const Clock::time_point end = begun + std::chrono::duration_cast<Clock::duration>(timeout_);
-    bool late = false;
+  void sleep(Header& other, int64_t rank, uint32_t count, Clock::time_point start) {
+    const Clock::time_point end = start + std::chrono::duration_cast<Clock::duration>(timeout_);
+    bool is_late = false;
     other.sleepers.fetch_add(1, std::memory_order_seq_cst);
     for (;;) {
       const uint32_t seen = other.published.load(std::memory_order_seq_cst);
       if (static_cast<int32_t>(seen - count) >= 0) break;
       const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(end - Clock::now()).count();
-      late = left <= 0;
-      if (late) break;
+      is_late = left <= 0;
+      if (is_late) break;
       const timespec wait{static_cast<time_t>(left / 1000000000), static_cast<long>(left % 1000000000)};
       futex(other, FUTEX_WAIT, seen, &wait);
     }
     other.sleepers.fetch_sub(1, std::memory_order_seq_cst);
-    TORCH_CHECK(!late, "rank ", rank, " of ", size_, " did not come to a collective within ", timeout_.count(), " s");
+    TORCH_CHECK(!is_late, "rank ", rank, " of ", size_, " did not join a collective within ", timeout_.count(), " s");
   }
 
   uint8_t* base_;
@@ -159,7 +159,7 @@ void copy(void* to, const void* from, int64_t bytes) {
   });
 }
 
-// `out` = the sum of `parts` in float32 and in their order, whatever the length; it may be one of them.
+// Stores the sum of `parts`, in float32 and in order, to `out`, which may be one of the parts.
 template <typename T>
 void sum(const T* const* parts, int64_t count, T* out, int64_t length) {
   parallel_for(0, length, kThreadBytes / sizeof(T), [&](int64_t begin, int64_t end) {
@@ -188,7 +188,7 @@ void reduce_in_one_pass(Group& group, T* x, int64_t length) {
   sum(parts, group.size(), x, length);
 }
 
-// Each rank sums its share of the chunk into its own slot, in the place that no other rank has to read until then.
+// Each rank sums its share of the chunk into its own slot, at a place that no other rank reads before that.
 template <typename T>
 void reduce_in_two_passes(Group& group, T* x, int64_t length) {
   const T* parts[kMaxRanks];
@@ -197,15 +197,15 @@ void reduce_in_two_passes(Group& group, T* x, int64_t length) {
   const auto start_of = [&](int64_t rank) { return std::min(length, rank * share); };
   const int64_t start = start_of(group.rank()), end = start_of(group.rank() + 1);
   group.begin();
-  T* mine = reinterpret_cast<T*>(group.slot(group.rank()));
-  copy(mine, x, start * sizeof(T));
-  copy(mine + end, x + end, (length - end) * sizeof(T));
+  T* own_slot = reinterpret_cast<T*>(group.slot(group.rank()));
+  copy(own_slot, x, start * sizeof(T));
+  copy(own_slot + end, x + end, (length - end) * sizeof(T));
   group.await_all(group.publish());
   for (int64_t rank = 0; rank < group.size(); ++rank) {
     parts[rank] = (rank == group.rank() ? x : reinterpret_cast<const T*>(group.slot(rank))) + start;
   }
   sum(parts, group.size(), x + start, end - start);
-  copy(mine + start, x + start, (end - start) * sizeof(T));
+  copy(own_slot + start, x + start, (end - start) * sizeof(T));
   const uint32_t summed = group.publish();
   for (int64_t step = 1; step < group.size(); ++step) {
     const int64_t rank = (group.rank() + step) % group.size();
@@ -250,7 +250,7 @@ at::Tensor shared_all_gather(const at::Tensor& memory, int64_t rank, int64_t siz
       const int64_t other = (rank + step) % size;
       if (other != rank) group.await(other, count);
       const uint8_t* part = other == rank ? from + begin : group.slot(other);
-      // Pieces of rows: those of the first and the last may be cut.
+      // Pieces of rows; the first and the last may be incomplete.
       for (int64_t at = begin; at < end;) {
         const int64_t column = at % row, length = std::min(row - column, end - at);
         std::memcpy(to + (at / row * size + other) * row + column, part + (at - begin), length);

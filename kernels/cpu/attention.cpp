@@ -1,17 +1,17 @@
 // Attention over the paged KV cache, after FlashAttention-2 (Dao 2023) and its split over keys for decodes.
 //
-// A *tile* is up to kTileRows rows (queries × the heads that share a KV head) of one request; an *item* is a tile and
-// a range of keys, and what a thread takes next. It walks the keys, some at a time: gathers them into words (words.h),
-// keys transposed, where they stay close to the processor while all rows of the tile pass by, kBlockRows of them at once
-// (`attend_gathered`). A tile of at most kDirectRows rows, as decodes have, would gather for little use: it computes from
-// the cache itself, kDirectKeys at a time (`attend_directly`). Items are cut by lengths that depend on the request alone,
-// so neither threads nor the other requests change a result; where a tile has several items, they leave unnormalized
-// sums, their largest score and their weight, which `merge` puts together.
+// A *tile* is up to kTileRows rows (queries × the heads that share a KV head) of one request. An *item* is a tile and a
+// range of keys, and the unit of work of a thread. It processes the keys in steps: packs them into words (packed_kv.h),
+// with keys transposed, which stay in the cache while all rows of the tile are computed, kBlockRows at a time
+// (`attend_gathered`). For a tile of at most kDirectRows rows, as decodes have, packing does not pay off: it computes
+// directly from the cache, kDirectKeys at a time (`attend_directly`). The lengths of items depend on the request alone,
+// so neither threads nor other requests change a result. If a tile has several items, each stores its unnormalized
+// sums, largest score and weight, which `merge` combines.
 //
-// What models add: with a window, items begin where a tile's first query begins to see; a cap and ALiBi change scores
-// before they are softened (`bend`); a sink is a key without a value that a tile's first item has seen beforehand.
+// With a window, items start at the first key that the tile's first query attends to. Soft-capping and ALiBi change
+// scores before the softmax (`adjust`). A sink is a key without a value, which a tile's first item counts in advance.
 //
-// Scores become powers of 2, by `scale · log2 e`.
+// Scores are exponents of 2: they are multiplied by `scale · log2 e`.
 
 #include <algorithm>
 #include <array>
@@ -20,28 +20,28 @@
 #include <memory>
 #include <utility>
 
-#include "words.h"
+#include "packed_kv.h"
 
 namespace quire {
 namespace {
 
 constexpr int64_t kTileRows = 192;
-constexpr int64_t kGatheredWords = 1 << 14;  // of keys and values at once, 64 KiB of the second-level cache,
-constexpr int64_t kLeastKeys = 64, kMostKeys = 256;  // where that is so many keys
+constexpr int64_t kPackedKvWords = 1 << 14;  // of keys and values at a time, 64 KiB of the L2 cache,
+constexpr int64_t kLeastKeys = 64, kMostKeys = 256;  // within these limits
 constexpr int kDirectRows = 8;
 constexpr int64_t kDirectKeys = 256;
-static_assert(kMostKeys <= kDirectKeys && kBlockRows <= kDirectRows, "gathered keys find the same room");
+static_assert(kMostKeys <= kDirectKeys && kBlockRows <= kDirectRows, "gathered keys use the same buffers");
 constexpr int64_t kFewRows = 32;
-constexpr int64_t kSplitFewRows = 512, kSplitManyRows = 2048;  // keys of an item at least, where there are as many
+constexpr int64_t kSplitFewRows = 512, kSplitManyRows = 2048;  // least keys of an item, if there are enough
 constexpr int64_t kPlenty = 256;          // items of a request that keep all threads busy
-constexpr int64_t kThreadWork = 1 << 16;  // multiplications that make a thread worth waking
-constexpr float kLowest = -1e30f;         // a largest score of nothing: finite, so that differences are no NaN
+constexpr int64_t kThreadWork = 1 << 16;  // least multiplications worth waking a thread for
+constexpr float kLowest = -1e30f;         // the largest score of no keys: finite, so that differences are not NaN
 constexpr int64_t kNoWindow = int64_t{1} << 60;
 constexpr float kLog2E = 1.44269504088896341f;
 
 struct Tile {
   int64_t request, head, first, queries;  // `first` counts from the request's first query
-  int64_t splits, partial;                // where its partial results begin; unused if there is one split
+  int64_t splits, partial;                // `partial`: offset of its partial results, if there are several splits
 };
 
 struct Item {
@@ -54,13 +54,13 @@ struct Problem {
   const at::Tensor& tables;
   const int64_t* lengths;
   const int64_t* starts;
-  float unit, cap;              // of scores, as powers of 2; 0: no cap
-  int64_t window;               // keys that a query sees at most
-  const float *sinks, *slopes;  // of heads, or null
+  float unit, cap;              // of scores, as exponents of 2; `cap` is 0 for none
+  int64_t window;               // most keys that a query attends to
+  const float *sinks, *slopes;  // per head, or null
   at::Tensor output;
   Places places;
-  int64_t group, head_dim, padded;  // `padded`: head_dim up to whole vectors
-  int64_t keys;                     // gathered at once
+  int64_t group, head_dim, padded;  // `padded`: head_dim rounded up to whole vectors
+  int64_t keys;                     // gathered at a time
   std::vector<Tile> tiles;
   std::vector<Item> items;
   std::unique_ptr<float[]> partials;
@@ -77,17 +77,18 @@ struct Problem {
       for (int64_t head = tile.head * group; head < (tile.head + 1) * group; ++head) body(row++, query, head);
     }
   }
-  int64_t begin(int64_t position) const { return std::max<int64_t>(0, position + 1 - window); }  // of what it sees
+  // The first key that a query attends to.
+  int64_t begin(int64_t position) const { return std::max<int64_t>(0, position + 1 - window); }
 };
 
-// A row of a tile, while keys pass by.
+// The running state of a row of a tile.
 struct Row {
-  Floats weight;  // in lanes
+  Floats weight;  // per lane
   float largest, slope;
   int64_t position;  // of its query
 };
 
-// The rows of `count` keys from `begin` on, in the cache.
+// Finds the rows of `count` keys from `begin` on in the cache.
 void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count, Place* rows) {
   const int64_t size = p.cache.element_size(), block_size = p.cache.size(3);
   const char* head = static_cast<const char*>(p.cache.const_data_ptr()) + tile.head * p.cache.stride(2) * size;
@@ -98,23 +99,23 @@ void find_rows(const Problem& p, const Tile& tile, int64_t begin, int64_t count,
   }
 }
 
-// The rows of the keys that a thread is at, and of those that it comes to next, of this item or of its following one.
-struct Found {
+// The rows of the keys of the current step, and of the next step, which may be in the next item.
+struct KeyRange {
   Place places[2][kDirectKeys], *rows = places[0], *next = places[1];
-  int64_t first, count, coming;  // `first`: the position of the first key
+  int64_t first, count, num_next;  // `first`: the position of the first key
   int64_t bytes, to_values;
   bool has_scales;
 
-  Found(const Found&) = delete;  // `rows` and `next` point into it
-  Found(const Problem& p)
+  KeyRange(const KeyRange&) = delete;  // `rows` and `next` point into it
+  KeyRange(const Problem& p)
       : bytes(p.head_dim * p.cache.element_size()), to_values(p.cache.stride(0) * p.cache.element_size()),
         has_scales(p.places.to_scales) {}
 
-  // Calls keys or values that come next, from number `begin` on, into the second-level cache. Few at a time, between
-  // computations: the processor waits when it has too many under way.
-  // Inlined: a call that does nothing but this is taken for one without an effect, and left out.
+  // Prefetches keys or values of the next step, from number `begin` on, into the L2 cache. A few at a time, between
+  // computations, because the processor stalls with too many prefetches in flight.
+  // Inlined, because the compiler removes a call that only prefetches as having no effect.
   [[gnu::always_inline]] void prefetch(int64_t begin, int64_t some, int64_t offset) const {
-    for (const int64_t end = std::min(begin + some, coming); begin < end; ++begin) {
+    for (const int64_t end = std::min(begin + some, num_next); begin < end; ++begin) {
       const Place row = next[begin] + offset;
       for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row.numbers + at, 0, 2);
       if (has_scales) __builtin_prefetch(row.scale, 0, 2);
@@ -123,28 +124,28 @@ struct Found {
   [[gnu::always_inline]] void prefetch_keys(int64_t begin, int64_t some) const { prefetch(begin, some, 0); }
   [[gnu::always_inline]] void prefetch_values(int64_t begin, int64_t some) const { prefetch(begin, some, to_values); }
 
-  // The rows of kLanes keys from number `begin` on; behind the last one it stands again.
+  // The rows of kLanes keys from number `begin` on, padded with the last one.
   template <typename C>
   void keys(int64_t begin, KvRow<C> (&row)[kLanes]) const {
     for (int i = 0; i < kLanes; ++i) row[i] = rows[std::min(begin + i, count - 1)];
   }
 
-  // The values of `some` keys from number `begin` on; behind the last one it stands again.
+  // The values of `some` keys from number `begin` on, padded with the last one.
   template <typename C>
   void values(int64_t begin, int64_t some, KvRow<C>* row) const {
     for (int64_t i = 0; i < some; ++i) row[i] = rows[std::min(begin + i, count - 1)] + to_values;
   }
 };
 
-// Words of keys into `keys` `[head_dim / words, p.keys]`, whole vectors with the last key again behind it; words of
-// values into `[p.keys / words, padded]`.
+// Packs keys into `keys` `[head_dim / per_word, p.keys]`, padded with the last key to whole vectors, and values into
+// `values` `[p.keys / per_word, padded]`.
 template <typename Form, typename C>
-void gather(const Problem& p, const Found& found, float* keys, float* values) {
+void gather(const Problem& p, const KeyRange& range, float* keys, float* values) {
   const int64_t padded = p.padded, stride = p.keys;
-  for (int64_t first = 0; first < found.count; first += kLanes) {
+  for (int64_t first = 0; first < range.count; first += kLanes) {
     KvRow<C> row[kLanes];
-    found.keys(first, row);
-    found.prefetch_keys(first, kLanes);
+    range.keys(first, row);
+    range.prefetch_keys(first, kLanes);
     for_vectors(p.head_dim / Form::kPerWord, [&](int64_t d, auto n) {
       Floats block[kLanes];
       transpose([&](int i) { return Form::load(row[i], d, n); }, block);
@@ -152,16 +153,16 @@ void gather(const Problem& p, const Found& found, float* keys, float* values) {
       for (int i = 0; i < n; ++i) store(keys + (d + i) * stride + first, block[i]);
     });
   }
-  for (int64_t i = 0; i < found.count; i += Form::kPerWord, values += padded) {
-    found.prefetch_values(i, Form::kPerWord);
+  for (int64_t i = 0; i < range.count; i += Form::kPerWord, values += padded) {
+    range.prefetch_values(i, Form::kPerWord);
     KvRow<C> rows[Form::kPerWord];
-    found.values(i, Form::kPerWord, rows);
+    range.values(i, Form::kPerWord, rows);
     for_vectors(p.head_dim, [&](int64_t d, auto n) { store(values + d, Form::join(rows, d, n)); });
   }
 }
 
-// A row's scores as powers of 2, capped, and lowered with their keys' distance. `first`: the position of the first key.
-void bend(const Problem& p, const Row& row, int64_t first, int64_t columns, float* scores) {
+// Scales a row's scores to exponents of 2, and applies soft-capping and ALiBi. `first`: the position of the first key.
+void adjust(const Problem& p, const Row& row, int64_t first, int64_t columns, float* scores) {
   const float cap = p.cap * kLog2E;
   for (int64_t i = 0; i < columns; ++i) {
     Floats x = load(scores + i * kLanes) * p.unit;
@@ -171,24 +172,24 @@ void bend(const Problem& p, const Row& row, int64_t first, int64_t columns, floa
   }
 }
 
-// All scores but those of the keys from `begin` to `end` become those of nothing.
-void hide(int64_t begin, int64_t end, int64_t columns, float* scores) {
+// Masks all scores except those of the keys from `begin` to `end`.
+void mask(int64_t begin, int64_t end, int64_t columns, float* scores) {
   for (int64_t i = 0; i < columns; ++i) {
     const Ints key = lane_numbers() + static_cast<int32_t>(i * kLanes);
-    const Ints is_seen = (key >= static_cast<int32_t>(begin)) & (key < static_cast<int32_t>(end));
+    const Ints is_visible = (key >= static_cast<int32_t>(begin)) & (key < static_cast<int32_t>(end));
     const Floats nothing = broadcast(-std::numeric_limits<float>::infinity());
-    store(scores + i * kLanes, is_seen ? load(scores + i * kLanes) : nothing);
+    store(scores + i * kLanes, is_visible ? load(scores + i * kLanes) : nothing);
   }
 }
 
-// One row's scores of the keys from position `first` on, of which `count` are there, become weights. Returns what the
-// sums before are to be multiplied by.
-float soften(const Problem& p, int64_t first, int64_t count, int64_t columns, Row& row, float* scores) {
-  const bool is_bent = p.cap > 0.0f || p.slopes;
-  if (is_bent) bend(p, row, first, columns, scores);
-  const float unit = is_bent ? 1.0f : p.unit;
+// Online softmax: turns a row's scores of the `count` keys from position `first` on into weights. Returns the factor
+// for the previous sums.
+float softmax(const Problem& p, int64_t first, int64_t count, int64_t columns, Row& row, float* scores) {
+  const bool is_adjusted = p.cap > 0.0f || p.slopes;
+  if (is_adjusted) adjust(p, row, first, columns, scores);
+  const float unit = is_adjusted ? 1.0f : p.unit;
   const int64_t begin = p.begin(row.position) - first, end = std::min(count, row.position + 1 - first);
-  if (begin > 0 || end < columns * kLanes) hide(begin, end, columns, scores);
+  if (begin > 0 || end < columns * kLanes) mask(begin, end, columns, scores);
   Floats top = broadcast(kLowest);
   for (int64_t i = 0; i < columns; ++i) top = max(load(scores + i * kLanes), top);
   const float before = row.largest, largest = std::max(before, max(top) * unit);
@@ -204,7 +205,7 @@ float soften(const Problem& p, int64_t first, int64_t count, int64_t columns, Ro
   return factor;
 }
 
-// What a thread needs for an item. Grows, and stays with its thread.
+// Buffers for an item. They grow, and are reused by the thread.
 struct Scratch {
   std::vector<Row> rows;
   std::vector<float> memory;
@@ -241,16 +242,16 @@ void store_row(const Problem& p, const Tile& tile, int64_t query, int64_t head, 
   for_vectors(p.head_dim, [&](int64_t d, auto n) { store(to + d, load(sums + d) * factor, n); });
 }
 
-// R rows' scores of kLanes keys from `first` on, which are transposed in registers on their way.
+// Computes R rows' scores of kLanes keys from `first` on, transposing the keys in registers.
 template <typename Form, typename C, int R>
-void score(const float* queries, int64_t head_dim, const Found& found, int64_t first, float* scores) {
-  constexpr int kChains = R <= 4 ? 2 : 1;  // sums that do not wait for one another
+void score(const float* queries, int64_t head_dim, const KeyRange& range, int64_t first, float* scores) {
+  constexpr int kChains = R <= 4 ? 2 : 1;  // independent sums
   KvRow<C> keys[kLanes];
-  found.keys(first, keys);
+  range.keys(first, keys);
   Floats sums[kChains][R] = {};
   const int64_t words = head_dim / Form::kPerWord, ahead = (kLanes * kLanes + words - 1) / words;
   for (int64_t d = 0, next = first; d < words; d += kLanes, next += ahead) {
-    found.prefetch_keys(next, ahead);
+    range.prefetch_keys(next, ahead);
     Floats block[kLanes];
     transpose([&](int i) { return Form::load(keys[i], d, AllLanes()); }, block);
 #pragma GCC unroll 16
@@ -269,7 +270,7 @@ void score(const float* queries, int64_t head_dim, const Found& found, int64_t f
 
 // `sums = sums · factors + scores values`: R rows, N vectors of columns from `d` on.
 template <typename Form, typename C, int R, int N>
-void mix(const float* scores, const KvRow<C>* values, const Found& found, int64_t d, float* sums, int64_t stride,
+void mix(const float* scores, const KvRow<C>* values, const KeyRange& range, int64_t d, float* sums, int64_t stride,
          const float* factors) {
   Floats mixed[R][N];
 #pragma GCC unroll 8
@@ -277,8 +278,8 @@ void mix(const float* scores, const KvRow<C>* values, const Found& found, int64_
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) mixed[r][n] = load(sums + r * stride + d + n * kLanes) * factors[r];
   }
-  for (int64_t key = 0, word = 0; key < found.count; key += Form::kPerWord, ++word) {
-    if (d == 0) found.prefetch_values(key, Form::kPerWord);
+  for (int64_t key = 0, word = 0; key < range.count; key += Form::kPerWord, ++word) {
+    if (d == 0) range.prefetch_values(key, Form::kPerWord);
     Floats row[N];
 #pragma GCC unroll 8
     for (int n = 0; n < N; ++n) row[n] = Form::join(values + key, d + n * kLanes, AllLanes());
@@ -295,28 +296,28 @@ void mix(const float* scores, const KvRow<C>* values, const Found& found, int64_
   }
 }
 
-// All R rows of a tile pass by keys and values where they lie.
+// Computes all R rows of a tile directly from the keys and values in the cache.
 template <typename Form, typename C, int R>
-void attend_directly(const Problem& p, Scratch& scratch, const Found& found) {
-  constexpr int N = kLanes == 16 ? (R <= 6 ? 4 : 2) : (R <= 6 ? 2 : 1);  // the sums leave registers for a row
-  const int64_t columns = vectors(found.count);
+void attend_directly(const Problem& p, Scratch& scratch, const KeyRange& range) {
+  constexpr int N = kLanes == 16 ? (R <= 6 ? 4 : 2) : (R <= 6 ? 2 : 1);  // sums leave registers for a row
+  const int64_t columns = vectors(range.count);
   KvRow<C> values[kDirectKeys];
   for (int64_t i = 0; i < columns; ++i) {
-    score<Form, C, R>(scratch.queries, p.head_dim, found, i * kLanes, scratch.scores + i * kLanes);
+    score<Form, C, R>(scratch.queries, p.head_dim, range, i * kLanes, scratch.scores + i * kLanes);
   }
-  found.values(0, columns * kLanes, values);
+  range.values(0, columns * kLanes, values);
   float factors[R];
   for (int r = 0; r < R; ++r) {
     float* scores = scratch.scores + r * kDirectKeys;
-    factors[r] = soften(p, found.first, found.count, columns, scratch.rows[r], scores);
+    factors[r] = softmax(p, range.first, range.count, columns, scratch.rows[r], scores);
     Form::pack(scores, columns * kLanes, scores);
   }
   int64_t d = 0;
   for (; d + N * kLanes <= p.head_dim; d += N * kLanes) {
-    mix<Form, C, R, N>(scratch.scores, values, found, d, scratch.sums, p.padded, factors);
+    mix<Form, C, R, N>(scratch.scores, values, range, d, scratch.sums, p.padded, factors);
   }
   for (; d < p.head_dim; d += kLanes) {
-    mix<Form, C, R, 1>(scratch.scores, values, found, d, scratch.sums, p.padded, factors);
+    mix<Form, C, R, 1>(scratch.scores, values, range, d, scratch.sums, p.padded, factors);
   }
 }
 
@@ -325,14 +326,14 @@ constexpr auto direct(std::integer_sequence<int, R...>) {
   return std::array{attend_directly<Form, C, R + 1>...};
 }
 
-// A block of rows at a time, past those of the gathered keys and values that one of its rows sees.
+// Computes one block of rows at a time, with those gathered keys and values that any of its rows attends to.
 template <typename Form>
-void attend_gathered(const Problem& p, Scratch& scratch, const Found& found, int64_t rows) {
+void attend_gathered(const Problem& p, Scratch& scratch, const KeyRange& range, int64_t rows) {
   const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows, words = p.head_dim / Form::kPerWord;
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t first = block * rows / blocks, few = (block + 1) * rows / blocks - first;
-    const int64_t begin = std::max<int64_t>(0, p.begin(scratch.rows[first].position) - found.first) / kLanes * kLanes;
-    const int64_t end = std::min(found.count, scratch.rows[first + few - 1].position + 1 - found.first);
+    const int64_t begin = std::max<int64_t>(0, p.begin(scratch.rows[first].position) - range.first) / kLanes * kLanes;
+    const int64_t end = std::min(range.count, scratch.rows[first + few - 1].position + 1 - range.first);
     if (end <= begin) continue;
     const int64_t columns = vectors(end - begin), depth = (end - begin + Form::kPerWord - 1) / Form::kPerWord;
     multiply<Form>(few, columns, scratch.queries + first * words, words, scratch.keys + begin, p.keys, scratch.scores,
@@ -340,7 +341,7 @@ void attend_gathered(const Problem& p, Scratch& scratch, const Found& found, int
     float factors[kBlockRows];
     for (int64_t i = 0; i < few; ++i) {
       float* scores = scratch.scores + i * p.keys;
-      factors[i] = soften(p, found.first + begin, found.count - begin, columns, scratch.rows[first + i], scores);
+      factors[i] = softmax(p, range.first + begin, range.count - begin, columns, scratch.rows[first + i], scores);
       Form::pack(scores, columns * kLanes, scores);
     }
     multiply<Form>(few, p.padded / kLanes, scratch.scores, p.keys, scratch.values + begin / Form::kPerWord * p.padded,
@@ -348,7 +349,7 @@ void attend_gathered(const Problem& p, Scratch& scratch, const Found& found, int
   }
 }
 
-// Calls `body<Form, C>()` for the cache's elements and what is computed from them.
+// Calls `body<Form, C>()` for the form of words and the element type of the cache.
 template <typename Body>
 void for_form(const Problem& p, Body&& body) {
   for_kv_type(p.cache.scalar_type(), [&]<typename C>() {
@@ -361,7 +362,7 @@ void for_form(const Problem& p, Body&& body) {
   });
 }
 
-// `following`: the item that this thread takes next, if there is one.
+// `following`: the next item of this thread, if any.
 void attend(Problem& p, const Item& item, const Item* following, Scratch& scratch) {
   const Tile& tile = p.tiles[item.tile];
   const int64_t rows = p.rows(tile);
@@ -376,24 +377,24 @@ void attend(Problem& p, const Item& item, const Item* following, Scratch& scratc
                          has_sink ? std::max(p.sinks[head] * kLog2E, kLowest) : kLowest,
                          p.slopes ? p.slopes[head] : 0.0f, p.position(tile) + query};
   });
-  Found found(p);
-  const int64_t keys = item.end - item.begin, most = is_direct ? kDirectKeys : p.keys, turns = (keys + most - 1) / most;
-  const int64_t step = is_direct ? vectors((keys + turns - 1) / turns) * kLanes : p.keys;
-  find_rows(p, tile, item.begin, std::min(step, keys), found.rows);
-  for (int64_t key = item.begin; key < item.end; key += step, std::swap(found.rows, found.next)) {
-    found.first = key;
-    found.count = std::min(step, item.end - key);
+  KeyRange range(p);
+  const int64_t keys = item.end - item.begin, most = is_direct ? kDirectKeys : p.keys, steps = (keys + most - 1) / most;
+  const int64_t step = is_direct ? vectors((keys + steps - 1) / steps) * kLanes : p.keys;
+  find_rows(p, tile, item.begin, std::min(step, keys), range.rows);
+  for (int64_t key = item.begin; key < item.end; key += step, std::swap(range.rows, range.next)) {
+    range.first = key;
+    range.count = std::min(step, item.end - key);
     const Item* next = key + step < item.end ? &item : following;
     const int64_t begin = next == &item ? key + step : next ? next->begin : 0;
-    found.coming = next ? std::min(step, next->end - begin) : 0;
-    if (next) find_rows(p, p.tiles[next->tile], begin, found.coming, found.next);
+    range.num_next = next ? std::min(step, next->end - begin) : 0;
+    if (next) find_rows(p, p.tiles[next->tile], begin, range.num_next, range.next);
     for_form(p, [&]<typename Form, typename C>() {
       if (is_direct) {
         static constexpr auto kDirect = direct<Form, C>(std::make_integer_sequence<int, kDirectRows>());
-        kDirect[rows - 1](p, scratch, found);
+        kDirect[rows - 1](p, scratch, range);
       } else {
-        gather<Form, C>(p, found, scratch.keys, scratch.values);
-        attend_gathered<Form>(p, scratch, found, rows);
+        gather<Form, C>(p, range, scratch.keys, scratch.values);
+        attend_gathered<Form>(p, scratch, range, rows);
       }
     });
   }
@@ -435,7 +436,7 @@ void merge(Problem& p, const Tile& tile) {
   });
 }
 
-// Tiles from a request's last to its first: the longest items come first, so that threads end together.
+// Orders tiles from a request's last to its first: the longest items come first, so that threads finish together.
 int64_t plan(Problem& p, int64_t requests, int64_t kv_heads) {
   int64_t work = 0, partials = 0;
   const int64_t width = std::max<int64_t>(1, kTileRows / p.group);
@@ -475,7 +476,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
   const at::Tensor rows = query.stride(2) == 1 ? query : query.contiguous();
   const at::Tensor lengths = sequence_lengths.contiguous(), starts = query_starts.contiguous();
   const auto of_heads = [&](const std::optional<at::Tensor>& x) {
-    TORCH_CHECK(!x || (x->numel() == query.size(1) && x->is_contiguous()), "sinks and slopes are [heads]");
+    TORCH_CHECK(!x || (x->numel() == query.size(1) && x->is_contiguous()), "sinks and slopes must be [heads]");
     return x ? x->const_data_ptr<float>() : nullptr;
   };
   Problem p{rows, cache, block_tables, lengths.const_data_ptr<int64_t>(), starts.const_data_ptr<int64_t>(),
@@ -484,7 +485,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
             query.size(1) / kv_heads,
             head_dim, vectors(head_dim) * kLanes, 0, {}, {}, nullptr};
   for_form(p, [&]<typename Form, typename>() {
-    p.keys = std::clamp(kGatheredWords / (2 * p.padded / Form::kPerWord) / kLanes * kLanes, kLeastKeys, kMostKeys);
+    p.keys = std::clamp(kPackedKvWords / (2 * p.padded / Form::kPerWord) / kLanes * kLanes, kLeastKeys, kMostKeys);
   });
   const int64_t work = plan(p, lengths.size(0), kv_heads);
   const int64_t threads = std::min<int64_t>({at::get_num_threads(), 1 + work / kThreadWork,
@@ -493,7 +494,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, con
   parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     static thread_local Scratch scratch;
     for (size_t item = next++, following; item < p.items.size(); item = following) {
-      const bool is_plenty = next + threads < p.items.size();  // else another thread may be free for it sooner
+      const bool is_plenty = next + threads < p.items.size();  // else another thread may be free sooner
       following = is_plenty ? next++ : p.items.size();
       attend(p, p.items[item], following < p.items.size() ? &p.items[following] : nullptr, scratch);
       if (!is_plenty) following = next++;

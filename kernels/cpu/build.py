@@ -1,4 +1,4 @@
-"""Compiling the C++ kernels for this host, once: the library stays on disk, named by all that it depends on."""
+"""Compile the C++ kernels for this host once; the library is cached on disk under a hash of all its inputs."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ _LIBRARY = "quire_cpu"
 
 
 class CannotBuild(Exception):
-    """There is no library and none can be made; the text says why."""
+    """The library is not cached and cannot be compiled; the message gives the reason."""
 
 
 def load() -> None:
-    """Make `torch.ops.quire` there, from the cache or compiled now, which takes some seconds. Raises `CannotBuild`.
+    """Register `torch.ops.quire`, from the cache or by compiling, which takes a minute. Raises `CannotBuild`.
 
-    Ranks that start together compile once: the others wait for the first, and share its failure.
+    Ranks that start together compile once: the others wait for the first one and share its failure.
     """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
-        raise CannotBuild("no C++ compiler was found (c++, or what $CXX names); g++ 12 or newer is one")
+        raise CannotBuild("no C++ compiler found (c++ or $CXX); install g++ 12 or newer")
     try:
         built = disk.folder() / _key(compiler) / f"{_LIBRARY}.so"
         if not built.exists():
             built.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             disk.check_owner(built.parent)
             with open(built.parent / "lock", "a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # let go of when this process ends, however it ends
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released when this process ends, however it ends
                 if not built.exists():
                     return _compile(built)
         disk.check_owner(built.parent, built)
         torch.ops.load_library(built)  # type: ignore[no-untyped-call]
     except (OSError, RuntimeError, ImportError) as error:
-        raise CannotBuild(f"{error}; QUIRE_KERNEL_CACHE names another folder for the library") from error
+        raise CannotBuild(f"{error}; set QUIRE_KERNEL_CACHE to another folder for the library") from error
 
 
 def _flags() -> list[str]:
@@ -55,7 +55,7 @@ def _flags() -> list[str]:
 
 
 def _key(compiler: str) -> str:
-    """A hash of sources, flags, compiler, processor and torch."""
+    """A hash of the sources, flags, compiler, processor and torch version."""
     digest = hashlib.sha256()
     for source in sorted([*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h")]):
         digest.update(source.name.encode() + source.read_bytes())
@@ -65,18 +65,18 @@ def _key(compiler: str) -> str:
 
 
 def _compile(built: Path) -> None:
-    """Compile and load; the file appears under its name when it is whole.
+    """Compile and load the library; the file is moved into place when it is complete.
 
-    What a compiler refused once it is not asked again: a note beside the library keeps what it said.
+    A failure is not retried: a file beside the library keeps the compiler's output.
     """
     failed = built.with_name("failed.txt")
     if failed.exists():
-        raise CannotBuild(f"the compiler failed before; {failed} has its words, remove it to try again")
+        raise CannotBuild(f"the compiler failed before; see {failed} and remove it to retry")
     import ninja
     from torch.utils import cpp_extension
 
-    begun = time.monotonic()
-    logger.info("compiling the CPU kernels for this host, once")
+    started = time.monotonic()
+    logger.info("compiling the CPU kernels for this host (once)")
     os.environ["PATH"] = os.pathsep.join((ninja.BIN_DIR, os.environ.get("PATH", os.defpath)))
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
     with tempfile.TemporaryDirectory(dir=built.parent) as work:
@@ -91,6 +91,6 @@ def _compile(built: Path) -> None:
             )
         except (RuntimeError, subprocess.SubprocessError) as error:
             failed.write_text(f"{error}\n")
-            raise CannotBuild(f"the compiler failed (g++ 12 or newer is needed, or clang); see {failed}") from error
+            raise CannotBuild(f"the compiler failed (g++ 12 or newer, or clang, is required); see {failed}") from error
         os.replace(Path(work) / built.name, built)
-    logger.info("compiled the CPU kernels in %.1f s; they stay in %s", time.monotonic() - begun, built.parent)
+    logger.info("compiled the CPU kernels in %.1f s, cached in %s", time.monotonic() - started, built.parent)

@@ -1,4 +1,4 @@
-// What every kernel needs: tensors, threads, and the choice of an element type.
+// Common to all kernels: tensors, thread granularity, and dispatch on the element type.
 
 #pragma once
 
@@ -18,10 +18,10 @@
 
 namespace quire {
 
-// Elements that make a thread of its own worth waking.
+// Least elements worth waking a thread for.
 constexpr int64_t kThreadElements = 1 << 14;
 
-// Rows of `width` elements that a thread should get at least.
+// Least rows of `width` elements for one thread.
 inline int64_t grain(int64_t width) { return std::max<int64_t>(1, kThreadElements / std::max<int64_t>(1, width)); }
 
 // Calls `body<T>()` for the element type of a tensor: float, bfloat16 or half.

@@ -1,4 +1,4 @@
-// Operations on one row at a time.
+// Operations that process one row at a time.
 
 #include "activation.h"
 #include "kv_row.h"
@@ -30,7 +30,7 @@ at::Tensor act_mul(const at::Tensor& x, std::string_view activation) {
   return out;
 }
 
-// A tensor's rows along its last dimension, which is dense; those before it are folded into two.
+// A tensor's rows along its last dimension, which is contiguous; the other dimensions are folded into two.
 struct Rows {
   at::Tensor tensor;
   int64_t outer, inner, outer_stride, inner_stride, width;
@@ -111,12 +111,12 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::T
   return {out, total};
 }
 
-// The first `half` features of a head against the second; those behind them pass. `turns`: the cosines, then the sines.
+// Rotates the first `half` features of a head with the second; copies the rest. `rotations`: cosines, then sines.
 template <typename T>
-void rotate(const T* head, const float* turns, T* out, int64_t half, int64_t head_dim) {
+void rotate(const T* head, const float* cos_sin, T* out, int64_t half, int64_t head_dim) {
   for_vectors(half, [&](int64_t i, auto n) {
     const Floats first = load(head + i, n), second = load(head + half + i, n);
-    const Floats cos = load(turns + i, n), sin = load(turns + half + i, n);
+    const Floats cos = load(cos_sin + i, n), sin = load(cos_sin + half + i, n);
     store(out + i, first * cos - second * sin, n);
     store(out + half + i, second * cos + first * sin, n);
   });
@@ -134,11 +134,12 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
   const int64_t tokens = query.size(0), head_dim = query.size(2), key_dim = key.size(2), block_size = cache.size(3);
   const int64_t half = rotations.size(1) / 2;
   const Places layout(cache, key_dim);
-  TORCH_CHECK(rotations.size(1) == 2 * half && 2 * half <= std::min(head_dim, key_dim), "too many rotations");
+  TORCH_CHECK(rotations.size(1) == 2 * half && 2 * half <= std::min(head_dim, key_dim),
+              "rotary_dim exceeds the head size");
   TORCH_CHECK(cache.size(0) == (value ? 2 : 1), "the cache has ", cache.size(0), " sides");
   TORCH_CHECK(key.scalar_type() == query.scalar_type() && (!value || value->scalar_type() == query.scalar_type()));
   const Rows queries(query), keys(key), values(value ? *value : key);
-  const at::Tensor turns = rotations.contiguous(), places = slots.contiguous();
+  const at::Tensor cos_sin = rotations.contiguous(), places = slots.contiguous();
   at::Tensor out = at::empty(query.sizes(), query.options());
   decltype(&store_kv_row<float>) store_row;
   for_kv_type(cache.scalar_type(), [&]<typename C>() { store_row = store_kv_row<C>; });
@@ -151,19 +152,19 @@ at::Tensor rotary_write_kv(const at::Tensor& query, const at::Tensor& key, const
     T* to = out.mutable_data_ptr<T>();
     const int64_t width = head_dim * queries.inner + 2 * key_dim * keys.inner;
     parallel_for(0, tokens, grain(width), [&](int64_t begin, int64_t end) {
-      std::vector<T> turned(key_dim);
+      std::vector<T> rotated(key_dim);
       std::vector<float> wide(key_dim);
       for (int64_t token = begin; token < end; ++token) {
-        const float* turn = turns.const_data_ptr<float>() + token * 2 * half;
+        const float* token_cos_sin = cos_sin.const_data_ptr<float>() + token * 2 * half;
         const int64_t slot = places.const_data_ptr<int64_t>()[token];
         for (int64_t head = 0; head < queries.inner; ++head) {
           const int64_t row = token * queries.inner + head;
-          rotate(queries.row<T>(row), turn, to + row * head_dim, half, head_dim);
+          rotate(queries.row<T>(row), token_cos_sin, to + row * head_dim, half, head_dim);
         }
         for (int64_t head = 0; slot >= 0 && head < keys.inner; ++head) {
           const int64_t row = token * keys.inner + head;
-          rotate(keys.row<T>(row), turn, turned.data(), half, key_dim);
-          widen(turned.data(), wide.data(), key_dim);  // by way of T: the cache sees what T keeps
+          rotate(keys.row<T>(row), token_cos_sin, rotated.data(), half, key_dim);
+          widen(rotated.data(), wide.data(), key_dim);  // rounded to T before it is stored
           store_row(wide.data(), place(0, slot, head), key_dim);
           if (!value) continue;
           widen(values.row<T>(row), wide.data(), key_dim);

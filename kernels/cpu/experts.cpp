@@ -1,18 +1,18 @@
-// Mixtures of experts: which experts a token goes to, and the sum of what they make of it.
+// Mixtures of experts: the routing of tokens to experts, and the weighted sum of the experts' results.
 //
-// Tokens are sorted by expert, and each expert's rows go through its panels (see panels.h); experts without rows cost
-// nothing. First all experts' gates and ups: a panel holds 16 of each, so that the activation is applied to sums that
-// are still in registers. Threads share all experts' panels, by the work that they are. Then the downs: there a thread
-// takes the same panels of every expert, so that it adds up its features of a token alone, in the order of experts.
-// So a token's result depends neither on the other tokens nor on the number of threads.
+// Tokens are sorted by expert, and each expert's rows are multiplied by its tiles (see packed_tiles.h); experts without
+// rows cost nothing. The gates and ups of all experts come first: a tile holds 16 of each, so that the activation is
+// applied while the sums are in registers. The tiles of all experts are divided among threads by their work. Then come
+// the down projections, where a thread computes the same tiles of every expert: it alone adds up its features of a
+// token, in the order of experts. So a token's result depends neither on other tokens nor on the number of threads.
 
 #include "activation.h"
-#include "panels.h"
+#include "packed_tiles.h"
 
 namespace quire {
 namespace {
 
-// The numbers of the `count` highest of `size` scores, falling; of two that are equal the lower number comes first.
+// Finds the indices of the `count` highest of `size` scores, in descending order; ties go to the lower index.
 void find_highest(const float* scores, int64_t size, int64_t count, int64_t* best) {
   for (int64_t i = 0, found = 0; i < size; ++i) {
     if (found == count && !(scores[i] > scores[best[count - 1]])) continue;
@@ -22,7 +22,7 @@ void find_highest(const float* scores, int64_t size, int64_t count, int64_t* bes
   }
 }
 
-// What a group of experts is chosen by: the best of them, or the sum of the two best.
+// The score of a group of experts: that of its best expert, or the sum of its two best.
 float group_score(const float* scores, int64_t size, bool is_sum_of_two) {
   float first = -INFINITY, second = -INFINITY;
   for (int64_t i = 0; i < size; ++i) {
@@ -34,11 +34,11 @@ float group_score(const float* scores, int64_t size, bool is_sum_of_two) {
 
 enum class Scoring { kSoftmax, kSigmoid, kTopKSoftmax };
 
-Scoring scoring_named(std::string_view name) {
+Scoring parse_scoring(std::string_view name) {
   if (name == "softmax") return Scoring::kSoftmax;
   if (name == "sigmoid") return Scoring::kSigmoid;
   if (name == "topk_softmax") return Scoring::kTopKSoftmax;
-  TORCH_CHECK(false, "no scoring ", name);
+  TORCH_CHECK(false, "unknown scoring ", name);
 }
 
 void softmax(float* x, int64_t size) {
@@ -53,19 +53,20 @@ std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits, int64_t top_k
                                          bool renormalize, double scale, int64_t groups, int64_t top_groups,
                                          std::string_view group_scoring, const std::optional<at::Tensor>& bias) {
   const int64_t tokens = logits.size(0), experts = logits.size(1), group = experts / groups;
-  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.dim() == 2, "logits are to be float32 [tokens, experts]");
+  TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.dim() == 2, "logits must be float32 [tokens, experts]");
   TORCH_CHECK(!bias || (bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == experts));
-  TORCH_CHECK(experts % groups == 0 && top_groups <= groups && top_k <= top_groups * group, "too few to choose from");
-  const Scoring kind = scoring_named(scoring);
+  TORCH_CHECK(experts % groups == 0 && top_groups <= groups && top_k <= top_groups * group,
+              "top_k and top_groups do not match the number of experts");
+  const Scoring kind = parse_scoring(scoring);
   const bool is_sum_of_two = group_scoring == "top2_sum";
-  TORCH_CHECK(groups == 1 || !is_sum_of_two || group > 1, "no two experts in a group");
-  // Logits have the order of their softmax, where some that differ may have become equal.
+  TORCH_CHECK(groups == 1 || !is_sum_of_two || group > 1, "top2_sum needs at least two experts per group");
+  // Logits have the same order as their softmax, where different logits may round to equal scores.
   const bool by_logits = kind == Scoring::kSoftmax && !bias && (groups == 1 || !is_sum_of_two);
   const at::Tensor rows = logits.contiguous();
   at::Tensor weights = at::empty({tokens, top_k}, rows.options());
   at::Tensor ids = at::empty({tokens, top_k}, rows.options().dtype(at::kLong));
   parallel_for(0, tokens, grain(experts * top_k), [&](int64_t begin, int64_t end) {
-    std::vector<float> scores(experts), choice(experts), of_groups(groups);
+    std::vector<float> scores(experts), choice(experts), group_scores(groups);
     std::vector<int64_t> best_groups(top_groups);
     for (int64_t token = begin; token < end; ++token) {
       const float* row = rows.const_data_ptr<float>() + token * experts;
@@ -82,16 +83,16 @@ std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits, int64_t top_k
         for (int64_t i = 0; i < experts; ++i) choice[i] += bias->const_data_ptr<float>()[i];
       }
       if (groups > 1) {
-        for (int64_t i = 0; i < groups; ++i) of_groups[i] = group_score(&choice[i * group], group, is_sum_of_two);
-        find_highest(of_groups.data(), groups, top_groups, best_groups.data());
-        std::fill(of_groups.begin(), of_groups.end(), -INFINITY);
-        for (const int64_t open : best_groups) of_groups[open] = 0.0f;
-        for (int64_t i = 0; i < experts; ++i) choice[i] += of_groups[i / group];
+        for (int64_t i = 0; i < groups; ++i) group_scores[i] = group_score(&choice[i * group], group, is_sum_of_two);
+        find_highest(group_scores.data(), groups, top_groups, best_groups.data());
+        std::fill(group_scores.begin(), group_scores.end(), -INFINITY);
+        for (const int64_t best : best_groups) group_scores[best] = 0.0f;
+        for (int64_t i = 0; i < experts; ++i) choice[i] += group_scores[i / group];
       }
       find_highest(choice.data(), experts, top_k, id);
       for (int64_t i = 0; i < top_k; ++i) weight[i] = scores[id[i]];
       if (kind == Scoring::kTopKSoftmax) softmax(weight, top_k);
-      float total = 1e-20f;  // as DeepSeek: a sum of zeros divides too
+      float total = 1e-20f;  // as in DeepSeek: avoids division by zero
       for (int64_t i = 0; i < top_k; ++i) total += weight[i];
       const float factor = static_cast<float>(scale) / (renormalize ? total : 1.0f);
       for (int64_t i = 0; i < top_k; ++i) weight[i] *= factor;
@@ -100,20 +101,20 @@ std::tuple<at::Tensor, at::Tensor> route(const at::Tensor& logits, int64_t top_k
   return {weights, ids};
 }
 
-// A row that goes to an expert, and the weight of what comes out.
-struct Visit {
+// A token that is routed to an expert, and the weight of the result.
+struct Assignment {
   int64_t token;
   float weight;
 };
 
-// The visits of an expert that has some.
-struct Visited {
+// The assignments of an expert that has any.
+struct ExpertRange {
   int64_t expert, first, count;
 };
 
-// All visits to experts below `experts`, expert by expert, each expert's in the order of tokens; and where they lie.
-std::tuple<std::vector<Visit>, std::vector<Visited>> sorted(const at::Tensor& weights, const at::Tensor& ids,
-                                                            int64_t experts) {
+// All assignments to experts below `experts`, sorted by expert and then by token; and the range of each expert.
+std::tuple<std::vector<Assignment>, std::vector<ExpertRange>> sort_by_expert(const at::Tensor& weights,
+                                                                              const at::Tensor& ids, int64_t experts) {
   const int64_t top_k = ids.size(1);
   const int64_t* const id = ids.const_data_ptr<int64_t>();
   const auto is_here = [&](int64_t i) { return id[i] >= 0 && id[i] < experts; };
@@ -121,61 +122,62 @@ std::tuple<std::vector<Visit>, std::vector<Visited>> sorted(const at::Tensor& we
   for (int64_t i = 0; i < ids.numel(); ++i) {
     if (is_here(i)) ++place[id[i] + 1];
   }
-  std::vector<Visited> visited;
+  std::vector<ExpertRange> expert_ranges;
   for (int64_t expert = 0; expert < experts; ++expert) {
     const int64_t count = place[expert + 1];
-    if (count) visited.push_back({expert, place[expert], count});
+    if (count) expert_ranges.push_back({expert, place[expert], count});
     place[expert + 1] += place[expert];
   }
-  std::vector<Visit> visits(place[experts]);
+  std::vector<Assignment> assignments(place[experts]);
   for (int64_t i = 0; i < ids.numel(); ++i) {
-    if (is_here(i)) visits[place[id[i]]++] = {i / top_k, weights.const_data_ptr<float>()[i]};
+    if (is_here(i)) assignments[place[id[i]]++] = {i / top_k, weights.const_data_ptr<float>()[i]};
   }
-  return {std::move(visits), std::move(visited)};
+  return {std::move(assignments), std::move(expert_ranges)};
 }
 
-// One matrix of every expert: words [experts, panels, words, 32]; scales and biases float32 [experts, panels * 32].
+// One matrix per expert: words [experts, tiles, words, 32]; scales and biases float32 [experts, tiles * 32].
 struct Matrices {
   const char* data;
   const float *scales, *biases;
-  int64_t experts, panels, words;
+  int64_t experts, tiles, words;
 
   Matrices(const at::Tensor& weight, const std::optional<at::Tensor>& scale, const std::optional<at::Tensor>& bias)
       : data(bytes_of(weight)), scales(features(scale, weight)), biases(features(bias, weight)),
-        experts(weight.size(0)), panels(weight.size(1)), words(weight.size(2)) {
-    TORCH_CHECK(weight.is_contiguous() && weight.stride(2) * weight.element_size() == kPanel * 4, "not panels of words");
+        experts(weight.size(0)), tiles(weight.size(1)), words(weight.size(2)) {
+    TORCH_CHECK(weight.is_contiguous() && weight.stride(2) * weight.element_size() == kTile * 4,
+                "the weight is not in packed tiles");
   }
 
   static const float* features(const std::optional<at::Tensor>& x, const at::Tensor& weight) {
     if (!x) return nullptr;
     TORCH_CHECK(x->scalar_type() == at::kFloat && x->is_contiguous() && x->dim() == 2 && x->size(0) == weight.size(0) &&
-                    x->size(1) == weight.size(1) * kPanel,
-                "scales and biases are to be float32 [experts, panels * 32]");
+                    x->size(1) == weight.size(1) * kTile,
+                "scales and biases must be float32 [experts, tiles * 32]");
     return x->const_data_ptr<float>();
   }
 
-  const char* panel(int64_t expert, int64_t number) const {
-    return data + (expert * panels + number) * words * kPanel * 4;
+  const char* tile(int64_t expert, int64_t number) const {
+    return data + (expert * tiles + number) * words * kTile * 4;
   }
 
-  // Of an expert's panels, the last before `end`; behind them `after` is called.
+  // The pieces of an expert's tiles up to `end`; after the last one, `after` is prefetched.
   auto pieces(int64_t expert, int64_t end, const char* after) const {
     return [=, this](int64_t number, int64_t begin, int64_t depth, char*) {
-      const char *here = panel(expert, number) + begin * kPanel * 4, *next = here + depth * kPanel * 4;
+      const char *here = tile(expert, number) + begin * kTile * 4, *next = here + depth * kTile * 4;
       return Piece{here, number + 1 == end && begin + depth == words ? after : next};
     };
   }
 
-  // What a panel's sums stand for, lanes from `i` on: scaled by row and feature, and with the bias.
+  // The results of a tile's sums for lanes from `i` on: scaled by row and feature, plus the bias.
   template <typename Rows, typename Sum>
   Floats value(const Rows& rows, int64_t row, int64_t expert, int64_t number, int i, Sum sum) const {
-    const int64_t feature = (expert * panels + number) * kPanel + i;
+    const int64_t feature = (expert * tiles + number) * kTile + i;
     const Floats product = rows.product(row, sum, scales, feature);
     return biases ? product + load(biases + feature) : product;
   }
 };
 
-// Rows of float32 or bfloat16 are words as they are.
+// Rows of float32 or bfloat16, which need no conversion to words.
 template <typename Word>
 struct Rows {
   const char* data;
@@ -187,7 +189,7 @@ struct Rows {
   Floats product(int64_t, Floats sum, const float*, int64_t) const { return sum; }
 };
 
-// Rows as bytes.
+// Rows quantized to bytes.
 template <>
 struct Rows<Quad> {
   Quantized quantized;
@@ -201,53 +203,55 @@ struct Rows<Quad> {
   }
 
   Floats product(int64_t row, Ints sum, const float* scales, int64_t feature) const {
-    const Ints exact = sum - Quad::kTooHigh * quantized.sums[row];
+    const Ints exact = sum - Quad::kExcess * quantized.sums[row];
     return __builtin_convertvector(exact, Floats) * load(scales + feature) * quantized.scales[row];
   }
 };
 
-// The rows of some visits, one after the other.
-const char* gather(const char* x, int64_t stride, const Visit* visits, int64_t count) {
-  if (count == 1) return x + visits->token * stride;
+// The rows of `count` assignments, contiguous.
+const char* gather(const char* x, int64_t stride, const Assignment* assignments, int64_t count) {
+  if (count == 1) return x + assignments->token * stride;
   static thread_local std::vector<char> memory;
   memory.resize(std::max<size_t>(memory.size(), count * stride));
-  for (int64_t i = 0; i < count; ++i) std::memcpy(memory.data() + i * stride, x + visits[i].token * stride, stride);
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(memory.data() + i * stride, x + assignments[i].token * stride, stride);
+  }
   return memory.data();
 }
 
 template <typename Word, typename T>
 struct Mixture {
-  const std::vector<Visit>& visits;
-  const std::vector<Visited>& visited;
+  const std::vector<Assignment>& assignments;
+  const std::vector<ExpertRange>& expert_ranges;
 
-  // out: [visits, 16 * panels], `gated` of gates and ups.
+  // out: [assignments, 16 * tiles], `gated` applied to gates and ups.
   void gate_up(const Rows<Word>& rows, const Matrices& matrices, Gated gated, T* out) const {
-    const int64_t panels = matrices.panels, width = panels * kHalf;
-    int64_t work = 0;  // of a thread and its like, in rows
-    for (const Visited& e : visited) work += panels * (e.count + kReadingRows);
-    const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.words * kPanel));
+    const int64_t tiles = matrices.tiles, width = tiles * kHalf;
+    int64_t work = 0;  // of all tiles, in rows
+    for (const ExpertRange& e : expert_ranges) work += tiles * (e.count + kReadingRows);
+    const int64_t least = std::max<int64_t>(1, kThreadWork / (matrices.words * kTile));
     parallel_for(0, work, least, [&](int64_t begin, int64_t end) {
       int64_t start = 0;
-      for (size_t i = 0; i < visited.size(); ++i) {
-        const Visited& e = visited[i];
+      for (size_t i = 0; i < expert_ranges.size(); ++i) {
+        const ExpertRange& e = expert_ranges[i];
         const int64_t each = e.count + kReadingRows;
-        // A panel is the thread's in whose share it begins.
-        const auto panel_at = [&](int64_t at) { return std::clamp<int64_t>((at - start + each - 1) / each, 0, panels); };
-        const int64_t first = panel_at(begin), last = panel_at(end);
-        start += panels * each;
+        // A tile belongs to the thread in whose share it begins.
+        const auto tile_at = [&](int64_t at) { return std::clamp<int64_t>((at - start + each - 1) / each, 0, tiles); };
+        const int64_t first = tile_at(begin), last = tile_at(end);
+        start += tiles * each;
         if (first == last) continue;
-        const char* after = i + 1 < visited.size() ? matrices.panel(visited[i + 1].expert, 0) : nullptr;
-        const auto from = [&](int64_t row, int64_t count) {
-          return gather(rows.data, rows.stride, &visits[e.first + row], count);
+        const char* after = i + 1 < expert_ranges.size() ? matrices.tile(expert_ranges[i + 1].expert, 0) : nullptr;
+        const auto get_rows = [&](int64_t row, int64_t count) {
+          return gather(rows.data, rows.stride, &assignments[e.first + row], count);
         };
-        multiply_panels<Word>(
-            e.count, rows.stride, matrices.words, first, last, from, matrices.pieces(e.expert, panels, after),
-            [&](int64_t panel, int64_t row, const auto& sums) {
-              const int64_t token = visits[e.first + row].token;
+        multiply_tiles<Word>(
+            e.count, rows.stride, matrices.words, first, last, get_rows, matrices.pieces(e.expert, tiles, after),
+            [&](int64_t tile, int64_t row, const auto& sums) {
+              const int64_t token = assignments[e.first + row].token;
               const auto value = [&](int j) {
-                return matrices.value(rows, token, e.expert, panel, j, sums[j / kLanes]);
+                return matrices.value(rows, token, e.expert, tile, j, sums[j / kLanes]);
               };
-              T* to = out + (e.first + row) * width + panel * kHalf;
+              T* to = out + (e.first + row) * width + tile * kHalf;
               for (int j = 0; j < kHalf; j += kLanes) store(to + j, gated(value(j), value(j + kHalf)));
             });
       }
@@ -258,23 +262,23 @@ struct Mixture {
   void down(const Rows<Word>& rows, const Matrices& matrices, int64_t tokens, int64_t hidden, float* total,
             T* out) const {
     int64_t work = 0;
-    for (const Visited& e : visited) work += e.count + kReadingRows;
-    const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work * matrices.words * kPanel));
-    parallel_for(0, matrices.panels, least, [&](int64_t begin, int64_t end) {
-      const int64_t feature = begin * kPanel, width = std::min(end * kPanel, hidden) - feature;
+    for (const ExpertRange& e : expert_ranges) work += e.count + kReadingRows;
+    const int64_t least = std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work * matrices.words * kTile));
+    parallel_for(0, matrices.tiles, least, [&](int64_t begin, int64_t end) {
+      const int64_t feature = begin * kTile, width = std::min(end * kTile, hidden) - feature;
       for (int64_t token = 0; token < tokens; ++token) std::fill_n(total + token * hidden + feature, width, 0.0f);
-      for (size_t i = 0; i < visited.size(); ++i) {
-        const Visited& e = visited[i];
-        const char* after = i + 1 < visited.size() ? matrices.panel(visited[i + 1].expert, begin) : nullptr;
-        const auto from = [&](int64_t row, int64_t) { return rows.data + (e.first + row) * rows.stride; };
-        multiply_panels<Word>(
-            e.count, rows.stride, matrices.words, begin, end, from, matrices.pieces(e.expert, end, after),
-            [&](int64_t panel, int64_t row, const auto& sums) {
-              const Visit& visit = visits[e.first + row];
-              float* to = total + visit.token * hidden + panel * kPanel;
-              for_vectors(std::min<int64_t>(kPanel, hidden - panel * kPanel), [&](int64_t j, auto n) {
-                const Floats value = matrices.value(rows, e.first + row, e.expert, panel, j, sums[j / kLanes]);
-                store(to + j, load(to + j, n) + visit.weight * value, n);
+      for (size_t i = 0; i < expert_ranges.size(); ++i) {
+        const ExpertRange& e = expert_ranges[i];
+        const char* after = i + 1 < expert_ranges.size() ? matrices.tile(expert_ranges[i + 1].expert, begin) : nullptr;
+        const auto get_rows = [&](int64_t row, int64_t) { return rows.data + (e.first + row) * rows.stride; };
+        multiply_tiles<Word>(
+            e.count, rows.stride, matrices.words, begin, end, get_rows, matrices.pieces(e.expert, end, after),
+            [&](int64_t tile, int64_t row, const auto& sums) {
+              const Assignment& assignment = assignments[e.first + row];
+              float* to = total + assignment.token * hidden + tile * kTile;
+              for_vectors(std::min<int64_t>(kTile, hidden - tile * kTile), [&](int64_t j, auto n) {
+                const Floats value = matrices.value(rows, e.first + row, e.expert, tile, j, sums[j / kLanes]);
+                store(to + j, load(to + j, n) + assignment.weight * value, n);
               });
             });
       }
@@ -288,10 +292,10 @@ struct Mixture {
   }
 };
 
-// x: [tokens, hidden]; weights float32 and ids int64, [tokens, top_k]: ids that are no expert's here add nothing.
-// Weights of the type of x, in words, or bytes 128 above what they stand for, with scales. gate_up: [experts, panels,
-// hidden / per_word, 32, per_word], 16 gates then 16 ups to a panel; down: [experts, panels, inner / per_word, 32,
-// per_word], where `inner` is 16 * gate_up's panels. Scales and biases: float32 [experts, panels * 32].
+// x: [tokens, hidden]; weights float32 and ids int64, [tokens, top_k]: ids of experts on other ranks add nothing.
+// The experts' weights have the type of x, or are bytes with 128 added, with scales. gate_up: [experts, tiles,
+// hidden / per_word, 32, per_word], 16 gates then 16 ups per tile; down: [experts, tiles, inner / per_word, 32,
+// per_word], where `inner` is 16 * gate_up's tiles. Scales and biases: float32 [experts, tiles * 32].
 at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const at::Tensor& ids,
                           const at::Tensor& gate_up, const std::optional<at::Tensor>& gate_up_scales,
                           const std::optional<at::Tensor>& gate_up_bias, const at::Tensor& down,
@@ -300,36 +304,38 @@ at::Tensor packed_experts(const at::Tensor& x, const at::Tensor& weights, const 
   const int64_t tokens = x.size(0), hidden = x.size(1);
   TORCH_CHECK(ids.sizes() == weights.sizes() && ids.size(0) == tokens && ids.scalar_type() == at::kLong &&
                   weights.scalar_type() == at::kFloat,
-              "weights are to be float32 and ids int64, both [tokens, top_k]");
+              "weights must be float32 and ids int64, both [tokens, top_k]");
   const Matrices first(gate_up, gate_up_scales, gate_up_bias), second(down, down_scales, down_bias);
-  const int64_t inner = first.panels * kHalf;
+  const int64_t inner = first.tiles * kHalf;
   const at::Tensor from = x.contiguous();
-  const auto [visits, visited] = sorted(weights.contiguous(), ids.contiguous(), first.experts);
-  at::Tensor out = at::empty(x.sizes(), from.options()), between = at::empty({int64_t(visits.size()), inner}, from.options());
+  const auto [assignments, expert_ranges] = sort_by_expert(weights.contiguous(), ids.contiguous(), first.experts);
+  at::Tensor out = at::empty(x.sizes(), from.options());
+  at::Tensor between = at::empty({int64_t(assignments.size()), inner}, from.options());
   at::Tensor total = x.scalar_type() == at::kFloat ? out : at::empty(x.sizes(), from.options().dtype(at::kFloat));
-  const Gated gated = gated_named(activation);
+  const Gated gated = find_gated(activation);
   const auto run = [&]<typename Word, typename T, int kPerWord>() {
     TORCH_CHECK((hidden + kPerWord - 1) / kPerWord == first.words && inner / kPerWord == second.words &&
-                    first.experts == second.experts && (hidden + kPanel - 1) / kPanel == second.panels,
-                "x, gates and downs do not fit together");
-    const Mixture<Word, T> mixture{visits, visited};
+                    first.experts == second.experts && (hidden + kTile - 1) / kTile == second.tiles,
+                "the shapes of x, gate_up and down do not match");
+    const Mixture<Word, T> mixture{assignments, expert_ranges};
     T* const middle = between.mutable_data_ptr<T>();
     mixture.gate_up(Rows<Word>(from.const_data_ptr<T>(), tokens, hidden), first, gated, middle);
-    mixture.down(Rows<Word>(middle, visits.size(), inner), second, tokens, hidden, total.mutable_data_ptr<float>(),
+    mixture.down(Rows<Word>(middle, assignments.size(), inner), second, tokens, hidden, total.mutable_data_ptr<float>(),
                  out.mutable_data_ptr<T>());
   };
   if (gate_up.element_size() == 1) {
     TORCH_CHECK(first.scales && second.scales, "bytes need scales");
-    TORCH_CHECK(std::max(hidden, inner) <= (1 << 16), "sums of more than 65,536 products of 8 bits may not fit into 32");
+    TORCH_CHECK(std::max(hidden, inner) <= (1 << 16),
+                "more than 65,536 inputs are not supported: sums may overflow 32 bits");
     for_type(x.scalar_type(), [&]<typename T>() { run.template operator()<Quad, T, 4>(); });
     return out;
   } else {
     TORCH_CHECK(x.scalar_type() == gate_up.scalar_type() && x.scalar_type() == down.scalar_type());
     if (x.scalar_type() == at::kFloat) return run.template operator()<Float, float, 1>(), out;
-    TORCH_CHECK(hidden % 2 == 0, "rows of x are to be whole words");
+    TORCH_CHECK(hidden % 2 == 0, "rows of x must be whole words");
     if (x.scalar_type() == at::kBFloat16) return run.template operator()<BFloat16Pair, at::BFloat16, 2>(), out;
   }
-  TORCH_CHECK(false, "no experts of ", gate_up.scalar_type(), " on this processor");
+  TORCH_CHECK(false, "experts of ", gate_up.scalar_type(), " are not supported on this processor");
 }
 
 }  // namespace

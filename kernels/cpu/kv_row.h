@@ -1,4 +1,4 @@
-// A row of the KV cache: one token's keys or values of one head, as `quire.kernels.cache` lays them out.
+// A row of the KV cache: one token's keys or values of one head, in the layout of `quire.kernels.cache`.
 
 #pragma once
 
@@ -14,9 +14,9 @@ template <typename C>
 constexpr bool kIsQuantized = std::is_same_v<C, int8_t> || std::is_same_v<C, Fp8>;
 
 template <typename C>
-constexpr float kLargest = std::is_same_v<C, int8_t> ? 127.0f : 448.0f;  // what a row's largest number becomes
+constexpr float kLargest = std::is_same_v<C, int8_t> ? 127.0f : 448.0f;  // what a row's largest magnitude maps to
 
-// What `load_number` gives is to be multiplied by.
+// The factor to apply to the result of `load_number`.
 template <typename C>
 constexpr float kUnit = std::is_same_v<C, Fp8> ? 256.0f : 1.0f;
 
@@ -25,7 +25,7 @@ Floats load_number(const C* x, auto n) {
   return load(x, n);
 }
 
-// As the half of the same bits: its exponent is biased by 15, not 7. No row has NaN.
+// Reads the bits as a float16, whose exponent bias is 15 instead of 7. Rows contain no NaN.
 inline Floats load_number(const Fp8* x, AllLanes) {
   using Bits = uint8_t __attribute__((vector_size(kLanes)));
   const Halves bits = __builtin_convertvector(read<Bits>(x), Halves);
@@ -38,10 +38,10 @@ inline Floats load_number(const Fp8* x, int n) {
   return load_number(row, AllLanes());
 }
 
-// To the nearest, ties to even; integers as they are stored.
+// Rounds to nearest, ties to even.
 inline void store_number(int8_t* to, Floats x, auto n) { store(to, round(x), n); }
 
-// |x| ≤ 448. Below 2⁻⁶ the bits count steps of 2⁻⁹; above, they are those of the float, whose exponent is biased by 127.
+// |x| ≤ 448. Below 2⁻⁶ the bits count steps of 2⁻⁹; above, they are those of the float, whose exponent bias is 127.
 inline void store_number(Fp8* to, Floats x, AllLanes) {
   using Bits = uint8_t __attribute__((vector_size(kLanes)));
   const Words bits = std::bit_cast<Words>(x), plain = bits & 0x7FFFFFFF;
@@ -66,23 +66,23 @@ void for_kv_type(at::ScalarType type, Body&& body) {
   for_type(type, body);
 }
 
-// Where a row lies.
+// The address of a row.
 struct Place {
-  const char *numbers, *scale;  // the latter of quantized caches only
+  const char *numbers, *scale;  // `scale` of quantized caches only
 
   Place operator+(int64_t bytes) const { return {numbers + bytes, scale + bytes}; }
 };
 
-// Where the rows of a block's head lie, which begins at `at`.
+// The addresses of the rows of one head of a block, which starts at `at`.
 struct Places {
-  int64_t row_bytes, to_scales;  // of the numbers; 0: none
+  int64_t row_bytes, to_scales;  // `row_bytes` of the numbers; `to_scales` is 0 if there are none
 
   Places(const at::Tensor& cache, int64_t head_dim) {
     const int64_t size = cache.element_size(), scale = cache.size(4) - head_dim;
     int64_t expected = 0;
     for_kv_type(cache.scalar_type(), [&]<typename C>() { expected = kIsQuantized<C> ? sizeof(float) : 0; });
     TORCH_CHECK(scale == expected && cache.stride(4) == 1 && (!scale || cache.stride(3) == cache.size(4)),
-                "the cache's rows do not fit heads of ", head_dim);
+                "the rows of the cache do not match heads of ", head_dim);
     row_bytes = scale ? head_dim : cache.stride(3) * size;
     to_scales = scale ? cache.size(3) * head_dim : 0;
   }

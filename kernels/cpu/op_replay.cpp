@@ -1,4 +1,4 @@
-// Operations kept as they run, and run again without the Python around them.
+// Op replay: records operations as they run, and runs them again without Python.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
@@ -15,7 +15,7 @@ namespace {
 
 using c10::IValue;
 
-// Calls `each(tensor, place in the list)` for the tensors in an argument or result, with -1 where it is one itself.
+// Calls `each(tensor, index in the list)` for the tensors in an argument or result; -1 if it is itself a tensor.
 template <typename Each>
 void for_tensors(const IValue& value, const Each& each) {
   if (value.isTensor()) {
@@ -28,32 +28,32 @@ void for_tensors(const IValue& value, const Each& each) {
   }
 }
 
-constexpr int64_t kGiven = -1;  // in place of a value: a tensor from before
+constexpr int64_t kGiven = -1;  // instead of a value: a tensor that existed before
 
-// In place of an argument, or of an element of one that is a list: what came out of an earlier operation.
+// The result of an earlier operation, used as an argument or as an element of a list argument.
 struct Use {
   int64_t argument, element, value;
 };
 
-// Where the parts of an operation end in the vectors of all operations; they begin where those of the one before end.
+// The ends of an operation's ranges in the vectors of all operations; each starts at the end of the previous one.
 struct Operation {
   c10::OperatorHandle handle;
   size_t arguments, uses, results, done;
 };
 
-// The operations of this thread between `begin` and `end`. Tensors from before that are read again where they lie; what
-// came out of one operation and went into another is a value, which every replay makes anew.
+// The operations of this thread between `begin` and `end`. A replay reads tensors that existed before in place; a
+// result of one operation that is an argument of another is a value, which every replay recomputes.
 //
-// A step takes hardly more memory for being kept. What stays lies in few vectors: small pieces all over the heap would
-// keep what is free between them from being joined.
-class Tape : public torch::CustomClassHolder {
+// Recording a step takes little memory. The record is stored in few vectors, because many small allocations would
+// fragment the heap.
+class OpReplay : public torch::CustomClassHolder {
  public:
-  ~Tape() override {
+  ~OpReplay() override {
     if (recording == this) end();
   }
 
   void begin() {
-    TORCH_CHECK(!recording && operations_.empty(), "a tape is recorded once, and one at a time");
+    TORCH_CHECK(!recording && operations_.empty(), "operations are recorded once, by one OpReplay at a time");
     arguments_.reserve(kReserved);
     for (auto* each : {&results_, &done_}) each->reserve(kReserved);
     uses_.reserve(kReserved);
@@ -63,7 +63,7 @@ class Tape : public torch::CustomClassHolder {
         at::RecordFunctionCallback(enter, leave).needsInputs(true).needsOutputs(true).scopes({at::RecordScope::FUNCTION}));
   }
 
-  // Why it cannot be replayed; empty: it can.
+  // Returns why the operations cannot be replayed; empty if they can.
   std::string end() {
     at::removeCallback(callback_);
     recording = nullptr;
@@ -73,7 +73,7 @@ class Tape : public torch::CustomClassHolder {
       arguments_.clear();
       return reason_;
     }
-    // The last operation that has to do with a value lets go of it.
+    // A value is freed by the last operation that uses or returns it.
     std::vector<size_t> last(num_values_);
     for (size_t i = 0; i < operations_.size(); ++i) {
       for (size_t use = i ? operations_[i - 1].uses : 0; use < operations_[i].uses; ++use) last[uses_[use].value] = i;
@@ -96,7 +96,7 @@ class Tape : public torch::CustomClassHolder {
   }
 
   void replay() {
-    TORCH_CHECK(!recording && reason_.empty(), "this tape cannot be replayed: ", reason_);
+    TORCH_CHECK(!recording && reason_.empty(), "these operations cannot be replayed: ", reason_);
     try {
       run();
     } catch (...) {
@@ -135,16 +135,16 @@ class Tape : public torch::CustomClassHolder {
   }
 
   static std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function) {
-    recording->note(function, recording->depth_++ == 0 ? &Tape::call : &Tape::inner);
+    recording->note(function, recording->depth_++ == 0 ? &OpReplay::call : &OpReplay::inner);
     return nullptr;
   }
 
   static void leave(const at::RecordFunction& function, at::ObserverContext*) {
-    if (--recording->depth_ == 0) recording->note(function, &Tape::returned);
+    if (--recording->depth_ == 0) recording->note(function, &OpReplay::returned);
   }
 
-  // What is thrown here would be a warning, and the operation missing.
-  void note(const at::RecordFunction& function, void (Tape::*how)(const at::RecordFunction&)) {
+  // An exception here would only log a warning, and the operation would be missing.
+  void note(const at::RecordFunction& function, void (OpReplay::*how)(const at::RecordFunction&)) {
     if (!reason_.empty()) return;
     try {
       (this->*how)(function);
@@ -153,7 +153,8 @@ class Tape : public torch::CustomClassHolder {
     }
   }
 
-  // Of an operation that others make up: what these found in numbers, its views, sizes and numbers may be made by.
+  // An operation within a composite one: if it reads values, the composite's views, sizes and numbers may depend on
+  // them.
   void inner(const at::RecordFunction& function) {
     const auto schema = function.operator_schema();
     const auto handle = schema ? c10::Dispatcher::singleton().findSchema(schema->operator_name()) : std::nullopt;
@@ -178,7 +179,7 @@ class Tape : public torch::CustomClassHolder {
     operations_.push_back({*handle, arguments_.size(), uses_.size(), 0, 0});
   }
 
-  // Put what is to stand for values there, and take note of the tensors that went in.
+  // Replaces values by placeholders, and remembers the other tensors.
   void find_values(IValue& argument, int64_t place) {
     const size_t before = uses_.size();
     for_tensors(argument, [&](const at::Tensor& tensor, int64_t element) {
@@ -203,10 +204,10 @@ class Tape : public torch::CustomClassHolder {
   void returned(const at::RecordFunction& function) {
     const std::vector<IValue>& outputs = function.outputs();
     if (outputs.size() != operations_.back().handle.schema().returns().size() || has_numbers(outputs)) {
-      reason_ = function.name();  // it has failed, or Python gets a number
+      reason_ = function.name();  // it failed, or it returns a number to Python
       return;
     }
-    if (is_view_of_given(outputs)) {  // which is as lasting as what was given
+    if (is_view_of_given(outputs)) {  // which lives as long as the given tensor
       operations_.pop_back();
       arguments_.resize(operations_.empty() ? 0 : operations_.back().arguments);
       return;
@@ -226,8 +227,8 @@ class Tape : public torch::CustomClassHolder {
     return num_values_++;
   }
 
-  // Whether nothing was computed, of values or anew: all that came out lies in the memory of a tensor from before, and
-  // where there is told by no other.
+  // Whether the operation only returned views of one tensor that existed before, whose offsets depend on no other
+  // tensor.
   bool is_view_of_given(const std::vector<IValue>& outputs) const {
     bool is_view = !has_values_ && given_.size() == 1 && !outputs.empty();
     is_view = is_view && !operations_.back().handle.schema().is_mutable();
@@ -245,8 +246,8 @@ class Tape : public torch::CustomClassHolder {
     });
   }
 
-  // What has objects, as collectives of torch do, which Python waits for; what Python has filled with its own numbers;
-  // and what changes where a tensor lies or how, which a replay would do to what the one before has left.
+  // Operations with object arguments (such as torch's collectives, which Python waits for), tensors that Python filled
+  // with its own numbers, and in-place changes of a tensor's storage or view, which would accumulate over replays.
   static bool is_different_each_time(const c10::OperatorHandle& handle, c10::ArrayRef<const IValue> inputs) {
     const bool has_objects = std::any_of(
         inputs.begin(), inputs.end(), [](const IValue& input) { return input.isObject() || input.isStorage(); });
@@ -254,7 +255,7 @@ class Tape : public torch::CustomClassHolder {
            is_read(handle, inputs);
   }
 
-  // Whether numbers decide what Python gets, or how much. Taking rows by their numbers is none of that.
+  // Whether the result or its shape depends on tensor values; indexing by integers does not count.
   static bool is_read(const c10::OperatorHandle& handle, c10::ArrayRef<const IValue> inputs) {
     if (handle.hasTag(at::Tag::data_dependent_output)) return true;
     bool has_numbers = false, has_masks = false;
@@ -268,39 +269,39 @@ class Tape : public torch::CustomClassHolder {
     return handle.hasTag(at::Tag::dynamic_output_shape) && (has_masks || !has_numbers);
   }
 
-  static thread_local Tape* recording;
+  static thread_local OpReplay* recording;
 
-  std::string reason_;  // why it cannot be replayed
+  std::string reason_;  // why the operations cannot be replayed
   std::vector<Operation> operations_;
-  std::vector<IValue> arguments_;  // void where they are values
+  std::vector<IValue> arguments_;  // None in place of values
   std::vector<Use> uses_;
-  std::vector<int64_t> results_;  // the values of the tensors that come out
-  std::vector<int64_t> done_;     // values that nothing reads any more
+  std::vector<int64_t> results_;  // the values of the returned tensors
+  std::vector<int64_t> done_;     // values to free
   std::vector<at::Tensor> values_;
 
-  // While it records. Values are known by their address, which no other tensor has before their entry is erased.
+  // While recording. Values are identified by address, which no other tensor has before their entry is erased.
   struct Number {
     c10::weak_intrusive_ptr<at::TensorImpl> tensor;
     int64_t value;
   };
   at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
-  int64_t depth_ = 0;  // of operations in operations
+  int64_t depth_ = 0;  // of nested operations
   int64_t num_values_ = 0;
   std::unordered_map<const void*, Number> numbers_;
-  std::unordered_set<const void*> given_, memory_;  // tensors from before that went into the operation, and their storages
-  bool has_values_ = false;                         // whether values went in
+  std::unordered_set<const void*> given_, memory_;  // other tensor arguments, and their storages
+  bool has_values_ = false;                         // whether any argument is a value
 };
 
-thread_local Tape* Tape::recording = nullptr;
+thread_local OpReplay* OpReplay::recording = nullptr;
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(quire, m) {
-  m.class_<Tape>("Tape")
+  m.class_<OpReplay>("OpReplay")
       .def(torch::init<>())
-      .def("begin", &Tape::begin)
-      .def("end", &Tape::end)
-      .def("replay", &Tape::replay);
+      .def("begin", &OpReplay::begin)
+      .def("end", &OpReplay::end)
+      .def("replay", &OpReplay::replay);
 }
 
 }  // namespace quire

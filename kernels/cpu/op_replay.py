@@ -1,4 +1,4 @@
-"""Operations on tensors kept as they run, and run again without the Python around them; compiled only."""
+"""Op replay: record operations on tensors, and run them again without Python. Needs the compiled library."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ def available() -> bool:
 
 
 class OpReplay:
-    """What this thread does with tensors within `with`.
+    """The operations on tensors that this thread runs within `with`.
 
-    `replay` reads what was there before where it lies, and makes all else anew. What Python read out of tensors, or
-    decided, stays as it was.
+    `replay` reads tensors that existed before in place, and recomputes all others. Values that Python read from
+    tensors, and decisions it made, are those of the recording.
     """
 
     def __init__(self) -> None:
-        self._tape = torch.classes.quire.Tape()
+        self._ops = torch.classes.quire.OpReplay()
         self.reason = ""
-        """After `with`: why it cannot be replayed, "" if it can."""
+        """After `with`: why the operations cannot be replayed, or ""."""
 
     def __enter__(self) -> Self:
-        self._tape.begin()
+        self._ops.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.reason = self._tape.end()
+        self.reason = self._ops.end()
 
     def replay(self) -> None:
-        """Run all of it again. Raises `RuntimeError` where there is a reason against it, and what operations raise."""
-        self._tape.replay()
+        """Run all operations again. Raises `RuntimeError` if there is a `reason` not to, and the operations' errors."""
+        self._ops.replay()

@@ -1,11 +1,11 @@
-// Before and after a product of 8-bit integers: rows become bytes with a scale, and sums of bytes become rows again.
+// Before and after an 8-bit matmul: quantization of rows to bytes, and scaling of the sums.
 
 #include "vec.h"
 
 namespace quire {
 namespace {
 
-constexpr float kZero = 128.0f;  // the byte that stands for 0
+constexpr float kZero = 128.0f;  // the byte that represents 0
 constexpr float kSteps = 127.0f;
 
 template <typename T>
@@ -46,7 +46,7 @@ void scale(const From* x, const float* scales, const T* bias, T* out, int64_t ro
 }
 
 std::tuple<at::Tensor, at::Tensor> quantize_rows(const at::Tensor& x) {
-  TORCH_CHECK(x.dim() == 2, "quantize_rows takes [rows, columns]");
+  TORCH_CHECK(x.dim() == 2, "quantize_rows needs [rows, columns]");
   const at::Tensor from = x.contiguous();
   at::Tensor bytes = at::empty(from.sizes(), from.options().dtype(at::kByte));
   at::Tensor scales = at::empty({from.size(0)}, from.options().dtype(at::kFloat));
@@ -59,10 +59,10 @@ std::tuple<at::Tensor, at::Tensor> quantize_rows(const at::Tensor& x) {
 
 at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& scales, const std::optional<at::Tensor>& bias,
                       at::ScalarType dtype) {
-  TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "scale_rows takes dense rows");
-  TORCH_CHECK(!bias || (bias->scalar_type() == dtype && bias->is_contiguous()), "the bias is of another type");
+  TORCH_CHECK(x.dim() == 2 && x.is_contiguous(), "scale_rows needs contiguous rows");
+  TORCH_CHECK(!bias || (bias->scalar_type() == dtype && bias->is_contiguous()), "the bias has the wrong type");
   const bool in_place = x.scalar_type() == dtype;
-  TORCH_CHECK(in_place || x.scalar_type() == at::kFloat, "scale_rows takes float32, or the type that it makes");
+  TORCH_CHECK(in_place || x.scalar_type() == at::kFloat, "scale_rows needs float32 or the type of its result");
   at::Tensor out = in_place ? x : at::empty(x.sizes(), x.options().dtype(dtype));
   for_type(dtype, [&]<typename T>() {
     const auto from = [&]<typename From>() {

@@ -1,9 +1,9 @@
-// Sampling: the arg max of a row of logits, or a draw by Gumbel noise from what min_p, top_k and top_p leave of it; and
-// before that, the tokens that are forbidden.
+// Sampling: the arg max of a row of logits, or a draw with Gumbel noise from the tokens that min_p, top_k and top_p
+// keep; and the bitmask of allowed tokens.
 //
-// Nothing is sorted. The k-th likeliest logit, and the last that top_p takes, are found by quickselect, in vectors.
-// Noise is a hash of (seed, position, id) (see `quire.kernels.noise`); as -log(-log(1 - u)) ≤ -log u, an id whose
-// u exceeds exp(logit - best so far) cannot win, so that few of them need their logarithms.
+// Nothing is sorted. Vectorized quickselect finds the k-th largest logit, and the last one that top_p keeps. Noise is a
+// hash of (seed, position, id) (see `quire.kernels.noise`). As -log(-log(1 - u)) ≤ -log u, an id whose u exceeds
+// exp(logit - best so far) cannot win, so few ids need logarithms.
 
 #include <limits>
 
@@ -26,7 +26,7 @@ uint64_t noise_key(int64_t seed, int64_t position) {
   return mix64(mix64(static_cast<uint64_t>(seed)) + static_cast<uint64_t>(position) * 0x9E3779B97F4A7C15);
 }
 
-// `uniform_noise`, bit by bit.
+// The same bits as `uniform_noise`.
 Floats uniform(uint64_t key, Words ids) {
   Words bits = ids ^ static_cast<uint32_t>(key);
   bits = (bits ^ bits >> 16) * 0x7FEB352D ^ static_cast<uint32_t>(key >> 32);
@@ -36,7 +36,7 @@ Floats uniform(uint64_t key, Words ids) {
   return min((number + 0.5f) * 0x1p-31f, broadcast(1 - 0x1p-24f));
 }
 
-// A row of logits, to be drawn from at a temperature. Behind its end it goes on with -inf.
+// A row of logits divided by the temperature, padded with -inf.
 struct Logits {
   const float* row;
   int64_t width;
@@ -61,8 +61,8 @@ bool any(Ints lanes) {
 #endif
 }
 
-// Writes the lanes of `x` that `lanes` selects (by -1) one after the other, and returns where they end. What stands
-// behind that is overwritten up to a vector's length.
+// Writes the lanes of `x` that `lanes` selects (by -1) contiguously, and returns their end. May overwrite up to a
+// vector from there.
 float* append(float* to, Floats x, Ints lanes) {
 #if defined(__AVX512F__)
   const __mmask16 mask = _mm512_test_epi32_mask(reinterpret_cast<__m512i>(lanes), reinterpret_cast<__m512i>(lanes));
@@ -92,10 +92,10 @@ int64_t arg_max(const float* row, int64_t width) {
   for (int i = 0; i < kLanes; ++i) {
     if (best[i] == top) place = std::min(place, places[i]);
   }
-  return place < width ? place : 0;  // a row of NaN has no best
+  return place < width ? place : 0;  // a row of NaN has no maximum
 }
 
-// Weighing entries in `last_kept`: one each, or by probability, up to a factor.
+// The weights of entries in `last_kept`: one each, or their probability up to a factor.
 struct Count {
   static Floats of(Floats) { return broadcast(1.0f); }
 };
@@ -105,11 +105,11 @@ struct Mass {
   static Floats of(Floats x) { return exp(x - largest); }
 };
 
-// The sum of the weights of `count` entries, behind whose end there is room for a vector.
+// The sum of the weights of `count` entries; the memory must extend a vector beyond their end.
 template <typename Weight>
 double total(const float* entries, int64_t count) {
   double all = 0.0;
-  for (int64_t begin = 0; begin < count; begin += 64 * kLanes) {  // in float32 for a while only
+  for (int64_t begin = 0; begin < count; begin += 64 * kLanes) {  // sums of short ranges in float32
     Floats part = {};
     for_vectors(std::min<int64_t>(64 * kLanes, count - begin), [&](int64_t i, auto n) {
       const Floats weight = Weight::of(load(entries + begin + i, n));
@@ -120,8 +120,8 @@ double total(const float* entries, int64_t count) {
   return all;
 }
 
-// The last of the entries, in falling order, before which the weights sum up to less than `target`; the least if
-// they all do. Entries are moved about; `other` has room for as many, and both for a vector more.
+// The last of the entries, in descending order, before which the weights sum to less than `target`; the smallest if all
+// of them do. Reorders the entries; `other` must have the same size, and both must extend a vector beyond it.
 template <typename Weight>
 float last_kept(float* entries, int64_t count, double target, float* other) {
   for (double above = 0.0;;) {
@@ -164,7 +164,7 @@ float last_kept(float* entries, int64_t count, double target, float* other) {
   }
 }
 
-// The least logit that min_p, then top_k, then top_p leave. `memory` has room for three rows and a vector behind each.
+// The smallest logit that min_p, then top_k, then top_p keep. `memory` holds three rows, each with a vector more.
 float threshold(const Logits& logits, int64_t top_k, float top_p, float min_p, float* memory) {
   const int64_t room = (vectors(logits.width) + 1) * kLanes;
   float *row = memory, *entries = memory + room, *other = memory + 2 * room;
@@ -200,7 +200,7 @@ float threshold(const Logits& logits, int64_t top_k, float top_p, float min_p, f
     return least;
   }
   mass += total<Mass>(entries, count);
-  // All below an entry of this weight together cannot reach what top_p leaves out.
+  // All entries below this weight together are less than what top_p excludes.
   const double negligible = 0.5 * (1.0 - top_p) * mass / static_cast<double>(count);
   const float before = least;
   least = std::max(least, largest + static_cast<float>(std::log(std::max(negligible, 1e-30))));
@@ -219,10 +219,10 @@ int64_t draw(const Logits& logits, uint64_t key, float least) {
     const Ints kept = x >= least;
     if (!any(kept)) return;
     const Floats u = uniform(key, std::bit_cast<Words>(lane_numbers() + static_cast<int32_t>(i)));
-    const Ints able = kept & (u <= exp(x - best) * 1.0001f);
-    if (!any(able)) return;
+    const Ints can_win = kept & (u <= exp(x - best) * 1.0001f);
+    if (!any(can_win)) return;
     for (int lane = 0; lane < kLanes; ++lane) {
-      if (!able[lane]) continue;
+      if (!can_win[lane]) continue;
       const float value = x[lane] - std::log(-std::log1p(-u[lane]));
       if (value > best) best = value, token = i + lane;
     }

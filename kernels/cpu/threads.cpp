@@ -10,16 +10,16 @@ namespace quire {
 namespace {
 
 constexpr int kPieceBits = 20, kThreadBits = 10;
-constexpr int kPatience = 4000;  // turns of waiting before a thread sleeps: longer than from one operation to the next
+constexpr int kSpins = 4000;  // spins before a thread sleeps: longer than the gap between operations
 
-void rest() {
+void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
 }
 
-// The loop that is under way, in one word: a piece is taken by counting it up. Who has taken one knows that the loop
-// does not end before it is done, so that what else belongs to the loop stays as it is.
+// The current loop in one word: incrementing it claims a piece. The loop cannot end before a claimed piece is done, so
+// the other fields of the loop do not change meanwhile.
 struct Ticket {
   uint64_t bits;
 
@@ -39,7 +39,7 @@ class Pool {
       for (int64_t piece = 0; piece < pieces; ++piece) work(body, piece);
       return;
     }
-    for (; workers_ < threads - 1; ++workers_) std::thread(&Pool::serve, this, workers_ + 1).detach();
+    for (; workers_ < threads - 1; ++workers_) std::thread(&Pool::work, this, workers_ + 1).detach();
     work_ = work, body_ = body;
     done_.store(0, std::memory_order_relaxed);
     ticket_.store(Ticket::of(++loops_, threads, pieces).bits);
@@ -47,10 +47,10 @@ class Pool {
       started_.store(static_cast<uint32_t>(loops_));
       started_.notify_all();
     }
-    while (take(0)) {
+    while (run_piece(0)) {
     }
-    for (int turn = 0; done_.load(std::memory_order_acquire) < pieces; ++turn) {
-      turn < kPatience ? rest() : std::this_thread::yield();
+    for (int spin = 0; done_.load(std::memory_order_acquire) < pieces; ++spin) {
+      spin < kSpins ? pause() : std::this_thread::yield();
     }
     const std::exception_ptr error = std::exchange(error_, nullptr);
     is_running_.clear(std::memory_order_release);
@@ -58,8 +58,8 @@ class Pool {
   }
 
  private:
-  // Does the next piece, if there is one for this thread.
-  bool take(int thread) {
+  // Runs the next piece, if there is one for this thread.
+  bool run_piece(int thread) {
     Ticket ticket{ticket_.load()};
     do {
       if (ticket.next() >= ticket.pieces() || thread >= ticket.threads()) return false;
@@ -74,15 +74,15 @@ class Pool {
     return true;
   }
 
-  void serve(int thread) {
+  void work(int thread) {
     for (;;) {
-      for (int turn = 0; turn < kPatience; ++turn) {
-        if (take(thread)) turn = 0;
-        rest();
+      for (int spin = 0; spin < kSpins; ++spin) {
+        if (run_piece(thread)) spin = 0;
+        pause();
       }
       const uint32_t seen = started_.load();
       sleeping_.fetch_add(1);
-      if (!take(thread)) started_.wait(seen);
+      if (!run_piece(thread)) started_.wait(seen);
       sleeping_.fetch_sub(1);
     }
   }

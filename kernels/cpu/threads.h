@@ -1,9 +1,9 @@
-// Loops shared by threads: as at::parallel_for, but nobody waits for a thread that has not begun.
+// Parallel loops: like at::parallel_for, but without waiting for threads that have not started.
 //
-// OpenMP gives each thread its share beforehand and ends with a barrier, so that an operation takes as long as the
-// thread that the system lets run last: on a busy machine, a hundred times as long. Here the range is cut into pieces,
-// which the threads take as they come. The caller takes pieces too, all of them where the others are late, and waits
-// only for pieces that are under way.
+// OpenMP assigns each thread its share in advance and ends with a barrier, so an operation takes as long as the thread
+// that the system schedules last: on a busy machine, a hundred times as long. Here the range is split into pieces that
+// threads claim dynamically. The caller claims pieces too (all of them if no other thread is scheduled in time) and
+// waits only for pieces in progress.
 
 #pragma once
 
@@ -13,13 +13,13 @@
 
 namespace quire {
 
-// Calls `work(body, piece)` for the pieces from 0 on, each by some thread; what it throws comes out. One loop at a time
-// is shared: another that comes meanwhile, or from within, runs on its own thread.
+// Calls `work(body, piece)` for the pieces 0 to pieces - 1, on any thread, and rethrows an exception. One loop at a
+// time is shared: a concurrent or nested loop runs on its own thread only.
 void share(int64_t pieces, int threads, void (*work)(const void* body, int64_t piece), const void* body);
 
-constexpr int64_t kPieces = 2;  // for each thread: more cost what they bring
+constexpr int64_t kPieces = 2;  // per thread: more cost as much as they gain
 
-// Calls `body(begin, end)` for ranges of at least `least` that make up the whole.
+// Calls `body(begin, end)` for ranges of at least `least` that together cover the whole.
 template <typename Body>
 void parallel_for(int64_t begin, int64_t end, int64_t least, const Body& body) {
   const int64_t size = end - begin, threads = at::get_num_threads();

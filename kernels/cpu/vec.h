@@ -1,6 +1,6 @@
-// Vectors of float in the host's widest registers, as the compiler's own vector types: operators work lane by lane.
+// Vectors of the host's widest registers, as the compiler's vector types: operators work lane by lane.
 //
-// Elements are loaded to and stored from float32, whatever their type; `n` lanes where a row ends, the others are 0.
+// Elements of any type are loaded to and stored from float32; at the end of a row, `n` lanes, with zeros in the others.
 
 #pragma once
 
@@ -45,7 +45,7 @@ inline Ints lane_numbers() {
   return numbers;
 }
 
-// The lanes, folded into one by `combine`.
+// Reduces the lanes with `combine`.
 template <int Half = kLanes / 2, typename Combine>
 inline float reduce(Floats x, Combine combine) {
   const auto far = [&]<int... I>(std::integer_sequence<int, I...>) {
@@ -71,8 +71,8 @@ inline To read(const From* from) {
   return to;
 }
 
-// The word at `x` in all lanes. That they are alike is kept from the compiler, which would compute with the one and repeat
-// what comes out: that costs more than a vector does.
+// Broadcasts the word at `x`. The asm hides from the compiler that the lanes are equal: it would compute one lane and
+// broadcast the result, which costs more than a vector operation.
 inline Words repeat(const char* x) {
   Words words = Words{} + read<uint32_t>(x);
 #if defined(__x86_64__)
@@ -115,7 +115,7 @@ inline void store(float* to, Floats x) { std::memcpy(to, &x, sizeof(x)); }
 
 inline void store(at::BFloat16* to, Floats x) {
   const Words bits = std::bit_cast<Words>(x);
-  const Words rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;  // to the nearest, ties to even
+  const Words rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;  // round to nearest, ties to even
   const Halves halves = __builtin_convertvector(x == x ? rounded : (bits >> 16 | 0x40), Halves);
   std::memcpy(to, &halves, sizeof(halves));
 }
@@ -138,7 +138,7 @@ inline void store(int8_t* to, Floats x) {
   std::memcpy(to, &bytes, sizeof(bytes));
 }
 
-// Of two numbers of 16 bits to a lane, the sum of their products.
+// With two 16-bit numbers per lane, the sum of their products.
 inline Ints sum_of_pairs(Shorts a, Shorts b) {
 #if defined(__AVX512BW__)
   return std::bit_cast<Ints>(_mm512_madd_epi16(std::bit_cast<__m512i>(a), std::bit_cast<__m512i>(b)));
@@ -176,7 +176,7 @@ inline void store(T* to, Floats x, int n) {
   std::memcpy(to, row, n * sizeof(T));
 }
 
-// Calls `body(i, n)` for the vectors of a row: `n` is `AllLanes` but for the last, which may have fewer.
+// Calls `body(i, n)` for the vectors of a row; `n` is `AllLanes` except for the last, which may have fewer.
 template <typename Body>
 inline void for_vectors(int64_t width, Body&& body) {
   int64_t i = 0;
@@ -186,7 +186,7 @@ inline void for_vectors(int64_t width, Body&& body) {
 
 constexpr float kToInteger = 12582912.0f;  // 1.5 · 2²³: adding it rounds |x| < 2²² to an integer, ties to even
 
-// To an integer, ties to even; |x| < 2²². Never merged with what made `x`, as a sum might be.
+// Rounds to an integer, ties to even; |x| < 2²². Never fused with the computation of `x`, as an addition might be.
 inline Floats round(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -197,13 +197,14 @@ inline Floats round(Floats x) {
 #endif
 }
 
-// `x` times 2 to the power of the integer that was added to `kToInteger`, from -127 (which makes it 0) to 127.
+// `x` times 2 to the power of the integer in `shifted` (kToInteger plus an integer from -127, which gives 0, to 127).
 inline Floats times_power(Floats x, Floats shifted) {
   const Words exponent = (std::bit_cast<Words>(shifted) - std::bit_cast<uint32_t>(kToInteger) + 127) << 23;
   return x * std::bit_cast<Floats>(exponent);
 }
 
-// 2ˣ to 2 units in the last place; 0 below 2⁻¹²⁶·⁵; NaN stays. The polynomials here are those of Cephes (S. Moshier).
+// 2ˣ to 2 units in the last place; 0 below 2⁻¹²⁶·⁵; NaN propagates. The polynomials here are those of Cephes (S.
+// Moshier).
 inline Floats exp2(Floats x) {
   x = x < -127.0f ? broadcast(-127.0f) : x;
   x = x > 127.0f ? broadcast(127.0f) : x;
@@ -217,7 +218,7 @@ inline Floats exp2(Floats x) {
   return times_power(y * r + 1.0f, shifted);
 }
 
-// eˣ to 2 units in the last place; 0 below e⁻⁸⁷·⁶, at most e⁸⁸; NaN stays.
+// eˣ to 2 units in the last place; 0 below e⁻⁸⁷·⁶, at most e⁸⁸; NaN propagates.
 inline Floats exp(Floats x) {
   x = x < -88.0f ? broadcast(-88.0f) : x;
   x = x > 88.0f ? broadcast(88.0f) : x;
@@ -232,7 +233,7 @@ inline Floats exp(Floats x) {
   return times_power(y * r * r + r + 1.0f, shifted);
 }
 
-// To 3 units in the last place; NaN stays.
+// To 3 units in the last place; NaN propagates.
 inline Floats tanh(Floats x) {
   const Floats square = x * x;
   Floats y = square * -5.70498872745e-3f + 2.06390887954e-2f;

@@ -1,8 +1,8 @@
-"""Triton kernels for GPUs, named and meant as those of `quire.kernels.reference`; what is not here stays there.
+"""Triton kernels for GPUs, with the names and meaning of the operations in `quire.kernels.reference`.
 
-Triton compiles a kernel anew, for a second or more, where a number has become 1 or a multiple of 16, or an address a
-multiple of 16. What changes so from step to step, numbers of requests and where their rows begin, is named in
-`do_not_specialize`: no step is to wait for a compiler.
+Triton specializes a kernel, and recompiles it for a second or more, when an integer becomes 1 or a multiple of 16 or an
+address a multiple of 16. Arguments that change like this from step to step, such as the number of requests and the
+starts of their rows, are listed in `do_not_specialize`, so that no step waits for the compiler.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ __all__ = [
     "score_tokens",
 ]
 
-# Products are added without rounding in between, as Triton's default was before 3.10; 3.9 warns where nothing is said.
+# Fuse multiply and add, which was Triton's default before 3.10; 3.9 warns if this is not set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def rotary_write_kv(
-    query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
+    query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    return _of(cache, _elementwise, reads=False).rotary_write_kv(query, key, value, rotations, cache, slots)
+    return _of(cache, _elementwise, reads=False).rotary_write_kv(query, key, value, cos_sin, cache, slots)
 
 
 def paged_attention(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -> Tensor:
@@ -52,9 +52,9 @@ def paged_attention(query: Tensor, cache: Tensor, *batch: Any, **options: Any) -
 
 
 def _of(cache: Tensor, module: ModuleType, reads: bool = True) -> Any:
-    """Where the operations on such a cache are: the reference's where a GPU cannot read it.
+    """The module to use for a cache: the reference if the GPU cannot read it.
 
-    Scales are read as float32 where they stand, and 8-bit floats by instructions that came with compute capability 8.9.
+    Scales are read in place as float32, so they must be aligned; 8-bit floats need compute capability 8.9.
     """
     if cache.dtype in LARGEST and cache.shape[-1] % SCALE_BYTES:
         return reference

@@ -1,9 +1,9 @@
-"""Paged attention: prompts in tiles of queries, decodes split over their keys.
+"""Paged attention: prefill in tiles of queries, decodes split over their keys.
 
-A program has the queries of some heads that share a KV head, so that keys and values are read once for all of them.
-Softmax is taken online over tiles of keys (Milakov & Gimelshein 2018; Dao et al. 2022). A decode's keys are cut into as
-many parts as its own length asks for, whatever is beside it (flash decoding, Dao et al. 2023), and joined in their
-order: what comes out does not depend on the batch.
+A program computes the queries of several heads that share a KV head, so that keys and values are read once for all of
+them. Softmax is computed online over tiles of keys (Milakov & Gimelshein 2018; Dao et al. 2022). A decode's keys are
+split into parts (flash decoding, Dao et al. 2023) whose number depends only on its own length, and the parts are merged
+in order, so a result does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch import Tensor
 from quire.kernels.cache import LARGEST
 
 _PARTS, _PART_KEYS, _PART_GROWTH = 32, 128, 8
-"""A decode is cut into so many parts at most, of so many keys at least, and of this times the root of their number."""
+"""A decode has at most _PARTS parts, each of at least max(_PART_KEYS, _PART_GROWTH * sqrt(keys)) keys."""
 _PROGRAMS = 16 * 132
-"""Of a decode kernel: some waves over an H100's multiprocessors. They share the parts, whatever their number."""
+"""Programs of a decode kernel: several waves over an H100's multiprocessors. They share any number of parts."""
 _LOG2E = 1.4426950408889634
 
 
 @triton.jit
 def _request_of(starts, requests, place, size: tl.constexpr):
-    """The last request `r` with `starts[r] // size + r <= place`: the one that the tile `place` of queries is of."""
+    """The request of query tile `place`: the last `r` with `starts[r] // size + r <= place`."""
     low, high = 0, requests
     while high - low > 1:
         middle = (low + high) // 2
@@ -39,7 +39,7 @@ def _request_of(starts, requests, place, size: tl.constexpr):
 
 @triton.jit
 def _load(at, is_row, FROM: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, MASKED: tl.constexpr):
-    """WIDTH features from number FROM on of the rows at `at`; zeros where MASKED rows are none, or behind the last."""
+    """Load WIDTH features, starting with FROM, of the rows at `at`; zeros beyond HEAD_DIM and for MASKED rows."""
     column = FROM + tl.arange(0, WIDTH)
     if MASKED:
         return tl.load(at[:, None] + column, mask=is_row[:, None] & (column < HEAD_DIM), other=0.0)
@@ -82,11 +82,12 @@ def _attend(
     ONE_SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Queries `[ROWS]` against the keys from `begin` to `end`: greatest score, sum, and weighted values.
+    """Queries `[ROWS]` against the keys from `begin` to `end`: largest score, sum of weights, and weighted values.
 
-    Features are taken in pieces of FIRST and REST (a power of two each; 0: one piece), as no head size is to be padded
-    to nearly twice what it is. Keys before `seen_by_all` are, but for a window, and need no mask. Scores are powers of
-    2: `scale` has the factor for it, and `softcap`; with a cap, `scale` is `2 / cap` of the plain one.
+    Features are split into FIRST and REST (each a power of two; REST may be 0), so that no head size is padded to
+    nearly twice its size. Every query sees the keys before `seen_by_all`, unless a window hides them, so these need no
+    mask. Scores are exponents of 2: `scale` and `softcap` include that factor; with a cap, `scale` is multiplied by
+    `2 / cap`.
     """
     q_first, q_rest = _load(query + rows_at, is_row, 0, FIRST, HEAD_DIM, True), 0.0
     kind: tl.constexpr = q_first.dtype
@@ -98,7 +99,7 @@ def _attend(
     if SLOPES:
         slope = tl.load(slopes + heads_at, mask=is_row, other=0.0) * 1.4426950408889634
     greatest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
-    unit = tl.full([], 1e-30, tl.float32)  # of float16 sums: the largest scale so far, or weights might vanish in it
+    unit = tl.full([], 1e-30, tl.float32)  # unit of float16 sums: the largest scale so far, to avoid underflow
     whole = begin + tl.maximum(seen_by_all - begin, 0) // KEYS * KEYS
     for MASKED in tl.static_range(2):
         for start in range(whole if MASKED else begin, end if MASKED else whole, KEYS):
@@ -127,7 +128,7 @@ def _attend(
             news = tl.maximum(greatest, tl.max(scores, axis=1))
             base = news
             if MASKED or WINDOW:
-                base = tl.where(news == float("-inf"), 0.0, news)  # a row that has seen no key yet
+                base = tl.where(news == float("-inf"), 0.0, news)  # no key seen yet
             weights, keep = tl.exp2(scores - base[:, None]), tl.exp2(greatest - base)
             total, greatest = total * keep + tl.sum(weights, axis=1), news
             if QUANTIZED:
@@ -151,14 +152,14 @@ def _attend(
 
 @triton.jit
 def _store(at, values, is_row, FROM: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Features from number FROM on of the rows at `at`."""
+    """Store features, starting with FROM, of the rows at `at`."""
     column = FROM + tl.arange(0, WIDTH)
     tl.store(at[:, None] + column, values.to(at.dtype.element_ty), mask=is_row[:, None] & (column < HEAD_DIM))
 
 
 @triton.jit
 def _with_sink(greatest, total, sinks, heads_at, is_row, SINKS: tl.constexpr):
-    """What the weighted values are to be scaled by, once a head's sink is one more score, without a value."""
+    """The factor that normalizes the weighted values; a head's sink is one more score, without a value."""
     if SINKS:
         sink = tl.load(sinks + heads_at, mask=is_row, other=float("-inf")) * 1.4426950408889634
         news = tl.maximum(greatest, sink)
@@ -209,9 +210,9 @@ def _prompts_kernel(
     ONE_SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A tile of QUERIES tokens of one request, and HEADS of the heads of one KV head; decodes are left out.
+    """Compute a tile of QUERIES tokens of one request, for HEADS heads of one KV head; skips decodes.
 
-    The last tiles come first: they have the most keys.
+    The last tiles run first, because they have the most keys.
     """
     tile, kv_head, piece = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = _request_of(starts, requests, tile, QUERIES)
@@ -270,7 +271,7 @@ def _prompts_kernel(
 
 @triton.jit
 def _part(length, begin, KEYS: tl.constexpr, PARTS: tl.constexpr, PART_KEYS: tl.constexpr, GROWTH: tl.constexpr):
-    """Parts that the keys from `begin` to `length` are cut into, and keys of each: of their number alone."""
+    """The number of parts for the keys from `begin` to `length`, and the keys of each; depends on their number only."""
     keys = length - begin
     size = tl.maximum((GROWTH * tl.sqrt(keys.to(tl.float32))).to(tl.int32), PART_KEYS)
     size = tl.cdiv(tl.maximum(size, tl.cdiv(keys, PARTS)), KEYS) * KEYS
@@ -278,7 +279,7 @@ def _part(length, begin, KEYS: tl.constexpr, PARTS: tl.constexpr, PART_KEYS: tl.
 
 
 def _most_parts(keys: int) -> int:
-    """No fewer than `_part` makes of so many keys or less."""
+    """An upper bound of the parts that `_part` returns for up to this many keys."""
     return min(_PARTS, 1 + keys // _PART_KEYS, 2 + int(keys**0.5 / _PART_GROWTH))
 
 
@@ -322,9 +323,10 @@ def _decodes_kernel(
     ONE_SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Every so many parts of a decode's keys, HEADS of the heads of one KV head.
+    """Compute a strided subset of a decode's parts, for HEADS heads of one KV head.
 
-    Values go to `partial` `[requests, heads, room, HEAD_DIM]`; maxima and sums to `sums` `[requests, heads, room, 2]`.
+    Writes values to `partial` `[requests, heads, room, HEAD_DIM]`, and maxima and sums to `sums`
+    `[requests, heads, room, 2]`.
     """
     request, pieces = tl.program_id(0), tl.cdiv(group, HEADS)
     kv_head, piece = tl.program_id(1) // pieces, tl.program_id(1) % pieces
@@ -358,7 +360,7 @@ def _decodes_kernel(
                 cache_side,
                 cache_block,
                 cache_row,
-                False,  # the keys are those that the one query sees
+                False,  # the single query sees all of these keys
                 SOFTCAP,
                 SLOPES,
                 HEAD_DIM,
@@ -401,7 +403,7 @@ def _join_kernel(
     GROWTH: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """The parts of WIDTH features of one head of a decode."""
+    """Merge the parts of a decode, for WIDTH features of one head."""
     request, head = tl.program_id(0), tl.program_id(1)
     start = tl.load(starts + request)
     if tl.load(starts + request + 1) - start == 1:
@@ -431,7 +433,7 @@ def _join_kernel(
 
 
 def _pieces(head_dim: int, *, in_one: bool = False) -> tuple[int, int]:
-    """`head_dim` in one or two powers of two of at least 16, which together are no more than needed; or `in_one`."""
+    """Split `head_dim` into one or two powers of two of at least 16, with the least padding; one with `in_one`."""
     if in_one:
         return max(16, triton.next_power_of_2(head_dim)), 0
     first = max(16, 1 << (head_dim.bit_length() - 1))
@@ -440,7 +442,7 @@ def _pieces(head_dim: int, *, in_one: bool = False) -> tuple[int, int]:
 
 
 def _tile(head_dim: int, width: int, is_narrow: bool) -> tuple[int, int]:
-    """Rows (queries × heads) and keys of a tile, of numbers of `width` bytes: what fits registers and shared memory."""
+    """Rows (queries × heads) and keys of a tile that fit registers and shared memory; elements have `width` bytes."""
     size = head_dim * width * (2 if is_narrow else 1)
     rows = 16 if size > 4096 else 32 if head_dim > 256 or width > 2 else 64 if head_dim > 128 else 128
     return rows, 64 if size <= 512 else 32 if size <= 1152 else 16
@@ -448,9 +450,9 @@ def _tile(head_dim: int, width: int, is_narrow: bool) -> tuple[int, int]:
 
 @functools.cache
 def _is_narrow(device: torch.device) -> bool:
-    """Whether a block of threads may have 99 KiB of shared memory, as on most GPUs but those of data centers.
+    """Whether a thread block is limited to about 99 KiB of shared memory, as on most GPUs outside data centers.
 
-    On a CPU it is as on an H100, for which kernels are compiled ahead there.
+    False on a CPU, where kernels are compiled ahead of time for an H100.
     """
     if device.type != "cuda":
         return False
@@ -470,7 +472,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.reference`; heads in a quantized cache are of a multiple of 4. Reads nothing back."""
+    """See `quire.kernels.reference`. Heads in a quantized cache must be a multiple of 4. Never waits for the device."""
     if query.stride(-1) != 1:
         query = query.contiguous()
     tokens, heads, head_dim = query.shape
@@ -480,7 +482,7 @@ def paged_attention(
     first, rest = _pieces(head_dim)
     most_rows, keys = _tile(head_dim, query.element_size(), _is_narrow(query.device))
     of_heads = min(triton.next_power_of_2(group), most_rows)
-    none = query  # for what the options leave unread
+    none = query  # a placeholder for arguments that are not read
     sinks_, slopes_ = none if sinks is None else sinks, none if slopes is None else slopes
     memory = query, cache, cache[0].view(torch.float32) if is_quantized else none, block_tables
     scores = (2.0 * scale / softcap, softcap * _LOG2E, window) if softcap else (scale * _LOG2E, 0.0, window)
@@ -499,10 +501,10 @@ def paged_attention(
         "ONE_SIDE": cache.stride(0) == 0,
         "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",
     }
-    if tokens > requests:  # no request has none, so some have several
+    if tokens > requests:  # every request has at least one token, so some have several
         queries = most_rows // of_heads
-        # Triton 3.6 miscompiles the products of warp groups (64 rows or more) with 8-bit numbers in two pieces: on an
-        # H100 they read past the shared memory, or add up wrong.
+        # Triton 3.6 miscompiles warp-group products (64 rows or more) with 8-bit numbers in two pieces: on an H100 they
+        # read beyond shared memory or give wrong sums.
         whole = _pieces(head_dim, in_one=is_quantized and most_rows >= 64)
         _prompts_kernel[tokens // queries + requests, kv_heads, triton.cdiv(group, of_heads)](
             *(*memory, sequence_lengths, query_starts, sinks_, slopes_, out, requests, group, *scores),
@@ -525,7 +527,7 @@ def paged_attention(
         **cut,
         HEADS=rows,
         num_warps=8 if head_dim > 128 else 4,
-        num_stages=5 if head_dim <= 128 else 3,  # every second one for the block table: two tiles, or one, to come
+        num_stages=5 if head_dim <= 128 else 3,  # half of them load the block table: two tiles, or one, ahead
     )
     width = min(128, triton.next_power_of_2(head_dim))
     _join_kernel[requests, heads, triton.cdiv(head_dim, width)](

@@ -1,4 +1,4 @@
-"""Each Triton kernel against the reference, on the device that it is to run on, before anything is served with it."""
+"""Check each Triton kernel against the reference at startup, on the device that it will run on."""
 
 from __future__ import annotations
 
@@ -20,66 +20,66 @@ from quire.kernels.backends import AttentionNeeds
 logger = logging.getLogger(__name__)
 
 Call = Callable[[Any], Any]
-"""An operation of the module that it is given, on the same inputs each time; returns what is to be compared."""
+"""Calls an operation of the given module on fixed inputs; returns the result to compare."""
 
 
 def passing(
     device: torch.device, dtype: torch.dtype, needs: AttentionNeeds
 ) -> tuple[types.SimpleNamespace, dict[str, str]]:
-    """The kernels that do what the reference does there, and what is wrong with the others, each by its name.
+    """Return the kernels that agree with the reference, and what is wrong with each of the others, by name.
 
-    A warning names the others, which the reference serves. On a GPU they are compiled side by side: a kernel takes
-    about a second, the first time on a host.
+    Logs a warning for each of the others; the reference is used for them. On a GPU the kernels are compiled in
+    parallel: one takes about a second the first time on a host.
     """
     calls = list(_calls(device, dtype, needs))
     if device.type == "cuda":
-        # A thread begins with the first device, whatever the process has chosen; the choice takes a device's number.
-        number = torch.empty(0, device=device).get_device()
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "check", torch.cuda.set_device, (number,)) as pool:
-            found = list(pool.map(lambda each: _trouble(each[1], dtype), calls))
+        # A new thread starts with device 0, whatever the process has selected; set_device takes an index.
+        index = torch.empty(0, device=device).get_device()
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "check", torch.cuda.set_device, (index,)) as pool:
+            results = list(pool.map(lambda each: _problem(each[1], dtype), calls))
     else:  # Triton's interpreter runs one kernel at a time
-        found = [_trouble(call, dtype) for _, call in calls]
+        results = [_problem(call, dtype) for _, call in calls]
     problems: dict[str, str] = {}
-    for (name, _), problem in zip(calls, found, strict=True):
+    for (name, _), problem in zip(calls, results, strict=True):
         if problem:
             problems.setdefault(name, problem)
     for name, problem in problems.items():
-        logger.warning("the Triton kernel %s is not used on %s, a slower reference serves: %s", name, device, problem)
-    right = {name: getattr(kernels, name) for name, _ in calls if name not in problems}
-    logger.info("Triton kernels on %s: %s", device, ", ".join(right) or "none")
-    return types.SimpleNamespace(**right), problems
+        logger.warning("the Triton kernel %s is not used on %s, the slower reference is: %s", name, device, problem)
+    passed = {name: getattr(kernels, name) for name, _ in calls if name not in problems}
+    logger.info("Triton kernels on %s: %s", device, ", ".join(passed) or "none")
+    return types.SimpleNamespace(**passed), problems
 
 
 def _attend(case: Callable[..., Tensor], module: Any) -> Tensor:
     return case(module.paged_attention)
 
 
-def _trouble(call: Call, dtype: torch.dtype) -> str:
-    """What is wrong with the kernel; "" where it does what the reference does."""
+def _problem(call: Call, dtype: torch.dtype) -> str:
+    """What is wrong with the kernel; "" if it agrees with the reference."""
     try:
         return _difference(call(kernels), call(reference), dtype)
-    except Exception as error:  # whatever a compiler or a driver finds
+    except Exception as error:  # from a compiler or a driver
         return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
-def _difference(found: Any, expected: Any, dtype: torch.dtype) -> str:
-    """What is wrong with it; "" where it is right within the precision of the type."""
+def _difference(actual: Any, expected: Any, dtype: torch.dtype) -> str:
+    """How `actual` differs from `expected` beyond the precision of the type, or ""."""
     step = max(8 * torch.finfo(dtype).eps, 2e-5)
     try:
-        torch.testing.assert_close(found, expected, rtol=step, atol=step)
+        torch.testing.assert_close(actual, expected, rtol=step, atol=step)
     except AssertionError as error:
         return " ".join(str(error).split())
     return ""
 
 
 def _calls(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds) -> Iterator[tuple[str, Call]]:
-    """Every operation of the platform, on small inputs of odd sizes, and attention as the model has it."""
+    """Yield every operation of the platform on small inputs of odd sizes, and attention with the model's parameters."""
     noise = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=noise).to(device, dtype)
 
-    def whole(*numbers: int) -> Tensor:
+    def integers(*numbers: int) -> Tensor:
         return torch.tensor(numbers, device=device)
 
     x, residual, weight = random(3, 200), random(3, 200), random(200)
@@ -97,7 +97,7 @@ def _calls(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds) -> I
 
     yield "rotary_write_kv", write
     table = torch.arange(40, device=device).flip(0).repeat(3, 1)
-    batch = blocks, table, whole(600, 37, 19), whole(0, 1, 2, 20)
+    batch = blocks, table, integers(600, 37, 19), integers(0, 1, 2, 20)
     options = {"window": 500, "softcap": 20.0, "sinks": random(6).float()}
     yield (
         "paged_attention",
@@ -123,15 +123,15 @@ def _calls(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds) -> I
         ),
     )
     logits = torch.randn(6, 9999, generator=noise).to(device)
-    asked = whole(0, 9998, 5000, 17, 3, 4096)
-    yield "score_tokens", lambda module: module.score_tokens(logits, asked, 5)
-    reported = torch.randint(9999, (600,), generator=noise).to(device, torch.int32)
-    reported[20:70:3] = 5
+    tokens = integers(0, 9998, 5000, 17, 3, 4096)
+    yield "score_tokens", lambda module: module.score_tokens(logits, tokens, 5)
+    history = torch.randint(9999, (600,), generator=noise).to(device, torch.int32)
+    history[20:70:3] = 5
 
     def penalize(module: Any) -> Tensor:
         changed = logits.clone()
-        spans, factors = whole(10, 40, 600, 0, 0, 30).view(2, 3), torch.tensor([[1.3, 0.5, 0.25], [0.7, 1.0, -1.0]])
-        module.penalize(changed, reported, whole(4, 1), spans, factors.to(device), 590)
+        spans, factors = integers(10, 40, 600, 0, 0, 30).view(2, 3), torch.tensor([[1.3, 0.5, 0.25], [0.7, 1.0, -1.0]])
+        module.penalize(changed, history, integers(4, 1), spans, factors.to(device), 590)
         return changed
 
     yield "penalize", penalize

@@ -1,4 +1,4 @@
-"""Norms, rotary positions with the write into the KV cache, and the middle of a gated feed-forward."""
+"""Norms, rotary embedding fused with the write to the KV cache, and gated activations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.kernels.cache import LARGEST
 
 _ELEMENTS = 1024
-"""Of the output, for each program of `act_mul`."""
+"""Output elements per program of `act_mul`."""
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _rms_norm_kernel(
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A row: of `x` at `row // inner * x_outer + row % inner * x_inner`, of the others one after the other."""
+    """One row: at `row // inner * x_outer + row % inner * x_inner` in `x`; the other tensors are contiguous."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < columns
@@ -44,7 +44,7 @@ def _rms_norm_kernel(
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """`x` with its last dimension dense: rows of the second last dimension, and the strides of the outer and these."""
+    """`x` with a contiguous last dimension, the number of inner rows, and the strides of outer and of inner rows."""
     if x.dim() == 3 and x.stride(-1) == 1:
         return x, x.shape[1], x.stride(0), x.stride(1)
     x = x.reshape(-1, x.shape[-1]).contiguous()
@@ -94,26 +94,26 @@ def _launch_norm(
 
 
 @triton.jit
-def _turned(row, column, rotations, half, width):
-    """The features `column` of a row, the first 2 * half of them turned by `rotations` (cosines, then sines)."""
+def _rotated(row, column, cos_sin, half, width):
+    """The features `column` of a row, the first 2 * half of them rotated by `cos_sin` (cosines, then sines)."""
     inside = column < width
     values = tl.load(row + column, mask=inside, other=0.0)
-    is_turned = column < 2 * half
+    is_rotary = column < 2 * half
     partner = tl.where(column < half, column + half, column - half)
-    other = tl.load(row + partner, mask=is_turned & inside, other=0.0).to(tl.float32)
+    other = tl.load(row + partner, mask=is_rotary & inside, other=0.0).to(tl.float32)
     angle = tl.where(column < half, column, column - half)
-    cos = tl.load(rotations + angle, mask=is_turned, other=1.0)
-    sin = tl.load(rotations + half + angle, mask=is_turned, other=0.0)
+    cos = tl.load(cos_sin + angle, mask=is_rotary, other=1.0)
+    sin = tl.load(cos_sin + half + angle, mask=is_rotary, other=0.0)
     sign = tl.where(column < half, -1.0, 1.0)
-    turned = (values.to(tl.float32) * cos + sign * other * sin).to(values.dtype)
-    return tl.where(is_turned, turned, values)
+    rotated = (values.to(tl.float32) * cos + sign * other * sin).to(values.dtype)
+    return tl.where(is_rotary, rotated, values)
 
 
 @triton.jit
 def _e4m3(x):
-    """The bits of |x| ≤ 448 as an 8-bit float, ties to even: by arithmetic, as no GPU but the newest converts them.
+    """The bits of |x| ≤ 448 as an 8-bit float, ties to even. Uses arithmetic, as only the newest GPUs convert them.
 
-    Below 2⁻⁶ they count steps of 2⁻⁹; above, they are those of the float32, whose exponent is biased by 127, not 7.
+    Below 2⁻⁶ the bits count steps of 2⁻⁹. Above, they are those of the float32, whose exponent bias is 127, not 7.
     """
     bits = x.to(tl.int32, bitcast=True)
     plain = bits & 0x7FFFFFFF
@@ -124,12 +124,12 @@ def _e4m3(x):
 
 @triton.jit
 def _write_row(row, scale_at, values, column, width, LARGEST: tl.constexpr):
-    """A row of the KV cache, quantized where there is a LARGEST number (see `quire.kernels.cache`)."""
+    """Write a row of the KV cache, quantized if LARGEST is not 0 (see `quire.kernels.cache`)."""
     if LARGEST > 0.0:
         wide = values.to(tl.float32)
         scale = tl.div_rn(tl.max(tl.abs(tl.where(column < width, wide, 0.0)), axis=0), LARGEST)
         values = tl.clamp(tl.div_rn(wide, tl.where(scale > 0.0, scale, 1.0)), -LARGEST, LARGEST)
-        # Or to an integer, ties to even.
+        # The alternative rounds to an integer, ties to even.
         values = _e4m3(values) if LARGEST == 448.0 else values + 12582912.0 - 12582912.0
         tl.store(scale_at, scale, mask=width > 0)
     tl.store(row + column, values.to(row.dtype.element_ty), mask=column < width)
@@ -140,7 +140,7 @@ def _rotary_write_kernel(
     query,
     key,
     value,
-    rotations,
+    cos_sin,
     slots,
     out,
     cache,
@@ -164,22 +164,22 @@ def _rotary_write_kernel(
     LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One head of a token: a query's, or a key's and its value's."""
+    """One head of a token: either a query, or a key and its value."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
-    cos_sin = rotations + token * 2 * half
+    token_cos_sin = cos_sin + token * 2 * half
     if head < heads:
         row = query + token * query_token + head * query_head
-        turned = _turned(row, column, cos_sin, half, query_width)
-        tl.store(out + (token * heads + head) * query_width + column, turned, mask=column < query_width)
+        rotated = _rotated(row, column, token_cos_sin, half, query_width)
+        tl.store(out + (token * heads + head) * query_width + column, rotated, mask=column < query_width)
     else:
         head -= heads
         slot = tl.load(slots + token).to(tl.int64)
         block, number = slot // block_size * cache_block + head * cache_head, slot % block_size
         place, scale_at = cache + block + number * cache_row, scales + (block + block_size * key_width) // 4 + number
         width = tl.where(slot < 0, 0, key_width)
-        turned = _turned(key + token * key_token + head * key_head, column, cos_sin, half, key_width)
-        _write_row(place, scale_at, turned, column, width, LARGEST)
+        rotated = _rotated(key + token * key_token + head * key_head, column, token_cos_sin, half, key_width)
+        _write_row(place, scale_at, rotated, column, width, LARGEST)
         if HAS_VALUE:
             row = value + token * value_token + head * value_head
             plain = tl.load(row + column, mask=column < key_width, other=0.0)
@@ -187,9 +187,9 @@ def _rotary_write_kernel(
 
 
 def rotary_write_kv(
-    query: Tensor, key: Tensor, value: Tensor | None, rotations: Tensor, cache: Tensor, slots: Tensor
+    query: Tensor, key: Tensor, value: Tensor | None, cos_sin: Tensor, cache: Tensor, slots: Tensor
 ) -> Tensor:
-    """See `quire.kernels.reference`; heads in a quantized cache are of a multiple of 4."""
+    """See `quire.kernels.reference`. Heads in a quantized cache must be a multiple of 4."""
     tokens, heads, query_width = query.shape
     kv_heads, key_width = key.shape[1:]
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
@@ -197,10 +197,10 @@ def rotary_write_kv(
     out, largest = torch.empty(query.shape, dtype=query.dtype, device=query.device), LARGEST.get(cache.dtype, 0.0)
     if tokens:
         _rotary_write_kernel[(tokens, heads + kv_heads)](
-            *(query, key, value, rotations.contiguous(), slots, out),
+            *(query, key, value, cos_sin.contiguous(), slots, out),
             cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache,
             cache[0].view(torch.float32) if largest else cache,
-            *(heads, query_width, key_width, rotations.shape[1] // 2, cache.shape[3]),
+            *(heads, query_width, key_width, cos_sin.shape[1] // 2, cache.shape[3]),
             *(query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1)),
             *(*cache.stride()[:3], key_width if largest else cache.stride(3)),
             HAS_VALUE=len(cache) == 2,
@@ -213,7 +213,7 @@ def rotary_write_kv(
 
 @triton.jit
 def activated(x, KIND: tl.constexpr):
-    """float32 `x` through an activation; a NaN stays one."""
+    """Apply an activation to float32 `x`; NaN propagates."""
     if KIND == "silu":
         return x * tl.sigmoid(x)
     elif KIND == "gelu":
@@ -230,7 +230,7 @@ def activated(x, KIND: tl.constexpr):
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr):
-    """`activation(gate) * up` of float32 numbers; gpt-oss's clamps both."""
+    """`activation(gate) * up` of float32 numbers; "swiglu_oai" (gpt-oss) clamps both."""
     if KIND == "swiglu_oai":
         gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
         up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)

@@ -1,8 +1,8 @@
-"""The feed-forwards of a mixture of experts: rows sorted by expert, then two grouped matmuls over blocks of them.
+"""The feed-forward layers of a mixture of experts: sort rows by expert, then two grouped matmuls over blocks of rows.
 
-The blocks of an expert are whole, padded with rows that do nothing; how many there can be at most is known without
-asking the device. Each (token, expert) pair has a row of the result, which are summed in the order of the token's
-experts: no atomics, and nothing depends on the other tokens.
+The last block of an expert is padded; an upper bound of the number of blocks is known on the host. Each (token, expert)
+pair has its own row of the result, and a token's rows are summed in the order of its experts: there are no atomics, and
+a result does not depend on the other tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SORTED_AT_ONCE, _SUMMED_AT_ONCE = 1024, 1024
 
 
 class _Shape(NamedTuple):
-    """Of a program of the grouped matmul: a tile of the result, what is summed over at a time, and who does it."""
+    """The launch parameters of the grouped matmul: result columns, depth per iteration, warps and pipeline stages."""
 
     columns: int
     depth: int
@@ -29,12 +29,12 @@ class _Shape(NamedTuple):
 
 
 def _block_rows(pairs: int, experts: int) -> int:
-    """Rows of a block: about what an expert gets, so that few are padding."""
+    """Rows of a block: about the rows per expert, to limit padding."""
     return min(128, max(16, triton.next_power_of_2(pairs // max(1, experts))))
 
 
 def _shape(rows: int, blocks: int, columns: int, dtype: torch.dtype) -> _Shape:
-    """Few rows are a matter of bytes in flight, and of a program for every processor; many of the matrix units."""
+    """With few rows, the matmul is bound by loads in flight and busy processors; with many, by the tensor cores."""
     if dtype == torch.float32:
         return _Shape(64, 32, 4, 3)
     if rows >= 64:
@@ -43,7 +43,7 @@ def _shape(rows: int, blocks: int, columns: int, dtype: torch.dtype) -> _Shape:
 
 
 _PROCESSORS = 132
-"""Of an H100. Others are near enough for what depends on it."""
+"""Multiprocessors of an H100; close enough for other GPUs."""
 
 
 @triton.jit(do_not_specialize=["count", "most"])
@@ -58,10 +58,10 @@ def _sort_kernel(
     EXPERTS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The pairs of one expert, rising, behind those of the experts before it, and its blocks behind theirs.
+    """Store the pairs of one expert in ascending order after those of the experts before it, and likewise its blocks.
 
-    A block is `[3]`: the expert, its first pair's place in `pairs`, and where all its pairs end. `ids` of others
-    are left out; blocks that are not needed have no pairs.
+    A block is `[3]`: the expert, the index of the block's first pair in `pairs`, and the end of the expert's pairs.
+    `ids` of experts on other ranks are skipped; unused blocks have no pairs.
     """
     expert = tl.program_id(0)
     number, lane = tl.arange(0, EXPERTS), tl.arange(0, CHUNK)
@@ -113,9 +113,10 @@ def _grouped_kernel(
     DEPTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A block of one expert's rows by a tile of its columns, to the pairs' rows of `out`.
+    """Multiply a block of an expert's rows by a tile of its columns into the pairs' rows of `out`.
 
-    GATED: rows of `x` by token (`per_row` pairs each), gates and ups, and `gated` of them. Else: rows of `x` by pair.
+    If GATED, rows of `x` are tokens (`per_row` pairs each), the columns are gates and ups, and `gated` is applied.
+    Otherwise rows of `x` are pairs.
     """
     block = blocks + 3 * tl.program_id(0)
     begin, end = tl.load(block + 1), tl.load(block + 2)
@@ -152,15 +153,15 @@ def _grouped_kernel(
 
 @triton.jit
 def _sum_kernel(rows, weights, ids, out, experts, columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """A token's rows, weighted; those of other ranks' experts are not there."""
+    """The weighted sum of a token's rows; experts on other ranks have none."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for place in tl.static_range(TOP_K):
         pair = token * TOP_K + place
         expert = tl.load(ids + pair)
-        there = tl.where((expert >= 0) & (expert < experts), columns, 0)
-        row = tl.load(rows + pair * columns + column, mask=column < there, other=0.0)
+        stored = tl.where((expert >= 0) & (expert < experts), columns, 0)
+        row = tl.load(rows + pair * columns + column, mask=column < stored, other=0.0)
         total += row.to(tl.float32) * tl.load(weights + pair)
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=column < columns)
 
@@ -175,7 +176,7 @@ def fused_experts(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """See `quire.kernels.reference`. Nothing is read back from the device, and shapes follow from those given."""
+    """See `quire.kernels.reference`. Does not wait for the device; all shapes depend on those of the arguments."""
     if activation not in KINDS:
         raise KeyError(activation)
     (tokens, hidden), (experts, _, size), top_k = x.shape, down.shape, ids.shape[1]

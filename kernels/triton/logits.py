@@ -1,4 +1,4 @@
-"""What a step does to rows of logits beside sampling from them: tokens are scored, and repeated ones penalized."""
+"""Operations on rows of logits other than sampling: log-probabilities and penalties."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE, _CHUNK = 4096, 4096
-"""Logits of a program, and tokens that it counts at a time."""
+"""Logits per program, and tokens counted at a time."""
 _WARPS = 8
 
 
 @triton.jit
 def _score_kernel(logits, row_stride, tokens, tiles_of, width, TILE: tl.constexpr):
-    """Of a tile: its greatest logit, the sum of exponentials less that, and how many are above the token's."""
+    """Store a tile's largest logit, the sum of exponentials relative to it, and how many logits exceed the token's."""
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     x_row = logits + row * row_stride
     chosen = tl.load(x_row + tl.load(tokens + row))
@@ -25,12 +25,12 @@ def _score_kernel(logits, row_stride, tokens, tiles_of, width, TILE: tl.constexp
     to = tiles_of + (row * tiles + tile) * 3
     tl.store(to, greatest)
     tl.store(to + 1, tl.sum(tl.exp(x - base), axis=0))
-    tl.store(to + 2, tl.sum((x > chosen).to(tl.float32), axis=0))  # whole numbers, far below 2^24
+    tl.store(to + 2, tl.sum((x > chosen).to(tl.float32), axis=0))  # integers far below 2^24
 
 
 @triton.jit
 def _total_kernel(logits, row_stride, tokens, tiles_of, tiles, logprobs, ranks, totals, TILES: tl.constexpr):
-    """A row's tiles together; `totals` get the logarithms of its sum."""
+    """Combine the tiles of a row; `totals` receives the logarithm of the row's sum."""
     row, number = tl.program_id(0).to(tl.int64), tl.arange(0, TILES)
     at, inside = tiles_of + (row * tiles + number) * 3, number < tiles
     of_tiles = tl.load(at, mask=inside, other=float("-inf"))
@@ -44,7 +44,7 @@ def _total_kernel(logits, row_stride, tokens, tiles_of, tiles, logprobs, ranks, 
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `quire.kernels.reference`; the likeliest are torch's."""
+    """See `quire.kernels.reference`. The most likely tokens are computed by torch."""
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
     rows, width = logits.shape
@@ -64,7 +64,7 @@ def score_tokens(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, 
 
 @triton.jit
 def _penalize_kernel(logits, row_stride, tokens, rows, spans, factors, width, TILE: tl.constexpr, CHUNK: tl.constexpr):
-    """One tile of a row: what of the request's tokens is in it is counted, and its logits are changed."""
+    """Count the request's tokens in one tile of a row, and penalize its logits."""
     request, low = tl.program_id(0), tl.program_id(1) * TILE
     lane = tl.arange(0, CHUNK)
     begin, middle = tl.load(spans + 3 * request), tl.load(spans + 3 * request + 1)
@@ -91,7 +91,7 @@ def _penalize_kernel(logits, row_stride, tokens, rows, spans, factors, width, TI
 
 
 def penalize(logits: Tensor, tokens: Tensor, rows: Tensor, spans: Tensor, factors: Tensor, longest: int) -> None:
-    """See `quire.kernels.reference`. Nothing as wide as the vocabulary is made."""
+    """See `quire.kernels.reference`. Allocates no tensor of the size of the vocabulary."""
     assert logits.stride(-1) == 1
     width = logits.shape[1]
     if len(rows):

@@ -1,4 +1,4 @@
-"""Which experts a token goes to: a program for each token, its experts by groups in registers."""
+"""Selection of the experts of each token: one program per token, with the scores of all groups in registers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _route_kernel(
     MEMBERS: tl.constexpr,
     TOP_K: tl.constexpr,
 ):
-    """See `quire.kernels.reference.route`; BY_TWO: a group is as good as its two best experts together."""
+    """See `quire.kernels.reference.route`. BY_TWO: the score of a group is the sum of its two best experts."""
     row = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)
     number = group[:, None] * members + member[None, :]
@@ -48,7 +48,7 @@ def _route_kernel(
         choice = scores + tl.load(correction + number, mask=inside, other=0.0)
         choice = tl.where(inside, choice, float("-inf"))
     elif (SCORING == "softmax") & (BY_TWO == 0):
-        choice = x  # which have the order of their softmax, where some that differ may have become equal
+        choice = x  # the same order as the softmax, where different logits may round to equal scores
     number = tl.where(inside, number, experts)
     if GROUPS > 1:
         best = tl.max(choice, axis=1)
@@ -67,7 +67,7 @@ def _route_kernel(
     free = inside
     for rank in range(top_k):
         top = tl.max(tl.where(free, choice, float("-inf")))
-        # No expert is the greatest where a logit is not a number: the token goes nowhere, but memory is not missed.
+        # If a logit is NaN, no expert is the maximum: the result is arbitrary, but the index stays in bounds.
         expert = tl.minimum(tl.min(tl.where(free & (choice == top), number, experts)), experts - 1)
         free = free & (number != expert)
         score = tl.max(tl.where(number == expert, scores, float("-inf")))

@@ -1,15 +1,15 @@
-"""Sampling without sorting the vocabulary: every row in tiles, a program each, and few passes over the logits.
+"""Sampling without sorting the vocabulary: one program per tile of a row, and few passes over the logits.
 
-What the controls leave of a row is all that is at least some bound.
+The sampling parameters keep the logits of a row that are at least some bound.
 
-- The bound of top-k: the k-th greatest of the greatest of many small groups is at most the k-th greatest of all. What
-  reaches it is little more than k logits, which are gathered, and among them all is decided at once.
-- The bound of top-p is not computed: the token of the greatest noisy logit is drawn among what may be left, and if the
-  probability above it shows that it is not, everything from it down is struck out and another is drawn. The first that
-  holds is the greatest of those that are left.
+- Top-k: the k-th largest of the maxima of many small groups is at most the k-th largest of all logits. Few more than k
+  logits reach this bound; they are gathered, and the token is selected among them.
+- Top-p: the bound is not computed. The token with the largest noisy logit is drawn among those that may be kept. If the
+  probability above it shows that top-p excludes it, it and all less likely tokens are excluded and another is drawn.
+  The first token that is accepted has the largest noisy logit of all tokens that top-p keeps.
 
-Tiles are the same whatever is beside a row, and what is of several of them is joined in their order: a draw does not
-depend on the batch. Nothing is read back from the device.
+Tiles do not depend on the other rows, and results of several tiles are combined in order, so a draw does not depend on
+the batch. Nothing is read back from the device.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch import Tensor
 from quire.kernels.reference import GREEDY_BELOW
 
 _TILE, _GROUPS = 4096, 64
-"""Logits of a program, and into how many groups they fall, of which the greatest is kept."""
+"""Logits per program, and the number of groups they are split into to take maxima for top-k."""
 _GATHERED = 64
-"""Of a tile, for top-k, at most; where there are more, the slow way is gone."""
+"""Most logits gathered from a tile for top-k; if there are more, a slower path is taken."""
 _WARPS = 8
 
 
 @triton.jit
 def _mix64(x):
-    """As in `quire.kernels.noise`."""
+    """`quire.kernels.noise._mix64`."""
     x += 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -42,7 +42,7 @@ def _mix64(x):
 
 @triton.jit
 def _key(controls, row):
-    """The key of a row's noise, its two halves as int32."""
+    """The key of a row's noise as two int32 halves."""
     seed = tl.load(controls + 8 * row).to(tl.uint32, bitcast=True).to(tl.uint64)
     seed |= tl.load(controls + 8 * row + 1).to(tl.uint32, bitcast=True).to(tl.uint64) << 32
     position = tl.load(controls + 8 * row + 2).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -58,7 +58,7 @@ def _control(controls, row, place):
 
 @triton.jit
 def _temperature(controls, row, greedy_below):
-    """A row's, and whether there is one; 1 where not."""
+    """A row's temperature (1 if greedy), and whether the row is sampled."""
     temperature = _control(controls, row, 4)
     return tl.where(temperature >= greedy_below, temperature, 1.0), temperature >= greedy_below
 
@@ -79,7 +79,7 @@ def _uniform(ids, low, high):
 
 @triton.jit
 def _log1p(x):
-    """`log(1 + x)` for x from -1 to 0, as exact near 0 as elsewhere (Goldberg 1991, theorem 4)."""
+    """`log(1 + x)` for x from -1 to 0, accurate near 0 (Goldberg 1991, theorem 4)."""
     whole = 1.0 + x
     return tl.where(whole == 1.0, x, tl.log(whole) * (x / tl.where(whole == 1.0, 1.0, whole - 1.0)))
 
@@ -97,13 +97,13 @@ def _tile_of(x_row, tile, width, TILE: tl.constexpr):
 
 @triton.jit
 def _mass(x, greatest, temperature):
-    """The probabilities of logits, the greatest one's taken for 1."""
+    """The probabilities of logits relative to that of the largest one."""
     return tl.exp2((x - greatest) * (1.4426950408889634 / temperature))
 
 
 @triton.jit
 def _ordered(x):
-    """The bits of a float32 as a uint32 of the same order."""
+    """Map the bits of a float32 to a uint32 with the same order."""
     bits = x.to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
@@ -116,7 +116,7 @@ def _from_ordered(bits):
 
 @triton.jit
 def _kth(x, k):
-    """The k-th greatest of `x`, bit by bit; minus infinity where there are fewer."""
+    """The k-th largest of `x`, found bit by bit; minus infinity if there are fewer."""
     keys = _ordered(x)
     known = tl.full([], 0, tl.uint32)
     for step in range(32):
@@ -127,7 +127,7 @@ def _kth(x, k):
 
 @triton.jit
 def _kth_of_row(x_row, bound, width, tiles, k, TILE: tl.constexpr):
-    """The k-th greatest logit that is at least `bound`, or `bound` where there are fewer: its bits, 8 at a time."""
+    """The k-th largest logit that is at least `bound`, found 8 bits at a time; `bound` if there are fewer."""
     digits = tl.arange(0, 256)
     known = tl.full([], 0, tl.uint32)
     left = k
@@ -137,10 +137,10 @@ def _kth_of_row(x_row, bound, width, tiles, k, TILE: tl.constexpr):
         for tile in range(tiles):
             x, ids = _tile_of(x_row, tile, width, TILE)
             key = _ordered(x)
-            # The digits before this one are those that are known; the first has none before it.
+            # Compare the digits before this one, which are known; the first digit has none.
             fits = (key >> shift) >> 8 == (known >> shift) >> 8
             counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=(ids < width) & fits & (x >= bound))
-        reached = tl.cumsum(counts, axis=0, reverse=True)  # logits of this digit or a greater one
+        reached = tl.cumsum(counts, axis=0, reverse=True)  # logits with this digit or a larger one
         digit = tl.max(tl.where(reached >= left, digits, -1), axis=0)
         left = tl.where(digit < 0, 0, left - tl.sum(tl.where(digits > digit, counts, 0), axis=0))  # 0: there are fewer
         known = known | (tl.maximum(digit, 0).to(tl.uint32) << shift)
@@ -160,7 +160,7 @@ def _tiles_kernel(
     TILE: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Of a tile: its greatest logit, where that is, and the probabilities' sum, the greatest's taken for 1."""
+    """Store a tile's largest logit, its index, and the sum of probabilities relative to it."""
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     x, _ids = _tile_of(logits + row * row_stride, tile, width, TILE)
     temperature, _is_drawn = _temperature(controls, row, greedy_below)
@@ -191,9 +191,10 @@ def _begin_kernel(
     TILES: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """A row's facts: its greatest logit, the sum that top-p is a part of, and what the k greatest all reach.
+    """Initialize a row's facts: its largest logit, the sum that top-p refers to, and a lower bound of the k largest.
 
-    Its first state, too: the bound, whether that itself is struck out, whether the token is known, and the token.
+    Also initializes its state: the bound, whether the bound itself is excluded, whether the token is known, and the
+    token.
     """
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, TILES)
@@ -245,7 +246,7 @@ def _gather_kernel(
     TILE: tl.constexpr,
     GATHERED: tl.constexpr,
 ):
-    """The logits of a tile that may be among a row's k greatest, and their ids, rising."""
+    """Gather the logits of a tile that may be among a row's k largest, and their ids, in ascending order."""
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     top_k = tl.load(controls + 8 * row + 7)
     if (tl.load(states + 4 * row + 2) == 0.0) & (top_k > 0) & (top_k < width):
@@ -275,7 +276,7 @@ def _choose_kernel(
     TILES: tl.constexpr,
     GATHERED: tl.constexpr,
 ):
-    """The token of a row with top-k, out of what was gathered; if that is too much, its bound and its sum only."""
+    """Select the token of a row with top-k from the gathered logits; if these are too many, only its bound and sum."""
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(controls + 8 * row + 7)
     if (tl.load(states + 4 * row + 2) == 0.0) & (top_k > 0) & (top_k < width):
@@ -291,7 +292,7 @@ def _choose_kernel(
             x = tl.load(gathered + row * tiles * GATHERED + place, mask=is_in, other=float("-inf"))
             ids = tl.load(places + row * tiles * GATHERED + place, mask=is_in, other=0)
             bound = tl.maximum(bound, _kth(x, top_k))
-            # The sum over the k likeliest: of the last one's equals, only so many as are among them.
+            # The sum over the k most likely tokens: of those tied with the last one, only as many as belong to the k.
             above = tl.sum((x > bound).to(tl.int32), axis=0)
             ties = tl.minimum(tl.sum((is_in & (x == bound)).to(tl.int32), axis=0), top_k - above)
             share = tl.sum(tl.where(x > bound, _mass(x, greatest, temperature), 0.0), axis=0)
@@ -330,10 +331,10 @@ def _choose_kernel(
 
 @triton.jit
 def _draw(x_row, tile, width, bound, strict, temperature, low, high, TILE: tl.constexpr):
-    """The greatest noisy logit of what may be left of a tile, its logit and its id, which is the lowest of equals.
+    """The largest noisy logit of a tile among those that may be kept, its logit and its id; ties go to the lowest id.
 
-    No noise is computed for what cannot be the greatest: it is at most `-log(u)` of its uniform number, and a float's
-    bits are below its logarithm.
+    No noise is computed for logits that cannot win: noise is at most `-log(u)` of the uniform number u, and the bits of
+    a float give a lower bound of its logarithm.
     """
     x, ids = _tile_of(x_row, tile, width, TILE)
     allowed = ((x > bound) | (x == tl.where(strict == 0.0, bound, float("inf")))) & (x > float("-inf"))
@@ -357,7 +358,7 @@ def _draw(x_row, tile, width, bound, strict, temperature, low, high, TILE: tl.co
 
 @triton.jit
 def _drawn(draws, row, tiles, TILES: tl.constexpr):
-    """What was drawn of a row: the noisy logit, the logit and the id; the lowest of equals."""
+    """The draw of a row: noisy logit, logit and id; ties go to the lowest id."""
     number = tl.arange(0, TILES)
     noisy = tl.load(draws + (row * tiles + number) * 3, mask=number < tiles, other=float("-inf"))
     best, first = tl.max(noisy, axis=0, return_indices=True)
@@ -367,7 +368,7 @@ def _drawn(draws, row, tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _after(states, draws, masses, facts, controls, row, tiles, TILES: tl.constexpr):
-    """A row's state after a round: the token stands unless top-p has struck it out."""
+    """A row's state after a round: the token is accepted unless top-p excludes it."""
     bound, strict = tl.load(states + 4 * row), tl.load(states + 4 * row + 1)
     is_known, token = tl.load(states + 4 * row + 2), tl.load(states + 4 * row + 3)
     if is_known == 0.0:
@@ -400,7 +401,7 @@ def _draw_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Draw from a tile, in a round; what the rounds before have come to is found first, by every tile alike."""
+    """Draw from a tile in one round, after computing the state that the previous round left (in every tile)."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, tiles = tl.num_programs(0), tl.num_programs(1)
     states += 4 * rows * round_
@@ -443,7 +444,7 @@ def _weigh_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """What of a tile is likelier than what was drawn in this round, for rows with top-p."""
+    """The probability in a tile above that of this round's draw, for rows with top-p."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, tiles = tl.num_programs(0), tl.num_programs(1)
     if (tl.load(states + 4 * (rows * round_ + row) + 2) == 0.0) & (_control(controls, row, 5) < 1.0):
@@ -472,7 +473,7 @@ def _finish_kernel(
     TILE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """The tokens. A row whose token is not known after all rounds goes on by itself."""
+    """Store the tokens. A row whose token is not known after all rounds continues in this program."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     if DRAWN:
         last = rounds - 1
@@ -513,7 +514,7 @@ def sample(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> Tensor:
     """See `quire.kernels.reference`."""
-    # On the host by numpy: a small operation of torch's takes several times as long.
+    # numpy on the host: a small torch operation takes several times as long.
     temperatures, ks, ps = temperature.numpy(), top_k.numpy(), top_p.numpy()
     drawn = temperatures >= GREEDY_BELOW
     if not drawn.any():
@@ -533,7 +534,7 @@ def sample(
         return torch.empty(shape, device=device)
 
     def launch(kernel: Any, grid: tuple[int, ...], *own: Any, **sizes: Any) -> None:
-        """With what every kernel here takes, before its own."""
+        """Launch a kernel with the arguments that all kernels share, followed by its own."""
         common = (logits, logits.stride(0), controls, GREEDY_BELOW, width)
         kernel[grid](*common, *own, **sizes, TILE=_TILE, num_warps=_WARPS)
 
@@ -545,9 +546,9 @@ def sample(
     launch(_begin_kernel, by_row, tiles, sums, groups, facts, states, **padded, GROUPS=_GROUPS)
     if is_grouped:
         gathered, places = floats(rows, tiles, _GATHERED), torch.empty_like(groups, dtype=torch.int32)
-        found = gathered, places, torch.empty((rows, tiles), dtype=torch.int32, device=device)
-        launch(_gather_kernel, by_tile, facts, states, *found, GATHERED=_GATHERED)
-        launch(_choose_kernel, by_row, tiles, facts, states, *found, **padded, GATHERED=_GATHERED)
+        candidates = gathered, places, torch.empty((rows, tiles), dtype=torch.int32, device=device)
+        launch(_gather_kernel, by_tile, facts, states, *candidates, GATHERED=_GATHERED)
+        launch(_choose_kernel, by_row, tiles, facts, states, *candidates, **padded, GATHERED=_GATHERED)
     of_rounds = facts, states, draws, masses
     for number in range(rounds):
         launch(_draw_kernel, by_tile, *of_rounds, number, FIRST=number == 0, **padded)
@@ -568,9 +569,9 @@ def _controls(
     width: int,
     device: torch.device,
 ) -> Tensor:
-    """What `sample` takes of each row, on the device in one copy: int32 `[rows, 8]`.
+    """Copy the parameters of all rows to the device at once, as int32 `[rows, 8]`.
 
-    Seed and position are two numbers each, low half first; temperature, top-p and min-p are the bits of float32.
+    Seed and position take two elements each, low half first; temperature, top-p and min-p are the bits of float32.
     """
     host = torch.empty((len(seeds), 8), dtype=torch.int32, pin_memory=device.type == "cuda")
     packed = host.numpy()
@@ -582,5 +583,5 @@ def _controls(
 
 
 def _rounds(top_p: float) -> int:
-    """In how many rounds nearly all rows have their token: one fails n times with about `(1 - top_p)^n / n!`."""
+    """Rounds after which nearly all rows have a token: the probability of n failures is about `(1 - top_p)^n / n!`."""
     return 1 if top_p >= 1.0 else 3 if top_p > 0.8 else 5

@@ -88,7 +88,7 @@ def test_a_wrong_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cpu, "rms_norm", lambda *_: 1 / 0)
     wrong = {record.what: record.detail for record in found(checks.check, tmp_path)[1]}
     assert len(wrong) == 6  # in three types
-    assert "of what is allowed" in wrong["cpu act_mul, float16"]
+    assert "of the tolerance" in wrong["cpu act_mul, float16"]
     assert "ZeroDivisionError: division by zero" in wrong["cpu rms_norm, bfloat16"]
 
 
@@ -143,7 +143,7 @@ def test_other_tokens_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     generate = tokens.checkpoints.generate
     monkeypatch.setattr(tokens.checkpoints, "generate", lambda *args: [[*one[:2], -1, -1] for one in generate(*args)])
     _, wrong = found(tokens.check, tmp_path)
-    assert "2 differ, that of 1 tokens from its token 2 on" in wrong[0].detail
+    assert "2 differ, the one of 1 tokens from its token 2 on" in wrong[0].detail
 
 
 def test_kernels_have_rows_beside_their_floors(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_a_part_that_breaks_takes_no_other_along(broken: Any, tmp_path: Path) ->
 
     outcome = parts.run(part, lab, 60, give_up)
     assert time.monotonic() - begun < 60
-    assert outcome.error.startswith("ended after its 60 s")
+    assert outcome.error.startswith("terminated after 60 s")
     assert [record.text for record in heard] == ["it begins"]
 
     outcomes = broken.Run(lab, ["crash", "fail", "work"], 300)()
@@ -287,7 +287,7 @@ def test_a_part_without_time_left_is_not_begun(broken: Any, tmp_path: Path) -> N
     lab = make_lab(tmp_path)
     lab.tiny = False
     (outcome,) = broken.Run(lab, ["work"], 0)()
-    assert outcome.error == "not begun: it takes 1 s, 0 s were left (--budget)"
+    assert outcome.error == "not started: it needs 1 s, 0 s left (--budget)"
 
 
 def test_a_part_that_is_asked_for_by_name_has_time_of_its_own(
@@ -363,7 +363,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (row["key"], row["reached"], row["aim"]) == ("sampler", None, "≤ 300 µs")
     refused = subprocess.run([*command[:1], "--device", "cpu"], env=environment, capture_output=True, text=True)
     assert refused.returncode == 2
-    assert "--device cpu goes with --tiny" in refused.stderr
+    assert "--device cpu needs --tiny" in refused.stderr
 
 
 @pytest.mark.slow

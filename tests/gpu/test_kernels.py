@@ -172,7 +172,7 @@ def test_flashinfer(
     if importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer is not installed: pip install 'quire[flashinfer]'")
     found = FlashInfer(device)
-    if lack := found.lacks(kind, dtype, dtype):
+    if lack := found.unsupported(kind, dtype, dtype):
         with pytest.raises(backends.BackendUnavailable, match=lack):
             backends.choose(
                 torch.device("cuda"),

@@ -29,5 +29,5 @@ def test_what_others_may_write_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(build, "_key", lambda compiler: "key")
     (tmp_path / "key").mkdir()
     (tmp_path / "key").chmod(0o777)
-    with pytest.raises(build.CannotBuild, match="can be written by others; QUIRE_KERNEL_CACHE names another"):
+    with pytest.raises(build.CannotBuild, match="can be written by others; set QUIRE_KERNEL_CACHE to another"):
         build.load()

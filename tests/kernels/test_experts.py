@@ -266,13 +266,13 @@ def test_quantized_experts(quantization: kernels.Quantization, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("size", "hidden"), [(16, 32), (20, 70), (48, 128)])
-def test_int8_panels_are_the_int8_linears(size: int, hidden: int, dtype: torch.dtype) -> None:
+def test_int8_tiles_are_the_int8_linears(size: int, hidden: int, dtype: torch.dtype) -> None:
     """To rounding: an inner feature may fall on the next step where it lies between two."""
     x, (weights, ids) = torch.randn(15, hidden).to(dtype), routed(15, 5, 2)
     gate_up, down, *_ = random_experts(5, size, hidden)
-    panels = experts.TiledExperts(gate_up, down, "silu", None, None, is_int8=True)
+    tiles = experts.TiledExperts(gate_up, down, "silu", None, None, is_int8=True)
     one_by_one = by_expert(linear.Int8Linear, gate_up, down)
-    close(panels(x, weights, ids), one_by_one(x, weights, ids).double(), 1e-2)
+    close(tiles(x, weights, ids), one_by_one(x, weights, ids).double(), 1e-2)
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])

@@ -108,7 +108,7 @@ def test_what_it_lacks_is_left_to_others() -> None:
     bounds = HostRows(host.counts, host.lengths + 100)  # a CUDA graph's
     case.run(lambda *args, **options: kernels.paged_attention(*args, host=bounds, **options))
     assert not fake.plans
-    for backend.serves_prompts, plans in ((False, []), (True, ["prompts"])):
+    for backend.handles_prefill, plans in ((False, []), (True, ["prompts"])):
         case.run(with_host)
         assert fake.plans == plans
 
@@ -183,12 +183,12 @@ def choose(needs: AttentionNeeds, dtype: torch.dtype = torch.float16, problem: s
 @pytest.mark.parametrize(
     ("times", "serves", "said"),
     [
-        ((1, 2, 4, 3), (True, False), "prompts by flashinfer (flashinfer 1.000 ms, triton 2.000 ms), decodes by tri"),
-        ((2, 1, 3, 4), (False, True), "decodes by flashinfer (flashinfer 3.000 ms, triton 4.000 ms)"),
-        ((2, 1, 4, 3), None, "prompts by triton (flashinfer 2.000 ms, triton 1.000 ms), decodes by triton"),
+        ((1, 2, 4, 3), (True, False), "prefill by flashinfer (flashinfer 1.000 ms, triton 2.000 ms), decode by tri"),
+        ((2, 1, 3, 4), (False, True), "decode by flashinfer (flashinfer 3.000 ms, triton 4.000 ms)"),
+        ((2, 1, 4, 3), None, "prefill by triton (flashinfer 2.000 ms, triton 1.000 ms), decode by triton"),
     ],
 )
-def test_the_faster_serves_prompts_and_decodes_by_themselves(
+def test_prefill_and_decode_each_take_the_faster_backend(
     times: tuple[int, ...],
     serves: tuple[bool, bool] | None,
     said: str,
@@ -199,19 +199,21 @@ def test_the_faster_serves_prompts_and_decodes_by_themselves(
     taken = iter(times)
     monkeypatch.setattr(backends, "_seconds", lambda *_: next(taken) / 1000)
     found = choose(NEEDS)
-    assert (found and (found.serves_prompts, found.serves_decodes)) == serves
+    assert (found and (found.handles_prefill, found.handles_decode)) == serves
     assert said in caplog.text
     assert len(caplog.records) == 1
 
 
-def test_a_backend_that_is_named_serves_what_it_can_and_the_log_says_what_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_requested_backend_is_used_where_supported_and_the_log_names_the_rest(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level(logging.INFO)
     layers = (LAYER, AttentionLayer(4, 2, 64, 0.1, window=9, has_sinks=True), AttentionLayer(4, 2, 80, 0.1))
     found = choose(AttentionNeeds(layers, 16, torch.float16, "flashinfer"))
     assert found is not None
-    assert found.serves_prompts
-    assert found.serves_decodes
-    assert "as asked; triton serves what flashinfer does not: heads of 80, sinks" in caplog.text
+    assert found.handles_prefill
+    assert found.handles_decode
+    assert "as requested; triton for what flashinfer does not support: heads of 80, sinks" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -223,13 +225,11 @@ def test_a_backend_that_is_named_serves_what_it_can_and_the_log_says_what_not(ca
         (LAYER, (torch.bfloat16, torch.int8), "a cache of int8"),
     ],
 )
-def test_a_named_backend_that_can_serve_no_layer_is_refused(
+def test_a_requested_backend_that_supports_no_layer_is_refused(
     layer: AttentionLayer, dtypes: tuple[torch.dtype, torch.dtype], reason: str
 ) -> None:
     needs = AttentionNeeds((layer,), 16, dtypes[1], "flashinfer")
-    with pytest.raises(
-        BackendUnavailable, match=f"--attention-backend flashinfer: it does not serve {reason}; take triton"
-    ):
+    with pytest.raises(BackendUnavailable, match=f"--attention-backend flashinfer: {reason} not supported; use triton"):
         backends.choose(CUDA, dtypes[0], needs, reference.paged_attention)
 
 
@@ -242,14 +242,12 @@ def test_a_backend_that_computes_something_else_is_not_used(
         return compute(self, q, paged_kv_cache, out).add_(0.1)
 
     monkeypatch.setattr(fake._Planned, "compute", wrong)
-    with pytest.raises(
-        ours.FlashInferWrong, match="it fails its self-check: AssertionError: Tensor-likes are not close"
-    ):
+    with pytest.raises(ours.FlashInferWrong, match="self-check failed: AssertionError: Tensor-likes are not close"):
         choose(NEEDS)
     tried = backends._with_flashinfer
     monkeypatch.setattr(backends, "_with_flashinfer", lambda device, *rest: tried(CPU, *rest))
     assert backends.choose(CUDA, torch.float16, NEEDS, reference.paged_attention) is None
-    assert "attention on cuda: by triton (flashinfer is not used: it fails its self-check" in caplog.text
+    assert "attention on cuda: triton (flashinfer is not used: self-check failed" in caplog.text
     assert caplog.records[0].levelno == logging.WARNING
 
 
@@ -264,11 +262,11 @@ def test_a_backend_that_fails_at_the_sizes_that_are_timed_is_not_used(
         return compute(self, q, paged_kv_cache, out)
 
     monkeypatch.setattr(fake._Planned, "compute", fails)
-    with pytest.raises(ours.FlashInferWrong, match="it cannot be timed: RuntimeError: no such kernel"):
+    with pytest.raises(ours.FlashInferWrong, match="timing failed: RuntimeError: no such kernel"):
         choose(NEEDS)
     monkeypatch.setattr(FlashInfer, "_plan", lambda *_: None)
     monkeypatch.setattr(FlashInfer, "compare", lambda *_: "")
-    with pytest.raises(ours.FlashInferWrong, match="it cannot be timed: AssertionError: it declines the call"):
+    with pytest.raises(ours.FlashInferWrong, match="timing failed: AssertionError: it declines the call"):
         choose(NEEDS)
 
 
@@ -276,11 +274,9 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: py
     caplog.set_level(logging.INFO)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert backends.choose(CUDA, torch.float16, NEEDS, reference.paged_attention) is None
-    assert "attention on cuda: by triton (flashinfer is not used: it cannot be imported" in caplog.text
+    assert "attention on cuda: triton (flashinfer is not used: cannot be imported" in caplog.text
     named = AttentionNeeds((LAYER,), 16, torch.float16, "flashinfer")
-    with pytest.raises(
-        BackendUnavailable, match=r"pip install 'quire\[flashinfer\]'; take triton, or leave the flag out"
-    ):
+    with pytest.raises(BackendUnavailable, match=r"pip install 'quire\[flashinfer\]'; use triton or omit the flag"):
         backends.choose(CUDA, torch.float16, named, reference.paged_attention)
 
 
@@ -288,10 +284,8 @@ def test_triton_by_name_must_work(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     named = AttentionNeeds((LAYER,), backend="triton")
     assert backends.choose(CUDA, torch.float16, named, reference.paged_attention) is None
-    assert "attention on cuda: by triton, as asked" in caplog.text
-    with pytest.raises(
-        BackendUnavailable, match="its kernel does not work on cuda: wrong PTX; take auto, or reference"
-    ):
+    assert "attention on cuda: triton, as requested" in caplog.text
+    with pytest.raises(BackendUnavailable, match="the kernel does not work on cuda: wrong PTX; use auto or reference"):
         backends.choose(CUDA, torch.float16, named, reference.paged_attention, "wrong PTX")
 
 
@@ -313,7 +307,7 @@ def test_prepare_chooses_for_the_cpu_and_raises_where_one_waits(monkeypatch: pyt
     assert not backends.CHOSEN
     ready = kernels.prepare("cpu", torch.float32, AttentionNeeds(backend="triton"))
     with pytest.raises(
-        BackendUnavailable, match="--attention-backend triton needs a GPU; leave it out, or take reference"
+        BackendUnavailable, match="--attention-backend triton needs a GPU; omit the flag or use reference"
     ):
         ready()
 

@@ -144,16 +144,16 @@ def test_compiled_packing_is_the_references(outs: int, ins: int, gated: bool, da
         st.sampled_from([(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2), (torch.uint8, 1)])
     )
     weight = torch.randint(0, 256, (outs * (1 + gated), ins)).to(dtype)
-    assert torch.equal(linear._panels(weight, per_word, gated), packed.panels(weight, per_word, gated))
+    assert torch.equal(linear._pack_tiles(weight, per_word, gated), packed.pack_tiles(weight, per_word, gated))
 
 
 @settings(max_examples=60, deadline=None)
 @given(outs=st.integers(1, 70), ins=st.integers(1, 90), gated=st.booleans(), data=st.data())
-def test_compiled_panels_of_bytes_are_the_references(outs: int, ins: int, gated: bool, data: st.DataObject) -> None:
+def test_compiled_int8_tiles_are_the_references(outs: int, ins: int, gated: bool, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     weight = torch.randn(outs * (1 + gated), ins, generator=torch.Generator().manual_seed(outs * ins)).to(dtype)
     weight[outs // 2] = 0
-    for one, other in zip(linear.int8_panels(weight, gated), packed.int8_panels(weight, gated), strict=True):
+    for one, other in zip(linear.pack_int8_tiles(weight, gated), packed.pack_int8_tiles(weight, gated), strict=True):
         assert torch.equal(one, other)
 
 
@@ -162,9 +162,9 @@ def test_compiled_packing_refuses_what_it_cannot_lay_out(implementation: str) ->
         pytest.skip("a property of the compiled kernels")
     weight = torch.zeros(5, 8, dtype=torch.uint8)
     for per_word in (0, 2, 4, 9):
-        with pytest.raises(RuntimeError, match=f"no panels of Byte, {per_word} to a word"):
-            linear._panels(weight, per_word)
-    for pack in (linear._panels, linear.int8_panels):
+        with pytest.raises(RuntimeError, match=f"no tiles of Byte, {per_word} to a word"):
+            linear._pack_tiles(weight, per_word)
+    for pack in (linear._pack_tiles, linear.pack_int8_tiles):
         with pytest.raises(RuntimeError, match="as many ups as gates, got 5"):
             pack(weight.float(), gated=True)
 

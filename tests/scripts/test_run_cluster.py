@@ -144,10 +144,10 @@ def test_it_ends_with_its_container(script: Script) -> None:
 def test_what_is_wrong_is_one_line(script: Script) -> None:
     home = str(script.hf_home)
     assert "usage:" in script.refusal("quire:1", "10.0.0.1", "--head")
-    assert "--head or --worker is expected, not -head" in script.refusal("quire:1", "10.0.0.1", "-head", home)
+    assert "expected --head or --worker, got -head" in script.refusal("quire:1", "10.0.0.1", "-head", home)
     assert "/nowhere (HF_HOME)" in script.refusal("quire:1", "10.0.0.1", "--head", "/nowhere")
     other = script.refusal("quire:1", "10.0.0.1", "--head", home, QUIRE_HOST_IP="10.0.0.9")
-    assert "QUIRE_HOST_IP is 10.0.0.9 on the head, whose address is to be HEAD_IP, 10.0.0.1" in other
+    assert "QUIRE_HOST_IP is 10.0.0.9 on the head; it must be HEAD_IP, 10.0.0.1" in other
     assert "needs RAY_AUTH_TOKEN" in script.refusal("quire:1", "10.0.0.1", "--head", home, RAY_AUTH_MODE="token")
     script.tool("ip", "#!/bin/sh\nexit 2\n")
     assert "no interface reaches 10.0.0.1" in script.refusal("quire:1", "10.0.0.1", "--worker", home)

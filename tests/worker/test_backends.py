@@ -109,7 +109,7 @@ def test_a_gpu_that_cannot_read_the_cache_is_refused(monkeypatch: pytest.MonkeyP
         needs = backends.AttentionNeeds(cache_dtype=cache, backend=backend)
         return backends.choose(gpu, dtype, needs, reference.paged_attention)
 
-    refusal = r"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more, and cuda:3 has 8.6; use"
+    refusal = r"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or higher; cuda:3 has 8.6. Use"
     with pytest.raises(backends.BackendUnavailable, match=refusal):
         choose(torch.float8_e4m3fn, "auto")
     assert choose(torch.float8_e4m3fn, "reference") is not None

@@ -413,7 +413,7 @@ def test_cpus_tape_the_products_of_onednn(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As processors without AVX2, and those with AMX, do most of their work by."""
-    monkeypatch.setattr(linear, "_is_ours", lambda kind: False)
+    monkeypatch.setattr(linear, "_has_own_kernel", lambda kind: False)
     eager, taped = (driver(config_of(folders("Llama"), *sizes, **options)) for sizes in ((), range(1, 9)))
     with caplog.at_level(logging.INFO):
         assert crowds(taped) == crowds(eager)

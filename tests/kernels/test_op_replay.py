@@ -1,4 +1,4 @@
-"""Tapes of operations: what a replay reads again, makes anew and lets go of, and what cannot be kept."""
+"""Op replay: what a replay reads again, recomputes and frees, and what cannot be recorded."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ def with_constants(x: Tensor, weight: Tensor) -> Tensor:
 def test_a_replay_does_the_same_with_other_numbers(work: Work) -> None:
     x, weight, out = torch.randn(4, 4), torch.randn(4, 4), torch.zeros(4, 4)
     with torch.inference_mode():
-        with OpReplay() as tape:
+        with OpReplay() as ops:
             out.copy_(work(x, weight))
-        assert not tape.reason
+        assert not ops.reason
         for _ in range(3):
             x.normal_()
             weight.normal_()
             expected = work(x.clone(), weight.clone())
-            tape.replay()
+            ops.replay()
             assert torch.equal(out, expected)
 
 
@@ -97,12 +97,12 @@ def test_other_tensors_may_come_to_lie_where_values_were() -> None:
         out.copy_(value)
 
     with torch.inference_mode():
-        with OpReplay() as tape:
+        with OpReplay() as ops:
             work()
         for number in range(20):
             x.fill_(number)
             others = [torch.full_like(x, -1.0) for _ in range(number)]
-            tape.replay()
+            ops.replay()
             assert out.eq(number + 51).all()
             del others
 
@@ -110,12 +110,12 @@ def test_other_tensors_may_come_to_lie_where_values_were() -> None:
 def test_a_replay_lets_go_of_all_that_it_makes() -> None:
     x, out = torch.zeros(1 << 10), torch.zeros(1 << 10)
     with torch.inference_mode():
-        with OpReplay() as tape:
+        with OpReplay() as ops:
             value = x + 1
             out.copy_(torch.cat((value[: 1 << 9], value[1 << 9 :])) + 1)
             del value
         with torch.profiler.profile(profile_memory=True) as profile:
-            tape.replay()
+            ops.replay()
     changes = [event.self_cpu_memory_usage for event in profile.key_averages()]
     assert max(changes) > x.nbytes // 2
     assert sum(changes) == 0
@@ -125,16 +125,16 @@ def test_a_replay_lets_go_of_all_that_it_makes() -> None:
 def test_a_replay_that_fails_lets_go_too() -> None:
     x, rows, out = torch.zeros(1 << 10), torch.zeros(8, dtype=torch.int64), torch.zeros(8)
     with torch.inference_mode():
-        with OpReplay() as tape:
+        with OpReplay() as ops:
             out.copy_((x + 1).index_select(0, rows))
         rows.fill_(len(x))
         with torch.profiler.profile(profile_memory=True) as profile, pytest.raises(IndexError, match="out of range"):
-            tape.replay()
+            ops.replay()
         changes = [event.self_cpu_memory_usage for event in profile.key_averages()]
         assert max(changes) > x.nbytes // 2
         assert sum(changes) == 0
         rows.zero_()
-        tape.replay()
+        ops.replay()
     assert out.eq(1).all()
 
 
@@ -142,13 +142,13 @@ def test_ranks_meet_in_a_replay() -> None:
     memory, out = torch.zeros(shared.segment_bytes(1), dtype=torch.uint8), torch.zeros(8)
     x = torch.randn(8)
     with torch.inference_mode():
-        with OpReplay() as tape:
+        with OpReplay() as ops:
             value = x * 2
             shared.all_reduce(memory, 0, 1, 10.0, value)
             out.copy_(shared.all_gather(memory, 0, 1, 10.0, value))
-        assert not tape.reason
+        assert not ops.reason
         x.normal_()
-        tape.replay()
+        ops.replay()
     assert torch.equal(out, x * 2)
 
 
@@ -184,35 +184,35 @@ def failing(x: Tensor) -> None:
 )
 def test_what_would_not_be_the_same_again_is_not_kept(work: Callable[[Tensor], Any], operation: str) -> None:
     with torch.inference_mode():
-        with OpReplay() as tape:
+        with OpReplay() as ops:
             work(torch.randn(8))
-        assert operation in tape.reason
-        with pytest.raises(RuntimeError, match="this tape cannot be replayed"):
-            tape.replay()
+        assert operation in ops.reason
+        with pytest.raises(RuntimeError, match="these operations cannot be replayed"):
+            ops.replay()
 
 
 def test_collectives_of_torch_are_not_kept(tmp_path: Path) -> None:
     """Python waits for them."""
     torch.distributed.init_process_group("gloo", (tmp_path / "meet").as_uri(), rank=0, world_size=1)
     try:
-        with torch.inference_mode(), OpReplay() as tape:
+        with torch.inference_mode(), OpReplay() as ops:
             torch.distributed.all_reduce(torch.ones(4))
     finally:
         torch.distributed.destroy_process_group()
-    assert "allreduce" in tape.reason
+    assert "allreduce" in ops.reason
 
 
-def test_an_error_comes_out_and_the_next_tape_is_another() -> None:
+def test_an_error_comes_out_and_the_next_replay_is_another() -> None:
     x = torch.randn(3, 3)
     with torch.inference_mode():
         with pytest.raises(RuntimeError, match="shapes"), OpReplay():
             x @ torch.randn(4, 4)
-        with OpReplay() as tape:
+        with OpReplay() as ops:
             x.add_(1.0)
         before = x.clone()
-        tape.replay()
+        ops.replay()
         assert torch.equal(x, before + 1)
-        with pytest.raises(RuntimeError, match="one at a time"), OpReplay(), OpReplay():
+        with pytest.raises(RuntimeError, match="one OpReplay at a time"), OpReplay(), OpReplay():
             pass
         with OpReplay() as after:
             x.add_(1.0)

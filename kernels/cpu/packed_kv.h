@@ -1,7 +1,7 @@
-// What attention computes with: keys and values as words of 32 bits, their products, and squares of them transposed.
+// Packed KV: keys and values as words of 32 bits, their products, and transposition of square blocks.
 //
-// A word is a number; or two of bfloat16, where the cache has these and the processor multiplies them in pairs: two
-// features of a key, two keys of a feature. Queries and weights are then rounded to bfloat16 too; sums are float32.
+// A word is one float32 or, if the cache is bfloat16 and the processor multiplies bfloat16 pairs, two bfloat16: two
+// features of a key, or two keys of a feature. Queries and weights are then rounded to bfloat16 too; sums are float32.
 
 #pragma once
 
@@ -13,16 +13,16 @@
 namespace quire {
 
 constexpr int kBlockRows = 6;
-constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;  // with kBlockRows: the sums fill three quarters of the registers
+constexpr int kBlockVectors = kLanes == 16 ? 4 : 2;  // with kBlockRows, sums fill three quarters of the registers
 
-// Words that are numbers.
+// Words of one float32.
 struct Numbers {
   static constexpr int kPerWord = 1;
 
-  // Words from `i` on of a row of the cache.
+  // Loads words from `i` on of a row of the cache.
   static Floats load(const auto& row, int64_t i, auto n) { return row.load(i, n); }
 
-  // Words of features from `d` on, of one key's row.
+  // Loads words of features from `d` on, of one key's row.
   static Floats join(const auto* row, int64_t d, auto n) { return row->load(d, n); }
 
   static Floats add(Floats sum, Floats words, float word) { return sum + words * word; }
@@ -31,22 +31,22 @@ struct Numbers {
 };
 
 #ifdef __AVX512BF16__
-// Words that are pairs of bfloat16: for heads of whole vectors of them.
+// Words of two bfloat16, for heads that are a whole number of vectors.
 struct Pairs {
   static constexpr int kPerWord = 2;
   using Row = KvRow<at::BFloat16>;
 
   static Floats load(const Row& row, int64_t i, auto) { return read<Floats>(row.at + 2 * i); }
 
-  // Of the features of two keys' rows.
+  // Interleaves the features of two keys' rows.
   static Floats join(const Row* rows, int64_t d, auto) {
     const __m512i first = _mm512_castsi256_si512(read<__m256i>(rows[0].at + d));
     const __m512i both = _mm512_inserti64x4(first, read<__m256i>(rows[1].at + d), 1);
-    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(in_turns(), both));
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(interleaved(), both));
   }
 
-  // The halves of a vector, number by number.
-  static __m512i in_turns() {
+  // The permutation that interleaves the halves of a vector.
+  static __m512i interleaved() {
     const __m512i numbers = std::bit_cast<__m512i>(lane_numbers());
     return _mm512_or_si512(numbers, _mm512_slli_epi32(_mm512_add_epi32(numbers, _mm512_set1_epi32(kLanes)), 16));
   }
@@ -55,7 +55,7 @@ struct Pairs {
     return _mm512_dpbf16_ps(sum, std::bit_cast<__m512bh>(words), std::bit_cast<__m512bh>(_mm512_set1_ps(word)));
   }
 
-  // `count` numbers become half as many words, which may take their place.
+  // Packs `count` numbers into half as many words, possibly in place.
   static void pack(const float* x, int64_t count, float* words) {
     for (int64_t i = 0; i < count; i += kLanes) {
       const __m256bh halves = _mm512_cvtneps_pbh(quire::load(x + i));
@@ -65,7 +65,7 @@ struct Pairs {
 };
 #endif
 
-// `c = a b`, or `c · factors + a b` where there are factors: M rows, N vectors of columns, `depth` words deep.
+// `c = a b`, or `c = c · factors + a b` with factors: M rows, N vectors of columns, `depth` words deep.
 template <typename Form, int M, int N>
 void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* c, int64_t c_stride,
               int64_t depth, const float* factors) {
@@ -110,22 +110,22 @@ void multiply(int64_t rows, int64_t columns, const float* a, int64_t a_stride, c
   }
 }
 
-constexpr int kPart = 4;  // numbers of 128 bits, which the cheapest shuffles keep together
+constexpr int kPart = 4;  // numbers in 128 bits, within which shuffles are cheapest
 
-// Of each part of `a` and `b`, the first (or, with 2 for H, the last) numbers in turns; `Size` numbers stay together.
+// Interleaves the first (with H = 2, the last) numbers of each part of `a` and `b`, in runs of `Size` numbers.
 template <int Size, int H, int... I>
 inline Floats zip(Floats a, Floats b, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(a, b, (I / kPart * kPart + H + I % Size + I % kPart / (2 * Size) * Size +
                                         (I / Size % 2 ? kLanes : 0))...);
 }
 
-// Every other part of `a`, then of `b`, from part number H on.
+// Every other part of `a`, then of `b`, starting with part H.
 template <int H, int... I>
-inline Floats deal(Floats a, Floats b, std::integer_sequence<int, I...>) {
+inline Floats unzip(Floats a, Floats b, std::integer_sequence<int, I...>) {
   return __builtin_shufflevector(a, b, (2 * (I / kPart) * kPart + H * kPart + I % kPart)...);
 }
 
-// The square whose rows `row` gives, transposed in registers: squares of a part's width first, then the parts.
+// Transposes the square block whose rows `row` returns, in registers: first squares of a part's width, then the parts.
 template <typename GetRow>
 inline void transpose(GetRow row, Floats (&block)[kLanes]) {
   constexpr auto lanes = std::make_integer_sequence<int, kLanes>();
@@ -142,14 +142,14 @@ inline void transpose(GetRow row, Floats (&block)[kLanes]) {
   for (int i = 0; i < kPart; ++i) {
     if constexpr (kParts == 2) {
       const Floats a = block[i], b = block[i + kPart];
-      block[i] = deal<0>(a, b, lanes), block[i + kPart] = deal<1>(a, b, lanes);
+      block[i] = unzip<0>(a, b, lanes), block[i + kPart] = unzip<1>(a, b, lanes);
     }
     if constexpr (kParts == 4) {
       const Floats a = block[i], b = block[i + kPart], c = block[i + 2 * kPart], d = block[i + 3 * kPart];
-      const Floats ab = deal<0>(a, b, lanes), cd = deal<0>(c, d, lanes);
-      block[i] = deal<0>(ab, cd, lanes), block[i + 2 * kPart] = deal<1>(ab, cd, lanes);
-      const Floats odd_ab = deal<1>(a, b, lanes), odd_cd = deal<1>(c, d, lanes);
-      block[i + kPart] = deal<0>(odd_ab, odd_cd, lanes), block[i + 3 * kPart] = deal<1>(odd_ab, odd_cd, lanes);
+      const Floats ab = unzip<0>(a, b, lanes), cd = unzip<0>(c, d, lanes);
+      block[i] = unzip<0>(ab, cd, lanes), block[i + 2 * kPart] = unzip<1>(ab, cd, lanes);
+      const Floats odd_ab = unzip<1>(a, b, lanes), odd_cd = unzip<1>(c, d, lanes);
+      block[i + kPart] = unzip<0>(odd_ab, odd_cd, lanes), block[i + 3 * kPart] = unzip<1>(odd_ab, odd_cd, lanes);
     }
   }
 }
