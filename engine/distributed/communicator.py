@@ -16,7 +16,7 @@ class Parallel:
     size: int = 1
 
     @property
-    def is_replayed(self) -> bool:
+    def supports_op_replay(self) -> bool:
         """Whether a CPU's collectives are operations on tensors and nothing else, which a tape keeps."""
         return self.size == 1
 
@@ -46,7 +46,7 @@ class GroupParallel(Parallel):
         try:
             dist.all_reduce(x, group=self._group)
         except RuntimeError as error:
-            raise watchdog.failed("all_reduce", x, self._group, error) from error
+            raise watchdog.collective_error("all_reduce", x, self._group, error) from error
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -54,14 +54,14 @@ class GroupParallel(Parallel):
         try:
             dist.all_gather(parts, x.contiguous(), group=self._group)
         except RuntimeError as error:
-            raise watchdog.failed("all_gather", x, self._group, error) from error
+            raise watchdog.collective_error("all_gather", x, self._group, error) from error
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         try:
             dist.broadcast(x, group=self._group, group_src=0)
         except RuntimeError as error:
-            raise watchdog.failed("broadcast", x, self._group, error) from error
+            raise watchdog.collective_error("broadcast", x, self._group, error) from error
         return x
 
 

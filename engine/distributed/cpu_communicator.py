@@ -32,7 +32,7 @@ class CpuParallel(GroupParallel):
         """The segment that the ranks share, `[bytes]`; without it gloo serves."""
 
     @property
-    def is_replayed(self) -> bool:
+    def supports_op_replay(self) -> bool:
         return self.memory is not None
 
     def finalize(self) -> None:
@@ -41,20 +41,20 @@ class CpuParallel(GroupParallel):
         length = shared.segment_bytes(self.size)
         fd = _create(length) if self.rank == 0 and shared.available() else -1
         try:
-            everyone = self._exchange((symmetric_memory.host(), os.getpid(), fd, shared.available()))
-            hosts = {host for host, *_ in everyone}
+            gathered = self._all_gather_object((symmetric_memory.host(), os.getpid(), fd, shared.available()))
+            hosts = {host for host, *_ in gathered}
             reason, memory = "", None
             if len(hosts) > 1 or None in hosts:
                 reason = "the ranks are not all on one host"
-            elif not all(available for *_, available in everyone):
+            elif not all(available for *_, available in gathered):
                 reason = "not every rank has the compiled kernels"
             else:
-                _, owner, number, _ = everyone[0]
+                _, owner, number, _ = gathered[0]
                 try:
                     memory = _map(Path(f"/proc/{owner}/fd/{number}"), length)
                 except OSError as error:
                     reason = f"rank {self.rank} cannot map the memory: {error}"
-            reason = next(filter(None, self._exchange(reason)), "")
+            reason = next(filter(None, self._all_gather_object(reason)), "")
         finally:
             if fd >= 0:
                 os.close(fd)
@@ -63,10 +63,10 @@ class CpuParallel(GroupParallel):
             say = logger.warning if reason else logger.debug
             say("collectives of a stage: %s", f"gloo, since {reason}" if reason else "shared memory")
 
-    def _exchange(self, mine: T) -> list[T]:
-        everyone: list[T] = [mine] * self.size
-        dist.all_gather_object(everyone, mine, self._group)
-        return everyone
+    def _all_gather_object(self, own: T) -> list[T]:
+        gathered: list[T] = [own] * self.size
+        dist.all_gather_object(gathered, own, self._group)
+        return gathered
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.memory is None or x.dtype not in shared.SUMMED:

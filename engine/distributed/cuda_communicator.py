@@ -15,18 +15,18 @@ from torch import Tensor
 
 from quire.engine.distributed import symmetric_memory, watchdog
 from quire.engine.distributed.communicator import GroupParallel
-from quire.engine.distributed.symmetric_memory import MOST_BYTES, UNIT, AllReduceAlgorithm
+from quire.engine.distributed.symmetric_memory import MAX_BYTES, UNIT, AllReduceAlgorithm
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SIZES = tuple(1 << power for power in range(12, MOST_BYTES.bit_length()))
+SIZES = tuple(1 << power for power in range(12, MAX_BYTES.bit_length()))
 """Bytes of the sums that are measured; one between two of them goes the way of the larger."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_CHECKED = (UNIT, 48 * UNIT, 1 << 16, (1 << 20) - UNIT, MOST_BYTES)
+_CHECKED = (UNIT, 48 * UNIT, 1 << 16, (1 << 20) - UNIT, MAX_BYTES)
 _CHECK_SECONDS = 60.0
-_GAIN = 0.95
+_MAX_TIME_RATIO = 0.95
 """A way is taken where it needs at most so much of NCCL's time."""
 
 
@@ -54,13 +54,13 @@ class CudaParallel(GroupParallel):
         try:
             dist.all_gather_into_tensor(parts.view(-1), x.reshape(-1), group=self._group)
         except RuntimeError as error:
-            raise watchdog.failed("all_gather", x, self._group, error) from error
+            raise watchdog.collective_error("all_gather", x, self._group, error) from error
         return parts.movedim(0, -2).flatten(-2)
 
     def algorithm(self, dtype: torch.dtype, length: int) -> AllReduceAlgorithm | None:
         """How a sum of so many bytes is made; None: by NCCL."""
         algorithms = self.table.get(dtype)
-        if algorithms is None or not 0 < length <= MOST_BYTES or length % UNIT:
+        if algorithms is None or not 0 < length <= MAX_BYTES or length % UNIT:
             return None
         return algorithms[max(0, (length - 1).bit_length() - SIZES[0].bit_length() + 1)]
 
@@ -70,7 +70,7 @@ class CudaParallel(GroupParallel):
             return
         algorithms, reason = self._algorithms()
         if not reason:
-            right = self._right(algorithms)
+            right = self._correct_algorithms(algorithms)
             self.table = self._tables(right)
             reason = (
                 ""
@@ -81,28 +81,30 @@ class CudaParallel(GroupParallel):
             logger.warning("sums of a stage: NCCL alone, since %s", reason)
         elif self.rank == 0:
             for dtype, chosen in self.table.items():
-                logger.info("sums of a stage in %s: %s", str(dtype).removeprefix("torch."), reported(chosen))
+                logger.info("sums of a stage in %s: %s", str(dtype).removeprefix("torch."), describe_algorithms(chosen))
 
     def _algorithms(self) -> tuple[list[AllReduceAlgorithm], str]:
         """Those that the ranks have, or why there are none."""
         algorithms: list[AllReduceAlgorithm] = []
-        reason = symmetric_memory.obstacle(self._exchange(symmetric_memory.here(self._device)))
+        reason = symmetric_memory.unavailable_reason(
+            self._all_gather_object(symmetric_memory.local_buffer(self._device))
+        )
         if reason:
             return algorithms, reason
         try:
             memory = symmetric_memory.allocate(self._device)
         except Exception as error:  # whatever a driver finds
             reason = _first_line(error)
-        if reason := self._first(reason):
+        if reason := self._first_reason(reason):
             return algorithms, reason
         try:
             algorithms = symmetric_memory.share(memory, self._group)
         except Exception as error:
             reason = _first_line(error)
-        names = self._exchange([algorithm.name for algorithm in algorithms])
+        names = self._all_gather_object([algorithm.name for algorithm in algorithms])
         return [
-            algorithm for algorithm in algorithms if all(algorithm.name in theirs for theirs in names)
-        ], self._first(reason)
+            algorithm for algorithm in algorithms if all(algorithm.name in others for others in names)
+        ], self._first_reason(reason)
 
     def _tables(
         self, right: dict[torch.dtype, list[AllReduceAlgorithm]]
@@ -115,15 +117,15 @@ class CudaParallel(GroupParallel):
                 tables[dtype] = self._fastest(algorithms, dtype) if like is None else tables[like]
         return tables
 
-    def _right(self, algorithms: list[AllReduceAlgorithm]) -> dict[torch.dtype, list[AllReduceAlgorithm]]:
+    def _correct_algorithms(self, algorithms: list[AllReduceAlgorithm]) -> dict[torch.dtype, list[AllReduceAlgorithm]]:
         """The ways that sum numbers of each type as NCCL does, on every rank to the same bits."""
         right: dict[torch.dtype, list[AllReduceAlgorithm]] = {}
         for dtype in _DTYPES:
             right[dtype] = []
             for algorithm in algorithms:
-                everyone = self._exchange(self._tried(algorithm, dtype))
-                reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(everyone) if reason]
-                if not reasons and len({bits for _, bits in everyone}) > 1:
+                gathered = self._all_gather_object(self._check(algorithm, dtype))
+                reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(gathered) if reason]
+                if not reasons and len({bits for _, bits in gathered}) > 1:
                     reasons = ["the sums of ranks differ"]
                 if not reasons:
                     right[dtype].append(algorithm)
@@ -132,7 +134,7 @@ class CudaParallel(GroupParallel):
                     logger.info("%s sums of %s are not used: %s", algorithm.name, name, reasons[0])
         return right
 
-    def _tried(self, algorithm: AllReduceAlgorithm, dtype: torch.dtype) -> tuple[str, int]:
+    def _check(self, algorithm: AllReduceAlgorithm, dtype: torch.dtype) -> tuple[str, int]:
         """What is wrong with the way's sums of this type, "" if nothing, and a digest of their bits."""
         wrong, digest = "", 0
         for x in self._samples(dtype):
@@ -157,23 +159,23 @@ class CudaParallel(GroupParallel):
         for size in SIZES:
             x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=self._device)
             runs = [super().all_reduce, *(algorithm.run for algorithm in algorithms)]
-            mine = [symmetric_memory.measure(partial(run, x)) for run in runs]
-            nccl, *theirs = (max(times) for times in zip(*self._exchange(mine), strict=True))
-            best = min(theirs)
-            chosen.append(algorithms[theirs.index(best)] if best < _GAIN * nccl else None)
+            own = [symmetric_memory.measure(partial(run, x)) for run in runs]
+            nccl, *others = (max(times) for times in zip(*self._all_gather_object(own), strict=True))
+            best = min(others)
+            chosen.append(algorithms[others.index(best)] if best < _MAX_TIME_RATIO * nccl else None)
         return chosen
 
-    def _first(self, reason: str) -> str:
+    def _first_reason(self, reason: str) -> str:
         """Of all ranks' reasons."""
-        return next((f"rank {rank}: {each}" for rank, each in enumerate(self._exchange(reason)) if each), "")
+        return next((f"rank {rank}: {each}" for rank, each in enumerate(self._all_gather_object(reason)) if each), "")
 
-    def _exchange(self, mine: T) -> list[T]:
-        everyone: list[T] = [mine] * self.size
-        dist.all_gather_object(everyone, mine, self._group)
-        return everyone
+    def _all_gather_object(self, own: T) -> list[T]:
+        gathered: list[T] = [own] * self.size
+        dist.all_gather_object(gathered, own, self._group)
+        return gathered
 
 
-def reported(chosen: Sequence[AllReduceAlgorithm | None]) -> str:
+def describe_algorithms(chosen: Sequence[AllReduceAlgorithm | None]) -> str:
     """The sizes that go each way, in words."""
     names = ["NCCL" if algorithm is None else algorithm.name for algorithm in chosen]
     steps = zip(pairwise([*names, "NCCL"]), SIZES, strict=True)

@@ -44,19 +44,19 @@ class ExpertCommunicator:
         """Send the first `sent[0]` rows to rank 0, the next to rank 1, …; what waits are theirs, in the same order."""
         return CompletedTransfer(x)
 
-    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self.start(x, sent, received).wait()
 
-    def start_gather(self, x: Tensor, counts: Sequence[int]) -> Transfer:
+    def start_all_gather(self, x: Tensor, counts: Sequence[int]) -> Transfer:
         """Every rank's rows, in the order of ranks; `counts` are theirs."""
         return self.start(x.repeat(self.size, 1), [len(x)] * self.size, counts)
 
-    def start_sum(self, x: Tensor, counts: Sequence[int]) -> Transfer:
+    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Transfer:
         """`x` has `counts[rank]` rows for each rank; what waits is the sum of what all have for this one."""
         mine = counts[self.rank]
         return SumTransfer(self.start(x, counts, [mine] * self.size), mine)
 
-    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """What every rank tells: equally many integers each. Nothing waits for a device."""
         return [list(numbers)]
 
@@ -99,14 +99,14 @@ class ProcessGroupExpertCommunicator(ExpertCommunicator):
         assert work is not None
         return PendingTransfer(work, rows, x, self._group, device)
 
-    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
-        everyone = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size)]
+    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
+        all_ranks = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size)]
         mine = torch.tensor(numbers, dtype=torch.int64)
         try:
-            dist.all_gather(everyone, mine, group=self._host)
+            dist.all_gather(all_ranks, mine, group=self._host)
         except RuntimeError as error:
-            raise watchdog.failed("exchange of numbers", mine, self._host, error) from error
-        return [reported.tolist() for reported in everyone]
+            raise watchdog.collective_error("exchange of numbers", mine, self._host, error) from error
+        return [reported.tolist() for reported in all_ranks]
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class PendingTransfer:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise watchdog.failed("exchange of experts' rows", self.sent, self.group, error) from error
+            raise watchdog.collective_error("exchange of experts' rows", self.sent, self.group, error) from error
         return self.rows.to(self.device)
 
 
@@ -137,8 +137,8 @@ class ExpertGroup:
     tp: Parallel
     dp: ExpertCommunicator
     """The rank of the same position in each replica's stage, in the order of replicas."""
-    everyone: ExpertCommunicator
-    """All of the group; `everyone.rank == rank`."""
+    all_ranks: ExpertCommunicator
+    """All of the group; `all_ranks.rank == rank`."""
 
     @property
     def rank(self) -> int:

@@ -19,7 +19,7 @@ from quire.engine.distributed.cuda_communicator import CudaParallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup, ProcessGroupExpertCommunicator
 from quire.engine.distributed.pipeline import Pipeline
 
-_LAST_RESORT = timedelta(seconds=30)
+_NCCL_EXTRA_TIMEOUT = timedelta(seconds=30)
 """By how much torch's own watchdog over NCCL, which ends the process, comes later than ours, which says more."""
 
 
@@ -36,7 +36,7 @@ class ParallelState:
     def watch(self, report: Callable[[str], None]) -> None:
         """Have `report` called, by some thread, with what a GPU waits for longer than it should."""
         if dist.is_initialized() and dist.get_backend() == "nccl":
-            watchdog.watch(self.timeout.total_seconds(), report, watchdog.on_device)
+            watchdog.watch(self.timeout.total_seconds(), report, watchdog.pending_on_gpu)
 
     def close(self) -> None:
         """Leave the process groups, once what was sent has gone."""
@@ -64,19 +64,19 @@ def connect(
     replica = config.replica if config.is_coupled else 0
     world_rank, world_size = replica * config.world_size + rank, replicas * config.world_size
     backend = _backend(config, device)
-    through = device if backend == "nccl" else torch.device("cpu")
-    pipeline = Pipeline(stage, stages, world_rank, width, device, through)
+    transfer_device = device if backend == "nccl" else torch.device("cpu")
+    pipeline = Pipeline(stage, stages, world_rank, width, device, transfer_device)
     if world_size == 1:
-        alone = Parallel()
+        single = Parallel()
         experts = (
             None
             if config.experts is None
-            else ExpertGroup(config.experts, alone, ExpertCommunicator(), ExpertCommunicator())
+            else ExpertGroup(config.experts, single, ExpertCommunicator(), ExpertCommunicator())
         )
-        return ParallelState(alone, pipeline, experts)
+        return ParallelState(single, pipeline, experts)
     if backend == "nccl":
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, which `watchdog.watch` reads
-    timeouts = {"gloo": timeout, "nccl": timeout + _LAST_RESORT}
+    timeouts = {"gloo": timeout, "nccl": timeout + _NCCL_EXTRA_TIMEOUT}
     dist.init_process_group(
         backend,
         init_method=init_method,
@@ -96,7 +96,7 @@ def connect(
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def peers(ranks: tuple[int, ...]) -> ExpertCommunicator:
+    def communicator(ranks: tuple[int, ...]) -> ExpertCommunicator:
         if len(ranks) == 1:
             return ExpertCommunicator()
         return ProcessGroupExpertCommunicator(group_of(ranks), group_of(ranks, "gloo"))
@@ -113,8 +113,8 @@ def connect(
             tp = CpuParallel(group, timeout) if device.type == "cpu" else HostStagedParallel(group)
     if config.experts is None:
         return ParallelState(tp, pipeline, timeout=timeout)
-    dp, everyone = peers(tuple(ranks[position] for ranks in of_stage)), peers(sum(of_stage, ()))
-    return ParallelState(tp, pipeline, ExpertGroup(config.experts, tp, dp, everyone), timeout)
+    dp, all_ranks = communicator(tuple(ranks[position] for ranks in of_stage)), communicator(sum(of_stage, ()))
+    return ParallelState(tp, pipeline, ExpertGroup(config.experts, tp, dp, all_ranks), timeout)
 
 
 def _backend(config: ParallelConfig, device: torch.device) -> str:

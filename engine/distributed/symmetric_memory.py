@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MOST_BYTES = 8 << 20
+MAX_BYTES = 8 << 20
 """Of a sum; NCCL is as good for larger ones."""
 UNIT = 16
 """Bytes that a sum is a multiple of, and aligned to."""
 _SET_UP_SECONDS = 60.0
-_TRIES, _RUNS, _HEAD_START = 3, 10, 2_000_000
+_TRIES, _REPEATS, _DELAY_CYCLES = 3, 10, 2_000_000
 """Measurements, sums in each, and clock cycles for which the device waits until all are launched."""
 
 
 @dataclass(frozen=True)
 class AllReduceAlgorithm:
-    """How to sum. `run` takes a contiguous 1-D tensor of at most `MOST_BYTES` and gives another."""
+    """How to sum. `run` takes a contiguous 1-D tensor of at most `MAX_BYTES` and gives another."""
 
     name: str
     run: Callable[[Tensor], Tensor]
@@ -43,16 +43,16 @@ class SymmetricBuffer:
     host: tuple[str, str] | None
     """The running kernel and the process numbers that hold there; None: not known."""
     device: int
-    reaches: tuple[int, ...]
+    peers: tuple[int, ...]
     """Devices that its own can read."""
 
 
-def here(device: torch.device) -> SymmetricBuffer:
+def local_buffer(device: torch.device) -> SymmetricBuffer:
     """This rank's place."""
     assert device.index is not None
     others = (other for other in range(torch.cuda.device_count()) if other != device.index)
-    reached = (other for other in others if torch.cuda.can_device_access_peer(device.index, other))
-    return SymmetricBuffer(host(), device.index, (device.index, *reached))
+    peers = (other for other in others if torch.cuda.can_device_access_peer(device.index, other))
+    return SymmetricBuffer(host(), device.index, (device.index, *peers))
 
 
 def host() -> tuple[str, str] | None:
@@ -63,7 +63,7 @@ def host() -> tuple[str, str] | None:
         return None
 
 
-def obstacle(places: Sequence[SymmetricBuffer]) -> str:
+def unavailable_reason(places: Sequence[SymmetricBuffer]) -> str:
     """Why ranks there cannot share memory; "" where nothing speaks against it."""
     devices = {place.device for place in places}
     if len({place.host for place in places}) > 1 or places[0].host is None:
@@ -71,8 +71,8 @@ def obstacle(places: Sequence[SymmetricBuffer]) -> str:
     if len(devices) < len(places):
         return "ranks have the same GPU, or each sees only its own"
     for place in places:
-        if apart := devices.difference(place.reaches):
-            return f"GPU {place.device} cannot read the memory of GPU {min(apart)}"
+        if unreachable := devices.difference(place.peers):
+            return f"GPU {place.device} cannot read the memory of GPU {min(unreachable)}"
     return ""
 
 
@@ -80,39 +80,39 @@ def allocate(device: torch.device) -> Tensor:
     """The memory that this rank shares, `[bytes]`."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    return symmetric_memory.empty(MOST_BYTES, dtype=torch.uint8, device=device)
+    return symmetric_memory.empty(MAX_BYTES, dtype=torch.uint8, device=device)
 
 
 def share(memory: Tensor, group: dist.ProcessGroup) -> list[AllReduceAlgorithm]:
     """The ways to sum, once every rank of the group has called this with its memory."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    with _bounded(group):
+    with _short_timeout(group):
         symmetric_memory.rendezvous(memory, group)
     ops, name, size = torch.ops.symm_mem, group.group_name, group.size()
 
-    def mine(x: Tensor) -> Tensor:
+    def buffer(x: Tensor) -> Tensor:
         return memory[: x.nbytes].view(x.dtype)
 
-    def filled(x: Tensor) -> Tensor:
-        return mine(x).copy_(x)
+    def copied(x: Tensor) -> Tensor:
+        return buffer(x).copy_(x)
 
     def two_shot(x: Tensor) -> Tensor:
         if size in (2, 4, 8):
-            out: Tensor = ops.two_shot_all_reduce_out(filled(x), "sum", name, torch.empty_like(x))
+            out: Tensor = ops.two_shot_all_reduce_out(copied(x), "sum", name, torch.empty_like(x))
             return out
-        return ops.two_shot_all_reduce_(filled(x), "sum", name).clone()  # type: ignore[no-any-return]
+        return ops.two_shot_all_reduce_(copied(x), "sum", name).clone()  # type: ignore[no-any-return]
 
     algorithms = [
-        AllReduceAlgorithm("one-shot", lambda x: ops.one_shot_all_reduce_copy(mine(x), x, "sum", name)),
+        AllReduceAlgorithm("one-shot", lambda x: ops.one_shot_all_reduce_copy(buffer(x), x, "sum", name)),
         AllReduceAlgorithm("two-shot", two_shot),
     ]
     if _is_multicast(memory.device):
         algorithms.append(
-            AllReduceAlgorithm("multicast one-shot", lambda x: ops.multimem_one_shot_all_reduce(filled(x), "sum", name))
+            AllReduceAlgorithm("multicast one-shot", lambda x: ops.multimem_one_shot_all_reduce(copied(x), "sum", name))
         )
         algorithms.append(
-            AllReduceAlgorithm("multicast two-shot", lambda x: ops.multimem_all_reduce_(filled(x), "sum", name).clone())
+            AllReduceAlgorithm("multicast two-shot", lambda x: ops.multimem_all_reduce_(copied(x), "sum", name).clone())
         )
     return algorithms
 
@@ -127,7 +127,7 @@ def _is_multicast(device: torch.device) -> bool:
 
 
 @contextmanager
-def _bounded(group: dist.ProcessGroup) -> Iterator[None]:
+def _short_timeout(group: dist.ProcessGroup) -> Iterator[None]:
     """Within, ranks wait less long for what others put into the group's store: one may have failed."""
     store = dist.distributed_c10d._get_process_group_store(group)
     before: timedelta = store.timeout  # type: ignore[attr-defined]
@@ -158,12 +158,12 @@ def measure(run: Callable[[], object]) -> float:
 
 def _measured(run: Callable[[], object]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda._sleep(_HEAD_START)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_DELAY_CYCLES)  # type: ignore[no-untyped-call]
     run()  # the ranks begin together
     begin.record()
-    for _ in range(_RUNS):
+    for _ in range(_REPEATS):
         run()
     end.record()
     end.synchronize()
     milliseconds: float = begin.elapsed_time(end)
-    return milliseconds / 1000 / _RUNS
+    return milliseconds / 1000 / _REPEATS

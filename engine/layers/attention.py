@@ -28,7 +28,7 @@ class Batch:
     """`[tokens]`"""
     positions: Tensor
     """`[tokens]`, each token's index in its request."""
-    slots: Tensor
+    slot_mapping: Tensor
     """`[tokens]`, where each token's keys and values go: block * block_size + offset."""
     block_tables: Tensor
     """`[requests, max_blocks]`; any block stands where all queries of a request have left it behind their window."""
@@ -36,7 +36,7 @@ class Batch:
     """`[requests]`, tokens of each request up to and with this step's."""
     query_starts: Tensor
     """`[requests + 1]`, where each request's tokens begin in `token_ids`."""
-    sampled: Tensor
+    logits_indices: Tensor
     """`[sampling requests]`, where the last stage's output has the last token of each request that samples."""
     others: tuple[Batch, ...] = ()
     """The same step for the other groups of layers, whose slots and block tables differ (`engine.cache_groups`)."""
@@ -46,14 +46,14 @@ class Batch:
     """None: what is needed of it is read from the tensors."""
     micro_batches: tuple[Batch, ...] = ()
     """The step cut in two, where one half's exchange is to run beside the other's computation; else empty."""
-    only_ends: bool = False
+    logits_indices_only: bool = False
     """Of the last stage's output, only each request's last token is read: it is `[requests, hidden_size]`."""
 
     def of(self, group: int) -> Batch:
         """As the layers of this group see it."""
         return self.others[group - 1] if group else self
 
-    def at_ends(self) -> Batch:
+    def with_last_tokens_only(self) -> Batch:
         """The same with one query for each request: its last token."""
         starts = torch.arange(len(self.query_starts), device=self.query_starts.device)
         host = None if self.host is None else HostRows(np.ones_like(self.host.counts), self.host.lengths, {})
@@ -96,8 +96,10 @@ class Attention(nn.Module):
         if spec.alibi:
             self._slopes = spec.alibi * alibi_slopes(spec.num_heads)[heads.start : heads.start + heads.length]
 
-    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor, ends: Tensor | None = None) -> Tensor:
-        """`[tokens, hidden_size]` → the same, or of the tokens `ends` alone, the last ones of the requests.
+    def forward(
+        self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor, last_tokens: Tensor | None = None
+    ) -> Tensor:
+        """`[tokens, hidden_size]` → the same, or of the tokens `last_tokens` alone, the last ones of the requests.
 
         Writes the keys and values of all tokens into this layer's `cache`.
         """
@@ -106,9 +108,9 @@ class Attention(nn.Module):
         query, key, value = heads.split(self._heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slots)
-        if ends is not None:
-            query, batch = query[ends], batch.at_ends()
+        query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slot_mapping)
+        if last_tokens is not None:
+            query, batch = query[last_tokens], batch.with_last_tokens_only()
         mixed = kernels.paged_attention(
             query,
             cache,

@@ -70,7 +70,7 @@ class MLA(nn.Module):
         query = self.query(x).unflatten(-1, (self._heads, spec.head_dim))  # a head's rotary features come first
         rotary_key, latent = down.split((spec.rope.dim, spec.latent_dim), dim=-1)
         key = torch.cat((rotary_key, self.latent_norm(latent)), dim=-1)[:, None]
-        query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slots)
+        query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slot_mapping)
         mixed = self._attend(query, batch, cache)
         out: Tensor = self.output(mixed.flatten(1))
         return out
@@ -84,18 +84,18 @@ class MLA(nn.Module):
         starts = [0, *counts.cumsum().tolist()]
         mixed = query.new_empty(*query.shape[:2], self._spec.value_dim)
         for first, last in pairwise((0, *(np.flatnonzero(np.diff(is_plain)) + 1).tolist(), len(counts))):
-            for begin, end in self._together(lengths, first, last) if is_plain[first] else [(first, last)]:
+            for begin, end in self._group_requests(lengths, first, last) if is_plain[first] else [(first, last)]:
                 rows = slice(starts[begin], starts[end])
                 form = self.plain if is_plain[first] else self.absorbed
                 mixed[rows] = form(query[rows], _requests(batch, begin, end, rows), cache)
         return mixed
 
-    def _together(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:
+    def _group_requests(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:
         """The requests from `first` to `last` in as few parts as may have their keys and values made at once."""
         begin, total = first, 0
         for number in range(first, last):
             total += int(lengths[number])
-            if number > begin and self._most_heads(total) < self._heads:
+            if number > begin and self._max_heads(total) < self._heads:
                 yield begin, number
                 begin, total = number, int(lengths[number])
         yield begin, last
@@ -137,32 +137,37 @@ class MLA(nn.Module):
         rotary, latent = rows.split_with_sizes((spec.rope.dim, spec.latent_dim), dim=-1)
         of_each = (batch.sequence_lengths + size - 1) // size
         number = torch.arange(int(blocks.max()), device=query.device)
-        tables_made = ((of_each.cumsum(0) - of_each)[:, None] + number).clamp(max=total - 1)
+        expanded_tables = ((of_each.cumsum(0) - of_each)[:, None] + number).clamp(max=total - 1)
         width = max(spec.head_dim, spec.value_dim)
-        asked = torch.nn.functional.pad(query, (0, width - spec.head_dim))
+        padded_query = torch.nn.functional.pad(query, (0, width - spec.head_dim))
         mixed = query.new_empty(*query.shape[:2], spec.value_dim)
-        for heads in self._pieces(len(rows)):
+        for heads in self._head_slices(len(rows)):
             weight = self.up.weight.view(self._heads, -1, spec.latent_dim)[heads]
-            made = torch.nn.functional.linear(latent, weight.flatten(0, 1))
-            made = made.view(-1, *weight.shape[:2]).transpose(0, 1)  # [heads, rows, plain_dim + value_dim]
-            keys, values = made.split_with_sizes((spec.plain_dim, spec.value_dim), dim=-1)
-            sides = query.new_empty(2, *made.shape[:2], width)
+            expanded = torch.nn.functional.linear(latent, weight.flatten(0, 1))
+            expanded = expanded.view(-1, *weight.shape[:2]).transpose(0, 1)  # [heads, rows, plain_dim + value_dim]
+            keys, values = expanded.split_with_sizes((spec.plain_dim, spec.value_dim), dim=-1)
+            sides = query.new_empty(2, *expanded.shape[:2], width)
             sides[0, ..., : spec.rope.dim] = rotary
             sides[0, ..., spec.rope.dim : spec.head_dim] = keys
             sides[0, ..., spec.head_dim :] = 0.0
             sides[1, ..., : spec.value_dim] = values  # behind them stands anything, for a result that is left out
-            made_cache = sides.view(2, -1, total, size, width).transpose(1, 2)
+            expanded_cache = sides.view(2, -1, total, size, width).transpose(1, 2)
             out = kernels.paged_attention(
-                asked[:, heads], made_cache, tables_made, batch.sequence_lengths, batch.query_starts, spec.scale
+                padded_query[:, heads],
+                expanded_cache,
+                expanded_tables,
+                batch.sequence_lengths,
+                batch.query_starts,
+                spec.scale,
             )
             mixed[:, heads] = out[..., : spec.value_dim]
         return mixed
 
-    def _most_heads(self, length: int) -> int:
+    def _max_heads(self, length: int) -> int:
         return max(1, model_spec.KEYS_AND_VALUES_AT_ONCE // (2 * length * self._spec.head_dim))
 
-    def _pieces(self, length: int) -> Iterator[slice]:
-        most = self._most_heads(length)
+    def _head_slices(self, length: int) -> Iterator[slice]:
+        most = self._max_heads(length)
         for start in range(0, self._heads, most):
             yield slice(start, start + most)
 
@@ -174,10 +179,10 @@ def _requests(batch: Batch, begin: int, end: int, rows: slice) -> Batch:
     return Batch(
         token_ids=batch.token_ids[rows],
         positions=batch.positions[rows],
-        slots=batch.slots[rows],
+        slot_mapping=batch.slot_mapping[rows],
         block_tables=batch.block_tables[begin:end],
         sequence_lengths=batch.sequence_lengths[begin:end],
         query_starts=starts - starts[0],
-        sampled=batch.sampled,
+        logits_indices=batch.logits_indices,
         host=HostRows(counts[begin:end], lengths[begin:end]),
     )

@@ -19,7 +19,7 @@ from quire.engine.layers.all_to_all import (
     ExpertDispatch,
     LocalDispatch,
     RoutedTokens,
-    share,
+    even_slice,
 )
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
@@ -48,7 +48,7 @@ class MoEInFlight:
     """A layer's work on a batch, between `begin` and `end`."""
 
     x: Tensor
-    exchange: ExpertDispatch
+    dispatch: ExpertDispatch
     shared: Tensor | None = None
 
 
@@ -70,21 +70,23 @@ class MixtureOfExperts(nn.Module):
         self.tokens = torch.zeros(spec.num_experts, dtype=torch.int64)
         """How many have gone to each expert since the start, if experts are spread: a token counts on one rank only."""
         self.router = ExpertRouter(spec, hidden_size)
-        held = slice_of_each(spec.num_experts, parallel)
+        local = slice_of_each(spec.num_experts, parallel)
         if group is not None:
             placement = ExpertPlacement.initial(spec.num_experts, group.size, group.config)
-            held = LocalExperts(placement.experts[group.rank])
+            local = LocalExperts(placement.experts[group.rank])
             self.place(placement)
-        self.experts = Experts(spec, hidden_size, held)
+        self.experts = Experts(spec, hidden_size, local)
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, parallel)
         self.shared_gate = SharedGate(hidden_size) if spec.shared_gate else None
 
     def place(self, placement: ExpertPlacement) -> None:
         """From now on tokens go by `placement`, as they do on all ranks of the group; the weights are there already."""
         copies, device = placement.copies(self._num_experts), self.router.weight.device
-        most = sum(map(len, copies)) - self._num_experts + 1  # that one expert can have, wherever they are
-        places = torch.tensor([(places * most)[:most] for places in copies], device=device)  # [experts, most]
-        counts = torch.tensor([len(places) for places in copies], device=device) if most > 1 else None
+        max_copies = sum(map(len, copies)) - self._num_experts + 1  # that one expert can have, wherever they are
+        places = torch.tensor(
+            [(places * max_copies)[:max_copies] for places in copies], device=device
+        )  # [experts, most]
+        counts = torch.tensor([len(places) for places in copies], device=device) if max_copies > 1 else None
         if self.placement is None:
             self._places, self._copies = places, counts
         else:  # in place: captured steps go on reading them where they are
@@ -107,23 +109,23 @@ class MixtureOfExperts(nn.Module):
         assert batch is not None
         if group.config.all2all == "allgather_reducescatter":
             return MoEInFlight(x, AllGatherDispatch(group, self._routed(x, batch, slice(None)), batch.replica_tokens))
-        own = share(len(x), group.tp.rank, group.tp.size)
+        own = even_slice(len(x), group.tp.rank, group.tp.size)
         routed = self._routed(x[own], batch, own)
         return MoEInFlight(x, AllToAllDispatch(group, routed, self.placement.places, own.start, len(x)))
 
-    def compute(self, begun: MoEInFlight) -> MoEInFlight:
+    def compute(self, in_flight: MoEInFlight) -> MoEInFlight:
         """What this rank has of the shared expert; then its experts' outputs, which are sent back."""
-        shared = self._shared(begun.x)
-        x, weights, places = begun.exchange.arrived()
+        shared = self._shared(in_flight.x)
+        x, weights, places = in_flight.dispatch.received()
         if self._group is not None and self.placement is not None:
             places = places - self._group.rank * self.placement.places
-        begun.exchange.give_back(self.experts(x, weights, places))
-        return MoEInFlight(begun.x, begun.exchange, shared)
+        in_flight.dispatch.send_back(self.experts(x, weights, places))
+        return MoEInFlight(in_flight.x, in_flight.dispatch, shared)
 
-    def end(self, begun: MoEInFlight) -> Tensor:
+    def end(self, in_flight: MoEInFlight) -> Tensor:
         """The sum, once everything has come back."""
-        out = begun.exchange.combined()
-        return self._parallel.all_reduce(out if begun.shared is None else out + begun.shared)
+        out = in_flight.dispatch.combined()
+        return self._parallel.all_reduce(out if in_flight.shared is None else out + in_flight.shared)
 
     def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> RoutedTokens:
         """`x` are the tokens `own` of the batch. Which copy of an expert a token has depends on its position alone."""
@@ -131,7 +133,7 @@ class MixtureOfExperts(nn.Module):
         if own != slice(None) or self._parallel.rank == 0:
             counted = torch.ones_like(experts)
             if batch is not None:
-                counted *= batch.slots[own, None] >= 0  # the others are padding
+                counted *= batch.slot_mapping[own, None] >= 0  # the others are padding
             self.tokens.index_add_(0, experts.flatten(), counted.flatten())
         if self._copies is None:
             return RoutedTokens(x, weights, self._places[experts, 0])
@@ -216,13 +218,13 @@ class ExpertMatrices(nn.Module):
 class Experts(nn.Module):
     """The experts that a rank has. Once all weights are filled, they take the form that the device multiplies by."""
 
-    def __init__(self, spec: model_spec.MoESpec, hidden_size: int, held: LocalExperts) -> None:
+    def __init__(self, spec: model_spec.MoESpec, hidden_size: int, local: LocalExperts) -> None:
         super().__init__()
-        self._spec, self._held = spec, held
+        self._spec, self._local = spec, local
         self._product: kernels.PackedExperts | None = None
-        size, numbers = spec.size // held.slices, list(enumerate(held.experts))
-        assert size * held.slices == spec.size
-        start = held.slice * size
+        size, numbers = spec.size // local.slices, list(enumerate(local.experts))
+        assert size * local.slices == spec.size
+        start = local.slice * size
 
         def gates_and_ups(*columns: int) -> list[Shard]:
             return [
@@ -255,7 +257,7 @@ class Experts(nn.Module):
 
     @property
     def _down_bias(self) -> Tensor | None:
-        return self.down.bias if self._held.slice == 0 else None  # in the sum once
+        return self.down.bias if self._local.slice == 0 else None  # in the sum once
 
     @property
     def form(self) -> str:
@@ -272,8 +274,8 @@ class Experts(nn.Module):
         """Put the expert whose `state` this is into a place."""
         if self._product is not None:
             return self._product.restore(place, state)
-        for mine, theirs in zip(self.state(place), state, strict=True):
-            mine.copy_(theirs)
+        for target, source in zip(self.state(place), state, strict=True):
+            target.copy_(source)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """This rank's part of the sum; `ids` are places of its own, and what is beyond them is left out."""

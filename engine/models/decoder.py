@@ -44,49 +44,49 @@ class DecoderLayer(nn.Module):
         batch: Batch,
         cos_sin: Tensor,
         cache: Tensor,
-        ends: Tensor | None = None,
+        last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`x` is still to be added to `residual`, in the arguments and in what is returned.
 
-        With `ends`, the requests' last tokens, only these are returned: of the others, all that is needed of a model's
-        last layer is their keys and values.
+        With `last_tokens`, the requests' last tokens, only these are returned: of the others, all that is needed of a
+        model's last layer is their keys and values.
         """
-        normed, mixed, residual = self._attended(x, residual, batch, cos_sin, cache, ends)
+        normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache, last_tokens)
         is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
         x = self.feed_forward(normed, batch) if is_mixture else self.feed_forward(normed)
-        return self._added(x, mixed), residual
+        return self._finish_feed_forward(x, mixed), residual
 
     def in_phases(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Tensor
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
         """As `forward`, with a pause wherever its tokens are on their way to experts or back."""
-        normed, mixed, residual = self._attended(x, residual, batch, cos_sin, cache)
+        normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache)
         if isinstance(self.feed_forward, MixtureOfExperts):
-            begun = self.feed_forward.begin(normed, batch)
+            in_flight = self.feed_forward.begin(normed, batch)
             yield
-            begun = self.feed_forward.compute(begun)
+            in_flight = self.feed_forward.compute(in_flight)
             yield
-            x = self.feed_forward.end(begun)
+            x = self.feed_forward.end(in_flight)
         else:
             x = self.feed_forward(normed)
-        return self._added(x, mixed), residual
+        return self._finish_feed_forward(x, mixed), residual
 
-    def _attended(
+    def _attend(
         self,
         x: Tensor,
         residual: Tensor | None,
         batch: Batch,
         cos_sin: Tensor,
         cache: Tensor,
-        ends: Tensor | None = None,
+        last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What the feed-forward reads, what attention has made, and the residual stream."""
         normed, residual = _add(self.attention_norm, x, residual)
-        if ends is None:
+        if last_tokens is None:
             mixed = self.attention(normed, batch, cos_sin, cache)
         else:
-            mixed = self.attention(normed, batch, cos_sin, cache, ends)
-            normed, residual = normed[ends], residual[ends]
+            mixed = self.attention(normed, batch, cos_sin, cache, last_tokens)
+            normed, residual = normed[last_tokens], residual[last_tokens]
         mixed = self._scaled(_apply(self.attention_post_norm, mixed))
         if self.spec.is_parallel:
             normed = normed if self.feed_forward_norm is None else self.feed_forward_norm(residual)
@@ -94,7 +94,7 @@ class DecoderLayer(nn.Module):
             normed, residual = _add(self.feed_forward_norm, mixed, residual)
         return normed, mixed, residual
 
-    def _added(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def _finish_feed_forward(self, x: Tensor, mixed: Tensor) -> Tensor:
         """What the feed-forward has made, and where it stood beside attention, that too."""
         x = self._scaled(_apply(self.feed_forward_post_norm, x))
         return x + mixed if self.spec.is_parallel else x
@@ -186,8 +186,10 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
         )
-        self.can_stop_at_ends = last and isinstance(arch.layers[layers.stop - 1].attention, model_spec.AttentionSpec)
-        """Whether batches may have `only_ends`."""
+        self.supports_logits_indices_only = last and isinstance(
+            arch.layers[layers.stop - 1].attention, model_spec.AttentionSpec
+        )
+        """Whether batches may have `logits_indices_only`."""
         if last:
             tied = self.embedding.weight if self.embedding is not None and arch.tie_embeddings else None
             self.norm = _norm(arch.norm, width)
@@ -197,21 +199,21 @@ class Decoder(nn.Module):
         """The residual stream `[tokens, hidden_size]` after this stage, from that of the stage before.
 
         The first stage takes None and starts from the batch's token ids. `caches` are those of the layers. Where the
-        batch has `only_ends`, only these tokens come out.
+        batch has `logits_indices_only`, only these tokens come out.
         """
         if x is None:
             x = self._embed(batch)
         if batch.micro_batches:
             parts = x.split_with_sizes([len(half.positions) for half in batch.micro_batches])
             runs = [self._in_phases(part, half, caches) for part, half in zip(parts, batch.micro_batches, strict=True)]
-            return torch.cat(_interleaved(runs))
+            return torch.cat(_interleave(runs))
         residual = None
         cos_sin = self._cos_sin(batch)
-        ends, last = batch.query_starts[1:] - 1 if batch.only_ends else None, len(self.layers) - 1
+        last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
         for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
             place = batch.of(cache.group), cos_sin[layer.spec.attention.rope], cache.memory
-            x, residual = layer(x, residual, *place, ends if number == last else None)
+            x, residual = layer(x, residual, *place, last_tokens if number == last else None)
         assert x is not None
         return x if residual is None else residual + x
 
@@ -248,7 +250,7 @@ class Decoder(nn.Module):
         return out if not arch.logit_softcap else (out / arch.logit_softcap).tanh() * arch.logit_softcap
 
 
-def _interleaved(runs: list[Generator[None, None, Tensor]]) -> list[Tensor]:
+def _interleave(runs: list[Generator[None, None, Tensor]]) -> list[Tensor]:
     """Drive all to their ends, from pause to pause: while one's tokens are on their way, the next computes."""
     results: list[Tensor] = []
     while len(results) < len(runs):

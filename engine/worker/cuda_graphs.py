@@ -45,10 +45,10 @@ class DecodeGraphs:
         parallel: Parallel,
     ) -> None:
         self._model, self._caches, self._device, self._parallel = model, caches, device, config.parallel
-        self._sizes, self._why_none = config.graphs.sizes, config.graphs.why_none
+        self._sizes, self._disabled_reason = config.graphs.sizes, config.graphs.why_none
         self._replays: dict[int, Replay] = {}
         self._is_last = stage == len(config.parallel.stages) - 1
-        self._recorder = graph_recorders.recorder_of(device, parallel)
+        self._recorder = graph_recorders.make_recorder(device, parallel)
         self._inputs: _Inputs | None = None
         if self._sizes and self._recorder is not None:
             self._inputs = _Inputs(config, device, receives=stage > 0)
@@ -66,16 +66,16 @@ class DecodeGraphs:
         tells them.
         """
         recorder = self._recorder
-        if recorder is not None and self._why_none:
-            logger.info("decodes run without %s: %s", recorder.name, self._why_none)
+        if recorder is not None and self._disabled_reason:
+            logger.info("decodes run without %s: %s", recorder.name, self._disabled_reason)
         if recorder is None or self._inputs is None or recorder.runs:
             return False
-        begun, free = time.perf_counter(), _free_bytes(self._device)
+        started, free = time.perf_counter(), _free_bytes(self._device)
         # The largest comes first: the memory that it computes in serves the others.
         sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar)
         with _without_garbage_collection(), sizes:
             for size in sizes:
-                reported = all_gather_object(f"CUDA graph {size}", self._try(size, recorder, self._inputs))
+                reported = all_gather_object(f"CUDA graph {size}", self._try_capture(size, recorder, self._inputs))
                 failed = [rank for rank, reason in enumerate(reported) if reason]
                 if failed:
                     break
@@ -88,12 +88,12 @@ class DecodeGraphs:
             return False
         logger.info(
             "captured %d CUDA graphs, of decodes of up to %d requests, in %.1f s and %s",
-            *(len(self._sizes), self._sizes[-1], time.perf_counter() - begun),
+            *(len(self._sizes), self._sizes[-1], time.perf_counter() - started),
             human(max(0, free - _free_bytes(self._device))),
         )
         return True
 
-    def _try(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> str:
+    def _try_capture(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> str:
         """Capture the steps of so many requests; why that cannot be, "" if it is done."""
         step = self._step(size, inputs)
         try:
@@ -140,11 +140,11 @@ class DecodeGraphs:
         if (replay := self._replays.get(size)) is not None:
             replay()
         else:
-            self._run_first(size, self._recorder, self._inputs)
+            self._capture_first_run(size, self._recorder, self._inputs)
         hidden = self._output[:rows]
         return hidden if self._is_last else hidden.clone()  # it may be sent while the next step runs
 
-    def _run_first(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> None:
+    def _capture_first_run(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> None:
         """The first step of so many requests, kept where it can be; else no other is tried."""
         try:
             self._replays[size] = recorder.capture(self._step(size, inputs))
@@ -165,7 +165,7 @@ class _Inputs:
 
         groups = range(len(cache.groups))
         self._token_ids, self._positions, self._lengths = full(0, most), full(0, most), full(1, most)
-        self._slots = [full(-1, most) for _ in groups]
+        self._slot_mappings = [full(-1, most) for _ in groups]
         self._tables = [full(0, most, -(-longest // cache.block_size)) for _ in groups]
         self._starts = torch.arange(most + 1, device=device)
         self._no_slot, self._zero, self._one = full(-1, most), full(0, most), full(1, most)
@@ -185,16 +185,16 @@ class _Inputs:
             return Batch(
                 token_ids=self._token_ids[:size],
                 positions=self._positions[:size],
-                slots=self._slots[group][:size],
+                slot_mapping=self._slot_mappings[group][:size],
                 block_tables=self._tables[group][:size],
                 sequence_lengths=self._lengths[:size],
                 query_starts=self._starts[: size + 1],
-                sampled=self._starts[:size],
+                logits_indices=self._starts[:size],
                 others=others,
                 host=host,
             )
 
-        return of(0, tuple(of(group) for group in range(1, len(self._slots))))
+        return of(0, tuple(of(group) for group in range(1, len(self._slot_mappings))))
 
     def fill(self, received: Tensor | None, batch: Batch, size: int) -> None:
         """Take a batch in; rows behind it become padding, whose token and blocks may be any that were there."""
@@ -203,7 +203,10 @@ class _Inputs:
         for place, part, padding in (
             (self._positions, batch.positions, self._zero),
             (self._lengths, batch.sequence_lengths, self._one),
-            *((place, group.slots, self._no_slot) for place, group in zip(self._slots, groups, strict=True)),
+            *(
+                (place, group.slot_mapping, self._no_slot)
+                for place, group in zip(self._slot_mappings, groups, strict=True)
+            ),
         ):
             to.append(place[:rows])
             values.append(part)

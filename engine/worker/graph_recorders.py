@@ -15,7 +15,7 @@ from quire.kernels.cpu import op_replay
 
 Replay = Callable[[], None]
 
-_WAITS = "called a synchronizing CUDA operation"
+_SYNCHRONIZES = "called a synchronizing CUDA operation"
 """What torch's warning says (c10/cuda/CUDAFunctions.cpp)."""
 
 
@@ -56,16 +56,16 @@ class CudaGraphRecorder:
         self._is_checked = False
 
     def warm_up(self, step: Callable[[], None]) -> str:
-        waits: list[str] = []
+        synchronizations: list[str] = []
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             step()
             if not self._is_checked:
-                with _waiting_is_told(waits):
+                with _record_synchronizations(synchronizations):
                     step()
                 self._is_checked = True
             torch.cuda.synchronize()
-        return next(iter(waits), "")
+        return next(iter(synchronizations), "")
 
     def capture(self, step: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
@@ -88,7 +88,7 @@ class CudaGraphRecorder:
 
 
 @contextmanager
-def _waiting_is_told(places: list[str]) -> Iterator[None]:
+def _record_synchronizations(found_at: list[str]) -> Iterator[None]:
     """Add where the device is waited for. The step goes on: an error there would leave other ranks waiting for it."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as reported:
@@ -98,8 +98,10 @@ def _waiting_is_told(places: list[str]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            places += [
-                f"{each.message} at {each.filename}:{each.lineno}" for each in reported if _WAITS in str(each.message)
+            found_at += [
+                f"{each.message} at {each.filename}:{each.lineno}"
+                for each in reported
+                if _SYNCHRONIZES in str(each.message)
             ]
 
 
@@ -112,36 +114,36 @@ class OpReplayRecorder:
         return ""
 
     def capture(self, step: Callable[[], None]) -> Replay:
-        numbers: list[str] = []
-        with op_replay.OpReplay() as kept, _Numbers(numbers):
+        accesses: list[str] = []
+        with op_replay.OpReplay() as recording, _PythonAccesses(accesses):
             step()
-        if reason := next(iter(numbers), kept.reason):
+        if reason := next(iter(accesses), recording.reason):
             raise NotReplayable(reason)
-        return kept.replay
+        return recording.replay
 
 
-_OF_PYTHON = {
+_NOT_REPLAYABLE = {
     *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"),
     *("tensor", "as_tensor", "apply_", "map_", "map2_", "data", "data_ptr", "__dlpack__"),
 }
 
 
-class _Numbers(TorchFunctionMode):
+class _PythonAccesses(TorchFunctionMode):
     """Notes what a tape does not see: numbers that go from tensors to Python or back, and what shares memory unseen."""
 
-    def __init__(self, places: list[str]) -> None:
+    def __init__(self, found_at: list[str]) -> None:
         super().__init__()
-        self._places = places
+        self._places = found_at
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = "data" if getattr(func, "__self__", None) is torch.Tensor.data else getattr(func, "__name__", "")
-        if name in _OF_PYTHON:
+        if name in _NOT_REPLAYABLE:
             self._places.append(f"Python reads or makes a tensor by {name}")
         return func(*args, **(kwargs or {}))
 
 
-def recorder_of(device: torch.device, parallel: Parallel) -> GraphRecorder | None:
+def make_recorder(device: torch.device, parallel: Parallel) -> GraphRecorder | None:
     """For the ranks of a stage; None: no steps are kept."""
     if device.type == "cuda":
         return CudaGraphRecorder(device)
-    return OpReplayRecorder() if op_replay.available() and parallel.is_replayed else None
+    return OpReplayRecorder() if op_replay.available() and parallel.supports_op_replay else None

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NOT_TORCHS = 256 << 20
+_RESERVED_BYTES = 256 << 20
 """Bytes of the device that torch's allocator never takes."""
 
 
@@ -54,16 +54,16 @@ class MemoryMeter(Protocol):
     def free(self) -> int:
         """Not taken by anybody."""
 
-    def held(self) -> int:
+    def reserved(self) -> int:
         """By torch's allocator, once it has given back what it only keeps."""
 
-    def watch(self) -> None:
+    def reset_peak(self) -> None:
         """Forget the peak."""
 
     def peak(self) -> int:
         """The most that torch's allocator has held since."""
 
-    def leave(self, size: int) -> None:
+    def keep_free(self, size: int) -> None:
         """From now on torch's allocator leaves so much of the device free."""
 
 
@@ -79,22 +79,22 @@ class CudaMemoryMeter:
     def free(self) -> int:
         return int(torch.cuda.mem_get_info(self._number)[0])
 
-    def held(self) -> int:
+    def reserved(self) -> int:
         torch.cuda.synchronize(self._number)
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_reserved(self._number))
 
-    def watch(self) -> None:
+    def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._number)
 
     def peak(self) -> int:
         torch.cuda.synchronize(self._number)
         return int(torch.cuda.max_memory_reserved(self._number))
 
-    def leave(self, size: int) -> None:
-        whole = torch.cuda.mem_get_info(self._number)[1]
-        most = torch.cuda.memory_reserved(self._number) + max(0, self.free() - size)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, most / whole), self._number)
+    def keep_free(self, size: int) -> None:
+        total = torch.cuda.mem_get_info(self._number)[1]
+        limit = torch.cuda.memory_reserved(self._number) + max(0, self.free() - size)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self._number)
 
 
 @dataclass(frozen=True)
@@ -112,24 +112,24 @@ class MemoryReading:
     graphs: int
     others: int
     """Taken otherwise than by torch's allocator."""
-    block: int
+    block_bytes: int
     """Of the KV cache."""
     fixed_blocks: int
     """Of --kv-cache-memory-bytes; 0: as many as there is room for."""
-    for_others: int = 0
+    other_ranks: int = 0
     """Of what is free with all this taken, what belongs to other ranks on the device."""
 
     @property
-    def taken(self) -> int:
+    def used(self) -> int:
         return self.weights + self.activations + self.graphs + self.others
 
     @property
     def num_blocks(self) -> int:
         """That there is room for; none where the fixed number does not fit."""
         if self.fixed_blocks:
-            left = self.at_start - self.taken - _NOT_TORCHS
-            return self.fixed_blocks if self.fixed_blocks * self.block <= left else 0
-        return max(0, self.budget - self.taken) // self.block
+            left = self.at_start - self.used - _RESERVED_BYTES
+            return self.fixed_blocks if self.fixed_blocks * self.block_bytes <= left else 0
+        return max(0, self.budget - self.used) // self.block_bytes
 
     def parts(self) -> str:
         graphs = f", CUDA graphs about {human(self.graphs)}" * (self.graphs > 0)
@@ -145,31 +145,31 @@ def fit(config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[Sche
     The weights are loaded; `run` carries a plan out on a cache of one block. Raises `ConfigError` where the rest is too
     little for a request of full length, or for --kv-cache-memory-bytes.
     """
-    mine = measure(config, rank, meter, run)
-    readings = [reading for reading in _tell_all(mine) if reading.replica == mine.replica]
+    own = measure(config, rank, meter, run)
+    readings = [reading for reading in _all_gather_object(own) if reading.replica == own.replica]
     least = min(readings, key=lambda reading: reading.num_blocks)
     share = " for it" * (config.parallel.ranks_per_device > 1)
-    beside = f" on rank {least.rank}, beside {least.parts()} of the {human(least.at_start)} that were free{share}"
+    where = f" on rank {least.rank}, beside {least.parts()} of the {human(least.at_start)} that were free{share}"
     if least.fixed_blocks and not least.num_blocks:
         raise ConfigError(
-            f"--kv-cache-memory-bytes {config.options.kv_cache_memory_bytes} does not fit{beside}; ask for less, "
+            f"--kv-cache-memory-bytes {config.options.kv_cache_memory_bytes} does not fit{where}; ask for less, "
             "lower --max-num-batched-tokens or --max-num-seqs, or use more ranks (-tp, -pp)"
         )
-    num_blocks = limit_blocks(config, least.num_blocks, least.block, beside)
+    num_blocks = limit_blocks(config, least.num_blocks, least.block_bytes, where)
     if rank == 0:
-        cache = num_blocks * mine.block
+        cache = num_blocks * own.block_bytes
         logger.info(
             "of %s free%s at the start %s may be used: %s, KV cache %s in %s blocks%s; %s are left",
-            human(mine.at_start),
+            human(own.at_start),
             share,
-            human(mine.budget),
-            mine.parts(),
+            human(own.budget),
+            own.parts(),
             human(cache),
             f"{num_blocks:,}",
-            f" (rank {least.rank} has no room for more)" * (least is not mine and least.num_blocks < mine.num_blocks),
-            human(max(0, mine.at_start - mine.taken - cache)),
+            f" (rank {least.rank} has no room for more)" * (least is not own and least.num_blocks < own.num_blocks),
+            human(max(0, own.at_start - own.used - cache)),
         )
-    meter.leave(_NOT_TORCHS + mine.for_others)
+    meter.keep_free(_RESERVED_BYTES + own.other_ranks)
     if config.parallel.ranks_per_device > 1:
         dist.barrier()  # nobody takes memory before all have seen what is free
     return num_blocks
@@ -180,61 +180,61 @@ def measure(
 ) -> MemoryReading:
     """Run the largest step, and read off what it took."""
     stage, sizes = config.parallel.stage_of(rank), Sizes.of(config)
-    meter.held()
-    meter.watch()
+    meter.reserved()
+    meter.reset_peak()
     for plan in warm_up.largest_step(config):
         run(plan)
     peak = meter.peak()
     gc.collect()
-    held = meter.held()
-    at_start, others, for_others = _shares(config, rank, meter, held)
+    reserved = meter.reserved()
+    at_start, others, other_ranks = _device_shares(config, rank, meter, reserved)
     # What other ranks send to the experts of this one depends on the tokens: these may have been kind.
-    activations = max(peak - held, sizes.workspace if config.parallel.experts is not None else 0)
+    activations = max(peak - reserved, sizes.workspace if config.parallel.experts is not None else 0)
     return MemoryReading(
         replica=config.parallel.replica,
         rank=rank,
         at_start=at_start,
         budget=int(at_start * config.options.gpu_memory_utilization),
-        weights=held,
-        activations=activations + _longer(config),
+        weights=reserved,
+        activations=activations + _extra_workspace(config),
         graphs=sizes.graphs,
         others=others,
-        block=sizes.kv_block[stage],
+        block_bytes=sizes.kv_block[stage],
         fixed_blocks=config.cache.num_blocks if config.options.kv_cache_memory_bytes is not None else 0,
-        for_others=for_others,
+        other_ranks=other_ranks,
     )
 
 
-def _shares(config: EngineConfig, rank: int, meter: MemoryMeter, held: int) -> tuple[int, int, int]:
+def _device_shares(config: EngineConfig, rank: int, meter: MemoryMeter, reserved: int) -> tuple[int, int, int]:
     """Of what was free at the start, of what no allocator of torch's has, and of what is free now that of others."""
     if config.parallel.ranks_per_device == 1:
-        return meter.at_start, max(0, meter.at_start - meter.free() - held), 0
+        return meter.at_start, max(0, meter.at_start - meter.free() - reserved), 0
     dist.barrier()  # all have given back what they only kept
     device, free = config.parallel.device_of(rank), meter.free()
-    reported = [each for each in _tell_all((device, meter.at_start, free, held)) if each[0] == device]
+    reported = [each for each in _all_gather_object((device, meter.at_start, free, reserved)) if each[0] == device]
     _, starts, frees, helds = zip(*reported, strict=True)
     at_start, least = max(starts), min(frees)  # the first to look saw none of the others
     others = max(0, at_start - least - sum(helds)) // len(reported)
     share = at_start // len(reported)
-    return share, others, max(0, free - (share - others - held))
+    return share, others, max(0, free - (share - others - reserved))
 
 
-def _longer(config: EngineConfig) -> int:
+def _extra_workspace(config: EngineConfig) -> int:
     """Bytes that attention holds more of a sequence of full length than of the longest in `warm_up.largest_step`."""
     model, tp = config.model, config.parallel.tensor_parallel_size
     arch = parallel_config.on_a_rank(model.architecture, config.parallel)
-    tried = max(map(sum, warm_up.largest_rows(config)))
+    warm_up_length = max(map(sum, warm_up.largest_rows(config)))
     more = (
-        layer.attention.workspace(model.max_model_len, tp) - layer.attention.workspace(tried, tp)
+        layer.attention.workspace(model.max_model_len, tp) - layer.attention.workspace(warm_up_length, tp)
         for layer in arch.layers
     )
     return max(0, *more) * DTYPE_BYTES[model.dtype]
 
 
-def _tell_all(mine: T) -> list[T]:
+def _all_gather_object(own: T) -> list[T]:
     """Of all ranks of the grid; a rank alone tells nobody."""
     if not dist.is_initialized():
-        return [mine]
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+        return [own]
+    everyone = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
     return everyone

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SIGNS = (
+_OOM_TEXTS = (
     "can't allocate memory",  # torch's allocator on CPUs
     "std::bad_alloc",  # compiled kernels
     "CUDA error: out of memory",  # whatever asks the driver itself
@@ -34,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether this is all that is wrong: nothing was computed wrongly, and less would have been possible."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OOM_TEXTS)
 
 
 class OOMHandler:

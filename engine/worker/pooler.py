@@ -57,15 +57,15 @@ class Pooler:
         """`[rows, size]`, the vectors of prompts whose last tokens' hidden states are `x` `[rows, hidden_size]`."""
         return self._finish(x.float())
 
-    def pool(self, x: Tensor, rows: StepRows, states: InputBatch) -> Tensor | None:
+    def pool(self, x: Tensor, rows: StepRows, input_batch: InputBatch) -> Tensor | None:
         """`[rows, size]`, the vectors of the rows that end their prompt, if any do.
 
-        `x` `[tokens, hidden_size]` is of all rows. To be called before `states.advance`.
+        `x` `[tokens, hidden_size]` is of all rows. To be called before `input_batch.advance`.
         """
         ends, pooled = set(rows.sampling.tolist()), []
         parts = torch.split(x.float(), rows.counts.tolist())
         for row, (slot, part) in enumerate(zip(rows.slots.tolist(), parts, strict=True)):
-            position = int(states.num_computed_tokens[slot])
+            position = int(input_batch.num_computed_tokens[slot])
             seen = _Seen.of(part, position)
             if position:
                 before = self._seen.pop(slot)

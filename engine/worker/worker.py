@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 """malloc.h"""
-_KEPT_BYTES = 1 << 30
-_MAPPED_BYTES = 1 << 17
+_TRIM_THRESHOLD_BYTES = 1 << 30
+_MMAP_THRESHOLD_BYTES = 1 << 17
 
 
 class Worker:
@@ -59,33 +59,33 @@ class Worker:
             device = torch.device("cuda", parallel.device_of(rank))
             meter = CudaMemoryMeter(device.index)
             torch.cuda.set_device(device)
-        kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype), attention_needs(config))
-        self._links = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
+        wait_for_kernels = kernels.prepare(device, getattr(torch, config.model.dtype), attention_needs(config))
+        self._parallel_state = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
         connected, waited = time.perf_counter(), 0.0
 
         def ready() -> None:
             nonlocal waited
-            begun = time.perf_counter()
+            begin = time.perf_counter()
             try:
-                kernels_ready()
+                wait_for_kernels()
             except kernels.BackendUnavailable as error:
                 raise ConfigError(str(error)) from error
-            waited += time.perf_counter() - begun
+            waited += time.perf_counter() - begin
             # Measured while nothing else runs, and before CUDA graphs hold what it chooses.
-            self._links.tp.finalize()
+            self._parallel_state.tp.finalize()
 
         if parallel.device == "cpu":
             ready()  # weights are packed for them
         return_freed_memory()
-        self._runner = _load(config, rank, self._links, device, meter, ready)
+        self._runner = _load(config, rank, self._parallel_state, device, meter, ready)
         self.num_blocks = self._runner.num_blocks
         if parallel.device == "cpu":
             _keep_freed_memory()
-        self.launch, self.expect = self._runner.launch, self._runner.expect
-        self.runs_ahead = parallel.device != "cpu"
+        self.launch, self.post_receive = self._runner.launch, self._runner.post_receive
+        self.is_asynchronous = parallel.device != "cpu"
         """Whether a step is still under way when it is launched."""
         # NCCL would hold a part of the device while it waits.
-        self.expects = self._runner.receives and parallel.device == "cpu"
+        self.posts_receives = self._runner.receives and parallel.device == "cpu"
         loaded = time.perf_counter()
         spent = self._runner.finalize()
         self.seconds = {
@@ -97,24 +97,24 @@ class Worker:
 
     def watch(self, report: Callable[[str], None]) -> None:
         """Have `report` called, by some thread, with what this rank's GPU waits for longer than it should."""
-        self._links.watch(report)
+        self._parallel_state.watch(report)
 
     def close(self) -> None:
         self._runner.close()
-        self._links.close()
+        self._parallel_state.close()
 
 
 def _load(
     config: EngineConfig,
     rank: int,
-    links: ParallelState,
+    parallel_state: ParallelState,
     device: torch.device,
     meter: MemoryMeter | None,
-    kernels_ready: Callable[[], None],
+    wait_for_kernels: Callable[[], None],
 ) -> ModelRunner:
     """Raises `ConfigError` where memory does not suffice for it."""
     try:
-        return ModelRunner(config, rank, links, device, meter, kernels_ready)
+        return ModelRunner(config, rank, parallel_state, device, meter, wait_for_kernels)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -127,7 +127,7 @@ def _load(
 def main(
     config: EngineConfig,
     rank: int,
-    place: int,
+    local_rank: int,
     init_method: str,
     plans: ShmBroadcast,
     progress: ctypes.Array[ctypes.c_longlong],
@@ -136,26 +136,28 @@ def main(
 ) -> None:
     """A worker process: `plans` in, `results` out, `progress[place]` as `LocalRanks` reads it.
 
-    `place` is the rank's among those of this host.
+    `local_rank` is the rank's among those of this host.
     """
-    begun = process.age()
+    started = process.age()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the process that started this one
     process.set_name(f"quire-rank-{rank}")
     _end_with_parent()
     tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed rank would leave behind
     log.setup(log_level, f"rank {rank}")
-    reports = Reports(results, progress, place)
+    reports = Reports(results, progress, local_rank)
     try:
         worker = Worker(config, rank, init_method)
         worker.watch(lambda reason: _fail(rank, CollectiveError(reason), reports))
-        reports.send(WorkerReady({"start processes": begun, **worker.seconds}, worker.num_blocks))
+        reports.send(WorkerReady({"start processes": started, **worker.seconds}, worker.num_blocks))
         decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
-        take: Callable[[int, AsyncOutput], None] = reports.finish
-        if worker.runs_ahead:
-            take = reports.in_thread(lambda error: _fail(rank, error, reports))
-        for plan in read_plans(lambda: plans.read(place), decode, worker.expect if worker.expects else None):
+        finish: Callable[[int, AsyncOutput], None] = reports.finish
+        if worker.is_asynchronous:
+            finish = reports.in_thread(lambda error: _fail(rank, error, reports))
+        for plan in read_plans(
+            lambda: plans.read(local_rank), decode, worker.post_receive if worker.posts_receives else None
+        ):
             reports.begin(plan.step)
-            take(plan.step, worker.launch(plan))
+            finish(plan.step, worker.launch(plan))
         reports.close()
         worker.close()
     except Exception as error:
@@ -177,11 +179,11 @@ def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:
 class Reports:
     """What a rank tells the core. Steps are finished in their order, by one thread, while another may begin more."""
 
-    def __init__(self, results: Connection, progress: ctypes.Array[ctypes.c_longlong], place: int) -> None:
-        self._results, self._progress, self._place = results, progress, place
+    def __init__(self, results: Connection, progress: ctypes.Array[ctypes.c_longlong], local_rank: int) -> None:
+        self._results, self._progress, self._local_rank = results, progress, local_rank
         self._encode = msgspec.msgpack.Encoder().encode
         self._sending, self._counting = threading.Lock(), threading.Lock()
-        self._under_way: deque[int] = deque()
+        self._in_flight: deque[int] = deque()
         self._launched: SimpleQueue[tuple[int, AsyncOutput] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -192,15 +194,15 @@ class Reports:
     def begin(self, step: int) -> None:
         """A plan has come. The progress is that of the oldest step under way."""
         with self._counting:
-            self._under_way.append(step)
-            self._progress[self._place] = 2 * self._under_way[0]
+            self._in_flight.append(step)
+            self._progress[self._local_rank] = 2 * self._in_flight[0]
 
     def finish(self, step: int, launched: AsyncOutput) -> None:
         """Wait for a step, and tell its result if there is one here."""
         result = launched.result()
         with self._counting:
-            assert self._under_way.popleft() == step, "steps are finished in their order"
-            self._progress[self._place] = 2 * self._under_way[0] if self._under_way else 2 * step + 1
+            assert self._in_flight.popleft() == step, "steps are finished in their order"
+            self._progress[self._local_rank] = 2 * self._in_flight[0] if self._in_flight else 2 * step + 1
         if result is not None:
             self.send(result)
 
@@ -228,10 +230,11 @@ class Reports:
 def read_plans(
     read: Callable[[], bytes],
     decode: Callable[[bytes], SchedulerOutput],
-    expect: Callable[[SchedulerOutput], None] | None,
+    post_receive: Callable[[SchedulerOutput], None] | None,
 ) -> Iterator[SchedulerOutput]:
-    """The plans that `read` gives until it gives nothing. A thread reads ahead for `expect`, and calls it with each."""
-    if expect is None:
+    """The plans that `read` gives until it gives nothing. A thread reads ahead for `post_receive`, and calls it with
+    each."""
+    if post_receive is None:
         while message := read():
             yield decode(message)
         return
@@ -241,7 +244,7 @@ def read_plans(
         try:
             while message := read():
                 plan = decode(message)
-                expect(plan)
+                post_receive(plan)
                 plans.put(plan)
         except BaseException as error:
             plans.put(error)
@@ -262,7 +265,7 @@ def return_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 def _keep_freed_memory() -> None:
@@ -274,7 +277,7 @@ def _keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
         ctypes.CDLL(None).malloc_trim(0)  # but not what loading left behind
 
 

@@ -94,11 +94,11 @@ def states(config: EngineConfig, given: list[list[int]], parallel: Parallel) -> 
     batch = Batch(
         token_ids=torch.tensor([token for prompt in given for token in prompt]),
         positions=torch.cat([torch.arange(len(prompt)) for prompt in given]),
-        slots=nothing,
+        slot_mapping=nothing,
         block_tables=nothing,
         sequence_lengths=lengths,
         query_starts=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
-        sampled=nothing,
+        logits_indices=nothing,
     )
     return list(torch.split(encoder.features(encoder(None, batch)), lengths.tolist()))
 

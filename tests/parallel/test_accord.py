@@ -22,7 +22,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
         monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(
-        watchdog, "described", lambda what, group, reason, *, is_late: f"{what}: rank 1 did not come ({is_late})"
+        watchdog,
+        "describe_failure",
+        lambda what, group, reason, *, timed_out: f"{what}: rank 1 did not come ({timed_out})",
     )
     return store
 

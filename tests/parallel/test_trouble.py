@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from quire.engine.distributed import watchdog
 from quire.engine.distributed.parallel_state import ParallelState, connect
-from quire.engine.distributed.watchdog import PendingCollective, unfinished, watch
+from quire.engine.distributed.watchdog import PendingCollective, parse_pending, watch
 from tests.parallel.test_connect import CPU, grid
 
 TIMEOUT = 1.0
@@ -29,7 +29,7 @@ def serve(rank: int, tp: int, pp: int, init_method: str, work: Work | None, pipe
     """A rank that tells what `work` raises, or without it takes part in nothing."""
     torch.set_num_threads(1)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
-    watchdog._OTHERS_SECONDS = 0.5
+    watchdog._GRACE_SECONDS = 0.5
     links = connect(grid(tp, pp), rank, init_method, CPU, timedelta(seconds=TIMEOUT))
     if work is not None:
         try:
@@ -75,7 +75,7 @@ def broadcast(links: ParallelState) -> None:
 
 
 def receive_from_next(links: ParallelState) -> None:
-    links.pipeline._before = 1
+    links.pipeline._previous = 1
     links.pipeline.receive((2, 8), torch.float32)
 
 
@@ -88,7 +88,7 @@ def watched(links: ParallelState) -> str:
     """What is said of a sum that the host has launched and does not wait for, as NCCL's are."""
     reports: SimpleQueue[str] = SimpleQueue()
     look = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 (gloo's, which has no type)
-    watch(TIMEOUT / 4, reports.put, lambda: unfinished(look(True, True)))
+    watch(TIMEOUT / 4, reports.put, lambda: parse_pending(look(True, True)))
     dist.all_reduce(torch.ones(7, 2), async_op=True)
     return reports.get(timeout=60)
 
@@ -125,7 +125,7 @@ def test_what_a_device_waits_for_is_reported(tmp_path: Path) -> None:
 def test_what_ends_in_time_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: SimpleQueue[int] = SimpleQueue()
     said: SimpleQueue[str] = SimpleQueue()
-    monkeypatch.setattr(watchdog, "described", lambda what, *_, **__: what)
+    monkeypatch.setattr(watchdog, "describe_failure", lambda what, *_, **__: what)
     numbers = iter([0, 1, 2, 3, *[4] * 1000])
 
     def pending() -> list[PendingCollective]:
@@ -150,7 +150,7 @@ def test_the_trace_of_a_flight_recorder() -> None:
         "retired": False,
     }
     done = [{**entry, "record_id": 5, "state": "completed"}, {**entry, "record_id": 6, "retired": True}]
-    assert unfinished(json.dumps({"entries": [*done, entry]})) == [
+    assert parse_pending(json.dumps({"entries": [*done, entry]})) == [
         PendingCollective(7, "nccl:all_reduce of [[3, 4]] BFloat16", None)
     ]
-    assert unfinished(json.dumps({"version": "2.10"})) == []
+    assert parse_pending(json.dumps({"version": "2.10"})) == []

@@ -43,19 +43,19 @@ class FakeMeter:
     def run(self, plan: SchedulerOutput) -> None:
         self.has_run = True
 
-    def held(self) -> int:
+    def reserved(self) -> int:
         return self.weights + self.kept * self.has_run
 
     def free(self) -> int:
-        return self.at_start - self.held() - self.others
+        return self.at_start - self.reserved() - self.others
 
-    def watch(self) -> None:
+    def reset_peak(self) -> None:
         assert not self.has_run
 
     def peak(self) -> int:
         return self.weights + self.peak_bytes * self.has_run
 
-    def leave(self, size: int) -> None:
+    def keep_free(self, size: int) -> None:
         self.left = size
 
 
@@ -171,18 +171,18 @@ class SharingMeter(FakeMeter):
         super().run(plan)
         self.taken[self.rank] = self.weights + self.peak_bytes + self.others  # torch keeps the largest step's
 
-    def held(self) -> int:
+    def reserved(self) -> int:
         if self.has_run:
             if self.rank:
                 assert self.has_given_back[0].wait(60)  # this one is the slower
-            self.taken[self.rank] = super().held() + self.others
+            self.taken[self.rank] = super().reserved() + self.others
             self.has_given_back[self.rank].set()
-        return super().held()
+        return super().reserved()
 
     def free(self) -> int:
         return SHARED - sum(map(int, self.taken))
 
-    def leave(self, size: int) -> None:
+    def keep_free(self, size: int) -> None:
         self.left = self.free() - size
         """What torch may take besides."""
 
@@ -253,7 +253,7 @@ def test_the_largest_step_runs_and_leaves_nothing_behind(
     )
     seen = Recorder(monkeypatch)
     meter = FakeMeter()
-    meter.watch = lambda: None  # type: ignore[method-assign]  # the step runs in the runner, and not in the meter
+    meter.reset_peak = lambda: None  # type: ignore[method-assign]  # the step runs in the runner, and not in the meter
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
     step, end = seen.plans
     assert step.num_tokens == min(budget, rows * 511)
@@ -273,7 +273,7 @@ def test_the_shortest_model_length_is_measured(tmp_path: Path, monkeypatch: pyte
             write_checkpoint("llama", tmp_path), max_model_len=least, block_size=4, max_num_seqs=3, **changes
         )
         seen, meter = Recorder(monkeypatch), FakeMeter()
-        meter.watch = lambda: None  # type: ignore[method-assign]
+        meter.reset_peak = lambda: None  # type: ignore[method-assign]
         runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
         runner.finalize()
         assert seen.plans[0].num_tokens == 3

@@ -125,7 +125,7 @@ class PagedAttention:
         if query.shape[-1] != value_dim:  # the cache has rows of one size
             query, key, value = (F.pad(x, (0, size - x.shape[-1])) for x in (query, key, value))
         unturned = torch.empty(len(query), 0, device=query.device)
-        query = kernels.rotary_write_kv(query, key, value, unturned, cache, batch.slots)
+        query = kernels.rotary_write_kv(query, key, value, unturned, cache, batch.slot_mapping)
         mixed = kernels.paged_attention(
             query.contiguous(),
             cache,

@@ -433,11 +433,11 @@ def _batch(prompts: list[Tensor], done: list[int], counts: list[int]) -> Batch:
     return Batch(
         token_ids=torch.cat([prompt[places] for prompt, places in zip(prompts, positions, strict=True)]),
         positions=torch.cat(positions),
-        slots=torch.cat([begin * _BLOCK + places for begin, places in zip(begins, positions, strict=True)]),
+        slot_mapping=torch.cat([begin * _BLOCK + places for begin, places in zip(begins, positions, strict=True)]),
         block_tables=torch.stack([torch.arange(begin, begin + _REQUEST_BLOCKS) for begin in begins]),
         sequence_lengths=torch.tensor([int(places[-1]) + 1 for places in positions]),
         query_starts=torch.tensor([0, *counts]).cumsum(0),
-        sampled=torch.zeros(0, dtype=torch.int64),
+        logits_indices=torch.zeros(0, dtype=torch.int64),
     )
 
 
