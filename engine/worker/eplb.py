@@ -1,4 +1,4 @@
-"""How much the experts of a stage are used; and the busy ones moved and doubled between steps (EPLB)."""
+"""Counts the load of a stage's experts, and moves and replicates busy experts between steps (EPLB)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ExpertLoad
 
 REPORT_INTERVAL = 100
-"""Steps from one report to the next, unless experts move more often."""
+"""Steps between two load reports, unless experts move more often."""
 _ALIGNMENT = 16
-"""Bytes; no type is larger."""
+"""Bytes; no data type is larger."""
 
 
 class ExpertLoadBalancer:
-    """Of one rank. Invariant: all ranks of the group call `step` equally often, and so do the same at the same time.
+    """Balances the experts of one rank. Invariant: all ranks of the group call `step` equally often, and so act at the
+    same time.
 
-    Tokens are summed over the group from time to time, so that all decide alike. Every `step_interval` steps the busy
-    experts of each layer find a new place, one layer after the other, a step for each where there are enough: a step
-    waits for the experts of one layer to change places, and at most three lie beside those that a rank has.
+    Token counts are summed over the group, so that all ranks make the same decision. Every `step_interval` steps a new
+    placement is computed for each layer, and the layers are then moved one per step if the interval is long enough. A
+    step waits only for one layer's moves, and at most three experts are in memory beyond those that the rank has.
     """
 
     def __init__(
@@ -44,27 +45,28 @@ class ExpertLoadBalancer:
         pipeline: Pipeline,
         device: torch.device,
     ) -> None:
-        """`layers` are those of this stage that have experts; `counts` how many, also of the stages before it."""
+        """`layers` are this stage's layers with experts; `counts` are the numbers of experts, including earlier stages'
+        layers."""
         self._group, self._pipeline, self._config, self._device = group, pipeline, group.config, device
         self._layers, self._counts = list(layers.values()), counts
         self._sizes = [counts[number] for number in layers]
         self._upstream_shape = (3 + sum(counts.values()) - sum(self._sizes),)
-        """The shape of what the stage before tells."""
+        """Shape of the report from the previous stage."""
         self._report_interval = (
             min(REPORT_INTERVAL, self._config.step_interval) if self._config.is_balanced else REPORT_INTERVAL
         )
         self._is_finalized = False
         self._steps = self._posted = self._moved = 0
         self._last_reported = self._last_balanced = [[0] * size for size in self._sizes]
-        """What experts had computed at the last report, and when they were last moved."""
+        """Token counts at the last report."""
         self._pending: deque[tuple[MixtureOfExperts, list[int]]] = deque()
-        """Layers whose experts are to be moved, and the load to do so by."""
+        """Layers whose experts are to be moved, each with the load to balance."""
 
     @staticmethod
     def of(
         decoder: Decoder, config: EngineConfig, parallel_state: ParallelState, device: torch.device
     ) -> ExpertLoadBalancer | None:
-        """That of a rank, if its layers' experts are spread."""
+        """The balancer of a rank; None without expert parallelism."""
         if parallel_state.experts is None:
             return None
         arch, stage = config.model.architecture, config.parallel.stages[parallel_state.pipeline.stage]
@@ -75,15 +77,15 @@ class ExpertLoadBalancer:
         return ExpertLoadBalancer(layers, counts, parallel_state.experts, parallel_state.pipeline, device)
 
     def post_receive(self) -> None:
-        """A step is to come: have a place for what the stage before tells in it. Another thread may do this."""
+        """Post the receive for the previous stage's report in a future step. May be called from another thread."""
         if self._reports_at(self._posted):
             self._pipeline.post_receive(self._upstream_shape, torch.float64)
         self._posted += 1
 
     def step(self) -> ExpertLoad | None:
-        """Before each step of the model; sometimes there is something to tell, on the last stage.
+        """Call this before each step of the model. Returns a load report now and then, on the last stage.
 
-        Steps before `finalize` are made up: they are not counted, and move nothing.
+        Steps before `finalize` are warm-up: they are not counted and move nothing.
         """
         if not self._is_finalized:
             return None
@@ -99,7 +101,7 @@ class ExpertLoadBalancer:
         return step > 0 and step % self._report_interval == 0
 
     def _totals(self) -> list[list[int]]:
-        """Tokens of each expert of each layer since the start, of all ranks."""
+        """Tokens of each expert of each layer since the start, summed over all ranks."""
         if not self._layers:
             return []
         own = torch.cat([layer.tokens for layer in self._layers])
@@ -108,7 +110,8 @@ class ExpertLoadBalancer:
         return [counts.tolist() for counts in rows.sum(0).cpu().split_with_sizes(self._sizes)]
 
     def _report(self) -> ExpertLoad | None:
-        """The report of this stage and those before it, which goes on to the next."""
+        """Combine the reports of this stage and earlier ones; send the result to the next stage, or return it on the
+        last."""
         totals = self._totals()
         loads = [
             rank_loads(_difference(now, then), _placement_table(layer))
@@ -155,9 +158,10 @@ class ExpertLoadBalancer:
         self._moved += sum(step.target.place is not None for step in steps)
 
     def finalize(self) -> None:
-        """Once all ranks are loaded: those that move experts are to hold them in the same form.
+        """Check, once all ranks are loaded, that ranks that exchange experts store them in the same format, and start
+        counting.
 
-        It depends on the processor. Raises `ConfigError` on all ranks.
+        The format depends on the processor. Raises `ConfigError` on all ranks.
         """
         self._is_finalized = True
         for layer in self._layers:
@@ -168,8 +172,8 @@ class ExpertLoadBalancer:
         reported = self._group.all_ranks.all_gather_ints([zlib.crc32(forms.encode())])
         if reported.count(reported[self._group.rank]) != len(reported):
             raise ConfigError(
-                "--enable-eplb: experts cannot move between ranks whose processors want their weights in different "
-                "forms; run all ranks on hosts of one kind, or leave it out"
+                "--enable-eplb: experts cannot move between ranks whose processors need different weight formats; "
+                "run all ranks on hosts of the same kind, or omit the flag"
             )
 
 
@@ -183,14 +187,14 @@ def _difference(now: Sequence[int], then: Sequence[int]) -> list[int]:
 
 
 class _Mover:
-    """This rank's part in the moves of a layer's experts."""
+    """Moves a layer's experts, as far as this rank takes part."""
 
     def __init__(self, layer: MixtureOfExperts, group: ExpertGroup) -> None:
         self._experts, self._peers = layer.experts, group.all_ranks
         self._spare: Tensor | None = None
 
     def run(self, batch: Sequence[ExpertMove]) -> None:
-        """A round."""
+        """Run one round of moves."""
         rank, size = self._peers.rank, self._peers.size
         sent, received = [0] * size, [0] * size
         rows: list[Tensor] = []
@@ -212,7 +216,7 @@ class _Mover:
             self._experts.restore(place, list(_parts(arrived[0], self._experts.state(place))))
 
     def _row(self, place: int | None) -> Tensor:
-        """One expert, `[1, bytes]`."""
+        """The bytes of one expert, `[1, bytes]`."""
         if place is None:
             assert self._spare is not None
             return self._spare
@@ -224,12 +228,12 @@ class _Mover:
 
 
 def _row_bytes(part: Tensor) -> int:
-    """Bytes of a row."""
+    """Bytes of `part` in a row, with padding."""
     return -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _parts(row: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Where the tensors of an expert lie in a row, `[bytes]`; `like` are those of any."""
+    """Views of an expert's tensors in a row `[bytes]`; `like` are those of any expert."""
     start = 0
     for part in like:
         yield row[start : start + part.nbytes].view(part.dtype).view(part.shape)

@@ -1,4 +1,5 @@
-"""Logits become tokens. Nothing is kept from step to step: all follows from the requests' tokens and parameters."""
+"""Samples tokens from logits. The sampler has no state: the result depends only on the requests' tokens and parameters.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +23,21 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step samples, on the device."""
+    """The sampled tokens of a step, on the device."""
 
     tokens: Tensor
     """int64 `[rows]`"""
     logprob_rows: Ints
-    """The rows that asked for log-probabilities."""
+    """The rows that requested log-probabilities."""
     num_top: Ints
-    """How many of the likeliest tokens each of these wants."""
+    """The number of most likely tokens that each of these rows requested."""
     columns: tuple[Tensor, ...]
-    """Of these rows, if there are any: what `logprobs` takes."""
+    """The arguments of `logprobs` for these rows; empty if there are none."""
 
     def logprobs(
         self, logprobs: Array, ranks: Array, top_ids: Array, top_logprobs: Array
     ) -> list[TokenLogprobs | None]:
-        """The columns, once they are on the host, row for row of all that sample."""
+        """Convert the columns, once they are on the host, into one entry per sampled row."""
         result: list[TokenLogprobs | None] = [None] * len(self.tokens)
         rows = zip(logprobs.tolist(), ranks.tolist(), top_ids.tolist(), top_logprobs.tolist(), strict=True)
         for row, count, (logprob, rank, ids, values) in zip(
@@ -47,9 +48,9 @@ class Sampled:
 
 
 class Sampler:
-    """Samples the next token of each row: bias, forbidden tokens and penalties, then `kernels.sample`.
+    """Samples the next token of each row: applies bias, forbidden tokens and penalties, then calls `kernels.sample`.
 
-    The noise of a draw depends on the request's seed, the token's position and its id alone. Rows that do without a
+    The sampling noise depends only on the request's seed, the token's position and its id. Rows that do not use a
     feature do not pay for it.
     """
 
@@ -59,10 +60,11 @@ class Sampler:
     def sample(
         self, logits: Tensor, input_batch: InputBatch, slots: Ints, masks: Mapping[int, bytes] | None = None
     ) -> Sampled:
-        """One token for each row of `logits` (float32 `[rows, vocab]`, overwritten), which belong to `slots`.
+        """Sample one token for each row of `logits` (float32 `[rows, vocab]`, overwritten); the rows belong to `slots`.
 
-        `masks` are those of the plan: whoever has one may sample nothing else, and what its parameters forbid is left
-        out of it already. The log-probabilities are those of `logits` as given. Nothing here waits for the device.
+        `masks` are the plan's bitmasks by slot: a row with a mask may only sample tokens in it, and the mask already
+        excludes what the request's parameters forbid. Log-probabilities are those of the original `logits`. Nothing
+        here waits for the device.
         """
         controls = input_batch.controls[slots]
         logprob_rows = np.flatnonzero(controls["logprobs"] >= 0)
@@ -83,7 +85,7 @@ class Sampler:
         return Sampled(tokens, logprob_rows, counts, columns)
 
     def score(self, logits: Tensor, tokens: Ints, num_top: int) -> tuple[Tensor, ...]:
-        """For `logits` (float32 `[rows, vocab]`) and a token of each row: the columns of `PromptLogprobs`."""
+        """For `logits` (float32 `[rows, vocab]`) and one token per row, the columns of `PromptLogprobs`."""
         return kernels.score_tokens(logits, self._send(tokens), num_top)
 
     def _bias(self, logits: Tensor, input_batch: InputBatch, slots: Ints) -> None:
@@ -96,13 +98,16 @@ class Sampler:
         logits[self._send(at[0]), self._send(at[1])] += self._send(values)
 
     def _forbid(self, logits: Tensor, input_batch: InputBatch, slots: Ints, is_unmasked: Bools) -> None:
-        """Early ends, what would complete a bad word, and all but the allowed tokens. Bad words leave one of these."""
+        """Mask stop tokens before `min_tokens`, tokens that would complete a bad word, and all but the allowed tokens.
+
+        If bad words would exclude every allowed token of a row, the bad words are ignored.
+        """
         controls = input_batch.controls[slots]
         outputs = input_batch.num_tokens[slots] - input_batch.num_prompt_tokens[slots]
         early = outputs < controls["min_tokens"]
         stop_pairs, words, allowed = _TokenPairs(), _TokenPairs(), _TokenPairs()
-        prefixes: list[list[int]] = []  # of the words
-        restricted: list[int] = []  # rows that may take no other tokens than the allowed ones
+        prefixes: list[list[int]] = []  # of the bad words
+        restricted: list[int] = []  # rows that are restricted to their allowed tokens
         for row in np.flatnonzero(is_unmasked & (early | (controls["num_bans"] > 0))).tolist():
             params = _params(input_batch, slots[row])
             stops = {*self._eos, *params.stop_token_ids} if early[row] else set()
@@ -119,9 +124,11 @@ class Sampler:
             logits[self._at(stop_pairs)] = -torch.inf
         if not (words.rows or restricted):
             return
-        # Several words may have their last token in common.
+        # Several words may end in the same token.
         lasts, which = np.unique(words.keys(self._vocab_size), return_inverse=True)
-        bad = torch.zeros(len(lasts) + 1, dtype=torch.int32, device=self._device)  # the last stands for other tokens
+        bad = torch.zeros(
+            len(lasts) + 1, dtype=torch.int32, device=self._device
+        )  # the last entry stands for all other tokens
         if prefixes:
             bad.index_add_(0, self._send(which), self._completed(words, prefixes, input_batch, slots).int())
         bad = bad > 0
@@ -142,7 +149,7 @@ class Sampler:
         logits[self._at(allowed)] = torch.where(is_bad & (left > 0)[owners], -torch.inf, kept)
 
     def _completed(self, words: _TokenPairs, prefixes: list[list[int]], input_batch: InputBatch, slots: Ints) -> Tensor:
-        """Whether the tokens of each word's row end in its beginning, bool `[words]`."""
+        """Whether the tokens of each word's row end with the word's prefix, bool `[words]`."""
         longest = max(map(len, prefixes))
         expected = np.full((len(prefixes), longest), -1)
         for number, beginning in enumerate(prefixes):
@@ -158,7 +165,8 @@ class Sampler:
         kernels.apply_bitmask(logits, self._send(rows), self._send(bits.reshape(len(rows), -1)))
 
     def _penalize(self, logits: Tensor, input_batch: InputBatch, slots: Ints) -> None:
-        """Repetition (Keskar et al. 2019) for prompt and output, frequency and presence (OpenAI) for output only."""
+        """Apply the repetition penalty (Keskar et al. 2019) to prompt and output tokens, and the frequency and presence
+        penalties (OpenAI) to output tokens."""
         controls = input_batch.controls[slots]
         penalized = np.flatnonzero(
             (controls["repetition_penalty"] != 1.0)
@@ -181,12 +189,12 @@ class Sampler:
         return send(values, self._device)
 
     def _at(self, pairs: _TokenPairs) -> tuple[Tensor, Tensor]:
-        """Where in the logits they stand."""
+        """Their indices in the logits."""
         return self._send(np.array(pairs.rows, np.int64)), self._send(np.array(pairs.tokens, np.int64))
 
 
 class _TokenPairs:
-    """Tokens of rows."""
+    """Pairs of a row and a token."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -197,7 +205,7 @@ class _TokenPairs:
         self.tokens += tokens
 
     def keys(self, vocab_size: int) -> Ints:
-        """One for each pair."""
+        """One unique number for each pair."""
         return np.array(self.rows, np.int64) * vocab_size + np.array(self.tokens, np.int64)
 
 

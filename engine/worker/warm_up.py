@@ -1,6 +1,7 @@
-"""Made-up steps that a rank runs before it serves: the largest, for its memory, and decodes, for their kernels.
+"""Warm-up steps that a rank runs before it accepts requests: the largest step, to measure its memory, and decode steps,
+to compile their kernels.
 
-All KV is that of block 0, and what stands in it afterwards is nobody's.
+All requests use block 0, whose content is meaningless afterwards.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from quire.engine.config.options import EngineConfig
 from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 
 _LONG_CONTEXT, _SHORT_CONTEXT = 16384, 1024
-"""Tokens that the largest step's long row and its other rows have behind them at most: attending to more takes time,
-and hardly memory (see `memory._longer`)."""
+"""Maximum tokens computed before the largest step, for its long row and for its other rows: attending to more takes
+time but hardly any memory (see `memory._extra_workspace`)."""
 _PENALTIES: dict[str, Any] = {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
 _SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -22,13 +23,14 @@ _SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 0.8, "top_k": 50},
 )
-"""For each, `kernels.sample` has other kernels, or other variants of them."""
+"""`kernels.sample` has different kernels, or variants of them, for each of these."""
 _PENALTY_LENGTHS = 32, 4096
-"""Tokens of a request from which on, and up to which, each power of two has a penalty kernel of its own."""
+"""Penalty kernels come in one variant for each power of two tokens in this range."""
 
 
 def largest_step(config: EngineConfig) -> list[SchedulerOutput]:
-    """As many tokens and rows as a step may have, which all sample with all that costs memory; and the end of them."""
+    """A plan with the maximum number of tokens and rows, all of which sample with every feature that costs memory; and
+    a plan that releases them."""
     rows, tops = largest_rows(config), _max_logprobs(config)
     sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 0}
     params = SamplingParams(**sampling, **_PENALTIES, logit_bias={0: 1.0}, logprobs=tops)
@@ -38,7 +40,8 @@ def largest_step(config: EngineConfig) -> list[SchedulerOutput]:
 
 
 def largest_rows(config: EngineConfig) -> list[tuple[int, int]]:
-    """Of each row, the tokens behind it and its own. Prompts that are embedded are whole; others leave room for one."""
+    """The computed tokens and the new tokens of each row. Embedding requests have whole prompts; others leave room for
+    one token."""
     pools, left = config.model.pooling is not None, config.scheduler.max_num_batched_tokens
     longest = config.model.max_model_len - (not pools)
     rows: list[tuple[int, int]] = []
@@ -52,10 +55,11 @@ def largest_rows(config: EngineConfig) -> list[tuple[int, int]]:
 
 
 def decode_steps(config: EngineConfig) -> Iterator[SchedulerOutput]:
-    """Decodes of one request and of more and more, each drawn in another way; the first request grows; and their end.
+    """Decode steps of more and more requests, each with another sampling method, while the first request grows; and a
+    plan that releases them.
 
-    Kernels come in variants by the number of rows (experts, matrix products), by how a step samples, and by the length
-    of what is penalized. As these do not depend on one another, a step tries one of each.
+    Kernels have variants by the number of rows (experts, matrix products), by the sampling method, and by the length
+    for penalties. As these are independent of each other, each step covers one variant of each.
     """
     counts = _powers(1, config.scheduler.max_num_seqs)
     least, most = _PENALTY_LENGTHS
@@ -73,7 +77,7 @@ def decode_steps(config: EngineConfig) -> Iterator[SchedulerOutput]:
 
 
 def _powers(first: int, last: int) -> list[int]:
-    """`first`, its double and so on, and `last` in the end, which may be less than all of them."""
+    """`first`, doubled as long as it is less than `last`, and finally `last`."""
     powers = []
     while first < last:
         powers.append(first)
@@ -82,9 +86,9 @@ def _powers(first: int, last: int) -> list[int]:
 
 
 def _max_logprobs(config: EngineConfig) -> int:
-    """That a request may ask for; as many as are usual where any number may be."""
-    row_params = config.model.max_logprobs
-    return min(20, config.model.architecture.vocab_size) if row_params < 0 else row_params
+    """The maximum that a request may ask for; the usual maximum if there is no limit."""
+    limit = config.model.max_logprobs
+    return min(20, config.model.architecture.vocab_size) if limit < 0 else limit
 
 
 def _plan(
@@ -94,7 +98,7 @@ def _plan(
     rows: Sequence[tuple[int, int]],
     params: Iterable[SamplingParams],
 ) -> SchedulerOutput:
-    """Of new requests with tokens behind them and in this step, in the first slots, of which so many are released."""
+    """A plan that releases the first `released` slots and adds one new request for each of `rows`."""
     plan = SchedulerOutput(number, list(range(released)), [], [])
     tokens = [0] * max(map(sum, rows), default=0)
     for slot, ((computed, count), row_params) in enumerate(zip(rows, params, strict=True)):

@@ -1,4 +1,4 @@
-"""One rank's life: device, groups, weights, then plans until the end."""
+"""The lifecycle of one rank: device, process groups, weights, then plans until shutdown."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _MMAP_THRESHOLD_BYTES = 1 << 17
 
 
 class Worker:
-    """A loaded rank. `init_method` is where the ranks meet (torch.distributed); a single rank needs none."""
+    """A loaded rank. `init_method` is the rendezvous of the ranks (torch.distributed); a single rank needs none."""
 
     def __init__(self, config: EngineConfig, rank: int, init_method: str | None) -> None:
         parallel = config.parallel
@@ -55,7 +55,7 @@ class Worker:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.ranks_here)))
             device = torch.device("cpu")
         else:
-            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts, by which they were chosen
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order, by which the devices were chosen
             device = torch.device("cuda", parallel.device_of(rank))
             meter = CudaMemoryMeter(device.index)
             torch.cuda.set_device(device)
@@ -71,11 +71,11 @@ class Worker:
             except kernels.BackendUnavailable as error:
                 raise ConfigError(str(error)) from error
             waited += time.perf_counter() - begin
-            # Measured while nothing else runs, and before CUDA graphs hold what it chooses.
+            # Measures while nothing else runs, before CUDA graphs capture the chosen algorithms.
             self._parallel_state.tp.finalize()
 
         if parallel.device == "cpu":
-            ready()  # weights are packed for them
+            ready()  # packing weights depends on the kernels
         return_freed_memory()
         self._runner = _load(config, rank, self._parallel_state, device, meter, ready)
         self.num_blocks = self._runner.num_blocks
@@ -83,8 +83,8 @@ class Worker:
             _keep_freed_memory()
         self.launch, self.post_receive = self._runner.launch, self._runner.post_receive
         self.is_asynchronous = parallel.device != "cpu"
-        """Whether a step is still under way when it is launched."""
-        # NCCL would hold a part of the device while it waits.
+        """Whether a step may still be running when `launch` returns."""
+        # A pending NCCL receive would occupy a part of the GPU.
         self.posts_receives = self._runner.receives and parallel.device == "cpu"
         loaded = time.perf_counter()
         spent = self._runner.finalize()
@@ -96,7 +96,7 @@ class Worker:
         }
 
     def watch(self, report: Callable[[str], None]) -> None:
-        """Have `report` called, by some thread, with what this rank's GPU waits for longer than it should."""
+        """Call `report`, from another thread, if this rank's GPU waits in a collective for longer than the timeout."""
         self._parallel_state.watch(report)
 
     def close(self) -> None:
@@ -112,14 +112,14 @@ def _load(
     meter: MemoryMeter | None,
     wait_for_kernels: Callable[[], None],
 ) -> ModelRunner:
-    """Raises `ConfigError` where memory does not suffice for it."""
+    """Load the model. Raises `ConfigError` if memory runs out."""
     try:
         return ModelRunner(config, rank, parallel_state, device, meter, wait_for_kernels)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"rank {rank} ran out of memory while the model was loaded and tried: {error}; use more ranks (-tp, -pp) "
+            f"rank {rank} ran out of memory while loading and warming up the model: {error}; use more ranks (-tp, -pp) "
             f"or a smaller --dtype, or {REMEDY}"
         ) from None
 
@@ -134,15 +134,16 @@ def main(
     results: Connection,
     log_level: str,
 ) -> None:
-    """A worker process: `plans` in, `results` out, `progress[place]` as `LocalRanks` reads it.
+    """The main function of a worker process: reads `plans`, writes `results`, and updates `progress[local_rank]` for
+    `LocalRanks`.
 
-    `local_rank` is the rank's among those of this host.
+    `local_rank` is the rank's index among those of this host.
     """
     started = process.age()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the process that started this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that started this one
     process.set_name(f"quire-rank-{rank}")
     _end_with_parent()
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed rank would leave behind
+    tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which a killed rank would leak
     log.setup(log_level, f"rank {rank}")
     reports = Reports(results, progress, local_rank)
     try:
@@ -165,7 +166,7 @@ def main(
 
 
 def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:
-    """Tell the core, and end this process, from whichever thread."""
+    """Report the failure to the core and exit this process, from any thread."""
     if isinstance(error, ConfigError):
         failure = WorkerFailed(str(error), user_error=True)
     else:
@@ -173,11 +174,11 @@ def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:
         advice = f"; {REMEDY}" * is_out_of_memory(error)
         failure = WorkerFailed(f"{type(error).__name__}: {error}{advice}", user_error=False)
     reports.send(failure)
-    os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
+    os._exit(1)  # skips the clean-up of process groups, which would wait for ranks that may have died
 
 
 class Reports:
-    """What a rank tells the core. Steps are finished in their order, by one thread, while another may begin more."""
+    """Sends a rank's messages to the core. One thread finishes the steps in order, while another may start more."""
 
     def __init__(self, results: Connection, progress: ctypes.Array[ctypes.c_longlong], local_rank: int) -> None:
         self._results, self._progress, self._local_rank = results, progress, local_rank
@@ -192,22 +193,22 @@ class Reports:
             self._results.send_bytes(self._encode(message))
 
     def begin(self, step: int) -> None:
-        """A plan has come. The progress is that of the oldest step under way."""
+        """Record that a plan has arrived. The progress is that of the oldest step in flight."""
         with self._counting:
             self._in_flight.append(step)
             self._progress[self._local_rank] = 2 * self._in_flight[0]
 
     def finish(self, step: int, launched: AsyncOutput) -> None:
-        """Wait for a step, and tell its result if there is one here."""
+        """Wait for a step, and send its result if this rank has one."""
         result = launched.result()
         with self._counting:
-            assert self._in_flight.popleft() == step, "steps are finished in their order"
+            assert self._in_flight.popleft() == step, "steps must finish in order"
             self._progress[self._local_rank] = 2 * self._in_flight[0] if self._in_flight else 2 * step + 1
         if result is not None:
             self.send(result)
 
     def in_thread(self, fail: Callable[[Exception], None]) -> Callable[[int, AsyncOutput], None]:
-        """`finish` for steps that a thread waits for, which calls `fail` with what goes wrong."""
+        """Return a version of `finish` that waits in a thread and calls `fail` with any exception."""
 
         def run() -> None:
             try:
@@ -221,7 +222,7 @@ class Reports:
         return lambda step, launched: self._launched.put((step, launched))
 
     def close(self) -> None:
-        """Returns when all steps have been finished."""
+        """Return when all steps are finished."""
         if self._thread is not None:
             self._launched.put(None)
             self._thread.join()
@@ -232,8 +233,8 @@ def read_plans(
     decode: Callable[[bytes], SchedulerOutput],
     post_receive: Callable[[SchedulerOutput], None] | None,
 ) -> Iterator[SchedulerOutput]:
-    """The plans that `read` gives until it gives nothing. A thread reads ahead for `post_receive`, and calls it with
-    each."""
+    """The plans from `read`, until it returns an empty message. With `post_receive`, a thread reads ahead and calls it
+    with each plan."""
     if post_receive is None:
         while message := read():
             yield decode(message)
@@ -259,9 +260,9 @@ def read_plans(
 
 
 def return_freed_memory() -> None:
-    """Give back what is freed, as loading frees every weight that it packs: no holes are left in the heap.
+    """Return freed memory to the system, as loading frees every weight after packing it: no holes are left in the heap.
 
-    glibc would map less and less by itself, and keep up to 64 MiB besides.
+    By default glibc maps less and less memory separately, and keeps up to 64 MiB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -269,20 +270,20 @@ def return_freed_memory() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Serve large activations from the heap, and keep it.
+    """Allocate large activations from the heap, and keep the memory.
 
-    glibc maps and unmaps what is larger than 32 MiB each time; the faults of fresh pages then cost as much as the
-    matmul that fills them.
+    By default glibc maps and unmaps blocks larger than 32 MiB each time; the page faults then cost as much as the
+    matmul that fills the pages.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-        ctypes.CDLL(None).malloc_trim(0)  # but not what loading left behind
+        ctypes.CDLL(None).malloc_trim(0)  # free what loading left behind
 
 
 def _end_with_parent() -> None:
-    """End this process as soon as the engine core does, however it ends."""
+    """Exit this process as soon as the engine core's process ends, for whatever reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -284,7 +284,7 @@ def test_what_cannot_be_captured_is_said_and_runs(
     assert caplog.text.count("a step cannot be captured: operation not permitted when stream is capturing\n") == 1
     with caplog.at_level(logging.INFO):
         driver(replace(config, graphs=GraphConfig(why_none="--enforce-eager")))
-    assert "decodes run without CUDA graphs: --enforce-eager" in caplog.text
+    assert "decode steps run without CUDA graphs: --enforce-eager" in caplog.text
 
 
 class Failing(CallAgain):
@@ -382,7 +382,7 @@ def test_all_ranks_have_a_size_or_none_has(
         assert reported == [f"raised: {reason}"]
         return
     assert [sizes for sizes, *_ in reported] == [[], []]
-    text = f"decodes run without CUDA graphs, as a step cannot be captured on rank 1: {reason}"
+    text = f"decode steps run without CUDA graphs: capturing a step failed on rank 1: {reason}"
     assert [said for _, said, _ in reported] == [[text], []]
     assert "pipeline_parallel_size" in layout or all(count >= 3 for *_, count in reported)
 
@@ -402,7 +402,7 @@ def test_cpus_tape_steps_as_they_come(
     eager, taped = (driver(config_of(folders(family), *sizes, **options)) for sizes in ((), range(1, 9)))
     with caplog.at_level(logging.INFO):
         assert crowds(taped) == crowds(eager)
-    assert "decodes run without" not in caplog.text
+    assert "decode steps run without" not in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
@@ -417,7 +417,7 @@ def test_cpus_tape_the_products_of_onednn(
     eager, taped = (driver(config_of(folders("Llama"), *sizes, **options)) for sizes in ((), range(1, 9)))
     with caplog.at_level(logging.INFO):
         assert crowds(taped) == crowds(eager)
-    assert "decodes run without" not in caplog.text
+    assert "decode steps run without" not in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
@@ -429,7 +429,7 @@ def test_cpus_tape_mixtures_of_experts_whose_products_are_panels(
     with caplog.at_level(logging.INFO):
         assert crowds(taped) == crowds(eager)
     is_panels = isa.has("avx2") and not isa.has("amx")
-    assert ("decodes run without" not in caplog.text) == is_panels
+    assert ("decode steps run without" not in caplog.text) == is_panels
 
 
 def test_each_size_is_taped_once(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
@@ -494,7 +494,7 @@ def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
     monkeypatch.setattr(MLP, "forward", looks)
     with caplog.at_level(logging.INFO):
         assert crowds(driver(config_of(folders("Llama"), *range(1, 9)))) == expected
-    reported = caplog.text.count("decodes run without tapes, as a step cannot be replayed: ")
+    reported = caplog.text.count("decode steps run without op replay: a step cannot be replayed: ")
     assert reported == (way is not Tensor.sum)
 
 

@@ -88,9 +88,9 @@ def test_the_cache_gets_what_the_rest_leaves(folder: Path, caplog: pytest.LogCap
     block = Sizes.of(config).kv_block[0]
     with caplog.at_level("INFO", logger="quire"):
         assert fit(config, meter) == (72 - 16 - 3 - 1) * U // block
-    assert "of 10 GiB free at the start 9 GiB may be used: weights 2.12 GiB, activations 256 MiB at most" in caplog.text
+    assert "memory: 10 GiB free at the start, budget 9 GiB: weights 2.12 GiB, activations 256 MiB," in caplog.text
     assert "CUDA and libraries 128 MiB, KV cache 6.5 GiB in" in caplog.text
-    assert "1 GiB are left" in caplog.text
+    assert "; 1 GiB left" in caplog.text
     assert 0 < meter.left < 8 * U
 
 
@@ -106,14 +106,18 @@ def test_a_fixed_cache_stays_as_it_is(folder: Path) -> None:
 
 def test_a_fixed_cache_that_does_not_fit_is_refused(folder: Path) -> None:
     config = many(folder, kv_cache_memory_bytes=1 << 21)
-    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes 2097152 does not fit on rank 0, beside weights 10"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-memory-bytes 2097152 does not fit on rank 0, in addition to weights 10"
+    ):
         fit(config, FakeMeter(weights=79 * U, peak_bytes=U, others=0))
 
 
 def test_too_little_is_refused_with_numbers_and_flags(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"less than one request of 512 .* on rank 0, beside weights 9") as refusal:
+    with pytest.raises(
+        ConfigError, match=r"less than one request of 512 .* on rank 0, in addition to weights 9"
+    ) as refusal:
         fit(many(folder), FakeMeter(weights=71 * U))
-    assert "of the 10 GiB that were free" in str(refusal.value)
+    assert "in 10 GiB free at the start" in str(refusal.value)
     assert "--gpu-memory-utilization" in str(refusal.value)
 
 
@@ -151,7 +155,7 @@ def test_ranks_agree_on_the_least(folder: Path, tmp_path: Path, weights: int) ->
         assert reported == [(72 - 20 - 3 - 1) * U // Sizes.of(config).kv_block[1]] * 2
     else:
         assert reported[0] == reported[1]
-        assert "on rank 1, beside weights 9.12 GiB" in reported[0]
+        assert "on rank 1, in addition to weights 9.12 GiB" in reported[0]
 
 
 SHARED = 80 * U
