@@ -1,9 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024), its heads cut over the ranks of a stage.
+"""Multi-head latent attention (DeepSeek-V2, 2024), with the heads sharded over the ranks of a stage.
 
-A token's row in the cache is its rotary key, which all heads share, and then its latent, from which every head's plain
-key and value come by a matrix. A few queries are asked in the latent's own space (*absorbed*: the matrix is applied to
-query and result, and all heads read one row of the cache); for many it pays to make keys and values of all heads first
-(*plain*). Both give the same but for rounding.
+A token's row in the cache holds its rotary key, which all heads share, and its latent, from which a matrix computes
+every head's plain key and value. There are two forms. The *absorbed* form attends in the latent space: the matrix is
+applied to queries and results, and all heads read one row of the cache; it is cheaper for few queries. The *plain* form
+first computes keys and values of all heads; it is cheaper for many queries. Both give the same result except for
+rounding.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class PerHeadUp(ColumnParallelLinear):
-    """From the latent to each head's plain key and value; kept as it is, for it is applied from both sides."""
+    """Projects the latent to each head's plain key and value; never packed, as it is applied from both sides."""
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
-        """Nothing: see above."""
+        """Do nothing: see above."""
 
 
 class MLA(nn.Module):
-    """The attention that `quire.engine.models.model_spec.MLASpec` describes."""
+    """Attention as described by `quire.engine.models.model_spec.MLASpec`."""
 
     def __init__(self, spec: model_spec.MLASpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -53,12 +54,12 @@ class MLA(nn.Module):
         self.latent_norm = make_norm(spec.norm, spec.latent_dim)
         self.up = PerHeadUp(spec.latent_dim, [keys_and_values], bias=False)
         self.output = RowParallelLinear(spec.num_heads * spec.value_dim, hidden_size, parallel, bias=spec.bias)
-        # One more query costs less in the plain form by this; one more key costs more by its keys and values.
+        # Saving of the plain form per query; each key costs the computation of its keys and values.
         cheaper = 2 * row - 2 * spec.head_dim
         self._plain_from = spec.latent_dim * (spec.plain_dim + spec.value_dim) // max(cheaper, 1)
 
     def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor) -> Tensor:
-        """`[tokens, hidden_size]` → the same; writes the tokens' rows into this layer's `cache`.
+        """`[tokens, hidden_size]` → the same; writes the tokens' rows to this layer's `cache`.
 
         `cache` is `[1, blocks, 1, block_size, row]`.
         """
@@ -76,7 +77,7 @@ class MLA(nn.Module):
         return out
 
     def _attend(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, each request in the form that costs it less."""
+        """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request."""
         counts, lengths, _ = batch.rows()
         is_plain = counts >= self._plain_from
         if not is_plain.any():
@@ -91,7 +92,8 @@ class MLA(nn.Module):
         return mixed
 
     def _group_requests(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """The requests from `first` to `last` in as few parts as may have their keys and values made at once."""
+        """The requests from `first` to `last` in as few groups as possible whose keys and values fit in memory
+        at once."""
         begin, total = first, 0
         for number in range(first, last):
             total += int(lengths[number])
@@ -101,7 +103,7 @@ class MLA(nn.Module):
         yield begin, last
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
-        """`[heads, plain_dim, latent_dim]` of the keys, `[heads, value_dim, latent_dim]` of the values."""
+        """`[heads, plain_dim, latent_dim]` for the keys, `[heads, value_dim, latent_dim]` for the values."""
         spec = self._spec
         keys, values = self.up.weight.view(self._heads, -1, spec.latent_dim).split_with_sizes(
             (spec.plain_dim, spec.value_dim), dim=1
@@ -109,7 +111,7 @@ class MLA(nn.Module):
         return keys, values
 
     def absorbed(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        """As one KV head whose keys and values are the cache's rows."""
+        """Attend with one KV head whose keys and values are the rows of the cache."""
         spec, (keys, values) = self._spec, self._matrices()
         rotary, plain = query.split_with_sizes((spec.rope.dim, spec.plain_dim), dim=-1)
         within = torch.einsum("thp,hpl->thl", plain, keys)
@@ -125,9 +127,10 @@ class MLA(nn.Module):
         return torch.einsum("thl,hvl->thv", mixed[..., spec.rope.dim :], values)
 
     def plain(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        """With keys and values of some heads at a time made of the rows of all the batch's requests.
+        """Compute keys and values of some heads at a time from the cached rows of all the batch's requests, and attend
+        to them.
 
-        They are made in blocks as those of the cache, one request's after the other's.
+        They are stored in blocks like those of the cache, one request after another.
         """
         spec, size, lengths = self._spec, cache.shape[3], batch.rows().lengths
         blocks = -(-lengths // size)
@@ -150,7 +153,7 @@ class MLA(nn.Module):
             sides[0, ..., : spec.rope.dim] = rotary
             sides[0, ..., spec.rope.dim : spec.head_dim] = keys
             sides[0, ..., spec.head_dim :] = 0.0
-            sides[1, ..., : spec.value_dim] = values  # behind them stands anything, for a result that is left out
+            sides[1, ..., : spec.value_dim] = values  # the rest may have any value: its results are dropped
             expanded_cache = sides.view(2, -1, total, size, width).transpose(1, 2)
             out = kernels.paged_attention(
                 padded_query[:, heads],
@@ -173,7 +176,7 @@ class MLA(nn.Module):
 
 
 def _requests(batch: Batch, begin: int, end: int, rows: slice) -> Batch:
-    """These requests alone, whose tokens are `rows`."""
+    """A batch with only these requests, whose tokens are `rows`."""
     counts, lengths, _ = batch.rows()
     starts = batch.query_starts[begin : end + 1]
     return Batch(

@@ -1,4 +1,4 @@
-"""One pipeline stage of a decoder. What differs between families is in the `ModelSpec`."""
+"""One pipeline stage of a decoder. The `ModelSpec` describes what differs between families."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.engine.models.model_spec import ModelSpec
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward, one after the other or side by side, added to the residual stream."""
+    """Attention and a feed-forward layer, sequential or parallel, added to the residual stream."""
 
     def __init__(
         self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
@@ -46,10 +46,10 @@ class DecoderLayer(nn.Module):
         cache: Tensor,
         last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`x` is still to be added to `residual`, in the arguments and in what is returned.
+        """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result.
 
-        With `last_tokens`, the requests' last tokens, only these are returned: of the others, all that is needed of a
-        model's last layer is their keys and values.
+        With `last_tokens`, the indices of the requests' last tokens, only these are returned: the model's last layer
+        needs only keys and values of the others.
         """
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache, last_tokens)
         is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
     def in_phases(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Tensor
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """As `forward`, with a pause wherever its tokens are on their way to experts or back."""
+        """Like `forward`, but yield whenever tokens are in transit to or from experts."""
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache)
         if isinstance(self.feed_forward, MixtureOfExperts):
             in_flight = self.feed_forward.begin(normed, batch)
@@ -80,7 +80,7 @@ class DecoderLayer(nn.Module):
         cache: Tensor,
         last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the feed-forward reads, what attention has made, and the residual stream."""
+        """The input of the feed-forward layer, the output of attention, and the residual stream."""
         normed, residual = _add(self.attention_norm, x, residual)
         if last_tokens is None:
             mixed = self.attention(normed, batch, cos_sin, cache)
@@ -95,7 +95,7 @@ class DecoderLayer(nn.Module):
         return normed, mixed, residual
 
     def _finish_feed_forward(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """What the feed-forward has made, and where it stood beside attention, that too."""
+        """The output of the feed-forward layer, plus that of a parallel attention."""
         x = self._scaled(_apply(self.feed_forward_post_norm, x))
         return x + mixed if self.spec.is_parallel else x
 
@@ -144,7 +144,7 @@ def _feed_forward(
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions; never cut."""
+    """Learned position embeddings; replicated on all ranks."""
 
     def __init__(self, count: int, hidden_size: int, offset: int) -> None:
         super().__init__()
@@ -157,10 +157,11 @@ class PositionEmbedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers `layers` of a model: with the embedding if they are the first, norm and head if the last.
+    """The layers `layers` of a model, with the embedding if they include the first one, and norm and head if they
+    include the last.
 
-    Layers keep their number in the whole model as their name. Parameters are uninitialized. `experts` are the ranks
-    that experts are spread over; without it, those of the stage have a slice of each.
+    Layers are named by their number in the complete model. Parameters are uninitialized. `experts` is the group that
+    whole experts are distributed over; without it, each rank of the stage has a slice of each expert.
     """
 
     def __init__(
@@ -189,17 +190,17 @@ class Decoder(nn.Module):
         self.supports_logits_indices_only = last and isinstance(
             arch.layers[layers.stop - 1].attention, model_spec.AttentionSpec
         )
-        """Whether batches may have `logits_indices_only`."""
+        """Whether batches may set `logits_indices_only`."""
         if last:
             tied = self.embedding.weight if self.embedding is not None and arch.tie_embeddings else None
             self.norm = _norm(arch.norm, width)
             self.head = VocabParallelHead(*vocabulary, tied, bias=arch.head_bias)
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
-        """The residual stream `[tokens, hidden_size]` after this stage, from that of the stage before.
+        """The residual stream `[tokens, hidden_size]` after this stage, given that after the previous stage.
 
-        The first stage takes None and starts from the batch's token ids. `caches` are those of the layers. Where the
-        batch has `logits_indices_only`, only these tokens come out.
+        The first stage takes None and starts from the batch's token ids. `caches` are those of the layers. With the
+        batch's `logits_indices_only`, the output has only each request's last token.
         """
         if x is None:
             x = self._embed(batch)
@@ -218,7 +219,7 @@ class Decoder(nn.Module):
         return x if residual is None else residual + x
 
     def _in_phases(self, x: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Generator[None, None, Tensor]:
-        """All layers, with the pauses of `DecoderLayer.in_phases`."""
+        """All layers, yielding as `DecoderLayer.in_phases` does."""
         residual = None
         cos_sin = self._cos_sin(batch)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
@@ -234,11 +235,11 @@ class Decoder(nn.Module):
         assert self.embedding is not None
         x: Tensor = self.embedding(batch.token_ids)
         if self._arch.embedding_multiplier != 1.0:
-            x = x * x.new_full((), self._arch.embedding_multiplier)  # rounded as `x` is
+            x = x * x.new_full((), self._arch.embedding_multiplier)  # rounded to the type of `x`
         return x if self.positions is None else x + self.positions(batch.positions)
 
     def features(self, x: Tensor) -> Tensor:
-        """The last stage's `[rows, hidden_size]`, normalized: what the head reads, and the pooling of a prompt."""
+        """Normalize the last stage's `[rows, hidden_size]`: the input of the head and of pooling."""
         return _apply(self.norm, x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -251,7 +252,8 @@ class Decoder(nn.Module):
 
 
 def _interleave(runs: list[Generator[None, None, Tensor]]) -> list[Tensor]:
-    """Drive all to their ends, from pause to pause: while one's tokens are on their way, the next computes."""
+    """Run all generators to their ends, alternating at each yield: while one's tokens are in transit, the next
+    computes."""
     results: list[Tensor] = []
     while len(results) < len(runs):
         for run in runs:

@@ -133,8 +133,8 @@ _NOT_REPLAYABLE = {
 
 
 class _PythonAccesses(TorchFunctionMode):
-    """Detects what op replay cannot record: numbers that pass between tensors and Python, and hidden aliases of memory.
-    """
+    """Detects what op replay cannot record: numbers that pass between tensors and Python, and hidden aliases of
+    memory."""
 
     def __init__(self, found_at: list[str]) -> None:
         super().__init__()

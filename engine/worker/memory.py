@@ -68,8 +68,8 @@ class MemoryMeter(Protocol):
 
 
 class CudaMemoryMeter:
-    """The memory of an NVIDIA GPU. Create it before anything else uses the device, as it configures torch's allocator.
-    """
+    """The memory of an NVIDIA GPU. Create it before anything else uses the device, as it configures torch's
+    allocator."""
 
     def __init__(self, number: int) -> None:
         self.at_start = devices.free_gpu_memory()[number]

@@ -18,8 +18,8 @@ Weights = tuple[Tensor, Tensor | None]
 
 @dataclass
 class _Seen:
-    """Running totals over the chunks of a prompt. Sums are float64, so that the result does not depend on the chunks.
-    """
+    """Running totals over the chunks of a prompt. Sums are float64, so that the result does not depend on the
+    chunks."""
 
     count: int
     first: Tensor

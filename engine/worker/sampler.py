@@ -1,5 +1,5 @@
-"""Samples tokens from logits. The sampler has no state: the result depends only on the requests' tokens and parameters.
-"""
+"""Samples tokens from logits. The sampler has no state: the result depends only on the requests' tokens and
+parameters."""
 
 from __future__ import annotations
 
