@@ -249,7 +249,7 @@ class Experts(nn.Module):
         self.down = ExpertMatrices((len(numbers), hidden_size, size), downs, down_biases if spec.bias else None)
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
-        """Replace the weights by their packed form, which reuses their memory if it fits; the parameters become empty."""
+        """Replace the weights by their packed form, in the same memory if it fits; the parameters become empty."""
         self._product = kernels.pack_experts(
             self.gate_up.weight,
             self.down.weight,

@@ -112,7 +112,7 @@ def test_what_has_no_mapping_goes_to_transformers_with_a_line(tmp_path: Path, ca
     config = configure(tmp_path)
     assert isinstance(config.model.architecture, TransformersModelSpec)
     assert "OlmoForCausalLM has no implementation of Quire's own; transformers' serves it" in caplog.text
-    with pytest.raises(ConfigError, match="OlmoForCausalLM is not served; served are: "):
+    with pytest.raises(ConfigError, match="OlmoForCausalLM is not supported; supported: "):
         configure(tmp_path, model_impl="quire")
 
 
@@ -147,7 +147,7 @@ def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch
         ("BertLMHeadModel", {}, "its attention sees later tokens"),
         ("DogeForCausalLM", {}, "its attention takes a mask of its own"),
         ("T5ForConditionalGeneration", {}, "an encoder with a decoder"),
-        ("NobodysForCausalLM", {"model_type": "nobodys"}, "NobodysForCausalLM is not served"),
+        ("NobodysForCausalLM", {"model_type": "nobodys"}, "NobodysForCausalLM is not supported"),
         ("OlmoForCausalLM", {"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
         ("OlmoModel", {"model_type": "olmo"}, "no causal language model"),
     ],

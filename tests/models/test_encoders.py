@@ -163,14 +163,14 @@ def test_sizes_are_known_beforehand(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key' is not served"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key' is not supported"),
         ({"is_decoder": True}, "is_decoder"),
-        ({"hidden_act": "mish"}, "the activation 'mish' is not served"),
+        ({"hidden_act": "mish"}, "the activation 'mish' is not supported"),
         ({"num_attention_heads": 5}, "no multiple of 5"),
         ({"hidden_size": None}, "config.json has a value that BertModel cannot use"),
         (
             {"architectures": ["NomicBertModel"]},
-            "architecture NomicBertModel is not served.*Qwen3ForCausalLM.*BertModel",
+            "architecture NomicBertModel is not supported.*Qwen3ForCausalLM.*BertModel",
         ),
     ],
 )

@@ -76,13 +76,13 @@ def _attention(
     Source: https://huggingface.co/docs/transformers/attention_interface
     """
     if attention_mask is not None:
-        raise ConfigError("its attention takes a mask of its own, which is not served")
+        raise ConfigError("its attention takes a mask of its own, which is not supported")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ConfigError("its attention sees later tokens, which is not served")
+        raise ConfigError("its attention sees later tokens, which is not supported")
     if strange := sorted(name for name, value in others.items() if name not in _HARMLESS and _matters(value)):
-        raise ConfigError(f"its attention takes {', '.join(strange)}, which is not served")
+        raise ConfigError(f"its attention takes {', '.join(strange)}, which is not supported")
     if len(query) != 1 or query.shape[2] != key.shape[2]:
-        raise ConfigError("its attention asks for other keys than those of its own tokens, which is not served")
+        raise ConfigError("its attention asks for other keys than those of its own tokens, which is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     asked = AttentionSettings(scale, int(sliding_window or 0), float(softcap or 0.0))
     answer: AttentionFunction = getattr(module, _ATTRIBUTE)

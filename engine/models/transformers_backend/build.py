@@ -33,7 +33,7 @@ _QUIET = {
     "pretraining_tp": 1,
 }
 
-NO_INTERFACE = "its attention is not asked through transformers' attention interface, which is not served"
+NO_INTERFACE = "its attention is not asked through transformers' attention interface, which is not supported"
 
 _building = threading.Lock()
 _logging: Any = transformers.logging
@@ -107,7 +107,7 @@ def base_of(model: Any) -> nn.Module:
     """The model without its head."""
     base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
     if not isinstance(base, nn.Module):
-        raise ConfigError("it has no base model beside its head, which is not served")
+        raise ConfigError("it has no base model beside its head, which is not supported")
     return base
 
 

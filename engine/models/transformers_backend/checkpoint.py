@@ -94,7 +94,7 @@ def _converted(name: str, weight: Weight, sources: list[TensorSource]) -> Iterat
     converter = sources[0].converter
     kinds = [type(operation).__name__ for operation in converter.operations]
     dims = [getattr(operation, "dim", 0) for operation in converter.operations]
-    refusal = ConfigError(f"{name} is made of {sources[0].name} by {', then '.join(kinds)}, which is not served")
+    refusal = ConfigError(f"{name} is made of {sources[0].name} by {', then '.join(kinds)}, which is not supported")
     shape = weight.shards[0].shape
     groups = [[each for each in sources if each.part == part] for part in range(len(converter.source_patterns))]
     groups = [group for group in groups if group]

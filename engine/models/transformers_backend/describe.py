@@ -85,14 +85,14 @@ def _check_kind(config: Any) -> str:
     """The architecture's name, of a model that generates text from text alone."""
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError("it is an encoder with a decoder, which is not served")
+        raise ConfigError("it is an encoder with a decoder, which is not supported")
     if parts := [each for each in config.sub_configs if re.search("vision|audio|image|video", each)]:
-        raise ConfigError(f"it takes more than text ({', '.join(parts)}), which is not served")
+        raise ConfigError(f"it takes more than text ({', '.join(parts)}), which is not supported")
     kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
     if stateful := sorted(kinds & _STATEFUL):
-        raise ConfigError(f"it keeps a recurrent state (layers of {', '.join(stateful)}), which is not served")
+        raise ConfigError(f"it keeps a recurrent state (layers of {', '.join(stateful)}), which is not supported")
     if kinds:
-        raise ConfigError(f"its layers of {', '.join(sorted(kinds))} are not served")
+        raise ConfigError(f"its layers of {', '.join(sorted(kinds))} are not supported")
     return str((config.architectures or [type(config).__name__])[0])
 
 
@@ -151,7 +151,7 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
         raise ConfigError(build.NO_INTERFACE)
     count, rest = divmod(len(calls), sizes.layers or 1)
     if rest or not sizes.layers:
-        raise ConfigError(f"{sizes.layers} layers ask for attention {len(calls)} times, which is not served")
+        raise ConfigError(f"{sizes.layers} layers ask for attention {len(calls)} times, which is not supported")
     layers = []
     for number, call in enumerate(calls):
         own = number // count
@@ -203,9 +203,9 @@ def _check_class(model: Any, name: str) -> None:
     if model.config.get_text_config(decoder=True) is not model.config:  # what a part declares is the whole's
         taken = {model.input_modalities} if isinstance(model.input_modalities, str) else set(model.input_modalities)
         if taken != {"text"}:
-            raise ConfigError(f"it takes more than text ({', '.join(sorted(taken))}), which is not served")
+            raise ConfigError(f"it takes more than text ({', '.join(sorted(taken))}), which is not supported")
     if getattr(model, "_is_stateful", False):
-        raise ConfigError("it keeps a recurrent state, which is not served")
+        raise ConfigError("it keeps a recurrent state, which is not supported")
     if not model._can_set_attn_implementation():
         raise ConfigError(build.NO_INTERFACE)
 

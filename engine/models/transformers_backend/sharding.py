@@ -44,7 +44,7 @@ class ShardingPlan:
         if unknown := sorted({style for style in self._styles.values() if style not in _SERVED}):
             raise ConfigError(
                 f"--tensor-parallel-size {size}: the styles {', '.join(unknown)} of this model's tensor-parallel plan "
-                "are not served"
+                "are not supported"
             )
 
     def __getitem__(self, path: str) -> str:
@@ -101,7 +101,7 @@ class PlannedLinear(Linear):
         elif style in ("", *_WHOLE):
             self.weight = typed_weight(dtype, (rows, columns), whole(rows, columns))
         else:
-            raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a linear layer, is not served")
+            raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a linear layer, is not supported")
         self._inputs = slice(start, start + length) if style in _SPLIT else None
         self.bias = typed_weight(dtype, bias[0], bias[1]) if like.bias is not None else None
 
@@ -156,13 +156,13 @@ def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -
     """A parameter that is no linear layer's: a norm's, or the stack of an expert's matrices."""
     shape, last = tuple(like.shape), like.ndim - 1
     if not shape:
-        raise ConfigError(f"{name} is a parameter without dimensions, which is not served")
+        raise ConfigError(f"{name} is a parameter without dimensions, which is not supported")
     rows = max(last - 1, 0)  # the dimension of output features
     match style:
         case "colwise" | "rowwise" | "embedding_rowwise":
             dim = rows if style == "colwise" else 0 if style == "embedding_rowwise" else last
             if style == "rowwise" and like.ndim == 1:
-                raise ConfigError(f"--tensor-parallel-size: the style rowwise of {name}, a vector, is not served")
+                raise ConfigError(f"--tensor-parallel-size: the style rowwise of {name}, a vector, is not supported")
             start, length = cut(name, shape[dim], parallel)
             local = (*shape[:dim], length, *shape[dim + 1 :])
             return typed_weight(like.dtype, local, Shard(shape, start, length, dim=dim))
@@ -176,7 +176,7 @@ def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -
             )
             return typed_weight(like.dtype, (*shape[:dim], 2 * length, *shape[dim + 1 :]), *shards)
     if style not in ("", *_WHOLE):
-        raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a parameter, is not served")
+        raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a parameter, is not supported")
     return typed_weight(like.dtype, shape, whole(*shape))
 
 
@@ -188,7 +188,7 @@ def hook(path: str, module: nn.Module, style: str, parallel: Parallel) -> None:
         module.register_forward_pre_hook(lambda module, inputs: (inputs[0] / parallel.size, *inputs[1:]))
     elif style not in ("", *_WHOLE) and not isinstance(module, nn.Embedding):
         raise ConfigError(
-            f"--tensor-parallel-size: the style {style} of {path} ({type(module).__name__}) is not served"
+            f"--tensor-parallel-size: the style {style} of {path} ({type(module).__name__}) is not supported"
         )
 
 
