@@ -1,8 +1,9 @@
-"""Which rank has which experts, so that the busiest rank has as little to do as may be. Pure; no torch.
+"""Expert load balancing: computes the placement that reduces the busiest rank's load. Pure functions; no torch.
 
-As in DeepSeek's EPLB (github.com/deepseek-ai/EPLB), copies go to the experts with the most work for each of their
-copies, and then ranks are evened out. Ours starts from what the ranks have, since moving an expert costs too: a place
-changes hands only where that takes work off the busiest rank. All ranks that are told the same load come to the same.
+As in DeepSeek's EPLB (github.com/deepseek-ai/EPLB), copies go to the experts with the most load per copy, and then the
+ranks are balanced. Unlike it, this starts from the current placement, since moving experts has a cost: a place changes
+only if that reduces the busiest rank's load. The result depends only on the load, so that all ranks compute the same
+placement.
 """
 
 from __future__ import annotations
@@ -11,22 +12,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Table = tuple[tuple[int, ...], ...]
-"""The experts of each rank, as `ExpertPlacement.experts`: by their numbers in the model, place by place."""
+"""The experts of each rank, as in `ExpertPlacement.experts`: numbers in the model, by place."""
 
 MAX_IMBALANCE = 0.05
-"""So much more than the mean, as a share of it, a rank may have to do."""
+"""How far a rank's load may exceed the mean, as a fraction of the mean."""
 MIN_GAIN = 0.02
-"""What a new placement takes off the busiest rank at least, or nothing moves."""
+"""Minimum reduction of the busiest rank's load, as a fraction; otherwise nothing moves."""
 
 
 def rank_loads(load: Sequence[float], placement: Sequence[Sequence[int]]) -> list[float]:
-    """What each rank has to do, if an expert's `load` is shared evenly by its copies."""
+    """The load of each rank, if an expert's `load` is divided evenly among its copies."""
     counts = _count(len(load), placement)
     return [sum(load[expert] / counts[expert] for expert in experts) for experts in placement]
 
 
 def rebalance(load: Sequence[float], now: Table) -> Table:
-    """The placement for experts of such a `load`; `now` where no other is clearly better."""
+    """The placement for experts with this `load`; `now` if no other is clearly better."""
     draft = _Draft(load, now)
     draft.assign_copies(_target_copies(load, now))
     draft.balance()
@@ -43,7 +44,7 @@ def _count(num_experts: int, placement: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _target_copies(load: Sequence[float], now: Table) -> list[int]:
-    """How many copies each expert is to have, no more than there are ranks."""
+    """The number of copies for each expert, at most the number of ranks."""
     counts = [1] * len(load)
     for _ in range(sum(map(len, now)) - len(load)):
         more = [expert for expert, count in enumerate(counts) if count < len(now)]
@@ -52,7 +53,7 @@ def _target_copies(load: Sequence[float], now: Table) -> list[int]:
 
 
 class _Draft:
-    """A placement that is made better, a place at a time. Of choices that are equal the first is taken."""
+    """A placement that is improved place by place. Ties are resolved in favour of the first choice."""
 
     def __init__(self, load: Sequence[float], now: Table) -> None:
         self.placement = [list(experts) for experts in now]
@@ -60,7 +61,7 @@ class _Draft:
         self._counts = _count(len(load), now)
 
     def assign_copies(self, targets: Sequence[int]) -> None:
-        """Give places of experts that have more copies than wanted to those that have fewer, where that can be."""
+        """Replace experts that have more copies than their target with experts that have fewer, where possible."""
         for expert in sorted(range(len(targets)), key=lambda expert: (-self._load[expert] / targets[expert], expert)):
             while self._counts[expert] < targets[expert]:
                 done = rank_loads(self._load, self.placement)
@@ -79,7 +80,8 @@ class _Draft:
                 self.placement[rank][place] = expert
 
     def balance(self) -> None:
-        """Let the busiest rank change an expert for another's, as long as it has too much and that helps."""
+        """Swap experts of the busiest rank with those of others, as long as its load is too high and a swap reduces
+        it."""
         each = [share / count for share, count in zip(self._load, self._counts, strict=True)]
         done = rank_loads(self._load, self.placement)
         mean = sum(done) / len(done)
@@ -106,7 +108,7 @@ class _Draft:
 
 @dataclass(frozen=True)
 class ExpertSlot:
-    """Where an expert lies: a place of a rank, or beside them (`place` None), where there is room for one."""
+    """The location of an expert: a place of a rank, or the rank's spare slot (`place` None), which has room for one."""
 
     rank: int
     place: int | None
@@ -114,17 +116,17 @@ class ExpertSlot:
 
 @dataclass(frozen=True)
 class ExpertMove:
-    """An expert is copied from one spot to another, which is overwritten."""
+    """Copy an expert from one slot to another, which is overwritten."""
 
     source: ExpertSlot
     target: ExpertSlot
 
 
 def moves(now: Table, then: Table) -> list[ExpertMove]:
-    """What makes `then` of `now`, one after the other.
+    """The sequence of moves that changes `now` to `then`.
 
-    Nothing is overwritten before all that need it have it. Where places change their experts in a ring, one of them is
-    laid beside first; no rank has more than one beside it at a time.
+    No expert is overwritten before it has been copied to all its targets. A cycle of places is broken by copying one
+    expert to the spare slot first; no rank uses more than one spare slot at a time.
     """
     slots: dict[int, list[ExpertSlot]] = {}
     for rank, experts in enumerate(now):
@@ -142,7 +144,7 @@ def moves(now: Table, then: Table) -> list[ExpertMove]:
     ordered: list[ExpertMove] = []
 
     def fill(target: ExpertSlot) -> None:
-        """Then what it came from may be filled, if nobody else needs it."""
+        """Fill the target. Then its source may be filled in turn, if no other move reads it."""
         while True:
             source = sources.pop(target)
             ordered.append(ExpertMove(source, target))
@@ -153,7 +155,7 @@ def moves(now: Table, then: Table) -> list[ExpertMove]:
 
     for target in [target for target in sources if not readers.get(target)]:
         fill(target)
-    while sources:  # rings only: each spot has one reader
+    while sources:  # only cycles are left: each slot has one reader
         first = next(iter(sources))
         (reader,) = readers.pop(first)
         spare = ExpertSlot(first.rank, None)
@@ -164,9 +166,9 @@ def moves(now: Table, then: Table) -> list[ExpertMove]:
 
 
 def rounds(steps: Sequence[ExpertMove]) -> list[list[ExpertMove]]:
-    """The same moves, as many at once as can be: in a round each rank sends one expert and receives one at most.
+    """Group the moves into rounds, as few as possible: in a round each rank sends and receives at most one expert.
 
-    What is laid beside goes first in its round; then all are read, and only then are places overwritten.
+    In each round, moves to a spare slot come first. Then all sources are read before any place is overwritten.
     """
     result: list[list[ExpertMove]] = []
     senders, receivers = set[int](), set[int]()

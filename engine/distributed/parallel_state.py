@@ -1,4 +1,4 @@
-"""Joining a rank to the others of the grid."""
+"""Connects a rank to the other ranks of the grid."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGrou
 from quire.engine.distributed.pipeline import Pipeline
 
 _NCCL_EXTRA_TIMEOUT = timedelta(seconds=30)
-"""By how much torch's own watchdog over NCCL, which ends the process, comes later than ours, which says more."""
+"""How much later torch's own NCCL watchdog, which ends the process, fires than ours, whose report is more detailed."""
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """What a rank is connected to: the ranks of its stage, the stages before and after, and who shares its experts."""
+    """A rank's connections: the ranks of its stage, the previous and next stage, and the ranks that share its
+    experts."""
 
     tp: Parallel
     pipeline: Pipeline
     experts: ExpertGroup | None = None
-    """None: experts are not spread, but sliced over the ranks of the stage."""
+    """None: no expert parallelism; experts are sliced over the ranks of the stage."""
     timeout: timedelta = timedelta(minutes=30)
 
     def watch(self, report: Callable[[str], None]) -> None:
-        """Have `report` called, by some thread, with what a GPU waits for longer than it should."""
+        """Call `report`, from another thread, if a GPU waits in a collective for longer than the timeout."""
         if dist.is_initialized() and dist.get_backend() == "nccl":
             watchdog.watch(self.timeout.total_seconds(), report, watchdog.pending_on_gpu)
 
     def close(self) -> None:
-        """Leave the process groups, once what was sent has gone."""
+        """Leave the process groups, after all pending sends have completed."""
         self.pipeline.drain()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -52,11 +53,11 @@ def connect(
     device: torch.device,
     timeout: timedelta = timedelta(minutes=30),
 ) -> ParallelState:
-    """Join the grid as `rank` of the configuration's replica; returns when the others of the grid have joined too.
+    """Join the grid as `rank` of the configuration's replica; returns when all other ranks have joined.
 
-    The grid is that of all replicas where they share experts, and otherwise this replica's. `init_method` is torch's
-    (`tcp://host:port`, `file:///path`) and the same for all; a world of one needs none and starts no process group.
-    `timeout` bounds every collective and message.
+    If replicas share experts, the grid has the ranks of all replicas, otherwise those of this replica. `init_method` is
+    torch's (`tcp://host:port`, `file:///path`) and must be the same for all ranks; a single rank needs none and creates
+    no process group. `timeout` bounds every collective and message.
     """
     width, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, position = config.stage_of(rank), config.tp_rank_of(rank)
@@ -88,7 +89,7 @@ def connect(
 
     @cache
     def group_of(ranks: tuple[int, ...], among: str = backend) -> dist.ProcessGroup:
-        """All ranks make theirs in the same order."""
+        """Create a group. All ranks create their groups in the same order."""
         if len(ranks) == world_size and among == backend:
             group = dist.group.WORLD
         else:
@@ -118,5 +119,5 @@ def connect(
 
 
 def _backend(config: ParallelConfig, device: torch.device) -> str:
-    """Of torch's, for what is exchanged; NCCL does not take several ranks on one GPU."""
+    """torch's backend for the collectives; NCCL does not support several ranks on one GPU."""
     return "nccl" if device.type == "cuda" and config.ranks_per_device == 1 else "gloo"

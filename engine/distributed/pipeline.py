@@ -1,4 +1,4 @@
-"""The stages that the layers are cut into: hidden states move from one to the next."""
+"""Pipeline parallelism: hidden states move from one stage to the next."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from quire.engine.distributed import watchdog
 
 
 class Pipeline:
-    """One stage among `size`. It talks to the rank of its own tensor-parallel position in the stages beside it.
+    """One stage among `size`. It communicates with the rank in the same tensor-parallel position of the adjacent
+    stages.
 
-    A message leaves while this stage goes on: up to `size` of them, as many as plans are in flight. Gloo moves nothing
-    before the receiver has a place for it: what is `post_receive`ed comes in while this stage goes on, too.
+    Sends are asynchronous: up to `size` of them may be in progress, one for each plan in flight. Gloo transfers nothing
+    until the receiver has posted a receive; with `post_receive`, messages arrive while this stage continues, too.
     """
 
     def __init__(
@@ -27,10 +28,10 @@ class Pipeline:
         device: torch.device,
         transfer_device: torch.device | None = None,
     ) -> None:
-        """`rank` is this rank's in the whole grid, `width` the ranks of a stage.
+        """`rank` is this rank's number in the grid, `width` the number of ranks in a stage.
 
-        What is received comes to lie on `device`, and `transfer_device` is where it is sent from and to (default:
-        there).
+        Received tensors are on `device`; `transfer_device` is the device that messages are sent from and received on
+        (default: `device`).
         """
         self.stage, self.size = stage, size
         self._previous, self._next = rank - width, rank + width
@@ -47,7 +48,7 @@ class Pipeline:
         return self.stage == self.size - 1
 
     def send(self, message: Tensor) -> None:
-        """Hand `message` to the next stage; it must not be changed any more."""
+        """Send `message` to the next stage; it must not be changed afterwards."""
         while len(self._sending) >= self.size:
             self._wait_sent()
         message = message.to(self._transfer_device).contiguous()
@@ -56,7 +57,7 @@ class Pipeline:
         self._sending.append((work, message))
 
     def drain(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
         while self._sending:
             self._wait_sent()
 
@@ -65,9 +66,9 @@ class Pipeline:
         _wait(work, f"rank {self._next} to take hidden states", message)
 
     def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Have a place for the next message of the stage before that is not expected yet; another thread may do this.
+        """Post a receive for the previous stage's next message. May be called from another thread.
 
-        Its shape and type are known on both sides from the plan.
+        Both sides know its shape and type from the plan.
         """
         message = torch.empty(shape, dtype=dtype, device=self._transfer_device)
         work = dist.irecv(message, self._previous)
@@ -75,11 +76,11 @@ class Pipeline:
         self._receiving.append((work, message))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next message of the stage before."""
+        """The next message from the previous stage."""
         if not self._receiving:
             self.post_receive(shape, dtype)
         work, message = self._receiving.popleft()
-        assert (message.shape, message.dtype) == (shape, dtype), "stages run the same plans in the same order"
+        assert (message.shape, message.dtype) == (shape, dtype), "stages must run the same plans in the same order"
         _wait(work, f"hidden states from rank {self._previous}", message)
         return message.to(self._device)
 

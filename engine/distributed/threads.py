@@ -13,7 +13,7 @@ from quire.engine.distributed.expert_group import CompletedTransfer, ExpertCommu
 
 
 class ThreadParallel(Parallel):
-    """Collectives over a list that the ranks share, a barrier before and after each."""
+    """Collectives over a shared list, with a barrier before and after each."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, shared: list[Tensor]) -> None:
         self.rank, self.size, self._barrier, self._shared = rank, size, barrier, shared
@@ -36,7 +36,7 @@ class ThreadParallel(Parallel):
 
 
 class ThreadExpertCommunicator(ExpertCommunicator):
-    """Rows through a list that the ranks share, a barrier before and after each exchange, which is over at once."""
+    """Transfers through a shared list, with a barrier before and after each; they complete immediately."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, shared: list[list[Tensor]]) -> None:
         self.rank, self.size, self._barrier, self._shared = rank, size, barrier, shared

@@ -40,5 +40,5 @@ def test_all_are_heard_in_their_order(store: Store) -> None:
 
 def test_who_says_nothing_in_time_is_named(store: Store) -> None:
     store.set("quire-another size-1", "")
-    with pytest.raises(CollectiveError, match=r"what ranks say of a size: rank 1 did not come \(True\)"):
+    with pytest.raises(CollectiveError, match=r"all_gather_object of a size: rank 1 did not come \(True\)"):
         all_gather_object("a size", "")

@@ -179,7 +179,10 @@ def test_a_sum_goes_the_way_that_was_fastest_for_its_size(tmp_path: Path) -> Non
     first, second, said = on_ranks(tmp_path, ways_by_size)
     one, two = "one-shot", "two-shot"
     assert first == second == [one, one, one, two, two, None, None, None, None, None]
-    assert said[0] == "sums of a stage in bfloat16: one-shot up to 64 KiB, two-shot up to 1024 KiB, NCCL for the rest"
+    assert (
+        said[0]
+        == "all-reduces of a stage in bfloat16: one-shot up to 64 KiB, two-shot up to 1024 KiB, NCCL for the rest"
+    )
 
 
 def test_sums_and_gathers_are_right_whichever_way_they_go(tmp_path: Path) -> None:
@@ -197,7 +200,7 @@ def test_a_type_that_a_way_refuses_goes_another(tmp_path: Path) -> None:
     assert first == second
     assert first["torch.float16"] == {"two-shot", None}
     assert first["torch.bfloat16"] == {"one-shot", "two-shot", None}
-    assert said[0] == "one-shot sums of float16 are not used: rank 0: RuntimeError: Half is not supported"
+    assert said[0] == "one-shot all-reduces of float16 are not used: rank 0: RuntimeError: Half is not supported"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +213,7 @@ def test_a_type_that_a_way_refuses_goes_another(tmp_path: Path) -> None:
 def test_where_a_rank_cannot_nccl_serves_all(options: tuple[dict[str, Any], ...], reason: str, tmp_path: Path) -> None:
     first, second, said = on_ranks(tmp_path, types, *options)
     assert first == second == {}
-    assert said == [f"sums of a stage: NCCL alone, since {reason}"]
+    assert said == [f"all-reduces of a stage: only NCCL, since {reason}"]
 
 
 @contextmanager

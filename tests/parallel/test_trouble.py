@@ -101,8 +101,8 @@ def test_the_rank_that_stays_away_from_a_collective_is_named(work: Work, what: s
     assert all(what in text for text in said) or work is broadcast
     for text in said:
         assert text.startswith("ExchangeError: ")
-        assert " among ranks 0, 1, 2: rank 2 did not come to it; gloo: " in text
-        assert "look at that rank's log" in text
+        assert " among ranks 0, 1, 2: rank 2 did not join; gloo: " in text
+        assert "check that rank's log" in text
     assert any("raise --distributed-timeout-seconds" in text for text in said)
 
 
@@ -118,7 +118,7 @@ def test_the_timeout_reaches_every_group(tmp_path: Path) -> None:
 
 def test_what_a_device_waits_for_is_reported(tmp_path: Path) -> None:
     (text,) = without_last(tmp_path, 2, 1, watched)
-    assert text.startswith("gloo:all_reduce of [[7, 2]] Float among ranks 0, 1: rank 1 did not come to it; gloo: ")
+    assert text.startswith("gloo:all_reduce of [[7, 2]] Float among ranks 0, 1: rank 1 did not join; gloo: ")
     assert "it has waited there for" in text
 
 
