@@ -56,8 +56,8 @@ class StoredSlice:
         if self.is_transposed:
             read = read.T
         if self.rows is not None:
-            _, picked = _cover(self.rows[shard.source[0]] if shard.dim == 0 else self.rows)
-            read = read if picked is None else read[torch.from_numpy(picked)]
+            _, indices = _cover(self.rows[shard.source[0]] if shard.dim == 0 else self.rows)
+            read = read if indices is None else read[torch.from_numpy(indices)]
         return read
 
 
@@ -142,14 +142,14 @@ def _rows(
         runs = family.rows(layer, module, shard.part)
         if runs is not None:
             return np.concatenate([np.arange(run.start, run.stop, run.step) for run in runs])
-        rows = _turned_first(layer, module, shard)
+        rows = _rotary_first(layer, module, shard)
     if joint is None:
         return rows
     before = sum(size for part, size in list(joint.items())[: list(joint).index(shard.part)])
     return before + (np.arange(shard.shape[0]) if rows is None else rows)
 
 
-def _turned_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
+def _rotary_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
     """The rows of queries and keys in the order that ours have: what is turned comes first, pairs in halves."""
     attention, name = layer.attention, module.removeprefix("layers.attention.")
     if isinstance(attention, MLASpec):
@@ -158,16 +158,16 @@ def _turned_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
         if name == "down" and shard.part == "kv":
             return _per_head(shard.shape[0], shard.shape[0], attention.latent_dim, attention.rope)
         return None
-    is_turned = name in ("query_norm", "key_norm") or (name == "qkv" and shard.part != "v")
-    if is_turned and attention.rope is not None and attention.rope.is_interleaved:
+    is_rotary = name in ("query_norm", "key_norm") or (name == "qkv" and shard.part != "v")
+    if is_rotary and attention.rope is not None and attention.rope.is_interleaved:
         return _per_head(shard.shape[0], attention.head_dim, 0, attention.rope)
     return None
 
 
 def _per_head(rows: int, head: int, first: int, rope: RopeSpec) -> Rows:
     """For heads of `head` rows, of which those from `first` on are turned: these, in halves, and then the others."""
-    turned = np.arange(first, first + rope.dim)
+    rotary = np.arange(first, first + rope.dim)
     if rope.is_interleaved:
-        turned = np.concatenate((turned[::2], turned[1::2]))
-    order = np.concatenate((turned, np.setdiff1d(np.arange(head), turned)))
+        rotary = np.concatenate((rotary[::2], rotary[1::2]))
+    order = np.concatenate((rotary, np.setdiff1d(np.arange(head), rotary)))
     return (np.arange(0, rows, head)[:, None] + order).ravel()

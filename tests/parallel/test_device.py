@@ -192,7 +192,7 @@ def test_sums_and_gathers_are_right_whichever_way_they_go(tmp_path: Path) -> Non
 def test_a_way_that_one_rank_finds_wrong_is_taken_by_none(tmp_path: Path) -> None:
     first, second, said = on_ranks(tmp_path, types, {}, {"wrong": "one-shot"})
     assert first == second == {f"torch.{name}": {"two-shot", None} for name in ("bfloat16", "float16", "float32")}
-    assert said[0].startswith("one-shot sums of bfloat16 are not used: rank 1: Tensor-likes are not close!")
+    assert said[0].startswith("one-shot all-reduces of bfloat16 are not used: rank 1: Tensor-likes are not close!")
 
 
 def test_a_type_that_a_way_refuses_goes_another(tmp_path: Path) -> None:
