@@ -100,7 +100,7 @@ def test_the_rank_that_stays_away_from_a_collective_is_named(work: Work, what: s
     said = without_last(tmp_path, 3, 1, work)
     assert all(what in text for text in said) or work is broadcast
     for text in said:
-        assert text.startswith("ExchangeError: ")
+        assert text.startswith("CollectiveError: ")
         assert " among ranks 0, 1, 2: rank 2 did not join; gloo: " in text
         assert "check that rank's log" in text
     assert any("raise --distributed-timeout-seconds" in text for text in said)
@@ -108,7 +108,7 @@ def test_the_rank_that_stays_away_from_a_collective_is_named(work: Work, what: s
 
 def test_the_stage_that_sends_nothing_is_named(tmp_path: Path) -> None:
     (text,) = without_last(tmp_path, 1, 2, receive_from_next)
-    assert text.startswith("ExchangeError: waiting for hidden states from rank 1 ([2, 8]): ")
+    assert text.startswith("CollectiveError: waiting for hidden states from rank 1 ([2, 8]): ")
 
 
 def test_the_timeout_reaches_every_group(tmp_path: Path) -> None:
