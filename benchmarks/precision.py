@@ -85,13 +85,13 @@ def perplexity(prompts: Sequence[list[int]], replies: Sequence[list[int]], optio
             batch = Batch(
                 token_ids=tokens[:-1],
                 positions=positions,
-                slots=positions,
+                slot_mapping=positions,
                 block_tables=torch.arange(64)[None],
                 sequence_lengths=torch.tensor([len(positions)]),
                 query_starts=torch.tensor([0, len(positions)]),
-                sampled=positions[len(prompt) - 1 :],
+                logits_indices=positions[len(prompt) - 1 :],
             )
-            logits = decoder.logits(decoder(None, batch, caches)[batch.sampled])
+            logits = decoder.logits(decoder(None, batch, caches)[batch.logits_indices])
             loss += torch.nn.functional.cross_entropy(logits, tokens[len(prompt) :], reduction="sum").item()
             count += len(reply)
     return math.exp(loss / count)

@@ -1,1 +1,1 @@
-"""The ranks of the DP × PP × TP grid, their groups, and what they exchange."""
+"""The ranks of the DP × PP × TP grid, their process groups, and their communication."""

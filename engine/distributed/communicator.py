@@ -1,4 +1,4 @@
-"""The ranks that share each layer."""
+"""Tensor parallelism: the ranks that share each layer."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from quire.engine.distributed import watchdog
 
 
 class Parallel:
-    """One rank among `size` that hold a part of each layer. This one is alone: its collectives do nothing."""
+    """One rank among `size` that each have a part of every layer. This one is alone: its collectives do nothing."""
 
     rank: int = 0
     size: int = 1
 
     @property
-    def is_replayed(self) -> bool:
-        """Whether a CPU's collectives are operations on tensors and nothing else, which a tape keeps."""
+    def supports_op_replay(self) -> bool:
+        """Whether a CPU's collectives are pure tensor operations, which op replay can record."""
         return self.size == 1
 
     def finalize(self) -> None:
-        """Choose how to talk, once it is known whether there are compiled kernels. Every rank calls it, then serves."""
+        """Choose the transport, once it is known whether compiled kernels are available. Every rank calls this
+        before its first step."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of every rank's `x`, which may be overwritten."""
+        """The sum of all ranks' `x`, which may be overwritten."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's `x`, all of one shape, joined along the last dimension in the order of ranks."""
+        """All ranks' `x`, of the same shape, concatenated along the last dimension in the order of ranks."""
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's `x`, of the shape and type of every rank's, which may be overwritten."""
+        """Rank 0's `x`. All ranks pass a tensor of the same shape and type, which may be overwritten."""
         return x
 
 
 class GroupParallel(Parallel):
-    """The ranks of a torch process group. What fails raises `watchdog.ExchangeError`, which names who was missing."""
+    """The ranks of a torch process group. Failures raise `watchdog.CollectiveError`, which names the missing ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.size, self._group = group.rank(), group.size(), group
@@ -46,7 +47,7 @@ class GroupParallel(Parallel):
         try:
             dist.all_reduce(x, group=self._group)
         except RuntimeError as error:
-            raise watchdog.failed("all_reduce", x, self._group, error) from error
+            raise watchdog.collective_error("all_reduce", x, self._group, error) from error
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -54,19 +55,19 @@ class GroupParallel(Parallel):
         try:
             dist.all_gather(parts, x.contiguous(), group=self._group)
         except RuntimeError as error:
-            raise watchdog.failed("all_gather", x, self._group, error) from error
+            raise watchdog.collective_error("all_gather", x, self._group, error) from error
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         try:
             dist.broadcast(x, group=self._group, group_src=0)
         except RuntimeError as error:
-            raise watchdog.failed("broadcast", x, self._group, error) from error
+            raise watchdog.collective_error("broadcast", x, self._group, error) from error
         return x
 
 
 class HostStagedParallel(GroupParallel):
-    """The ranks of a gloo group whose tensors lie on a GPU that several of them share: gloo sees copies on the host."""
+    """The ranks of a gloo group whose tensors are on a GPU that several of them share: gloo gets copies on the host."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return super().all_reduce(x.cpu().contiguous()).to(x.device)

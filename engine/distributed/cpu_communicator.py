@@ -1,4 +1,4 @@
-"""The ranks of a stage on CPUs: through shared memory where all are on this host, by gloo where they are not."""
+"""Tensor parallelism on CPUs: through shared memory if all ranks are on this host, otherwise through gloo."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ class CpuParallel(GroupParallel):
         super().__init__(group)
         self._timeout = timeout.total_seconds()
         self.memory: Tensor | None = None
-        """The segment that the ranks share, `[bytes]`; without it gloo serves."""
+        """The shared segment, `[bytes]`; None: gloo is used."""
 
     @property
-    def is_replayed(self) -> bool:
+    def supports_op_replay(self) -> bool:
         return self.memory is not None
 
     def finalize(self) -> None:
-        """Go over to shared memory if every rank has the compiled kernels and is on this host."""
-        # A memfd has no name that could outlive the ranks, however they end.
+        """Switch to shared memory if all ranks have the compiled kernels and are on this host."""
+        # A memfd has no name, so nothing is left behind when the ranks exit or crash.
         length = shared.segment_bytes(self.size)
         fd = _create(length) if self.rank == 0 and shared.available() else -1
         try:
-            everyone = self._exchange((symmetric_memory.host(), os.getpid(), fd, shared.available()))
-            hosts = {host for host, *_ in everyone}
+            gathered = self._all_gather_object((symmetric_memory.host(), os.getpid(), fd, shared.available()))
+            hosts = {host for host, *_ in gathered}
             reason, memory = "", None
             if len(hosts) > 1 or None in hosts:
                 reason = "the ranks are not all on one host"
-            elif not all(available for *_, available in everyone):
+            elif not all(available for *_, available in gathered):
                 reason = "not every rank has the compiled kernels"
             else:
-                _, owner, number, _ = everyone[0]
+                _, owner, number, _ = gathered[0]
                 try:
                     memory = _map(Path(f"/proc/{owner}/fd/{number}"), length)
                 except OSError as error:
                     reason = f"rank {self.rank} cannot map the memory: {error}"
-            reason = next(filter(None, self._exchange(reason)), "")
+            reason = next(filter(None, self._all_gather_object(reason)), "")
         finally:
             if fd >= 0:
                 os.close(fd)
         self.memory = None if reason else memory
         if self.rank == 0:
-            say = logger.warning if reason else logger.debug
-            say("collectives of a stage: %s", f"gloo, since {reason}" if reason else "shared memory")
+            log = logger.warning if reason else logger.debug
+            log("collectives of a stage: %s", f"gloo, since {reason}" if reason else "shared memory")
 
-    def _exchange(self, mine: T) -> list[T]:
-        everyone: list[T] = [mine] * self.size
-        dist.all_gather_object(everyone, mine, self._group)
-        return everyone
+    def _all_gather_object(self, own: T) -> list[T]:
+        gathered: list[T] = [own] * self.size
+        dist.all_gather_object(gathered, own, self._group)
+        return gathered
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.memory is None or x.dtype not in shared.SUMMED:
@@ -89,7 +89,7 @@ class CpuParallel(GroupParallel):
 
 
 def _create(length: int) -> int:
-    """A file of zeros that lives in memory; -1 where the system does not allow it."""
+    """Create an anonymous in-memory file of zeros; -1 if the system does not allow it."""
     try:
         fd = os.memfd_create("quire-collectives", os.MFD_CLOEXEC)
     except OSError:

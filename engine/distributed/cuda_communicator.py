@@ -1,4 +1,4 @@
-"""The ranks of a stage on GPUs: NCCL, and for sums of a few rows symmetric memory where that is right and faster."""
+"""Tensor parallelism on GPUs: NCCL, and symmetric memory for small all-reduces where it is correct and faster."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from torch import Tensor
 
 from quire.engine.distributed import symmetric_memory, watchdog
 from quire.engine.distributed.communicator import GroupParallel
-from quire.engine.distributed.symmetric_memory import MOST_BYTES, UNIT, AllReduceAlgorithm
+from quire.engine.distributed.symmetric_memory import MAX_BYTES, UNIT, AllReduceAlgorithm
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SIZES = tuple(1 << power for power in range(12, MOST_BYTES.bit_length()))
-"""Bytes of the sums that are measured; one between two of them goes the way of the larger."""
+SIZES = tuple(1 << power for power in range(12, MAX_BYTES.bit_length()))
+"""Sizes in bytes of the all-reduces that are measured; a size in between uses the algorithm of the next larger one."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_CHECKED = (UNIT, 48 * UNIT, 1 << 16, (1 << 20) - UNIT, MOST_BYTES)
+_CHECKED = (UNIT, 48 * UNIT, 1 << 16, (1 << 20) - UNIT, MAX_BYTES)
 _CHECK_SECONDS = 60.0
-_GAIN = 0.95
-"""A way is taken where it needs at most so much of NCCL's time."""
+_MAX_TIME_RATIO = 0.95
+"""An algorithm is used if it takes at most this fraction of NCCL's time."""
 
 
 class CudaParallel(GroupParallel):
-    """The ranks of a NCCL group. Invariant: each has the same `table`, so that all go the same way."""
+    """The ranks of an NCCL group. Invariant: all have the same `table`, so that all use the same algorithm."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, is_custom: bool = True) -> None:
-        """`is_custom`: whether symmetric memory may serve, once `finalize` has found it right."""
+        """`is_custom`: whether symmetric memory may be used, once `finalize` has verified it."""
         super().__init__(group)
         self._device, self._is_custom = device, is_custom
         self.table: dict[torch.dtype, list[AllReduceAlgorithm | None]] = {}
-        """The way of sums of each type that have up to `SIZES[number]` bytes; None: NCCL's."""
+        """For each type, the algorithm for all-reduces of up to `SIZES[number]` bytes; None: NCCL."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         algorithm = self.algorithm(x.dtype, x.nbytes)
@@ -54,60 +54,64 @@ class CudaParallel(GroupParallel):
         try:
             dist.all_gather_into_tensor(parts.view(-1), x.reshape(-1), group=self._group)
         except RuntimeError as error:
-            raise watchdog.failed("all_gather", x, self._group, error) from error
+            raise watchdog.collective_error("all_gather", x, self._group, error) from error
         return parts.movedim(0, -2).flatten(-2)
 
     def algorithm(self, dtype: torch.dtype, length: int) -> AllReduceAlgorithm | None:
-        """How a sum of so many bytes is made; None: by NCCL."""
+        """The algorithm for an all-reduce of `length` bytes; None: NCCL."""
         algorithms = self.table.get(dtype)
-        if algorithms is None or not 0 < length <= MOST_BYTES or length % UNIT:
+        if algorithms is None or not 0 < length <= MAX_BYTES or length % UNIT:
             return None
         return algorithms[max(0, (length - 1).bit_length() - SIZES[0].bit_length() + 1)]
 
     def finalize(self) -> None:
-        """Go over to symmetric memory for the types and sizes for which all ranks find it right, and faster."""
+        """Use symmetric memory for the types and sizes for which it is correct on all ranks, and faster."""
         if not self._is_custom:
             return
         algorithms, reason = self._algorithms()
         if not reason:
-            right = self._right(algorithms)
+            right = self._correct_algorithms(algorithms)
             self.table = self._tables(right)
             reason = (
                 ""
                 if any(right.values())
-                else f"none of {', '.join(algorithm.name for algorithm in algorithms)} sums as NCCL does"
+                else f"none of {', '.join(algorithm.name for algorithm in algorithms)} gives NCCL's results"
             )
         if self.rank == 0 and reason:
-            logger.warning("sums of a stage: NCCL alone, since %s", reason)
+            logger.warning("all-reduces of a stage: only NCCL, since %s", reason)
         elif self.rank == 0:
             for dtype, chosen in self.table.items():
-                logger.info("sums of a stage in %s: %s", str(dtype).removeprefix("torch."), reported(chosen))
+                logger.info(
+                    "all-reduces of a stage in %s: %s", str(dtype).removeprefix("torch."), describe_algorithms(chosen)
+                )
 
     def _algorithms(self) -> tuple[list[AllReduceAlgorithm], str]:
-        """Those that the ranks have, or why there are none."""
+        """The algorithms that all ranks support, or the reason why there are none."""
         algorithms: list[AllReduceAlgorithm] = []
-        reason = symmetric_memory.obstacle(self._exchange(symmetric_memory.here(self._device)))
+        reason = symmetric_memory.unavailable_reason(
+            self._all_gather_object(symmetric_memory.local_buffer(self._device))
+        )
         if reason:
             return algorithms, reason
         try:
             memory = symmetric_memory.allocate(self._device)
-        except Exception as error:  # whatever a driver finds
+        except Exception as error:  # drivers raise many types
             reason = _first_line(error)
-        if reason := self._first(reason):
+        if reason := self._first_reason(reason):
             return algorithms, reason
         try:
             algorithms = symmetric_memory.share(memory, self._group)
         except Exception as error:
             reason = _first_line(error)
-        names = self._exchange([algorithm.name for algorithm in algorithms])
+        names = self._all_gather_object([algorithm.name for algorithm in algorithms])
         return [
-            algorithm for algorithm in algorithms if all(algorithm.name in theirs for theirs in names)
-        ], self._first(reason)
+            algorithm for algorithm in algorithms if all(algorithm.name in others for others in names)
+        ], self._first_reason(reason)
 
     def _tables(
         self, right: dict[torch.dtype, list[AllReduceAlgorithm]]
     ) -> dict[torch.dtype, list[AllReduceAlgorithm | None]]:
-        """`table`; what goes for a type goes for others that the same ways are right for, too."""
+        """Build `table`. Types with the same correct algorithms share one measurement."""
         tables: dict[torch.dtype, list[AllReduceAlgorithm | None]] = {}
         for dtype, algorithms in right.items():
             like = next((other for other in tables if right[other] == algorithms), None)
@@ -115,32 +119,34 @@ class CudaParallel(GroupParallel):
                 tables[dtype] = self._fastest(algorithms, dtype) if like is None else tables[like]
         return tables
 
-    def _right(self, algorithms: list[AllReduceAlgorithm]) -> dict[torch.dtype, list[AllReduceAlgorithm]]:
-        """The ways that sum numbers of each type as NCCL does, on every rank to the same bits."""
+    def _correct_algorithms(self, algorithms: list[AllReduceAlgorithm]) -> dict[torch.dtype, list[AllReduceAlgorithm]]:
+        """For each type, the algorithms whose results match NCCL's, with the same bits on every rank."""
         right: dict[torch.dtype, list[AllReduceAlgorithm]] = {}
         for dtype in _DTYPES:
             right[dtype] = []
             for algorithm in algorithms:
-                everyone = self._exchange(self._tried(algorithm, dtype))
-                reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(everyone) if reason]
-                if not reasons and len({bits for _, bits in everyone}) > 1:
-                    reasons = ["the sums of ranks differ"]
+                gathered = self._all_gather_object(self._check(algorithm, dtype))
+                reasons = [f"rank {rank}: {reason}" for rank, (reason, _) in enumerate(gathered) if reason]
+                if not reasons and len({bits for _, bits in gathered}) > 1:
+                    reasons = ["the ranks' results differ"]
                 if not reasons:
                     right[dtype].append(algorithm)
                 elif self.rank == 0:
                     name = str(dtype).removeprefix("torch.")
-                    logger.info("%s sums of %s are not used: %s", algorithm.name, name, reasons[0])
+                    logger.info("%s all-reduces of %s are not used: %s", algorithm.name, name, reasons[0])
         return right
 
-    def _tried(self, algorithm: AllReduceAlgorithm, dtype: torch.dtype) -> tuple[str, int]:
-        """What is wrong with the way's sums of this type, "" if nothing, and a digest of their bits."""
+    def _check(self, algorithm: AllReduceAlgorithm, dtype: torch.dtype) -> tuple[str, int]:
+        """What is wrong with the algorithm's results for this type ("" if nothing), and a digest of their bits."""
         wrong, digest = "", 0
         for x in self._samples(dtype):
             try:
                 total = algorithm.run(x)
-            except RuntimeError as error:  # a type or a size that it does not take is refused by all ranks alike
+            except RuntimeError as error:  # all ranks reject an unsupported type or size alike
                 return _first_line(error), 0
-            symmetric_memory.wait(f"rank {self.rank}: a {algorithm.name} sum of {x.nbytes} bytes", _CHECK_SECONDS)
+            symmetric_memory.wait(
+                f"rank {self.rank}: a {algorithm.name} all-reduce of {x.nbytes} bytes", _CHECK_SECONDS
+            )
             expected = super().all_reduce(x.clone())
             wrong = wrong or _difference(total, expected, self.size)
             digest = zlib.crc32(total.cpu().view(torch.uint8).numpy().tobytes(), digest)
@@ -152,29 +158,29 @@ class CudaParallel(GroupParallel):
             yield torch.randn(length // dtype.itemsize, generator=noise).to(self._device, dtype)
 
     def _fastest(self, algorithms: list[AllReduceAlgorithm], dtype: torch.dtype) -> list[AllReduceAlgorithm | None]:
-        """For sums of each of `SIZES`, by the slowest rank."""
+        """The fastest algorithm for each of `SIZES`, by the slowest rank."""
         chosen: list[AllReduceAlgorithm | None] = []
         for size in SIZES:
             x = torch.zeros(size // dtype.itemsize, dtype=dtype, device=self._device)
             runs = [super().all_reduce, *(algorithm.run for algorithm in algorithms)]
-            mine = [symmetric_memory.measure(partial(run, x)) for run in runs]
-            nccl, *theirs = (max(times) for times in zip(*self._exchange(mine), strict=True))
-            best = min(theirs)
-            chosen.append(algorithms[theirs.index(best)] if best < _GAIN * nccl else None)
+            own = [symmetric_memory.measure(partial(run, x)) for run in runs]
+            nccl, *others = (max(times) for times in zip(*self._all_gather_object(own), strict=True))
+            best = min(others)
+            chosen.append(algorithms[others.index(best)] if best < _MAX_TIME_RATIO * nccl else None)
         return chosen
 
-    def _first(self, reason: str) -> str:
-        """Of all ranks' reasons."""
-        return next((f"rank {rank}: {each}" for rank, each in enumerate(self._exchange(reason)) if each), "")
+    def _first_reason(self, reason: str) -> str:
+        """The first nonempty reason of any rank."""
+        return next((f"rank {rank}: {each}" for rank, each in enumerate(self._all_gather_object(reason)) if each), "")
 
-    def _exchange(self, mine: T) -> list[T]:
-        everyone: list[T] = [mine] * self.size
-        dist.all_gather_object(everyone, mine, self._group)
-        return everyone
+    def _all_gather_object(self, own: T) -> list[T]:
+        gathered: list[T] = [own] * self.size
+        dist.all_gather_object(gathered, own, self._group)
+        return gathered
 
 
-def reported(chosen: Sequence[AllReduceAlgorithm | None]) -> str:
-    """The sizes that go each way, in words."""
+def describe_algorithms(chosen: Sequence[AllReduceAlgorithm | None]) -> str:
+    """The sizes for which each algorithm is used, as text."""
     names = ["NCCL" if algorithm is None else algorithm.name for algorithm in chosen]
     steps = zip(pairwise([*names, "NCCL"]), SIZES, strict=True)
     ends = [(name, size) for (name, after), size in steps if name != after]
@@ -182,7 +188,7 @@ def reported(chosen: Sequence[AllReduceAlgorithm | None]) -> str:
 
 
 def _difference(total: Tensor, expected: Tensor, size: int) -> str:
-    """What is wrong with a sum of `size` summands of about 1; "" where it is right within the type's precision."""
+    """What is wrong with a sum of `size` summands of about 1; "" if it is correct within the type's precision."""
     step = size * torch.finfo(total.dtype).eps
     try:
         torch.testing.assert_close(total, expected, rtol=step, atol=4 * step)

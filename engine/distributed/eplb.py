@@ -1,8 +1,9 @@
-"""Which rank has which experts, so that the busiest rank has as little to do as may be. Pure; no torch.
+"""Expert load balancing: computes the placement that reduces the busiest rank's load. Pure functions; no torch.
 
-As in DeepSeek's EPLB (github.com/deepseek-ai/EPLB), copies go to the experts with the most work for each of their
-copies, and then ranks are evened out. Ours starts from what the ranks have, since moving an expert costs too: a place
-changes hands only where that takes work off the busiest rank. All ranks that are told the same load come to the same.
+As in DeepSeek's EPLB (github.com/deepseek-ai/EPLB), copies go to the experts with the most load per copy, and then the
+ranks are balanced. Unlike it, this starts from the current placement, since moving experts has a cost: a place changes
+only if that reduces the busiest rank's load. The result depends only on the load, so that all ranks compute the same
+placement.
 """
 
 from __future__ import annotations
@@ -11,27 +12,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Table = tuple[tuple[int, ...], ...]
-"""The experts of each rank, as `ExpertPlacement.experts`: by their numbers in the model, place by place."""
+"""The experts of each rank, as in `ExpertPlacement.experts`: numbers in the model, by place."""
 
-SLACK = 0.05
-"""So much more than the mean, as a share of it, a rank may have to do."""
-GAIN = 0.02
-"""What a new placement takes off the busiest rank at least, or nothing moves."""
+MAX_IMBALANCE = 0.05
+"""How far a rank's load may exceed the mean, as a fraction of the mean."""
+MIN_GAIN = 0.02
+"""Minimum reduction of the busiest rank's load, as a fraction; otherwise nothing moves."""
 
 
 def rank_loads(load: Sequence[float], placement: Sequence[Sequence[int]]) -> list[float]:
-    """What each rank has to do, if an expert's `load` is shared evenly by its copies."""
+    """The load of each rank, if an expert's `load` is divided evenly among its copies."""
     counts = _count(len(load), placement)
     return [sum(load[expert] / counts[expert] for expert in experts) for experts in placement]
 
 
 def rebalance(load: Sequence[float], now: Table) -> Table:
-    """The placement for experts of such a `load`; `now` where no other is clearly better."""
+    """The placement for experts with this `load`; `now` if no other is clearly better."""
     draft = _Draft(load, now)
-    draft.share_out(_wanted_copies(load, now))
-    draft.even_out()
-    before, after = (max(rank_loads(load, placement)) for placement in (now, draft.held))
-    return tuple(map(tuple, draft.held)) if before - after > GAIN * before else now
+    draft.assign_copies(_target_copies(load, now))
+    draft.balance()
+    before, after = (max(rank_loads(load, placement)) for placement in (now, draft.placement))
+    return tuple(map(tuple, draft.placement)) if before - after > MIN_GAIN * before else now
 
 
 def _count(num_experts: int, placement: Sequence[Sequence[int]]) -> list[int]:
@@ -42,8 +43,8 @@ def _count(num_experts: int, placement: Sequence[Sequence[int]]) -> list[int]:
     return counts
 
 
-def _wanted_copies(load: Sequence[float], now: Table) -> list[int]:
-    """How many copies each expert is to have, no more than there are ranks."""
+def _target_copies(load: Sequence[float], now: Table) -> list[int]:
+    """The number of copies for each expert, at most the number of ranks."""
     counts = [1] * len(load)
     for _ in range(sum(map(len, now)) - len(load)):
         more = [expert for expert, count in enumerate(counts) if count < len(now)]
@@ -52,61 +53,62 @@ def _wanted_copies(load: Sequence[float], now: Table) -> list[int]:
 
 
 class _Draft:
-    """A placement that is made better, a place at a time. Of choices that are equal the first is taken."""
+    """A placement that is improved place by place. Ties are resolved in favour of the first choice."""
 
     def __init__(self, load: Sequence[float], now: Table) -> None:
-        self.held = [list(experts) for experts in now]
+        self.placement = [list(experts) for experts in now]
         self._load = load
         self._counts = _count(len(load), now)
 
-    def share_out(self, wanted: Sequence[int]) -> None:
-        """Give places of experts that have more copies than wanted to those that have fewer, where that can be."""
-        for expert in sorted(range(len(wanted)), key=lambda expert: (-self._load[expert] / wanted[expert], expert)):
-            while self._counts[expert] < wanted[expert]:
-                done = rank_loads(self._load, self.held)
-                spots = [
+    def assign_copies(self, targets: Sequence[int]) -> None:
+        """Replace experts that have more copies than their target with experts that have fewer, where possible."""
+        for expert in sorted(range(len(targets)), key=lambda expert: (-self._load[expert] / targets[expert], expert)):
+            while self._counts[expert] < targets[expert]:
+                done = rank_loads(self._load, self.placement)
+                slots = [
                     (done[rank] - self._load[other] / self._counts[other], rank, place)
-                    for rank, experts in enumerate(self.held)
+                    for rank, experts in enumerate(self.placement)
                     if expert not in experts
                     for place, other in enumerate(experts)
-                    if self._counts[other] > wanted[other]
+                    if self._counts[other] > targets[other]
                 ]
-                if not spots:
+                if not slots:
                     break
-                _, rank, place = min(spots)
-                self._counts[self.held[rank][place]] -= 1
+                _, rank, place = min(slots)
+                self._counts[self.placement[rank][place]] -= 1
                 self._counts[expert] += 1
-                self.held[rank][place] = expert
+                self.placement[rank][place] = expert
 
-    def even_out(self) -> None:
-        """Let the busiest rank change an expert for another's, as long as it has too much and that helps."""
+    def balance(self) -> None:
+        """Swap experts of the busiest rank with those of others, as long as its load is too high and a swap reduces
+        it."""
         each = [share / count for share, count in zip(self._load, self._counts, strict=True)]
-        done = rank_loads(self._load, self.held)
+        done = rank_loads(self._load, self.placement)
         mean = sum(done) / len(done)
-        enough, least = (1 + SLACK) * mean, 1e-6 * mean
+        enough, least = (1 + MAX_IMBALANCE) * mean, 1e-6 * mean
         while (most := max(done)) > enough:
             busiest = done.index(most)
-            mine = self.held[busiest]
+            own = self.placement[busiest]
             swaps = [
-                (max(most - less, done[rank] + less), rank, place, spot, less)
-                for rank, theirs in enumerate(self.held)
-                for spot, other in enumerate(theirs)
-                if other not in mine
-                for place, expert in enumerate(mine)
+                (max(most - less, done[rank] + less), rank, place, slot, less)
+                for rank, other_experts in enumerate(self.placement)
+                for slot, other in enumerate(other_experts)
+                if other not in own
+                for place, expert in enumerate(own)
                 if (less := each[expert] - each[other]) > least and done[rank] + less < most - least
-                if expert not in theirs
+                if expert not in other_experts
             ]
             if not swaps:
                 return
-            _, rank, place, spot, less = min(swaps)
-            mine[place], self.held[rank][spot] = self.held[rank][spot], mine[place]
+            _, rank, place, slot, less = min(swaps)
+            own[place], self.placement[rank][slot] = self.placement[rank][slot], own[place]
             done[busiest] -= less
             done[rank] += less
 
 
 @dataclass(frozen=True)
 class ExpertSlot:
-    """Where an expert lies: a place of a rank, or beside them (`place` None), where there is room for one."""
+    """The location of an expert: a place of a rank, or the rank's spare slot (`place` None), which has room for one."""
 
     rank: int
     place: int | None
@@ -114,35 +116,35 @@ class ExpertSlot:
 
 @dataclass(frozen=True)
 class ExpertMove:
-    """An expert is copied from one spot to another, which is overwritten."""
+    """Copy an expert from one slot to another, which is overwritten."""
 
     source: ExpertSlot
     target: ExpertSlot
 
 
 def moves(now: Table, then: Table) -> list[ExpertMove]:
-    """What makes `then` of `now`, one after the other.
+    """The sequence of moves that changes `now` to `then`.
 
-    Nothing is overwritten before all that need it have it. Where places change their experts in a ring, one of them is
-    laid beside first; no rank has more than one beside it at a time.
+    No expert is overwritten before it has been copied to all its targets. A cycle of places is broken by copying one
+    expert to the spare slot first; no rank uses more than one spare slot at a time.
     """
-    spots: dict[int, list[ExpertSlot]] = {}
+    slots: dict[int, list[ExpertSlot]] = {}
     for rank, experts in enumerate(now):
         for place, expert in enumerate(experts):
-            spots.setdefault(expert, []).append(ExpertSlot(rank, place))
+            slots.setdefault(expert, []).append(ExpertSlot(rank, place))
     sources: dict[ExpertSlot, ExpertSlot] = {}
     readers: dict[ExpertSlot, list[ExpertSlot]] = {}
     for rank, experts in enumerate(then):
         for place, expert in enumerate(experts):
             if now[rank][place] != expert:
-                target, holders = ExpertSlot(rank, place), spots[expert]
-                source = min(holders, key=lambda spot: (len(readers.get(spot, ())), spot.rank))
+                target, holders = ExpertSlot(rank, place), slots[expert]
+                source = min(holders, key=lambda slot: (len(readers.get(slot, ())), slot.rank))
                 sources[target] = source
                 readers.setdefault(source, []).append(target)
     ordered: list[ExpertMove] = []
 
     def fill(target: ExpertSlot) -> None:
-        """Then what it came from may be filled, if nobody else needs it."""
+        """Fill the target. Then its source may be filled in turn, if no other move reads it."""
         while True:
             source = sources.pop(target)
             ordered.append(ExpertMove(source, target))
@@ -153,35 +155,35 @@ def moves(now: Table, then: Table) -> list[ExpertMove]:
 
     for target in [target for target in sources if not readers.get(target)]:
         fill(target)
-    while sources:  # rings only: each spot has one reader
+    while sources:  # only cycles are left: each slot has one reader
         first = next(iter(sources))
         (reader,) = readers.pop(first)
-        beside = ExpertSlot(first.rank, None)
-        ordered.append(ExpertMove(first, beside))
-        sources[reader], readers[beside], readers[first] = beside, [reader], []
+        spare = ExpertSlot(first.rank, None)
+        ordered.append(ExpertMove(first, spare))
+        sources[reader], readers[spare], readers[first] = spare, [reader], []
         fill(first)
     return ordered
 
 
 def rounds(steps: Sequence[ExpertMove]) -> list[list[ExpertMove]]:
-    """The same moves, as many at once as can be: in a round each rank sends one expert and receives one at most.
+    """Group the moves into rounds, as few as possible: in a round each rank sends and receives at most one expert.
 
-    What is laid beside goes first in its round; then all are read, and only then are places overwritten.
+    In each round, moves to a spare slot come first. Then all sources are read before any place is overwritten.
     """
-    made: list[list[ExpertMove]] = []
+    result: list[list[ExpertMove]] = []
     senders, receivers = set[int](), set[int]()
     written, read = set[ExpertSlot](), set[ExpertSlot]()
     for move in steps:
         source, target = move.source, move.target
-        lays_beside = target.place is None
-        is_taken = target in read if lays_beside else source.rank in senders or target.rank in receivers
-        if not made or source in written or is_taken:
-            made.append([])
+        fills_spare = target.place is None
+        is_taken = target in read if fills_spare else source.rank in senders or target.rank in receivers
+        if not result or source in written or is_taken:
+            result.append([])
             senders, receivers, written, read = set(), set(), set(), set()
-        made[-1].append(move)
-        if not lays_beside:
+        result[-1].append(move)
+        if not fills_spare:
             senders.add(source.rank)
             receivers.add(target.rank)
             written.add(target)
             read.add(source)
-    return made
+    return result

@@ -1,4 +1,4 @@
-"""Ranks that share a layer's experts: those of a stage in all replicas. Rows go between them in uneven numbers."""
+"""The ranks that share a layer's experts: those of a stage in all replicas. They exchange rows in uneven numbers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from quire.engine.distributed.communicator import Parallel
 
 
 class Transfer(Protocol):
-    """Rows on their way."""
+    """Rows in transit."""
 
     def wait(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class CompletedTransfer:
-    """Rows that are here."""
+    """Rows that have arrived."""
 
     rows: Tensor
 
@@ -32,38 +32,40 @@ class CompletedTransfer:
 
 
 class ExpertCommunicator:
-    """One rank among `size` that exchange rows; this one is alone. All of them make the same calls in the same order.
+    """One rank among `size` that exchange rows; this one is alone. All ranks make the same calls in the same order.
 
-    Rows are `[rows, columns]`, of any type, and each of the counts may be 0. Several exchanges may be under way.
+    Rows are `[rows, columns]`, of any type, and any count may be 0. Several transfers may be in progress.
     """
 
     rank: int = 0
     size: int = 1
 
     def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
-        """Send the first `sent[0]` rows to rank 0, the next to rank 1, …; what waits are theirs, in the same order."""
+        """Start an all-to-all: send the first `sent[0]` rows to rank 0, the next to rank 1, …; the result has the
+        received rows in the same order."""
         return CompletedTransfer(x)
 
-    def exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         return self.start(x, sent, received).wait()
 
-    def start_gather(self, x: Tensor, counts: Sequence[int]) -> Transfer:
-        """Every rank's rows, in the order of ranks; `counts` are theirs."""
+    def start_all_gather(self, x: Tensor, counts: Sequence[int]) -> Transfer:
+        """Start an all-gather of every rank's rows, in rank order; `counts` are their numbers."""
         return self.start(x.repeat(self.size, 1), [len(x)] * self.size, counts)
 
-    def start_sum(self, x: Tensor, counts: Sequence[int]) -> Transfer:
-        """`x` has `counts[rank]` rows for each rank; what waits is the sum of what all have for this one."""
+    def start_reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Transfer:
+        """Start a reduce-scatter: `x` has `counts[rank]` rows for each rank; the result is the sum of all ranks'
+        rows for this one."""
         mine = counts[self.rank]
         return SumTransfer(self.start(x, counts, [mine] * self.size), mine)
 
-    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
-        """What every rank tells: equally many integers each. Nothing waits for a device."""
+    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Every rank's integers, the same number from each. Does not wait for a device."""
         return [list(numbers)]
 
 
 @dataclass(frozen=True)
 class SumTransfer:
-    """The sum of equally long runs of rows, in float32 and in the order of ranks, so that it is always the same."""
+    """The sum of the ranks' rows, in float32 and in rank order, so that it is deterministic."""
 
     parts: Transfer
     length: int
@@ -80,9 +82,9 @@ class SumTransfer:
 
 
 class ProcessGroupExpertCommunicator(ExpertCommunicator):
-    """The ranks of a torch process group; `host` is one of the same ranks that exchanges tensors on CPUs.
+    """The ranks of a torch process group; `host` is a CPU process group of the same ranks.
 
-    Where `group` does no more than that either, rows go through the host.
+    If `group` is a gloo group, rows are copied through the host.
     """
 
     def __init__(self, group: dist.ProcessGroup, host: dist.ProcessGroup) -> None:
@@ -92,53 +94,54 @@ class ProcessGroupExpertCommunicator(ExpertCommunicator):
         device = x.device
         x = (x.cpu() if dist.get_backend(self._group) == "gloo" else x).contiguous()
         rows = torch.empty((sum(received), x.shape[1]), dtype=x.dtype, device=x.device)
-        # As bytes, since gloo does not know every type.
+        # As bytes, since gloo does not support every type.
         work = dist.all_to_all_single(
             rows.view(torch.uint8), x.view(torch.uint8), list(received), list(sent), group=self._group, async_op=True
         )
         assert work is not None
         return PendingTransfer(work, rows, x, self._group, device)
 
-    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
-        everyone = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size)]
+    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
+        all_ranks = [torch.empty(len(numbers), dtype=torch.int64) for _ in range(self.size)]
         mine = torch.tensor(numbers, dtype=torch.int64)
         try:
-            dist.all_gather(everyone, mine, group=self._host)
+            dist.all_gather(all_ranks, mine, group=self._host)
         except RuntimeError as error:
-            raise watchdog.failed("exchange of numbers", mine, self._host, error) from error
-        return [reported.tolist() for reported in everyone]
+            raise watchdog.collective_error("all-gather of integers", mine, self._host, error) from error
+        return [reported.tolist() for reported in all_ranks]
 
 
 @dataclass(frozen=True)
 class PendingTransfer:
-    """Rows that a process group is exchanging."""
+    """Rows that a process group is transferring."""
 
     work: dist.Work
     rows: Tensor
     sent: Tensor
-    """Kept until it has gone."""
+    """Kept alive until it is sent."""
     group: dist.ProcessGroup
     device: torch.device
-    """Where the rows are wanted."""
+    """The device of the result."""
 
     def wait(self) -> Tensor:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise watchdog.failed("exchange of experts' rows", self.sent, self.group, error) from error
+            raise watchdog.collective_error("all-to-all of experts' rows", self.sent, self.group, error) from error
         return self.rows.to(self.device)
 
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """Who has the experts of this rank's layers: the `tp` ranks of its stage, in each of the `dp` replicas."""
+    """The ranks that have the experts of this rank's layers: the `tp` ranks of its stage, in each of the `dp`
+    replicas."""
 
     config: ExpertParallelConfig
     tp: Parallel
     dp: ExpertCommunicator
-    """The rank of the same position in each replica's stage, in the order of replicas."""
-    everyone: ExpertCommunicator
-    """All of the group; `everyone.rank == rank`."""
+    """The ranks in the same position of each replica's stage, in the order of replicas."""
+    all_ranks: ExpertCommunicator
+    """All ranks of the group; `all_ranks.rank == rank`."""
 
     @property
     def rank(self) -> int:

@@ -1,4 +1,4 @@
-"""Which rank has which experts of a layer."""
+"""The placement of a layer's experts on ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from quire.engine.config.options import ExpertParallelConfig
 
 @dataclass(frozen=True)
 class ExpertPlacement:
-    """The experts of each rank, by their numbers in the model; every rank has equally many, and each is somewhere.
+    """The experts of each rank, by their numbers in the model. All ranks have the same number, and each expert is on
+    some rank.
 
-    One that stands in several places has copies. A place is numbered over all ranks: `rank * places + its index`.
+    An expert in several places has copies. Places are numbered over all ranks: `rank * places + index`.
     """
 
     experts: tuple[tuple[int, ...], ...]
@@ -19,7 +20,7 @@ class ExpertPlacement:
 
     @staticmethod
     def initial(num_experts: int, ranks: int, config: ExpertParallelConfig) -> ExpertPlacement:
-        """Where they are before anything is known of their load; the first `config.redundant` ones are doubled."""
+        """The placement before any load is known; the first `config.redundant` experts have two copies."""
         numbers = [number % num_experts for number in range(num_experts + config.redundant)]
         places = len(numbers) // ranks
         assert places * ranks == len(numbers)
@@ -29,13 +30,13 @@ class ExpertPlacement:
 
     @property
     def places(self) -> int:
-        """Of each rank."""
+        """The number of places on each rank."""
         return len(self.experts[0])
 
     def copies(self, num_experts: int) -> list[list[int]]:
-        """By expert, the places where it stands."""
-        found: list[list[int]] = [[] for _ in range(num_experts)]
+        """For each expert, its places."""
+        places: list[list[int]] = [[] for _ in range(num_experts)]
         for place, expert in enumerate(number for rank in self.experts for number in rank):
-            found[expert].append(place)
-        assert all(found)
-        return found
+            places[expert].append(place)
+        assert all(places)
+        return places

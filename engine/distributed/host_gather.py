@@ -1,4 +1,4 @@
-"""What the ranks of a grid tell each other by way of their hosts, whatever their devices are at."""
+"""Exchange of short texts between the ranks of a grid through their hosts, whatever their devices are doing."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import torch.distributed as dist
 from quire.engine.distributed import watchdog
 
 
-def all_gather_object(subject: str, mine: str) -> list[str]:
-    """What every rank of the grid says of a subject, in their order; a rank that is alone hears itself.
+def all_gather_object(key: str, value: str) -> list[str]:
+    """The values of every rank of the grid, in rank order; a single rank gets its own.
 
-    All call this, once for a subject. Raises `watchdog.ExchangeError` where a rank says nothing in time.
+    All ranks call this, once for each key. Raises `watchdog.CollectiveError` if a rank does not answer in time.
     """
     if not dist.is_initialized():
-        return [mine]
+        return [value]
     store = dist.distributed_c10d._get_default_store()
     try:
-        store.set(_key(subject, dist.get_rank()), mine)
-        reported = store.multi_get([_key(subject, rank) for rank in range(dist.get_world_size())])
+        store.set(_key(key, dist.get_rank()), value)
+        values = store.multi_get([_key(key, rank) for rank in range(dist.get_world_size())])
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        what = f"what ranks say of {subject}"
-        raise watchdog.CollectiveError(watchdog.described(what, None, reason, is_late=True)) from error
-    return [each.decode() for each in reported]
+        what = f"all_gather_object of {key}"
+        raise watchdog.CollectiveError(watchdog.describe_failure(what, None, reason, timed_out=True)) from error
+    return [each.decode() for each in values]
 
 
-def _key(subject: str, rank: int) -> str:
-    return f"quire-{subject}-{rank}"
+def _key(key: str, rank: int) -> str:
+    return f"quire-{key}-{rank}"

@@ -1,4 +1,4 @@
-"""Joining a rank to the others of the grid."""
+"""Connects a rank to the other ranks of the grid."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from quire.engine.distributed.cuda_communicator import CudaParallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup, ProcessGroupExpertCommunicator
 from quire.engine.distributed.pipeline import Pipeline
 
-_LAST_RESORT = timedelta(seconds=30)
-"""By how much torch's own watchdog over NCCL, which ends the process, comes later than ours, which says more."""
+_NCCL_EXTRA_TIMEOUT = timedelta(seconds=30)
+"""How much later torch's own NCCL watchdog, which ends the process, fires than ours, whose report is more detailed."""
 
 
 @dataclass(frozen=True)
 class ParallelState:
-    """What a rank is connected to: the ranks of its stage, the stages before and after, and who shares its experts."""
+    """A rank's connections: the ranks of its stage, the previous and next stage, and the ranks that share its
+    experts."""
 
     tp: Parallel
     pipeline: Pipeline
     experts: ExpertGroup | None = None
-    """None: experts are not spread, but sliced over the ranks of the stage."""
+    """None: no expert parallelism; experts are sliced over the ranks of the stage."""
     timeout: timedelta = timedelta(minutes=30)
 
     def watch(self, report: Callable[[str], None]) -> None:
-        """Have `report` called, by some thread, with what a GPU waits for longer than it should."""
+        """Call `report`, from another thread, if a GPU waits in a collective for longer than the timeout."""
         if dist.is_initialized() and dist.get_backend() == "nccl":
-            watchdog.watch(self.timeout.total_seconds(), report, watchdog.on_device)
+            watchdog.watch(self.timeout.total_seconds(), report, watchdog.pending_on_gpu)
 
     def close(self) -> None:
-        """Leave the process groups, once what was sent has gone."""
+        """Leave the process groups, after all pending sends have completed."""
         self.pipeline.drain()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -52,11 +53,11 @@ def connect(
     device: torch.device,
     timeout: timedelta = timedelta(minutes=30),
 ) -> ParallelState:
-    """Join the grid as `rank` of the configuration's replica; returns when the others of the grid have joined too.
+    """Join the grid as `rank` of the configuration's replica; returns when all other ranks have joined.
 
-    The grid is that of all replicas where they share experts, and otherwise this replica's. `init_method` is torch's
-    (`tcp://host:port`, `file:///path`) and the same for all; a world of one needs none and starts no process group.
-    `timeout` bounds every collective and message.
+    If replicas share experts, the grid has the ranks of all replicas, otherwise those of this replica. `init_method` is
+    torch's (`tcp://host:port`, `file:///path`) and must be the same for all ranks; a single rank needs none and creates
+    no process group. `timeout` bounds every collective and message.
     """
     width, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, position = config.stage_of(rank), config.tp_rank_of(rank)
@@ -64,19 +65,19 @@ def connect(
     replica = config.replica if config.is_coupled else 0
     world_rank, world_size = replica * config.world_size + rank, replicas * config.world_size
     backend = _backend(config, device)
-    through = device if backend == "nccl" else torch.device("cpu")
-    pipeline = Pipeline(stage, stages, world_rank, width, device, through)
+    transfer_device = device if backend == "nccl" else torch.device("cpu")
+    pipeline = Pipeline(stage, stages, world_rank, width, device, transfer_device)
     if world_size == 1:
-        alone = Parallel()
+        single = Parallel()
         experts = (
             None
             if config.experts is None
-            else ExpertGroup(config.experts, alone, ExpertCommunicator(), ExpertCommunicator())
+            else ExpertGroup(config.experts, single, ExpertCommunicator(), ExpertCommunicator())
         )
-        return ParallelState(alone, pipeline, experts)
+        return ParallelState(single, pipeline, experts)
     if backend == "nccl":
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, which `watchdog.watch` reads
-    timeouts = {"gloo": timeout, "nccl": timeout + _LAST_RESORT}
+    timeouts = {"gloo": timeout, "nccl": timeout + _NCCL_EXTRA_TIMEOUT}
     dist.init_process_group(
         backend,
         init_method=init_method,
@@ -88,7 +89,7 @@ def connect(
 
     @cache
     def group_of(ranks: tuple[int, ...], among: str = backend) -> dist.ProcessGroup:
-        """All ranks make theirs in the same order."""
+        """Create a group. All ranks create their groups in the same order."""
         if len(ranks) == world_size and among == backend:
             group = dist.group.WORLD
         else:
@@ -96,7 +97,7 @@ def connect(
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def peers(ranks: tuple[int, ...]) -> ExpertCommunicator:
+    def communicator(ranks: tuple[int, ...]) -> ExpertCommunicator:
         if len(ranks) == 1:
             return ExpertCommunicator()
         return ProcessGroupExpertCommunicator(group_of(ranks), group_of(ranks, "gloo"))
@@ -113,10 +114,10 @@ def connect(
             tp = CpuParallel(group, timeout) if device.type == "cpu" else HostStagedParallel(group)
     if config.experts is None:
         return ParallelState(tp, pipeline, timeout=timeout)
-    dp, everyone = peers(tuple(ranks[position] for ranks in of_stage)), peers(sum(of_stage, ()))
-    return ParallelState(tp, pipeline, ExpertGroup(config.experts, tp, dp, everyone), timeout)
+    dp, all_ranks = communicator(tuple(ranks[position] for ranks in of_stage)), communicator(sum(of_stage, ()))
+    return ParallelState(tp, pipeline, ExpertGroup(config.experts, tp, dp, all_ranks), timeout)
 
 
 def _backend(config: ParallelConfig, device: torch.device) -> str:
-    """Of torch's, for what is exchanged; NCCL does not take several ranks on one GPU."""
+    """torch's backend for the collectives; NCCL does not support several ranks on one GPU."""
     return "nccl" if device.type == "cuda" and config.ranks_per_device == 1 else "gloo"

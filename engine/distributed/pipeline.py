@@ -1,4 +1,4 @@
-"""The stages that the layers are cut into: hidden states move from one to the next."""
+"""Pipeline parallelism: hidden states move from one stage to the next."""
 
 from __future__ import annotations
 
@@ -12,24 +12,32 @@ from quire.engine.distributed import watchdog
 
 
 class Pipeline:
-    """One stage among `size`. It talks to the rank of its own tensor-parallel position in the stages beside it.
+    """One stage among `size`. It communicates with the rank in the same tensor-parallel position of the adjacent
+    stages.
 
-    A message leaves while this stage goes on: up to `size` of them, as many as plans are in flight. Gloo moves nothing
-    before the receiver has a place for it: what is `expect`ed comes in while this stage goes on, too.
+    Sends are asynchronous: up to `size` of them may be in progress, one for each plan in flight. Gloo transfers nothing
+    until the receiver has posted a receive; with `post_receive`, messages arrive while this stage continues, too.
     """
 
     def __init__(
-        self, stage: int, size: int, rank: int, width: int, device: torch.device, through: torch.device | None = None
+        self,
+        stage: int,
+        size: int,
+        rank: int,
+        width: int,
+        device: torch.device,
+        transfer_device: torch.device | None = None,
     ) -> None:
-        """`rank` is this rank's in the whole grid, `width` the ranks of a stage.
+        """`rank` is this rank's number in the grid, `width` the number of ranks in a stage.
 
-        What is received comes to lie on `device`, and `through` is where it is sent from and to (default: there).
+        Received tensors are on `device`; `transfer_device` is the device that messages are sent from and received on
+        (default: `device`).
         """
         self.stage, self.size = stage, size
-        self._before, self._after = rank - width, rank + width
-        self._device, self._through = device, through or device
+        self._previous, self._next = rank - width, rank + width
+        self._device, self._transfer_device = device, transfer_device or device
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
-        self._coming: deque[tuple[dist.Work, Tensor]] = deque()
+        self._receiving: deque[tuple[dist.Work, Tensor]] = deque()
 
     @property
     def is_first(self) -> bool:
@@ -40,40 +48,40 @@ class Pipeline:
         return self.stage == self.size - 1
 
     def send(self, message: Tensor) -> None:
-        """Hand `message` to the next stage; it must not be changed any more."""
+        """Send `message` to the next stage; it must not be changed afterwards."""
         while len(self._sending) >= self.size:
-            self._sent()
-        message = message.to(self._through).contiguous()
-        work = dist.isend(message, self._after)
+            self._wait_sent()
+        message = message.to(self._transfer_device).contiguous()
+        work = dist.isend(message, self._next)
         assert work is not None
         self._sending.append((work, message))
 
     def drain(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
         while self._sending:
-            self._sent()
+            self._wait_sent()
 
-    def _sent(self) -> None:
+    def _wait_sent(self) -> None:
         work, message = self._sending.popleft()
-        _wait(work, f"rank {self._after} to take hidden states", message)
+        _wait(work, f"rank {self._next} to take hidden states", message)
 
-    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Have a place for the next message of the stage before that is not expected yet; another thread may do this.
+    def post_receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Post a receive for the previous stage's next message. May be called from another thread.
 
-        Its shape and type are known on both sides from the plan.
+        Both sides know its shape and type from the plan.
         """
-        message = torch.empty(shape, dtype=dtype, device=self._through)
-        work = dist.irecv(message, self._before)
+        message = torch.empty(shape, dtype=dtype, device=self._transfer_device)
+        work = dist.irecv(message, self._previous)
         assert work is not None
-        self._coming.append((work, message))
+        self._receiving.append((work, message))
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """The next message of the stage before."""
-        if not self._coming:
-            self.expect(shape, dtype)
-        work, message = self._coming.popleft()
-        assert (message.shape, message.dtype) == (shape, dtype), "stages run the same plans in the same order"
-        _wait(work, f"hidden states from rank {self._before}", message)
+        """The next message from the previous stage."""
+        if not self._receiving:
+            self.post_receive(shape, dtype)
+        work, message = self._receiving.popleft()
+        assert (message.shape, message.dtype) == (shape, dtype), "stages must run the same plans in the same order"
+        _wait(work, f"hidden states from rank {self._previous}", message)
         return message.to(self._device)
 
 

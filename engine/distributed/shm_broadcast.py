@@ -1,4 +1,4 @@
-"""A shared-memory ring: one writer, several readers, every reader gets every message."""
+"""A shared-memory ring buffer with one writer and several readers; every reader gets every message."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from multiprocessing.context import BaseContext
 
 _HEADER = struct.Struct("<I?")
-"""Bytes in this slot, and whether the message goes on in the next."""
+"""Bytes in this slot, and whether the message continues in the next."""
 
 
 class ShmBroadcast:
     """`slots` pieces of shared memory, for messages of any size: a long one takes several slots.
 
-    Invariant: a slot is written only after every reader has copied its last content out. Each reader has two
-    semaphores, `filled` slots to read and `space` for the writer, so nobody spins. The object is handed to the readers'
-    processes when they are started.
+    Invariant: a slot is written only after every reader has copied its previous content. Each reader has two
+    semaphores, `filled` slots to read and `space` for the writer, so no process spins. The object is passed to the
+    readers' processes when they start.
     """
 
     def __init__(self, context: BaseContext, readers: int, slots: int = 16, slot_bytes: int = 1 << 16) -> None:
@@ -25,12 +25,12 @@ class ShmBroadcast:
         self._filled = [context.Semaphore(0) for _ in range(readers)]
         self._space = [context.Semaphore(slots) for _ in range(readers)]
         self._next = 0
-        """Slots passed so far, in this process."""
+        """Slots used so far, in this process."""
 
     def write(self, message: bytes, while_waiting: Callable[[], object], poll: float = 1.0) -> None:
-        """Hand `message` to every reader. While the ring is full, `while_waiting` is called every `poll` seconds.
+        """Send `message` to every reader. While the ring is full, call `while_waiting` every `poll` seconds.
 
-        It may raise, to give up on readers that are gone.
+        It may raise, to give up on readers that have died.
         """
         room = self._slot_bytes - _HEADER.size
         for start in range(0, max(1, len(message)), room):
@@ -47,7 +47,7 @@ class ShmBroadcast:
                 filled.release()
 
     def read(self, reader: int) -> bytes:
-        """The next message for this reader; waits for it."""
+        """Wait for the next message for this reader."""
         message = b""
         more = True
         while more:

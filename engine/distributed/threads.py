@@ -13,30 +13,30 @@ from quire.engine.distributed.expert_group import CompletedTransfer, ExpertCommu
 
 
 class ThreadParallel(Parallel):
-    """Collectives over a list that the ranks share, a barrier before and after each."""
+    """Collectives over a shared list, with a barrier before and after each."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, shared: list[Tensor]) -> None:
         self.rank, self.size, self._barrier, self._shared = rank, size, barrier, shared
 
-    def _exchange(self, x: Tensor) -> list[Tensor]:
+    def _all_gather(self, x: Tensor) -> list[Tensor]:
         self._shared[self.rank] = x.clone()
         self._barrier.wait(60)
-        everyone = list(self._shared)
+        gathered = list(self._shared)
         self._barrier.wait(60)
-        return everyone
+        return gathered
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x)).sum(0)
+        return torch.stack(self._all_gather(x)).sum(0)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.cat(self._exchange(x), dim=-1)
+        return torch.cat(self._all_gather(x), dim=-1)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        return self._exchange(x)[0]
+        return self._all_gather(x)[0]
 
 
 class ThreadExpertCommunicator(ExpertCommunicator):
-    """Rows through a list that the ranks share, a barrier before and after each exchange, which is over at once."""
+    """Transfers through a shared list, with a barrier before and after each; they complete immediately."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, shared: list[list[Tensor]]) -> None:
         self.rank, self.size, self._barrier, self._shared = rank, size, barrier, shared
@@ -45,11 +45,11 @@ class ThreadExpertCommunicator(ExpertCommunicator):
         assert sum(sent) == len(x)
         self._shared[self.rank] = [part.clone() for part in x.split_with_sizes(list(sent))]
         self._barrier.wait(60)
-        parts = [leaving[self.rank] for leaving in self._shared]
+        parts = [sent_parts[self.rank] for sent_parts in self._shared]
         self._barrier.wait(60)
         assert [len(part) for part in parts] == list(received)
         return CompletedTransfer(torch.cat(parts))
 
-    def tell(self, numbers: Sequence[int]) -> list[list[int]]:
+    def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         ones = [1] * self.size
-        return self.exchange(torch.tensor([numbers] * self.size), ones, ones).tolist()
+        return self.all_to_all(torch.tensor([numbers] * self.size), ones, ones).tolist()

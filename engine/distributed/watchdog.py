@@ -1,4 +1,4 @@
-"""Exchanges between ranks that fail or hang: which rank, which exchange, who is missing, and what to look at."""
+"""Reports collectives that fail or hang: the rank, the collective, the missing ranks, and what to check."""
 
 from __future__ import annotations
 
@@ -13,74 +13,76 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_OTHERS_SECONDS = 2.0
-"""How long the others of a group may take to say that they wait, too."""
-_ASK_SECONDS, _LOOK_SECONDS = 0.05, 1.0
-"""Ranks that wait for the same begin to say so within the second, and all of it is told before the core gives up."""
+_GRACE_SECONDS = 2.0
+"""How long other ranks of a group may take to report that they wait, too."""
+_POLL_SECONDS, _CHECK_SECONDS = 0.05, 1.0
+"""Ranks that wait for the same collective report it within a second, so that all reports arrive before the core
+gives up."""
 _HINTS = {
-    "nccl": "look at that rank's log, and for a broken link start with NCCL_DEBUG=INFO",
-    "gloo": "look at that rank's log, and at the network between the hosts",
+    "nccl": "check that rank's log; to debug the connection, set NCCL_DEBUG=INFO",
+    "gloo": "check that rank's log and the network between the hosts",
 }
-_SLOW = "; where a rank is only slow, raise --distributed-timeout-seconds"
+_SLOW_HINT = "; if a rank is only slow, raise --distributed-timeout-seconds"
 
 
 class CollectiveError(dist.DistError):
-    """An exchange between ranks that failed or took too long."""
+    """A collective failed or timed out."""
 
 
-def failed(what: str, x: Tensor, group: dist.ProcessGroup | None, error: RuntimeError) -> CollectiveError:
-    """The error for `what` on `x` among the ranks of `group`; None: all."""
+def collective_error(what: str, x: Tensor, group: dist.ProcessGroup | None, error: RuntimeError) -> CollectiveError:
+    """The error for the collective `what` on `x` among the ranks of `group`; None: all ranks."""
     words = str(error).strip()
     reason = words.splitlines()[0] if words else type(error).__name__
     text = f"{what} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-    return CollectiveError(described(text, group, reason, is_late="timed out" in reason.lower()))
+    return CollectiveError(describe_failure(text, group, reason, timed_out="timed out" in reason.lower()))
 
 
-def described(what: str, group: dist.ProcessGroup | None, reason: str, *, is_late: bool) -> str:
-    """What an exchange among the ranks of `group` came to."""
+def describe_failure(what: str, group: dist.ProcessGroup | None, reason: str, *, timed_out: bool) -> str:
+    """Describe the failure of a collective among the ranks of `group`."""
     ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
-    missing = absent(ranks)
-    who = f"{_named(missing)} did not come to it" if missing else "no rank is known to be missing"
-    hint = _HINTS.get(backend, "") + _SLOW * is_late
-    return f"{what} among {_named(ranks)}: {who}; {backend}: {reason}; {hint}"
+    missing = missing_ranks(ranks)
+    who = f"{_rank_list(missing)} did not join" if missing else "no rank is known to be missing"
+    hint = _HINTS.get(backend, "") + _SLOW_HINT * timed_out
+    return f"{what} among {_rank_list(ranks)}: {who}; {backend}: {reason}; {hint}"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _rank_list(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def absent(ranks: Sequence[int]) -> list[int]:
-    """Those of `ranks` that do not say within a few seconds that they wait for others, as this one says by asking."""
+def missing_ranks(ranks: Sequence[int]) -> list[int]:
+    """Those of `ranks` that do not report within a few seconds that they wait. Calling this reports that this rank
+    waits."""
     store = dist.distributed_c10d._get_default_store()
-    deadline = time.monotonic() + _OTHERS_SECONDS
+    deadline = time.monotonic() + _GRACE_SECONDS
     try:
         store.set(f"quire-waits-{dist.get_rank()}", "")
         while True:
             missing = [rank for rank in ranks if not store.check([f"quire-waits-{rank}"])]
             if not missing or time.monotonic() > deadline:
                 return missing
-            time.sleep(_ASK_SECONDS)
+            time.sleep(_POLL_SECONDS)
     except RuntimeError:
-        return []  # the store has gone with the rank that keeps it
+        return []  # the rank that hosts the store has died
 
 
 @dataclass(frozen=True)
 class PendingCollective:
-    """An exchange under way."""
+    """A collective in progress."""
 
     number: int
-    """In the order in which they were begun."""
+    """Numbered in the order of their start."""
     text: str
     group: dist.ProcessGroup | None
-    """None: not known."""
+    """None: unknown."""
 
 
 def watch(timeout: float, report: Callable[[str], None], pending: Callable[[], Sequence[PendingCollective]]) -> None:
-    """Have a thread `report` an exchange that stays `pending` for longer than `timeout` seconds, once.
+    """Start a thread that calls `report` once, if a collective stays `pending` for longer than `timeout` seconds.
 
-    A GPU's exchanges need this: the host that has launched one does not wait for it. torch has a watchdog for them as
-    well, whose word comes later and ends the process. Neither sees what CUDA graphs replay and what goes through
-    symmetric memory: the core's bound on a step covers that.
+    GPUs need this: the host that launches a collective does not wait for it. torch has its own NCCL watchdog, which
+    reports later and ends the process. Neither covers replayed CUDA graphs or symmetric memory; the core's step timeout
+    does.
     """
 
     def run() -> None:
@@ -92,21 +94,22 @@ def watch(timeout: float, report: Callable[[str], None], pending: Callable[[], S
                 number, since = -1 if oldest is None else oldest.number, now
             elif now - since >= timeout:
                 waited = f"it has waited there for {now - since:.0f} s"
-                report(described(oldest.text, oldest.group, waited, is_late=True))
+                report(describe_failure(oldest.text, oldest.group, waited, timed_out=True))
                 return
-            time.sleep(min(_LOOK_SECONDS, timeout / 4, since + timeout - now))
+            time.sleep(min(_CHECK_SECONDS, timeout / 4, since + timeout - now))
 
     threading.Thread(target=run, daemon=True, name="exchange-watch").start()
 
 
-def on_device() -> list[PendingCollective]:
-    """What NCCL has under way on this rank's GPU; nothing where torch is built without NCCL."""
+def pending_on_gpu() -> list[PendingCollective]:
+    """NCCL's pending collectives on this rank's GPU; empty if torch is built without NCCL."""
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
-    return [] if dump is None else unfinished(dump(True, True))
+    return [] if dump is None else parse_pending(dump(True, True))
 
 
-def unfinished(trace: bytes | str) -> list[PendingCollective]:
-    """Of the trace of torch's flight recorder, in JSON: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"""
+def parse_pending(trace: bytes | str) -> list[PendingCollective]:
+    """The pending collectives in a JSON trace of torch's flight recorder:
+    https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html"""
     entries: list[dict[str, Any]] = json.loads(trace).get("entries", [])
     return [
         PendingCollective(

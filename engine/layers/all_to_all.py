@@ -1,8 +1,9 @@
-"""How tokens reach the ranks that have their experts, and what these make of them comes back.
+"""Dispatch of tokens to the ranks that have their experts, and combination of the experts' outputs.
 
-Each way begins when it is made: tokens set out. `arrived` waits for those that this rank computes, `give_back` sends
-the outputs off, and `combined` waits for those of this rank's own tokens. Between the calls others may compute. Each
-is called once, and what has come is let go of, so that memory holds one direction at a time.
+Creating a dispatch object starts to send the tokens. `received` waits for the tokens that this rank computes,
+`send_back` starts to return the outputs, and `combined` waits for the outputs of this rank's own tokens. Other work may
+run between these calls. Each is called once, and releases what it has received, so that memory holds only one direction
+at a time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from quire.engine.distributed.expert_group import ExpertGroup
 
 
 class RoutedTokens(NamedTuple):
-    """Tokens and where they are to go."""
+    """Tokens and their destinations."""
 
     x: Tensor
     """`[tokens, hidden_size]`"""
@@ -28,28 +29,28 @@ class RoutedTokens(NamedTuple):
 
 
 class ExpertDispatch(Protocol):
-    """The tokens of one layer and step, under way."""
+    """The dispatched tokens of one layer and step."""
 
-    def arrived(self) -> RoutedTokens:
-        """The tokens that this rank computes what it can of; places of other ranks are among theirs."""
+    def received(self) -> RoutedTokens:
+        """The tokens that this rank computes; their places include those on other ranks, which are ignored."""
 
-    def give_back(self, out: Tensor) -> None:
-        """`out` is `[tokens that arrived, hidden_size]`: the weighted sums over this rank's experts."""
+    def send_back(self, out: Tensor) -> None:
+        """`out` `[received tokens, hidden_size]` is the weighted sum over this rank's experts."""
 
     def combined(self) -> Tensor:
-        """`[tokens of the replica, hidden_size]`, to be summed over the ranks of the replica's stage."""
+        """`[tokens of the replica, hidden_size]`, still to be summed over the ranks of the replica's stage."""
 
 
 class LocalDispatch:
-    """Every rank has all tokens, and computes its part of the sum."""
+    """Every rank has all tokens and computes its part of the sum; nothing is sent."""
 
     def __init__(self, routed: RoutedTokens) -> None:
         self._routed = routed
 
-    def arrived(self) -> RoutedTokens:
+    def received(self) -> RoutedTokens:
         return self._routed
 
-    def give_back(self, out: Tensor) -> None:
+    def send_back(self, out: Tensor) -> None:
         self._out = out
 
     def combined(self) -> Tensor:
@@ -57,65 +58,67 @@ class LocalDispatch:
 
 
 class AllGatherDispatch:
-    """The tokens of all replicas go to every rank; each replica gets back the sum for its own."""
+    """All-gather the tokens of all replicas to every rank; reduce-scatter the outputs."""
 
     def __init__(self, group: ExpertGroup, routed: RoutedTokens, replica_tokens: Sequence[int]) -> None:
         assert replica_tokens[group.dp.rank] == len(routed.x)
         self._group, self._counts, self._like = group, replica_tokens, routed
-        self._coming = group.dp.start_gather(_packed(routed), replica_tokens)
+        self._dispatched = group.dp.start_all_gather(_packed(routed), replica_tokens)
 
-    def arrived(self) -> RoutedTokens:
-        rows = self._coming.wait()
-        del self._coming
+    def received(self) -> RoutedTokens:
+        rows = self._dispatched.wait()
+        del self._dispatched
         return _unpacked(rows, self._like)
 
-    def give_back(self, out: Tensor) -> None:
-        self._back = self._group.dp.start_sum(out, self._counts)
+    def send_back(self, out: Tensor) -> None:
+        self._returning = self._group.dp.start_reduce_scatter(out, self._counts)
 
     def combined(self) -> Tensor:
-        return self._back.wait()
+        return self._returning.wait()
 
 
 class AllToAllDispatch:
-    """Each token goes to every rank where it has experts, once; the ranks of a stage send a share of the tokens each.
+    """Send each token once to every rank that has one of its experts. The ranks of a stage send an equal share of the
+    tokens each.
 
     `routed` is this rank's share: the tokens from `first` on, of the `tokens` of its replica.
     """
 
     def __init__(self, group: ExpertGroup, routed: RoutedTokens, places: int, first: int, tokens: int) -> None:
-        """`places` are those of each rank."""
+        """`places` is the number of places on each rank."""
         self._group, self._like, self._first, self._tokens = group, routed, first, tokens
-        goes = routed.x.new_zeros((len(routed.x), group.size), dtype=torch.bool)
-        goes.scatter_(1, routed.places // places, True)
-        _, self._senders = goes.T.nonzero(as_tuple=True)  # by rank, then token
-        counts, ones = goes.sum(0), [1] * group.size
+        is_sent = routed.x.new_zeros((len(routed.x), group.size), dtype=torch.bool)
+        is_sent.scatter_(1, routed.places // places, True)
+        _, self._senders = is_sent.T.nonzero(as_tuple=True)  # by rank, then token
+        counts, ones = is_sent.sum(0), [1] * group.size
         self._sent = counts.tolist()
-        self._received = group.everyone.exchange(counts[:, None], ones, ones)[:, 0].tolist()
-        leaving = RoutedTokens(*(part[self._senders] for part in routed))
-        self._coming = group.everyone.start(_packed(leaving), self._sent, self._received)
+        self._received = group.all_ranks.all_to_all(counts[:, None], ones, ones)[:, 0].tolist()
+        outgoing = RoutedTokens(*(part[self._senders] for part in routed))
+        self._dispatched = group.all_ranks.start(_packed(outgoing), self._sent, self._received)
 
-    def arrived(self) -> RoutedTokens:
-        rows = self._coming.wait()
-        del self._coming
+    def received(self) -> RoutedTokens:
+        rows = self._dispatched.wait()
+        del self._dispatched
         return _unpacked(rows, self._like)
 
-    def give_back(self, out: Tensor) -> None:
-        self._back = self._group.everyone.start(out, self._received, self._sent)
+    def send_back(self, out: Tensor) -> None:
+        self._returning = self._group.all_ranks.start(out, self._received, self._sent)
 
     def combined(self) -> Tensor:
-        out = self._back.wait()
+        out = self._returning.wait()
         total = torch.zeros((self._tokens, out.shape[1]), dtype=torch.float32, device=out.device)
         return total.index_add_(0, self._first + self._senders, out.float()).to(out.dtype)
 
 
-def share(tokens: int, rank: int, size: int) -> slice:
-    """An even run of the tokens."""
+def even_slice(tokens: int, rank: int, size: int) -> slice:
+    """The slice of `tokens` that belongs to `rank`."""
     length = -(-tokens // size)
     return slice(min(tokens, rank * length), min(tokens, (rank + 1) * length))
 
 
 def _packed(routed: RoutedTokens) -> Tensor:
-    """A token's numbers in one row of bytes, so that there is one message; the widest come first, to be aligned."""
+    """Pack a token's numbers into one row of bytes, so that one message is enough; the widest types come first, for
+    alignment."""
     parts = routed.weights, routed.places.int(), routed.x
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 

@@ -1,4 +1,4 @@
-"""Self-attention over the paged KV cache, its heads cut over the ranks of a stage."""
+"""Self-attention over the paged KV cache, with the heads sharded over the ranks of a stage."""
 
 from __future__ import annotations
 
@@ -22,61 +22,64 @@ HostRows = kernels.HostRows
 
 @dataclass(frozen=True)
 class Batch:
-    """A step as the model sees it: the scheduled tokens of all requests, one request after the other. All int64."""
+    """A step as the model sees it: the scheduled tokens of all requests, one request after another. All tensors are
+    int64."""
 
     token_ids: Tensor
     """`[tokens]`"""
     positions: Tensor
-    """`[tokens]`, each token's index in its request."""
-    slots: Tensor
-    """`[tokens]`, where each token's keys and values go: block * block_size + offset."""
+    """`[tokens]`, each token's position in its request."""
+    slot_mapping: Tensor
+    """`[tokens]`, where each token's keys and values are stored: block * block_size + offset."""
     block_tables: Tensor
-    """`[requests, max_blocks]`; any block stands where all queries of a request have left it behind their window."""
+    """`[requests, max_blocks]`; blocks before the window of all queries of a request may have any value."""
     sequence_lengths: Tensor
-    """`[requests]`, tokens of each request up to and with this step's."""
+    """`[requests]`, tokens of each request, including this step's."""
     query_starts: Tensor
-    """`[requests + 1]`, where each request's tokens begin in `token_ids`."""
-    sampled: Tensor
-    """`[sampling requests]`, where the last stage's output has the last token of each request that samples."""
+    """`[requests + 1]`, where each request's tokens start in `token_ids`."""
+    logits_indices: Tensor
+    """`[sampling requests]`, indices in the last stage's output of the last token of each request that samples."""
     others: tuple[Batch, ...] = ()
-    """The same step for the other groups of layers, whose slots and block tables differ (`engine.cache_groups`)."""
+    """The same step for the other KV cache groups, which have their own slot mapping and block tables
+    (`engine.config.kv_cache_groups`)."""
     replica_tokens: tuple[int, ...] = ()
-    """Tokens of each replica in this step, where they share experts."""
+    """Tokens of each replica in this step, if replicas share experts."""
     host: HostRows | None = None
-    """None: what is needed of it is read from the tensors."""
+    """Counts and lengths on the host; None: they are read from the tensors."""
     micro_batches: tuple[Batch, ...] = ()
-    """The step cut in two, where one half's exchange is to run beside the other's computation; else empty."""
-    only_ends: bool = False
-    """Of the last stage's output, only each request's last token is read: it is `[requests, hidden_size]`."""
+    """The two halves of the step with dual-batch overlap, where one half's all-to-all overlaps the other's computation;
+    else empty."""
+    logits_indices_only: bool = False
+    """The last stage's output has only each request's last token: it is `[requests, hidden_size]`."""
 
     def of(self, group: int) -> Batch:
-        """As the layers of this group see it."""
+        """The batch as the layers of this KV cache group see it."""
         return self.others[group - 1] if group else self
 
-    def at_ends(self) -> Batch:
-        """The same with one query for each request: its last token."""
+    def with_last_tokens_only(self) -> Batch:
+        """The same batch with one query for each request: its last token."""
         starts = torch.arange(len(self.query_starts), device=self.query_starts.device)
         host = None if self.host is None else HostRows(np.ones_like(self.host.counts), self.host.lengths, {})
         return replace(self, query_starts=starts, host=host)
 
     def rows(self) -> HostRows:
-        """`host`, or else read from the tensors."""
+        """`host`, or the same read from the tensors."""
         if self.host is not None:
             return self.host
         return HostRows(self.query_starts.diff().cpu().numpy(), self.sequence_lengths.cpu().numpy())
 
 
 class LayerCache(NamedTuple):
-    """Where a layer's keys and values lie."""
+    """The KV cache of a layer."""
 
     memory: Tensor
-    """`[sides, blocks, kv_heads, block_size, row]`, as `quire.kernels.cache` has it."""
+    """`[sides, blocks, kv_heads, block_size, row]`, as in `quire.kernels.cache`."""
     group: int = 0
-    """The group of layers whose slots and block tables it has."""
+    """The KV cache group whose slot mapping and block tables the layer uses."""
 
 
 class Attention(nn.Module):
-    """The attention that `quire.engine.models.model_spec.AttentionSpec` describes."""
+    """Attention as described by `quire.engine.models.model_spec.AttentionSpec`."""
 
     def __init__(self, spec: model_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -96,19 +99,21 @@ class Attention(nn.Module):
         if spec.alibi:
             self._slopes = spec.alibi * alibi_slopes(spec.num_heads)[heads.start : heads.start + heads.length]
 
-    def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor, ends: Tensor | None = None) -> Tensor:
-        """`[tokens, hidden_size]` → the same, or of the tokens `ends` alone, the last ones of the requests.
+    def forward(
+        self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor, last_tokens: Tensor | None = None
+    ) -> Tensor:
+        """`[tokens, hidden_size]` → the same, or only the rows `last_tokens`, the last ones of the requests.
 
-        Writes the keys and values of all tokens into this layer's `cache`.
+        Writes the keys and values of all tokens to this layer's `cache`.
         """
         spec = self._spec
         heads = self.qkv(x).unflatten(-1, (-1, spec.head_dim))  # [tokens, heads + 2 kv_heads, head_dim]
         query, key, value = heads.split(self._heads, dim=1)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slots)
-        if ends is not None:
-            query, batch = query[ends], batch.at_ends()
+        query = kernels.rotary_write_kv(query, key, value, cos_sin, cache, batch.slot_mapping)
+        if last_tokens is not None:
+            query, batch = query[last_tokens], batch.with_last_tokens_only()
         mixed = kernels.paged_attention(
             query,
             cache,
@@ -127,7 +132,7 @@ class Attention(nn.Module):
 
 
 def attention_needs(config: EngineConfig) -> kernels.AttentionNeeds:
-    """What a rank asks of `kernels.paged_attention`: the kinds of the model's layers, as the rank has them."""
+    """What a rank requires of `kernels.paged_attention`: the kinds of the model's layers, with the rank's sizes."""
     arch, tp = config.model.architecture, config.parallel.tensor_parallel_size
     specs = {layer.attention: None for layer in arch.layers} if config.cache.num_blocks else {}
     return kernels.AttentionNeeds(
@@ -150,7 +155,7 @@ def _kernel_layer(spec: model_spec.AttentionSpec | model_spec.MLASpec, tp: int) 
 
 
 def _head_norm(spec: model_spec.AttentionSpec, part: Partition, parallel: Parallel) -> nn.Module | None:
-    """What normalizes queries or keys."""
+    """The normalization of queries or keys."""
     if spec.qk_norm is None:
         return None
     match spec.qk_norm_over:
@@ -163,9 +168,10 @@ def _head_norm(spec: model_spec.AttentionSpec, part: Partition, parallel: Parall
 
 
 def alibi_slopes(heads: int) -> Tensor:
-    """Float32 `[heads]`: powers of 2^(-8/n) for the n heads up to a power of 2, between them for the rest.
+    """Float32 `[heads]`: powers of 2^(-8/n) for the first n heads, n a power of 2; the remaining heads get values in
+    between.
 
-    Source: Press et al. 2022, and the authors' code for numbers that are no power of 2.
+    Source: Press et al. 2022, and the authors' code for head counts that are not a power of 2.
     """
     even = 1 << (heads.bit_length() - 1)
     powers = torch.arange(1, even + 1, dtype=torch.float32) * (-8.0 / even)

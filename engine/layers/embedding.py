@@ -1,4 +1,4 @@
-"""Embedding and head, their vocabulary cut over the ranks of a stage."""
+"""Embedding and head, with the vocabulary sharded over the ranks of a stage."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quire.engine.layers.weight import Shard, Weight
 
 
 def vocab_weight(vocab_size: int, parallel: Parallel, *columns: int) -> Weight:
-    """This rank's rows `[ceil(vocab_size / ranks), *columns]`; the last ranks' are padded."""
+    """This rank's rows `[ceil(vocab_size / ranks), *columns]`; those of the last ranks are padded."""
     rows = -(-vocab_size // parallel.size)
     start = min(parallel.rank * rows, vocab_size)
     return Weight((rows, *columns), Shard((vocab_size, *columns), start, min(rows, vocab_size - start)))
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids to vectors; each rank looks up the ids that it holds, and the ranks' results are summed."""
+    """Token ids to vectors; each rank looks up the ids in its shard, and the ranks' results are summed."""
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(Linear):
-    """Vectors to logits. A tied head is given the embedding's weight."""
+    """Vectors to logits. A tied head shares the embedding's weight."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, parallel: Parallel, tied: Weight | None = None, *, bias: bool = False
@@ -49,7 +49,8 @@ class VocabParallelHead(Linear):
         self.bias = vocab_weight(vocab_size, parallel) if bias else None
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
-        """As for every linear layer; a tied weight stays for the embedding too. Four bits are too few for logits."""
+        """Pack as every linear layer does; a tied weight is kept for the embedding. Weights of 4 bits become int8, as
+        logits need the precision."""
         weight = self.weight.data
         super().pack("int8" if quantization else None)
         if self._tied:

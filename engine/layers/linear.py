@@ -1,4 +1,4 @@
-"""Linear layers cut over the ranks of a stage (Shoeybi et al. 2019, "Megatron-LM")."""
+"""Linear layers sharded over the ranks of a stage (Shoeybi et al. 2019, "Megatron-LM")."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ class Partition:
     length: int
 
     def shard(self, *columns: int, offset: int = 0) -> Shard:
-        """Of a tensor with these features in its rows."""
+        """The shard of a tensor whose rows are these features."""
         return Shard((self.total, *columns), self.start, self.length, offset=offset, part=self.name)
 
 
 def divided(name: str, total: int, parallel: Parallel) -> Partition:
-    """An even share of the output features."""
+    """An equal share of the output features."""
     length = total // parallel.size
     assert length * parallel.size == total
     return Partition(name, total, parallel.rank * length, length)
 
 
 def kv_heads(name: str, heads: int, head_dim: int, parallel: Parallel) -> Partition:
-    """An even share of the KV heads; with fewer heads than ranks, one head that neighbours hold as well."""
+    """An equal share of the KV heads; with fewer heads than ranks, one head that is replicated on neighbouring
+    ranks."""
     length = max(1, heads // parallel.size)
     first = parallel.rank * heads // parallel.size
     return Partition(name, heads * head_dim, first * head_dim, length * head_dim)
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`. Once its weight is filled, it takes the form that the device multiplies by fastest."""
+    """`x @ weight.T + bias`. Once its weight is loaded, it is packed into the device's fastest format."""
 
     weight: Weight
     _product: kernels.PackedLinear | None = None
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
-        """Replace the weight by its packed form; the parameter is left empty."""
+        """Replace the weight by its packed form; the parameter becomes empty."""
         self._product = self._packed(quantization)
         self.weight.data = self.weight.data.new_empty(0)
 
@@ -61,7 +62,7 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(Linear):
-    """`x @ weight.T + bias` for this rank's output features; the parts' outputs stand one after the other."""
+    """`x @ weight.T + bias` for this rank's output features; the outputs of the parts are concatenated."""
 
     def __init__(self, in_features: int, parts: Sequence[Partition], *, bias: bool) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class ColumnParallelLinear(Linear):
 
 
 class GatedLinear(ColumnParallelLinear):
-    """`act_mul(x @ weight.T + bias)` of gates and ups, which are the parts (Shazeer 2020)."""
+    """`act_mul(x @ weight.T + bias)` (Shazeer 2020); the parts are gate and up."""
 
     def __init__(self, in_features: int, gate: Partition, up: Partition, activation: str, *, bias: bool) -> None:
         super().__init__(in_features, (gate, up), bias=bias)
@@ -99,7 +100,7 @@ def _stacked(parts: Sequence[Partition], columns: tuple[int, ...]) -> list[Shard
 
 
 class RowParallelLinear(Linear):
-    """`x @ weight.T + bias` where each rank has a share of the input features: the ranks' results are summed."""
+    """`x @ weight.T + bias` with the input features sharded over the ranks; the ranks' results are summed."""
 
     def __init__(self, in_features: int, out_features: int, parallel: Parallel, *, bias: bool) -> None:
         super().__init__()
@@ -116,4 +117,4 @@ class RowParallelLinear(Linear):
 
     def partial(self, x: Tensor) -> Tensor:
         """This rank's part of that sum."""
-        return self.product(x, self.bias if self._parallel.rank == 0 else None)  # the bias is in the sum once
+        return self.product(x, self.bias if self._parallel.rank == 0 else None)  # only one rank adds the bias

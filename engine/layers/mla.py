@@ -1,9 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024), its heads cut over the ranks of a stage.
+"""Multi-head latent attention (DeepSeek-V2, 2024), with the heads sharded over the ranks of a stage.
 
-A token's row in the cache is its rotary key, which all heads share, and then its latent, from which every head's plain
-key and value come by a matrix. A few queries are asked in the latent's own space (*absorbed*: the matrix is applied to
-query and result, and all heads read one row of the cache); for many it pays to make keys and values of all heads first
-(*plain*). Both give the same but for rounding.
+A token's row in the cache holds its rotary key, which all heads share, and its latent, from which a matrix computes
+every head's plain key and value. There are two forms. The *absorbed* form attends in the latent space: the matrix is
+applied to queries and results, and all heads read one row of the cache; it is cheaper for few queries. The *plain* form
+first computes keys and values of all heads; it is cheaper for many queries. Both give the same result except for
+rounding.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ Ints = npt.NDArray[np.int64]
 
 
 class PerHeadUp(ColumnParallelLinear):
-    """From the latent to each head's plain key and value; kept as it is, for it is applied from both sides."""
+    """Projects the latent to each head's plain key and value; never packed, as it is applied from both sides."""
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
-        """Nothing: see above."""
+        """Do nothing: see above."""
 
 
 class MLA(nn.Module):
-    """The attention that `quire.engine.models.model_spec.MLASpec` describes."""
+    """Attention as described by `quire.engine.models.model_spec.MLASpec`."""
 
     def __init__(self, spec: model_spec.MLASpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -53,12 +54,12 @@ class MLA(nn.Module):
         self.latent_norm = make_norm(spec.norm, spec.latent_dim)
         self.up = PerHeadUp(spec.latent_dim, [keys_and_values], bias=False)
         self.output = RowParallelLinear(spec.num_heads * spec.value_dim, hidden_size, parallel, bias=spec.bias)
-        # One more query costs less in the plain form by this; one more key costs more by its keys and values.
+        # Saving of the plain form per query; each key costs the computation of its keys and values.
         cheaper = 2 * row - 2 * spec.head_dim
         self._plain_from = spec.latent_dim * (spec.plain_dim + spec.value_dim) // max(cheaper, 1)
 
     def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor) -> Tensor:
-        """`[tokens, hidden_size]` → the same; writes the tokens' rows into this layer's `cache`.
+        """`[tokens, hidden_size]` → the same; writes the tokens' rows to this layer's `cache`.
 
         `cache` is `[1, blocks, 1, block_size, row]`.
         """
@@ -70,13 +71,13 @@ class MLA(nn.Module):
         query = self.query(x).unflatten(-1, (self._heads, spec.head_dim))  # a head's rotary features come first
         rotary_key, latent = down.split((spec.rope.dim, spec.latent_dim), dim=-1)
         key = torch.cat((rotary_key, self.latent_norm(latent)), dim=-1)[:, None]
-        query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slots)
+        query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slot_mapping)
         mixed = self._attend(query, batch, cache)
         out: Tensor = self.output(mixed.flatten(1))
         return out
 
     def _attend(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, each request in the form that costs it less."""
+        """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request."""
         counts, lengths, _ = batch.rows()
         is_plain = counts >= self._plain_from
         if not is_plain.any():
@@ -84,24 +85,25 @@ class MLA(nn.Module):
         starts = [0, *counts.cumsum().tolist()]
         mixed = query.new_empty(*query.shape[:2], self._spec.value_dim)
         for first, last in pairwise((0, *(np.flatnonzero(np.diff(is_plain)) + 1).tolist(), len(counts))):
-            for begin, end in self._together(lengths, first, last) if is_plain[first] else [(first, last)]:
+            for begin, end in self._group_requests(lengths, first, last) if is_plain[first] else [(first, last)]:
                 rows = slice(starts[begin], starts[end])
                 form = self.plain if is_plain[first] else self.absorbed
                 mixed[rows] = form(query[rows], _requests(batch, begin, end, rows), cache)
         return mixed
 
-    def _together(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """The requests from `first` to `last` in as few parts as may have their keys and values made at once."""
+    def _group_requests(self, lengths: Ints, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """The requests from `first` to `last` in as few groups as possible whose keys and values fit in memory
+        at once."""
         begin, total = first, 0
         for number in range(first, last):
             total += int(lengths[number])
-            if number > begin and self._most_heads(total) < self._heads:
+            if number > begin and self._max_heads(total) < self._heads:
                 yield begin, number
                 begin, total = number, int(lengths[number])
         yield begin, last
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
-        """`[heads, plain_dim, latent_dim]` of the keys, `[heads, value_dim, latent_dim]` of the values."""
+        """`[heads, plain_dim, latent_dim]` for the keys, `[heads, value_dim, latent_dim]` for the values."""
         spec = self._spec
         keys, values = self.up.weight.view(self._heads, -1, spec.latent_dim).split_with_sizes(
             (spec.plain_dim, spec.value_dim), dim=1
@@ -109,7 +111,7 @@ class MLA(nn.Module):
         return keys, values
 
     def absorbed(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        """As one KV head whose keys and values are the cache's rows."""
+        """Attend with one KV head whose keys and values are the rows of the cache."""
         spec, (keys, values) = self._spec, self._matrices()
         rotary, plain = query.split_with_sizes((spec.rope.dim, spec.plain_dim), dim=-1)
         within = torch.einsum("thp,hpl->thl", plain, keys)
@@ -125,9 +127,10 @@ class MLA(nn.Module):
         return torch.einsum("thl,hvl->thv", mixed[..., spec.rope.dim :], values)
 
     def plain(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        """With keys and values of some heads at a time made of the rows of all the batch's requests.
+        """Compute keys and values of some heads at a time from the cached rows of all the batch's requests, and attend
+        to them.
 
-        They are made in blocks as those of the cache, one request's after the other's.
+        They are stored in blocks like those of the cache, one request after another.
         """
         spec, size, lengths = self._spec, cache.shape[3], batch.rows().lengths
         blocks = -(-lengths // size)
@@ -137,47 +140,52 @@ class MLA(nn.Module):
         rotary, latent = rows.split_with_sizes((spec.rope.dim, spec.latent_dim), dim=-1)
         of_each = (batch.sequence_lengths + size - 1) // size
         number = torch.arange(int(blocks.max()), device=query.device)
-        tables_made = ((of_each.cumsum(0) - of_each)[:, None] + number).clamp(max=total - 1)
+        expanded_tables = ((of_each.cumsum(0) - of_each)[:, None] + number).clamp(max=total - 1)
         width = max(spec.head_dim, spec.value_dim)
-        asked = torch.nn.functional.pad(query, (0, width - spec.head_dim))
+        padded_query = torch.nn.functional.pad(query, (0, width - spec.head_dim))
         mixed = query.new_empty(*query.shape[:2], spec.value_dim)
-        for heads in self._pieces(len(rows)):
+        for heads in self._head_slices(len(rows)):
             weight = self.up.weight.view(self._heads, -1, spec.latent_dim)[heads]
-            made = torch.nn.functional.linear(latent, weight.flatten(0, 1))
-            made = made.view(-1, *weight.shape[:2]).transpose(0, 1)  # [heads, rows, plain_dim + value_dim]
-            keys, values = made.split_with_sizes((spec.plain_dim, spec.value_dim), dim=-1)
-            sides = query.new_empty(2, *made.shape[:2], width)
+            expanded = torch.nn.functional.linear(latent, weight.flatten(0, 1))
+            expanded = expanded.view(-1, *weight.shape[:2]).transpose(0, 1)  # [heads, rows, plain_dim + value_dim]
+            keys, values = expanded.split_with_sizes((spec.plain_dim, spec.value_dim), dim=-1)
+            sides = query.new_empty(2, *expanded.shape[:2], width)
             sides[0, ..., : spec.rope.dim] = rotary
             sides[0, ..., spec.rope.dim : spec.head_dim] = keys
             sides[0, ..., spec.head_dim :] = 0.0
-            sides[1, ..., : spec.value_dim] = values  # behind them stands anything, for a result that is left out
-            made_cache = sides.view(2, -1, total, size, width).transpose(1, 2)
+            sides[1, ..., : spec.value_dim] = values  # the rest may have any value: its results are dropped
+            expanded_cache = sides.view(2, -1, total, size, width).transpose(1, 2)
             out = kernels.paged_attention(
-                asked[:, heads], made_cache, tables_made, batch.sequence_lengths, batch.query_starts, spec.scale
+                padded_query[:, heads],
+                expanded_cache,
+                expanded_tables,
+                batch.sequence_lengths,
+                batch.query_starts,
+                spec.scale,
             )
             mixed[:, heads] = out[..., : spec.value_dim]
         return mixed
 
-    def _most_heads(self, length: int) -> int:
+    def _max_heads(self, length: int) -> int:
         return max(1, model_spec.KEYS_AND_VALUES_AT_ONCE // (2 * length * self._spec.head_dim))
 
-    def _pieces(self, length: int) -> Iterator[slice]:
-        most = self._most_heads(length)
+    def _head_slices(self, length: int) -> Iterator[slice]:
+        most = self._max_heads(length)
         for start in range(0, self._heads, most):
             yield slice(start, start + most)
 
 
 def _requests(batch: Batch, begin: int, end: int, rows: slice) -> Batch:
-    """These requests alone, whose tokens are `rows`."""
+    """A batch with only these requests, whose tokens are `rows`."""
     counts, lengths, _ = batch.rows()
     starts = batch.query_starts[begin : end + 1]
     return Batch(
         token_ids=batch.token_ids[rows],
         positions=batch.positions[rows],
-        slots=batch.slots[rows],
+        slot_mapping=batch.slot_mapping[rows],
         block_tables=batch.block_tables[begin:end],
         sequence_lengths=batch.sequence_lengths[begin:end],
         query_starts=starts - starts[0],
-        sampled=batch.sampled,
+        logits_indices=batch.logits_indices,
         host=HostRows(counts[begin:end], lengths[begin:end]),
     )

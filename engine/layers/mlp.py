@@ -1,4 +1,4 @@
-"""The feed-forward layer, its inner features cut over the ranks of a stage."""
+"""The feed-forward layer, with its inner features sharded over the ranks of a stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MLP(nn.Module):
         return out
 
     def partial(self, x: Tensor) -> Tensor:
-        """This rank's part of that, which is the sum of all ranks'."""
+        """This rank's part of the output; the output is the sum over all ranks."""
         return self.down.partial(self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:

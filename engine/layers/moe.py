@@ -1,4 +1,4 @@
-"""A mixture of experts: a router, and experts that ranks have a slice of each of, or some of as a whole."""
+"""Mixture of experts: a router, and experts of which each rank has either a slice of each or a subset as a whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.engine.layers.all_to_all import (
     ExpertDispatch,
     LocalDispatch,
     RoutedTokens,
-    share,
+    even_slice,
 )
 from quire.engine.layers.attention import Batch
 from quire.engine.layers.linear import Linear
@@ -30,7 +30,7 @@ from quire.engine.models import model_spec
 
 @dataclass(frozen=True)
 class LocalExperts:
-    """What a rank has of a layer's experts: some of them, and of each the same slice of its inner features."""
+    """The part of a layer's experts on a rank: a subset of them, and the same slice of inner features of each."""
 
     experts: tuple[int, ...]
     """Their numbers in the model, by place. Copies repeat."""
@@ -45,19 +45,20 @@ def slice_of_each(num_experts: int, parallel: Parallel) -> LocalExperts:
 
 @dataclass(frozen=True)
 class MoEInFlight:
-    """A layer's work on a batch, between `begin` and `end`."""
+    """The state of a layer's work on a batch, between `begin` and `end`."""
 
     x: Tensor
-    exchange: ExpertDispatch
+    dispatch: ExpertDispatch
     shared: Tensor | None = None
 
 
 class MixtureOfExperts(nn.Module):
-    """The weighted sum of some experts' outputs for each token (Shazeer et al. 2017), and of a shared expert's.
+    """The weighted sum of the chosen experts' outputs for each token (Shazeer et al. 2017), plus a shared expert's
+    output.
 
-    Without `group`, the ranks of a stage have a slice of every expert. With it, experts are spread over its ranks as a
-    whole; the router is everywhere, and the shared expert cut over the stage as before. A layer may be computed in
-    three steps, between which another batch's run: `end(compute(begin(x)))`.
+    Without `group`, each rank of a stage has a slice of every expert. With it, whole experts are distributed over the
+    group's ranks; the router is replicated, and the shared expert is sharded over the stage. A layer can run in three
+    phases, between which another batch may run: `end(compute(begin(x)))`.
     """
 
     def __init__(
@@ -68,37 +69,41 @@ class MixtureOfExperts(nn.Module):
         self._num_experts = spec.num_experts
         self.placement: ExpertPlacement | None = None
         self.tokens = torch.zeros(spec.num_experts, dtype=torch.int64)
-        """How many have gone to each expert since the start, if experts are spread: a token counts on one rank only."""
+        """Tokens routed to each expert since the start, with expert parallelism: each token is counted on one rank
+        only."""
         self.router = ExpertRouter(spec, hidden_size)
-        held = slice_of_each(spec.num_experts, parallel)
+        local = slice_of_each(spec.num_experts, parallel)
         if group is not None:
             placement = ExpertPlacement.initial(spec.num_experts, group.size, group.config)
-            held = LocalExperts(placement.experts[group.rank])
+            local = LocalExperts(placement.experts[group.rank])
             self.place(placement)
-        self.experts = Experts(spec, hidden_size, held)
+        self.experts = Experts(spec, hidden_size, local)
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, parallel)
         self.shared_gate = SharedGate(hidden_size) if spec.shared_gate else None
 
     def place(self, placement: ExpertPlacement) -> None:
-        """From now on tokens go by `placement`, as they do on all ranks of the group; the weights are there already."""
+        """Route tokens by `placement` from now on, as all ranks of the group do. The weights must already be in
+        place."""
         copies, device = placement.copies(self._num_experts), self.router.weight.device
-        most = sum(map(len, copies)) - self._num_experts + 1  # that one expert can have, wherever they are
-        places = torch.tensor([(places * most)[:most] for places in copies], device=device)  # [experts, most]
-        counts = torch.tensor([len(places) for places in copies], device=device) if most > 1 else None
+        max_copies = sum(map(len, copies)) - self._num_experts + 1  # of one expert, for any placement
+        places = torch.tensor(
+            [(places * max_copies)[:max_copies] for places in copies], device=device
+        )  # [experts, most]
+        counts = torch.tensor([len(places) for places in copies], device=device) if max_copies > 1 else None
         if self.placement is None:
             self._places, self._copies = places, counts
-        else:  # in place: captured steps go on reading them where they are
+        else:  # in place: captured steps keep reading from these addresses
             self._places.copy_(places)
             if self._copies is not None and counts is not None:
                 self._copies.copy_(counts)
         self.placement = placement
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
-        """`[tokens, hidden_size]` → the same, on every rank. Without `group`, nothing is asked of the batch."""
+        """`[tokens, hidden_size]` → the same, on every rank. `batch` is needed only with `group`."""
         return self.end(self.compute(self.begin(x, batch)))
 
     def begin(self, x: Tensor, batch: Batch | None = None) -> MoEInFlight:
-        """Route the tokens, and send them off."""
+        """Route the tokens and start the dispatch."""
         group = self._group
         if group is None or self.placement is None:
             return MoEInFlight(x, LocalDispatch(RoutedTokens(x, *self.router(x))))
@@ -107,31 +112,32 @@ class MixtureOfExperts(nn.Module):
         assert batch is not None
         if group.config.all2all == "allgather_reducescatter":
             return MoEInFlight(x, AllGatherDispatch(group, self._routed(x, batch, slice(None)), batch.replica_tokens))
-        own = share(len(x), group.tp.rank, group.tp.size)
+        own = even_slice(len(x), group.tp.rank, group.tp.size)
         routed = self._routed(x[own], batch, own)
         return MoEInFlight(x, AllToAllDispatch(group, routed, self.placement.places, own.start, len(x)))
 
-    def compute(self, begun: MoEInFlight) -> MoEInFlight:
-        """What this rank has of the shared expert; then its experts' outputs, which are sent back."""
-        shared = self._shared(begun.x)
-        x, weights, places = begun.exchange.arrived()
+    def compute(self, in_flight: MoEInFlight) -> MoEInFlight:
+        """Compute this rank's part of the shared expert, then its experts' outputs, and start sending them back."""
+        shared = self._shared(in_flight.x)
+        x, weights, places = in_flight.dispatch.received()
         if self._group is not None and self.placement is not None:
             places = places - self._group.rank * self.placement.places
-        begun.exchange.give_back(self.experts(x, weights, places))
-        return MoEInFlight(begun.x, begun.exchange, shared)
+        in_flight.dispatch.send_back(self.experts(x, weights, places))
+        return MoEInFlight(in_flight.x, in_flight.dispatch, shared)
 
-    def end(self, begun: MoEInFlight) -> Tensor:
-        """The sum, once everything has come back."""
-        out = begun.exchange.combined()
-        return self._parallel.all_reduce(out if begun.shared is None else out + begun.shared)
+    def end(self, in_flight: MoEInFlight) -> Tensor:
+        """Wait for the outputs and return the sum."""
+        out = in_flight.dispatch.combined()
+        return self._parallel.all_reduce(out if in_flight.shared is None else out + in_flight.shared)
 
     def _routed(self, x: Tensor, batch: Batch | None, own: slice) -> RoutedTokens:
-        """`x` are the tokens `own` of the batch. Which copy of an expert a token has depends on its position alone."""
+        """Route `x`, the tokens `own` of the batch. The choice of an expert's copy depends only on the token's
+        position."""
         weights, experts = self.router(x)
         if own != slice(None) or self._parallel.rank == 0:
             counted = torch.ones_like(experts)
             if batch is not None:
-                counted *= batch.slots[own, None] >= 0  # the others are padding
+                counted *= batch.slot_mapping[own, None] >= 0  # the rest is padding
             self.tokens.index_add_(0, experts.flatten(), counted.flatten())
         if self._copies is None:
             return RoutedTokens(x, weights, self._places[experts, 0])
@@ -147,7 +153,8 @@ class MixtureOfExperts(nn.Module):
 
 
 class ReplicatedLinear(Linear):
-    """A few features that decide much: every rank has them all, in float32 whatever the model is quantized to."""
+    """A small linear layer whose precision matters: replicated on every rank, in float32 whatever the model's
+    quantization."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -167,7 +174,7 @@ class ReplicatedLinear(Linear):
 
 
 class SharedGate(ReplicatedLinear):
-    """How much of the shared expert's output a token gets."""
+    """The weight of the shared expert's output for each token."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, bias=False)
@@ -178,7 +185,8 @@ class SharedGate(ReplicatedLinear):
 
 
 class ExpertRouter(ReplicatedLinear):
-    """Which experts a token goes to. All ranks choose alike: their logits are the same, and so is who wins a tie."""
+    """Chooses the experts of each token. All ranks choose alike: their logits are equal, and ties are broken in the
+    same way."""
 
     def __init__(self, spec: model_spec.MoESpec, hidden_size: int) -> None:
         super().__init__(hidden_size, spec.num_experts, bias=spec.router_bias)
@@ -186,10 +194,10 @@ class ExpertRouter(ReplicatedLinear):
         self.correction_bias = None
         if spec.correction_bias:
             self.correction_bias = Weight((spec.num_experts,), whole(spec.num_experts))
-            self.correction_bias.data = self.correction_bias.data.float()  # fine differences are what it is for
+            self.correction_bias.data = self.correction_bias.data.float()  # it encodes fine differences
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """`[tokens, hidden_size]` → weights, float32, and numbers of experts, int64, `[tokens, top_k]` each."""
+        """`[tokens, hidden_size]` → weights (float32) and expert numbers (int64), `[tokens, top_k]` each."""
         spec = self._spec
         return kernels.route(
             self.logits(x),
@@ -205,7 +213,7 @@ class ExpertRouter(ReplicatedLinear):
 
 
 class ExpertMatrices(nn.Module):
-    """One linear layer of every expert that the rank has, `[experts, rows, columns]`, and its biases."""
+    """One linear layer of all the experts on a rank, `[experts, rows, columns]`, and its biases."""
 
     def __init__(self, shape: tuple[int, ...], shards: list[Shard], bias_shards: list[Shard] | None) -> None:
         super().__init__()
@@ -214,15 +222,15 @@ class ExpertMatrices(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts that a rank has. Once all weights are filled, they take the form that the device multiplies by."""
+    """The experts on a rank. Once all weights are loaded, they are packed into the device's format."""
 
-    def __init__(self, spec: model_spec.MoESpec, hidden_size: int, held: LocalExperts) -> None:
+    def __init__(self, spec: model_spec.MoESpec, hidden_size: int, local: LocalExperts) -> None:
         super().__init__()
-        self._spec, self._held = spec, held
+        self._spec, self._local = spec, local
         self._product: kernels.PackedExperts | None = None
-        size, numbers = spec.size // held.slices, list(enumerate(held.experts))
-        assert size * held.slices == spec.size
-        start = held.slice * size
+        size, numbers = spec.size // local.slices, list(enumerate(local.experts))
+        assert size * local.slices == spec.size
+        start = local.slice * size
 
         def gates_and_ups(*columns: int) -> list[Shard]:
             return [
@@ -241,7 +249,7 @@ class Experts(nn.Module):
         self.down = ExpertMatrices((len(numbers), hidden_size, size), downs, down_biases if spec.bias else None)
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
-        """Replace the weights by their packed form, made in their memory where it fits; parameters are left empty."""
+        """Replace the weights by their packed form, in the same memory if it fits; the parameters become empty."""
         self._product = kernels.pack_experts(
             self.gate_up.weight,
             self.down.weight,
@@ -255,28 +263,28 @@ class Experts(nn.Module):
 
     @property
     def _down_bias(self) -> Tensor | None:
-        return self.down.bias if self._held.slice == 0 else None  # in the sum once
+        return self.down.bias if self._local.slice == 0 else None  # added by one rank only
 
     @property
     def form(self) -> str:
-        """What ranks are to have in common whose experts change places."""
+        """The weight format, which must be the same on ranks that exchange experts."""
         return "as they are" if self._product is None else self._product.form
 
     def state(self, place: int) -> list[Tensor]:
-        """The expert in this place, as `kernels.Experts.state`."""
+        """The tensors of the expert in this place, as `kernels.Experts.state`."""
         if self._product is not None:
             return self._product.state(place)
         return [weight.data[place] for weight in self.parameters()]
 
     def restore(self, place: int, state: Sequence[Tensor]) -> None:
-        """Put the expert whose `state` this is into a place."""
+        """Store the expert with this `state` in a place."""
         if self._product is not None:
             return self._product.restore(place, state)
-        for mine, theirs in zip(self.state(place), state, strict=True):
-            mine.copy_(theirs)
+        for target, source in zip(self.state(place), state, strict=True):
+            target.copy_(source)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """This rank's part of the sum; `ids` are places of its own, and what is beyond them is left out."""
+        """This rank's part of the sum. `ids` are places on this rank; ids out of range are ignored."""
         if self._product is not None:
             return self._product(x, weights, ids)
         return kernels.fused_experts(

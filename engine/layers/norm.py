@@ -1,4 +1,4 @@
-"""Normalization; never cut, unless it is over heads that are."""
+"""Normalization; replicated on all ranks, except norms over sharded heads."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def make_norm(norm: NormSpec, size: int) -> RMSNorm | LayerNorm:
 
 
 class PerHeadNorm(nn.Module):
-    """Normalization of each head by itself, with weights of its own (Command R+)."""
+    """Normalization of each head separately, with separate weights for each head (Command R+)."""
 
     def __init__(self, norm: NormSpec, shard: Shard, head_dim: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class PerHeadNorm(nn.Module):
 
 
 class AcrossHeadsNorm(nn.Module):
-    """RMSNorm of all heads' features together, the heads being cut over the ranks (OLMo 2)."""
+    """RMSNorm over the features of all heads together, with the heads sharded over the ranks (OLMo 2)."""
 
     def __init__(self, norm: NormSpec, shard: Shard, parallel: Parallel) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rotary positions: an angle for each position and pair of features (Su et al. 2021)."""
+"""Rotary position embedding: an angle for each position and pair of features (Su et al. 2021)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.engine.models.model_spec import RopeSpec
 
 
 class Rotary:
-    """The turns of one kind of layer; None turns nothing. Positions go up to `max_length`."""
+    """Cosines and sines for one kind of layer; None: no rotation. Positions go up to `max_length`."""
 
     def __init__(self, rope: RopeSpec | None, max_length: int) -> None:
         with torch.device("cpu"):  # on the meta device, arithmetic would import half of torch
@@ -20,14 +20,14 @@ class Rotary:
         self._amplitude = 1.0 if rope is None else rope.amplitude
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """What `kernels.rotary_write_kv` turns each token by, float32 `[tokens, rope.dim]`: cosines, then sines."""
+        """The cos/sin values for `kernels.rotary_write_kv`, float32 `[tokens, rope.dim]`: cosines, then sines."""
         angles = positions[:, None] * self._frequencies  # [tokens, dim / 2]
-        turns = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        return turns if self._amplitude == 1.0 else turns * self._amplitude
+        cos_sin = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return cos_sin if self._amplitude == 1.0 else cos_sin * self._amplitude
 
 
 def inverse_frequencies(rope: RopeSpec, max_length: int) -> Tensor:
-    """Radians per position, float32 `[rope.dim / 2]`: the same for every sequence of up to `max_length`."""
+    """Radians per position, float32 `[rope.dim / 2]`, for every sequence of up to `max_length`."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     frequencies = 1.0 / rope.theta**exponents
     match rope.kind:
@@ -47,28 +47,29 @@ def inverse_frequencies(rope: RopeSpec, max_length: int) -> Tensor:
 
 
 def _ntk_theta(rope: RopeSpec, max_length: int) -> float:
-    """A base that stretches the longest wave only, by as much as `max_length` is beyond the trained length."""
+    """A base that stretches mainly the longest wavelengths, in proportion to `max_length` beyond the trained length."""
     stretch = rope.factor * max(max_length / rope.original_max_position, 1.0) - (rope.factor - 1)
     return rope.theta * float(stretch ** (rope.dim / (rope.dim - 2)))
 
 
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Llama 3.1's scaling: long waves slowed down by `factor`, short ones kept, a ramp between.
+    """Llama 3.1's scaling: long wavelengths are slowed down by `factor`, short ones are kept, with a ramp in between.
 
     Source: https://github.com/meta-llama/llama-models, `apply_scaling`.
     """
-    turns = rope.original_max_position * frequencies / (2 * math.pi)  # over the original context
-    ramp = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    rotations = rope.original_max_position * frequencies / (2 * math.pi)  # over the original context
+    ramp = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = ramp.clamp(0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / rope.factor
 
 
 def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """YaRN (Peng et al. 2023): as Llama 3's, with a ramp over the pairs between `beta_fast` and `beta_slow` turns."""
+    """YaRN (Peng et al. 2023): like Llama 3's scaling, with a ramp over the pairs between `beta_fast` and `beta_slow`
+    rotations."""
 
-    def feature(turns: float) -> float:
-        """The pair that makes so many turns over the original context."""
-        return rope.dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def feature(rotations: float) -> float:
+        """The pair with this many rotations over the original context."""
+        return rope.dim * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     first, last = feature(rope.beta_fast), feature(rope.beta_slow)
     if rope.truncate:

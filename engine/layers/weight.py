@@ -1,4 +1,4 @@
-"""Parameters that know their sharding. Which checkpoint tensor a part comes from is the model's business."""
+"""Parameters with sharding information. The mapping to checkpoint tensors belongs to the model."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Shard:
-    """A slice of one checkpoint tensor: `length` rows (or columns, `dim` 1) from `start` on, put at `offset`."""
+    """A slice of one checkpoint tensor: `length` rows (columns if `dim` is 1) from `start` on, stored at `offset`."""
 
     shape: tuple[int, ...]
-    """Of the whole checkpoint tensor."""
+    """Shape of the complete checkpoint tensor."""
     start: int
     length: int
     dim: int = 0
     offset: int = 0
     part: str = ""
-    """Which tensor, where a parameter is made of several: q, k, v."""
+    """Which tensor, if a parameter combines several: q, k, v."""
     expert: int | None = None
-    """Which expert's, where a parameter holds several: its number in the model. All sizes are those of one expert."""
+    """The expert's number in the model, if a parameter holds several experts. All sizes are those of one expert."""
     place: int = 0
-    """That expert's place in the parameter."""
+    """The expert's index in the parameter."""
 
     @property
     def source(self) -> tuple[slice, ...]:
@@ -45,14 +45,14 @@ class Shard:
 
 
 def whole(*shape: int) -> Shard:
-    """All of a tensor."""
+    """An unsharded tensor."""
     return Shard(shape, 0, shape[0])
 
 
 class Weight(nn.Parameter):
-    """A parameter of one rank, uninitialized, of torch's default type and device; `shards` say what fills it.
+    """A parameter on one rank, uninitialized, with torch's default type and device; `shards` specify its content.
 
-    What no shard covers (padding) is to be zero.
+    Elements that no shard covers (padding) must be zero.
     """
 
     shards: tuple[Shard, ...]
@@ -63,4 +63,4 @@ class Weight(nn.Parameter):
         return weight
 
     def __init__(self, shape: tuple[int, ...], *shards: Shard) -> None:
-        """All is done in `__new__`, as for every tensor subclass."""
+        """`__new__` does everything, as for every tensor subclass."""

@@ -1,4 +1,4 @@
-"""Where a slice of a parameter lies in the checkpoint: the family's names and layouts, applied."""
+"""Locates parameters' slices in the checkpoint, by the family's names and layouts."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """Where the whole tensor that a shard is cut from lies in the checkpoint."""
+    """The location in the checkpoint of the tensor that a shard is a slice of."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the checkpoint's tensor."""
+    """Shape of the checkpoint's tensor."""
     rows: Rows | None = None
-    """The checkpoint's row that each of the tensor's rows is; None: the same."""
+    """The row in the checkpoint for each of the tensor's rows; None: the same."""
     is_transposed: bool = False
     expert: int | None = None
-    """Its place in a stack."""
+    """Its index in a stack of experts."""
     is_grid: bool = False
-    """A small tensor that has a dimension for heads where ours has them in a row; read whole."""
+    """A small tensor with a dimension for heads, which ours does not have; it is read completely."""
 
     def slice(self, shard: Shard) -> tuple[slice, ...]:
-        """What is to be read: the shard, with rows between its own where they are scattered."""
+        """The slice to read: the shard, including rows in between if its rows are scattered."""
         if self.is_grid:
             return (slice(None),)
         cut = [slice(0, size) for size in shard.shape]
@@ -47,7 +47,7 @@ class StoredSlice:
         return tuple(cut) if self.expert is None else (slice(self.expert, self.expert + 1), *cut)
 
     def arranged(self, shard: Shard, read: Tensor) -> Tensor:
-        """The shard's own values, of what `slice` has read."""
+        """The shard's own values, from what `slice` has read."""
         if self.is_grid:
             read = read.flatten()
             return read[shard.source] if self.rows is None else read[torch.from_numpy(self.rows[shard.source[0]])]
@@ -56,13 +56,13 @@ class StoredSlice:
         if self.is_transposed:
             read = read.T
         if self.rows is not None:
-            _, picked = _cover(self.rows[shard.source[0]] if shard.dim == 0 else self.rows)
-            read = read if picked is None else read[torch.from_numpy(picked)]
+            _, indices = _cover(self.rows[shard.source[0]] if shard.dim == 0 else self.rows)
+            read = read if indices is None else read[torch.from_numpy(indices)]
         return read
 
 
 def _cover(rows: Rows) -> tuple[slice, Rows | None]:
-    """The slice that the rows are in, and their places there unless they are all of it."""
+    """The slice that contains the rows, and their indices in it, or None if they are all of it."""
     first, last = int(rows.min()), int(rows.max())
     step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
     if step > 0 and np.array_equal(rows, np.arange(first, last + 1, step)):
@@ -71,7 +71,7 @@ def _cover(rows: Rows) -> tuple[slice, Rows | None]:
 
 
 def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, StoredSlice]]:
-    """The checkpoint's tensor behind each shard of the parameter `path`, such as layers.3.attention.qkv.weight."""
+    """The checkpoint tensor for each shard of the parameter `path`, such as layers.3.attention.qkv.weight."""
     family = FAMILIES[arch.name]
     module, _, kind = path.rpartition(".")
     if module == "head" and kind == "weight" and arch.tie_embeddings:
@@ -100,7 +100,7 @@ def _stored(
     joint: dict[str, int] | None,
     is_stacked: bool,
 ) -> StoredSlice:
-    """All but the name. `joint` are the sizes of the parts in one tensor, where there are several."""
+    """The location without the name. `joint` are the sizes of the parts, if one tensor has several."""
     shape = (sum(joint.values()) if joint else shard.shape[0], *shard.shape[1:])
     if is_transposed := len(shape) == 2 and family.is_transposed(module):
         shape = shape[::-1]
@@ -124,7 +124,7 @@ def _stored(
 
 
 def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> tuple[str, bool]:
-    """The name, still to be formatted, and whether all parts of the module are in that tensor."""
+    """The name, still to be formatted, and whether that tensor has all parts of the module."""
     for key, rest in ((f"{module}.{part}.{kind}", ""), (f"{module}.{part}", f".{kind}")):
         if part and key in names:
             return names[key] + rest, False
@@ -136,21 +136,21 @@ def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> tuple[
 def _rows(
     family: Family, layer: LayerSpec | None, module: str, shard: Shard, joint: dict[str, int] | None
 ) -> Rows | None:
-    """The checkpoint's rows of a module's part, which may stand behind others in one tensor."""
+    """The checkpoint's rows of a module's part, which may follow other parts in one tensor."""
     rows = None
     if layer is not None:
         runs = family.rows(layer, module, shard.part)
         if runs is not None:
             return np.concatenate([np.arange(run.start, run.stop, run.step) for run in runs])
-        rows = _turned_first(layer, module, shard)
+        rows = _rotary_first(layer, module, shard)
     if joint is None:
         return rows
     before = sum(size for part, size in list(joint.items())[: list(joint).index(shard.part)])
     return before + (np.arange(shard.shape[0]) if rows is None else rows)
 
 
-def _turned_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
-    """The rows of queries and keys in the order that ours have: what is turned comes first, pairs in halves."""
+def _rotary_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
+    """The rows of queries and keys in our order: rotary features come first, with pairs in halves."""
     attention, name = layer.attention, module.removeprefix("layers.attention.")
     if isinstance(attention, MLASpec):
         if name == "query":
@@ -158,16 +158,16 @@ def _turned_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
         if name == "down" and shard.part == "kv":
             return _per_head(shard.shape[0], shard.shape[0], attention.latent_dim, attention.rope)
         return None
-    is_turned = name in ("query_norm", "key_norm") or (name == "qkv" and shard.part != "v")
-    if is_turned and attention.rope is not None and attention.rope.is_interleaved:
+    is_rotary = name in ("query_norm", "key_norm") or (name == "qkv" and shard.part != "v")
+    if is_rotary and attention.rope is not None and attention.rope.is_interleaved:
         return _per_head(shard.shape[0], attention.head_dim, 0, attention.rope)
     return None
 
 
 def _per_head(rows: int, head: int, first: int, rope: RopeSpec) -> Rows:
-    """For heads of `head` rows, of which those from `first` on are turned: these, in halves, and then the others."""
-    turned = np.arange(first, first + rope.dim)
+    """For heads of `head` rows: the rotary rows, from `first` on, in halves, followed by the others."""
+    rotary = np.arange(first, first + rope.dim)
     if rope.is_interleaved:
-        turned = np.concatenate((turned[::2], turned[1::2]))
-    order = np.concatenate((turned, np.setdiff1d(np.arange(head), turned)))
+        rotary = np.concatenate((rotary[::2], rotary[1::2]))
+    order = np.concatenate((rotary, np.setdiff1d(np.arange(head), rotary)))
     return (np.arange(0, rows, head)[:, None] + order).ravel()

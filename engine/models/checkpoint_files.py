@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's files, none of which is read before a part of it is asked for."""
+"""Reads the tensors in a checkpoint's files. Nothing is read before it is accessed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.engine.protocol.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
-"""What is added to the names of quantized tensors."""
+"""Suffixes of quantized tensors' names."""
 
 
 class CheckpointFiles(Protocol):
@@ -32,7 +32,7 @@ class CheckpointFiles(Protocol):
     headers: dict[str, TensorInfo]
 
     def view(self, info: TensorInfo) -> Tensor:
-        """The tensor, whose memory is the file's."""
+        """The tensor, backed by the file."""
 
 
 class SafetensorsFiles:
@@ -50,7 +50,7 @@ class SafetensorsFiles:
 
 
 class TorchFiles:
-    """A folder's pytorch_model*.bin, of which nothing but tensors is unpickled."""
+    """A folder's pytorch_model*.bin; only tensors are unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.headers: dict[str, TensorInfo] = {}
@@ -79,7 +79,7 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         except RuntimeError as error:
             if "mmap can only be used" not in str(error):
                 raise
-            logger.warning("%s: from before torch 1.6; the whole file is held in memory while loading", file)
+            logger.warning("%s: format older than torch 1.6; the complete file is kept in memory while loading", file)
             content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise ConfigError(f"{file}: holds other things than tensors, which are not unpickled") from None
@@ -96,7 +96,7 @@ def open_files(folder: Path, load_format: str) -> CheckpointFiles:
 
 
 class Checkpoint:
-    """The checkpoint as if it was not quantized, under names that a model with a head has."""
+    """The checkpoint in dequantized form, with the names of a model with a head."""
 
     def __init__(self, model: ModelConfig, prefix: str, needed: Iterable[str]) -> None:
         self._files = open_files(model.path, model.load_format)
@@ -105,7 +105,7 @@ class Checkpoint:
         self.headers = _dequantized(self._stored, model.quantized)
 
     def __getitem__(self, name: str) -> Sliceable:
-        """The tensor; its slices are of the type that is stored, or if it was quantized, of the model's."""
+        """The tensor; its slices have the stored type, or the model's type if it was quantized."""
         match self.headers[name].dtype:
             case "FP8":
                 assert self._quantized is not None
@@ -132,7 +132,7 @@ def _by_needed_name(headers: dict[str, TensorInfo], prefix: str, needed: set[str
 
 
 def _dequantized(headers: dict[str, TensorInfo], quantized: QuantizedCheckpoint | None) -> dict[str, TensorInfo]:
-    """What the headers say once quantized tensors, where their scales fit them, stand for what they are made from."""
+    """The headers with quantized tensors, if their scales match, replaced by the tensors that they represent."""
     found = dict(headers)
     for name, info in headers.items() if quantized else ():
         assert quantized is not None

@@ -1,4 +1,4 @@
-"""One pipeline stage of a decoder. What differs between families is in the `ModelSpec`."""
+"""One pipeline stage of a decoder. The `ModelSpec` describes what differs between families."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quire.engine.models.model_spec import ModelSpec
 
 
 class DecoderLayer(nn.Module):
-    """Attention and a feed-forward, one after the other or side by side, added to the residual stream."""
+    """Attention and a feed-forward layer, sequential or parallel, added to the residual stream."""
 
     def __init__(
         self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel, experts: ExpertGroup | None = None
@@ -44,49 +44,49 @@ class DecoderLayer(nn.Module):
         batch: Batch,
         cos_sin: Tensor,
         cache: Tensor,
-        ends: Tensor | None = None,
+        last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`x` is still to be added to `residual`, in the arguments and in what is returned.
+        """Run the layer. `x` is not yet added to `residual`, in the arguments as in the result.
 
-        With `ends`, the requests' last tokens, only these are returned: of the others, all that is needed of a model's
-        last layer is their keys and values.
+        With `last_tokens`, the indices of the requests' last tokens, only these are returned: the model's last layer
+        needs only keys and values of the others.
         """
-        normed, mixed, residual = self._attended(x, residual, batch, cos_sin, cache, ends)
+        normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache, last_tokens)
         is_mixture = isinstance(self.feed_forward, MixtureOfExperts)
         x = self.feed_forward(normed, batch) if is_mixture else self.feed_forward(normed)
-        return self._added(x, mixed), residual
+        return self._finish_feed_forward(x, mixed), residual
 
     def in_phases(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cos_sin: Tensor, cache: Tensor
     ) -> Generator[None, None, tuple[Tensor, Tensor]]:
-        """As `forward`, with a pause wherever its tokens are on their way to experts or back."""
-        normed, mixed, residual = self._attended(x, residual, batch, cos_sin, cache)
+        """Like `forward`, but yield whenever tokens are in transit to or from experts."""
+        normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache)
         if isinstance(self.feed_forward, MixtureOfExperts):
-            begun = self.feed_forward.begin(normed, batch)
+            in_flight = self.feed_forward.begin(normed, batch)
             yield
-            begun = self.feed_forward.compute(begun)
+            in_flight = self.feed_forward.compute(in_flight)
             yield
-            x = self.feed_forward.end(begun)
+            x = self.feed_forward.end(in_flight)
         else:
             x = self.feed_forward(normed)
-        return self._added(x, mixed), residual
+        return self._finish_feed_forward(x, mixed), residual
 
-    def _attended(
+    def _attend(
         self,
         x: Tensor,
         residual: Tensor | None,
         batch: Batch,
         cos_sin: Tensor,
         cache: Tensor,
-        ends: Tensor | None = None,
+        last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the feed-forward reads, what attention has made, and the residual stream."""
+        """The input of the feed-forward layer, the output of attention, and the residual stream."""
         normed, residual = _add(self.attention_norm, x, residual)
-        if ends is None:
+        if last_tokens is None:
             mixed = self.attention(normed, batch, cos_sin, cache)
         else:
-            mixed = self.attention(normed, batch, cos_sin, cache, ends)
-            normed, residual = normed[ends], residual[ends]
+            mixed = self.attention(normed, batch, cos_sin, cache, last_tokens)
+            normed, residual = normed[last_tokens], residual[last_tokens]
         mixed = self._scaled(_apply(self.attention_post_norm, mixed))
         if self.spec.is_parallel:
             normed = normed if self.feed_forward_norm is None else self.feed_forward_norm(residual)
@@ -94,8 +94,8 @@ class DecoderLayer(nn.Module):
             normed, residual = _add(self.feed_forward_norm, mixed, residual)
         return normed, mixed, residual
 
-    def _added(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """What the feed-forward has made, and where it stood beside attention, that too."""
+    def _finish_feed_forward(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The output of the feed-forward layer, plus that of a parallel attention."""
         x = self._scaled(_apply(self.feed_forward_post_norm, x))
         return x + mixed if self.spec.is_parallel else x
 
@@ -144,7 +144,7 @@ def _feed_forward(
 
 
 class PositionEmbedding(nn.Module):
-    """Learned positions; never cut."""
+    """Learned position embeddings; replicated on all ranks."""
 
     def __init__(self, count: int, hidden_size: int, offset: int) -> None:
         super().__init__()
@@ -157,10 +157,11 @@ class PositionEmbedding(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The layers `layers` of a model: with the embedding if they are the first, norm and head if the last.
+    """The layers `layers` of a model, with the embedding if they include the first one, and norm and head if they
+    include the last.
 
-    Layers keep their number in the whole model as their name. Parameters are uninitialized. `experts` are the ranks
-    that experts are spread over; without it, those of the stage have a slice of each.
+    Layers are named by their number in the complete model. Parameters are uninitialized. `experts` is the group that
+    whole experts are distributed over; without it, each rank of the stage has a slice of each expert.
     """
 
     def __init__(
@@ -186,37 +187,39 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict(
             {str(number): DecoderLayer(arch.layers[number], width, parallel, experts) for number in layers}
         )
-        self.can_stop_at_ends = last and isinstance(arch.layers[layers.stop - 1].attention, model_spec.AttentionSpec)
-        """Whether batches may have `only_ends`."""
+        self.supports_logits_indices_only = last and isinstance(
+            arch.layers[layers.stop - 1].attention, model_spec.AttentionSpec
+        )
+        """Whether batches may set `logits_indices_only`."""
         if last:
             tied = self.embedding.weight if self.embedding is not None and arch.tie_embeddings else None
             self.norm = _norm(arch.norm, width)
             self.head = VocabParallelHead(*vocabulary, tied, bias=arch.head_bias)
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
-        """The residual stream `[tokens, hidden_size]` after this stage, from that of the stage before.
+        """The residual stream `[tokens, hidden_size]` after this stage, given that after the previous stage.
 
-        The first stage takes None and starts from the batch's token ids. `caches` are those of the layers. Where the
-        batch has `only_ends`, only these tokens come out.
+        The first stage takes None and starts from the batch's token ids. `caches` are those of the layers. With the
+        batch's `logits_indices_only`, the output has only each request's last token.
         """
         if x is None:
             x = self._embed(batch)
         if batch.micro_batches:
             parts = x.split_with_sizes([len(half.positions) for half in batch.micro_batches])
             runs = [self._in_phases(part, half, caches) for part, half in zip(parts, batch.micro_batches, strict=True)]
-            return torch.cat(_interleaved(runs))
+            return torch.cat(_interleave(runs))
         residual = None
         cos_sin = self._cos_sin(batch)
-        ends, last = batch.query_starts[1:] - 1 if batch.only_ends else None, len(self.layers) - 1
+        last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
         for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
             place = batch.of(cache.group), cos_sin[layer.spec.attention.rope], cache.memory
-            x, residual = layer(x, residual, *place, ends if number == last else None)
+            x, residual = layer(x, residual, *place, last_tokens if number == last else None)
         assert x is not None
         return x if residual is None else residual + x
 
     def _in_phases(self, x: Tensor, batch: Batch, caches: Sequence[LayerCache]) -> Generator[None, None, Tensor]:
-        """All layers, with the pauses of `DecoderLayer.in_phases`."""
+        """All layers, yielding as `DecoderLayer.in_phases` does."""
         residual = None
         cos_sin = self._cos_sin(batch)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
@@ -232,11 +235,11 @@ class Decoder(nn.Module):
         assert self.embedding is not None
         x: Tensor = self.embedding(batch.token_ids)
         if self._arch.embedding_multiplier != 1.0:
-            x = x * x.new_full((), self._arch.embedding_multiplier)  # rounded as `x` is
+            x = x * x.new_full((), self._arch.embedding_multiplier)  # rounded to the type of `x`
         return x if self.positions is None else x + self.positions(batch.positions)
 
     def features(self, x: Tensor) -> Tensor:
-        """The last stage's `[rows, hidden_size]`, normalized: what the head reads, and the pooling of a prompt."""
+        """Normalize the last stage's `[rows, hidden_size]`: the input of the head and of pooling."""
         return _apply(self.norm, x)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -248,8 +251,9 @@ class Decoder(nn.Module):
         return out if not arch.logit_softcap else (out / arch.logit_softcap).tanh() * arch.logit_softcap
 
 
-def _interleaved(runs: list[Generator[None, None, Tensor]]) -> list[Tensor]:
-    """Drive all to their ends, from pause to pause: while one's tokens are on their way, the next computes."""
+def _interleave(runs: list[Generator[None, None, Tensor]]) -> list[Tensor]:
+    """Run all generators to their ends, alternating at each yield: while one's tokens are in transit, the next
+    computes."""
     results: list[Tensor] = []
     while len(results) < len(runs):
         for run in runs:

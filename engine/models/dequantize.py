@@ -1,4 +1,4 @@
-"""Slices of quantized tensors, in the type that a model is served in."""
+"""Slices of quantized tensors, dequantized to the model's data type."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 MXFP4_GROUP = 32
-"""Numbers that share a scale."""
+"""Elements that share a scale."""
 _ROWS = 128
-"""Of fp8 that are widened at once."""
+"""Rows of fp8 that are converted at once."""
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _PAIRS = torch.cartesian_prod(torch.cat((_E2M1, -_E2M1)), torch.cat((_E2M1, -_E2M1))).flip(1).contiguous()
-"""`[256, 2]`: the two numbers in a byte, the low half first."""
+"""`[256, 2]`: the two values in a byte, the low half first."""
 
 
 class Sliceable(Protocol):
@@ -23,7 +23,7 @@ class Sliceable(Protocol):
 
 
 class Fp8Slices:
-    """`values` `[rows, columns]`, of 8 bits, times the scale of their block of `scales`; the product is float32's.
+    """`values` `[rows, columns]`, of 8 bits, times the scale of their block in `scales`; computed in float32.
 
     Source: `weight_dequant` in inference/kernel.py of github.com/deepseek-ai/DeepSeek-V3.
     """
@@ -49,7 +49,7 @@ class Mxfp4Slices:
     """Stacked matrices `[experts, columns, rows]` of 4-bit floats in groups, each with a power of 2 as its scale.
 
     `blocks` is uint8 `[experts, rows, groups, 16]`, `scales` uint8 `[experts, rows, groups]`, an exponent plus 127.
-    Rows and columns have changed places as in gpt-oss's unquantized form. Source: OCP Microscaling Formats 1.0.
+    Rows and columns are swapped, as in gpt-oss's unquantized form. Source: OCP Microscaling Formats 1.0.
     """
 
     def __init__(self, blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""A BERT-like encoder: every token of a prompt sees every other one. What differs between families is in `Encoder`."""
+"""A BERT-like encoder: every token of a prompt attends to all others. Family differences are in `EncoderSpec`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.engine.models import encoder_spec, model_spec
 
 
 class EmbeddingTable(nn.Module):
-    """An embedding that every rank holds whole."""
+    """An embedding that is replicated on every rank."""
 
     def __init__(self, rows: int, size: int) -> None:
         super().__init__()
@@ -28,7 +28,8 @@ class EmbeddingTable(nn.Module):
 
 
 class DistanceBias(nn.Module):
-    """What each of this rank's heads adds to a score for the distance from query to key (Raffel et al. 2020)."""
+    """The bias that each of this rank's heads adds to scores, by the distance from query to key (Raffel et al.
+    2020)."""
 
     def __init__(self, arch: encoder_spec.EncoderSpec, parallel: Parallel) -> None:
         super().__init__()
@@ -40,12 +41,13 @@ class DistanceBias(nn.Module):
         self._buckets = _buckets(distances, arch.relative_buckets)
 
     def forward(self) -> Tensor:
-        """`[heads, distances]`, from that of the first key for the last query on."""
+        """`[heads, distances]`, starting with that from the last query to the first key."""
         return self.weight[self._buckets.to(self.weight.device)].T.contiguous()
 
 
 def _buckets(distances: Tensor, count: int, furthest: int = 128) -> Tensor:
-    """T5's: half of the buckets for keys behind the query; near ones by themselves, the others by their logarithm."""
+    """T5's buckets: half of them for keys after the query; small distances have their own, larger ones are
+    logarithmic."""
     half = count // 2
     near = half // 2
     far = distances.abs().clamp(min=1)
@@ -56,7 +58,7 @@ def _buckets(distances: Tensor, count: int, furthest: int = 128) -> Tensor:
 
 
 class EncoderAttention(nn.Module):
-    """Attention of every token to all tokens of its prompt, the heads cut over the ranks."""
+    """Attention of every token to all tokens of its prompt, with the heads sharded over the ranks."""
 
     def __init__(self, spec: model_spec.AttentionSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class EncoderAttention(nn.Module):
 
 
 class EncoderMLP(nn.Module):
-    """`down(activation(up(x)))`, the inner features cut over the ranks."""
+    """`down(activation(up(x)))`, with the inner features sharded over the ranks."""
 
     def __init__(self, spec: model_spec.MLPSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -90,7 +92,7 @@ class EncoderMLP(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention and feed-forward, each added to the residual stream, which is normalized then."""
+    """Attention and feed-forward, each added to the residual stream and followed by a norm."""
 
     def __init__(self, spec: model_spec.LayerSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
@@ -111,7 +113,7 @@ class EncoderLayer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The whole model, behind the interface of `Decoder`. It keeps no KV. Parameters are uninitialized."""
+    """The complete model, with the interface of `Decoder`. It has no KV cache. Parameters are uninitialized."""
 
     def __init__(self, arch: encoder_spec.EncoderSpec, parallel: Parallel) -> None:
         super().__init__()
@@ -128,7 +130,7 @@ class Encoder(nn.Module):
         )
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[Tensor] = ()) -> Tensor:
-        """Hidden states `[tokens, hidden_size]`. The batch has whole prompts; of it, tokens and their starts count."""
+        """Hidden states `[tokens, hidden_size]`. The batch must contain whole prompts."""
         assert x is None
         x = self.embedding(batch.token_ids) + F.embedding(self._positions(batch), self.positions.weight)
         if self.token_types is not None:
@@ -140,7 +142,7 @@ class Encoder(nn.Module):
         return x
 
     def features(self, x: Tensor) -> Tensor:
-        """What is pooled of hidden states: they are normalized already."""
+        """The input of pooling: hidden states are already normalized."""
         return x
 
     def _positions(self, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Building a stage's model and filling its parameters, each rank with its own slices only."""
+"""Builds a stage's model and loads its parameters; each rank loads only its own slices."""
 
 from __future__ import annotations
 
@@ -49,16 +49,17 @@ _NAMED_PROBLEMS = 8
 _DUMMY_DEVIATION = 0.02
 _DUMMY_ELEMENTS = 1 << 20
 _CACHE_SCALES = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_zero_point", ".v_zero_point")
-"""How names end that compressed-tensors, ModelOpt and others give what their KV caches are scaled by."""
+"""Suffixes of KV cache scales in checkpoints of compressed-tensors, ModelOpt and others."""
 _READERS, _GPU_READERS = 4, 8
 _AHEAD_SHARE, _AHEAD_BYTES = 32, 1 << 30
-"""What is filled and not yet packed is at most this part of the rank's weights, and so many bytes."""
+"""Parameters that are loaded but not yet packed take at most this fraction of the rank's weights, and at most this
+number of bytes."""
 
 Model: TypeAlias = "Decoder | TransformersDecoder | Encoder"
 Place = tuple[Weight, Shard, StoredSlice]
-"""A slice of a checkpoint tensor: where it goes, and how it lies in that tensor."""
+"""A slice of a checkpoint tensor: the parameter, the shard in it, and the location in the checkpoint."""
 Needed = dict[str, list[Place]]
-"""By the checkpoint tensor."""
+"""Slices by the name of the checkpoint tensor."""
 
 
 def load(
@@ -70,7 +71,7 @@ def load(
     experts: ExpertGroup | None = None,
     pack: bool = True,
 ) -> Decoder:
-    """As `load_model`, of a decoder."""
+    """Like `load_model`, for a decoder."""
     decoder = load_model(config, rank, parallel, device, experts=experts, pack=pack)
     assert isinstance(decoder, Decoder)
     return decoder
@@ -87,10 +88,10 @@ def load_model(
 ) -> Model:
     """The model of this rank's stage on `device`, with its weights.
 
-    `rank` is its number in the replica. Only the rank's own slices are read, straight into the parameters, several at
-    once. A linear layer is packed (and quantized) as soon as it is whole, so that no more than a few are held in both
-    forms; `pack=False` leaves that out. Rank 0 warns of tensors that no rank needs; that of the host's first replica
-    shows a progress bar. Raises `ConfigError` that names the tensors missing or of another shape.
+    `rank` is its number in the replica. Only the rank's own slices are read, directly into the parameters, several at a
+    time. A linear layer is packed (and quantized) as soon as it is complete, so that only a few layers are in memory in
+    both forms; `pack=False` skips this. Rank 0 warns of tensors that no rank uses; rank 0 of the host's first replica
+    shows a progress bar. Raises `ConfigError` naming the tensors that are missing or have another shape.
     """
     model, stage = config.model, config.parallel.stages[config.parallel.stage_of(rank)]
     with _defaults(device, getattr(torch, model.dtype)):
@@ -120,10 +121,10 @@ def load_model(
 
 
 def build(model: ModelConfig, layers: range, parallel: Parallel, experts: ExpertGroup | None = None) -> Model:
-    """The model, or a stage of it, uninitialized; where it makes vectors, without a head."""
+    """The model, or a stage of it, uninitialized; embedding models have no head."""
     arch = model.architecture
     if isinstance(arch, TransformersModelSpec):
-        from quire.engine.models.transformers_backend.decoder import TransformersDecoder  # which imports slowly
+        from quire.engine.models.transformers_backend.decoder import TransformersDecoder  # slow to import
 
         return TransformersDecoder.of(model, arch, layers, parallel, torch.get_default_device())
     if isinstance(arch, encoder_spec.EncoderSpec):
@@ -135,7 +136,7 @@ def build(model: ModelConfig, layers: range, parallel: Parallel, experts: Expert
 
 
 def load_dense(model: ModelConfig, dense: Dense, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Weight `[out, in]` and bias of a dense module behind the pooling, in float32."""
+    """Weight `[out, in]` and bias of a dense module after the pooling, in float32."""
     shapes: dict[str, tuple[int, ...]] = {"linear.weight": (dense.out_features, dense.in_features)}
     if dense.bias:
         shapes["linear.bias"] = (dense.out_features,)
@@ -148,14 +149,14 @@ def load_dense(model: ModelConfig, dense: Dense, device: torch.device) -> tuple[
     headers = files.headers
     for name, shape in shapes.items():
         if name not in headers or headers[name].shape != shape:
-            found = f"has the shape {list(headers[name].shape)}" if name in headers else "is missing"
-            raise ConfigError(f"{folder}: {name} {found}, expected {list(shape)}")
+            problem = f"has the shape {list(headers[name].shape)}" if name in headers else "is missing"
+            raise ConfigError(f"{folder}: {name} {problem}, expected {list(shape)}")
     tensors = [files.view(headers[name]).to(device, torch.float32, copy=True) for name in shapes]
     return tensors[0], tensors[1] if dense.bias else None
 
 
 def needed_tensors(decoder: Model, model: ModelConfig) -> Needed:
-    """The checkpoint tensors that this stage is made of."""
+    """The checkpoint tensors that this stage needs."""
     needed: Needed = defaultdict(list)
     if not isinstance(decoder, Decoder | Encoder):
         for place in decoder.places:
@@ -170,7 +171,7 @@ def needed_tensors(decoder: Model, model: ModelConfig) -> Needed:
 
 @dataclass
 class _Unit:
-    """What is filled together: the parameters of a layer that is packed then, or one that stays."""
+    """Parameters that are loaded together: those of a layer that is then packed, or a single one that is not."""
 
     places: list[Place]
     size: int
@@ -181,7 +182,7 @@ class _Unit:
 def _units(
     decoder: Model, needed: Needed, quantization: kernels.Quantization | Literal["as it is"] | None
 ) -> list[_Unit]:
-    """All of the model. What is held in two forms for a while comes first, the largest before all."""
+    """All units of the model. Those that exist in two forms for a while come first, the largest at the front."""
     places: dict[int, list[Place]] = defaultdict(list)
     for place in chain(*needed.values()):
         places[id(place[0])].append(place)
@@ -218,17 +219,17 @@ def _check(needed: Needed, headers: dict[str, TensorInfo], model: ModelConfig) -
         elif headers[name].shape != expected:
             problems.append(f"{name} has the shape {list(headers[name].shape)}, expected {list(expected)}")
         elif headers[name].dtype not in _DTYPES:
-            without = f" without a {name}{FP8_SCALES} that fits it" * (model.quantized is not None)
-            problems.append(f"{name} is of type {headers[name].dtype}{without}, which is not served")
+            without = f" without a matching {name}{FP8_SCALES}" * (model.quantized is not None)
+            problems.append(f"{name} is of type {headers[name].dtype}{without}, which is not supported")
     if problems:
         more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
         raise ConfigError(
-            f"{model.path}: the weights do not fit config.json: {'; '.join(problems[:_NAMED_PROBLEMS])}{more}"
+            f"{model.path}: the weights do not match config.json: {'; '.join(problems[:_NAMED_PROBLEMS])}{more}"
         )
 
 
 def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
-    """Name the tensors that no stage needs, such as biases that config.json does not announce."""
+    """Log the tensors that no stage uses, such as biases that config.json does not mention."""
     arch, family = model.architecture, FAMILIES[model.architecture.name]
     with torch.device("meta"):
         everything = build(model, range(arch.num_layers), Parallel())
@@ -244,7 +245,7 @@ def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
         logger.info("%s: the checkpoint's %s is not used %s", model.path, family.behind_layers, _listed(behind))
     scales = [name for name in surplus if name not in behind and name.endswith(_CACHE_SCALES)]
     if scales:
-        why = "are not used, as each token and head of a quantized KV cache has its own"
+        why = "are not used, since a quantized KV cache has a scale for each token and head"
         logger.info("%s: the checkpoint's scales of keys and values %s %s", model.path, why, _listed(scales))
     _warn_of_surplus([name for name in surplus if name not in {*behind, *scales}], model)
 
@@ -264,7 +265,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _fill(units: list[_Unit], fill: Callable[[Place], None], *, readers: int, bar: bool) -> None:
-    """Fill the units' parameters in a few threads, and pack each unit here while the next ones are filled."""
+    """Load the units' parameters in a few threads, and pack each unit in this thread while the next ones load."""
     most = min(sum(unit.size for unit in units) // _AHEAD_SHARE, _AHEAD_BYTES)
     ahead: deque[tuple[_Unit, list[Future[None]]]] = deque()
     total = sum(_size(place) for unit in units for place in unit.places)
@@ -288,7 +289,7 @@ def _fill(units: list[_Unit], fill: Callable[[Place], None], *, readers: int, ba
             ahead.append((unit, [pool.submit(fill, place) for place in unit.places]))
         while ahead:
             finish()
-    torch.set_num_threads(threads)  # new threads take what was set last
+    torch.set_num_threads(threads)  # new threads inherit the last value
 
 
 def _size(place: Place) -> int:
@@ -302,7 +303,7 @@ def _read(checkpoint: Checkpoint, place: Place, staging: PinnedStaging | None = 
 
 
 def _put(weight: Weight, shard: Shard, values: Tensor, staging: PinnedStaging | None = None) -> None:
-    """Fill the shard's place; the padding after the last shard becomes zero."""
+    """Store the shard's values; the padding after the last shard becomes zero."""
     target = weight.data[shard.target]
     if staging is None:
         target.copy_(values)
@@ -314,9 +315,9 @@ def _put(weight: Weight, shard: Shard, values: Tensor, staging: PinnedStaging | 
 
 
 def _fill_randomly(seed: int, place: Place) -> None:
-    """Dummy weights: an element depends on seed, tensor name and place alone, so that the ranks' slices agree."""
+    """Dummy weights: an element depends only on seed, tensor name and position, so that the ranks' slices agree."""
     weight, shard, stored = place
-    if len(shard.shape) == 1 and stored.name.endswith("weight"):  # of a norm
+    if len(shard.shape) == 1 and stored.name.endswith("weight"):  # a norm's weight
         _put(weight, shard, torch.ones(()))
         return
     key = seed << 32 ^ zlib.crc32(f"{stored.name} {shard.part} {stored.expert}".encode())
@@ -324,8 +325,8 @@ def _fill_randomly(seed: int, place: Place) -> None:
 
 
 def _random(key: int, shard: Shard, like: Tensor) -> Tensor:
-    """The shard's slice of a random matrix or vector, of the type of `like`, some rows at a time."""
-    if len(shard.shape) > 2:  # matrices in a stack: one below the other
+    """The shard's slice of a random matrix or vector, with the type of `like`, computed in chunks of rows."""
+    if len(shard.shape) > 2:  # stacked matrices: concatenate the rows
         rows_of_all = math.prod(shard.shape[:-1])
         below = Shard((rows_of_all, shard.shape[-1]), 0, rows_of_all)
         return _random(key, below, like).view(shard.shape)[shard.source]

@@ -1,9 +1,8 @@
-"""A decoder as numbers: what each of its layers is made of, and what that takes on a rank. No torch here.
+"""A decoder's description: what each of its layers consists of, and what that requires on a rank. No torch here.
 
-`quire.engine.models.families` makes an `ModelSpec` of Hugging Face's `config.json`; `quire.engine.models` builds
-modules. Every layer has a description of its own (equal ones are one object), so that windows, dense first layers or
-layers without positions are no special cases anywhere. Sizes are in features and parameters; `hidden` is the model's
-width.
+`quire.engine.models.families` derives a `ModelSpec` from Hugging Face's `config.json`; `quire.engine.models` builds the
+modules. Each layer has its own description (equal ones are one object), so that windows, dense first layers and layers
+without positions are not special cases. Sizes are in features and parameters; `hidden` is the model's hidden size.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 
 
 KEYS_AND_VALUES_AT_ONCE = 1 << 24
-"""Numbers of keys and values that latent attention makes of its cache at once."""
+"""Maximum number of key and value elements that MLA computes from its cache at once."""
 
 
 class MatrixShape(NamedTuple):
@@ -37,7 +36,7 @@ class NormSpec:
     kind: Literal["rms", "layer"] = "rms"
     bias: bool = False
     offset: float = 0.0
-    """Added to the weight: Gemma's are stored less 1."""
+    """Added to the weight: Gemma stores weights minus 1."""
 
     def parameters(self, size: int) -> int:
         return size * (1 + self.bias)
@@ -45,34 +44,36 @@ class NormSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary positions (Su et al. 2021) of a head's first `dim` features. `kind` is transformers' rope_type."""
+    """Rotary position embedding (Su et al. 2021) of a head's first `dim` features. `kind` is transformers'
+    rope_type."""
 
     theta: float
     dim: int
     kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
     factor: float = 1.0
     original_max_position: int = 0
-    """Positions that the model was trained with before it was stretched."""
+    """Positions in training, before the context was extended."""
     low_freq_factor: float = 0.0
     high_freq_factor: float = 0.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     amplitude: float = 1.0
-    """Factor on cosines and sines, and so its square on scores."""
+    """Factor on cosines and sines; scores are multiplied by its square."""
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     is_interleaved: bool = False
-    """The checkpoint's pairs are neighbours. Loading reorders them to halves, which no dot product notices."""
+    """The checkpoint rotates neighbouring features. Loading reorders them into halves, which leaves dot products
+    unchanged."""
 
     def __post_init__(self) -> None:
         if self.dim % 2 or self.dim < 2:
-            raise ConfigError(f"rotary positions turn pairs of features, and heads have {self.dim} to turn")
+            raise ConfigError(f"rotary positions need an even number of features, at least 2; heads have {self.dim}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Grouped-query attention (Ainslie et al. 2023) over `num_kv_heads` heads of keys and values."""
+    """Grouped-query attention (Ainslie et al. 2023) with `num_kv_heads` heads of keys and values."""
 
     num_heads: int
     num_kv_heads: int
@@ -80,21 +81,22 @@ class AttentionSpec:
     scale: float
     rope: RopeSpec | None
     window: int | None = None
-    """Keys that a query sees, its own included; None: all."""
+    """Keys that a query attends to, including its own; None: all."""
     softcap: float = 0.0
-    """Scores become `softcap * tanh(score / softcap)`; 0: they stay."""
+    """Scores become `softcap * tanh(score / softcap)`; 0: unchanged."""
     has_sinks: bool = False
-    """A logit for each head that takes part in the softmax and has no value."""
+    """Each head has a logit that takes part in the softmax without a value."""
     alibi: float = 0.0
-    """Scores fall with the distance (Press et al. 2022), by slopes times this; 0: they do not."""
+    """Scores decrease with the distance (Press et al. 2022), by slopes multiplied by this; 0: no ALiBi."""
     qkv_bias: bool = False
     output_bias: bool = False
     qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "each head", "all heads"] = "head"
-    """A head's features with one weight for all heads, or one for each; or the features of all heads together."""
+    """"head": each head's features, with the same weight for all heads; "each head": with a weight for each head;
+    "all heads": the features of all heads together."""
 
     def kv_heads_per_rank(self, tp: int) -> int:
-        """KV heads held by each rank; with fewer heads than ranks, each head is replicated."""
+        """KV heads on each rank; with fewer heads than ranks, each head is replicated."""
         return max(1, self.num_kv_heads // tp)
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
@@ -103,7 +105,7 @@ class AttentionSpec:
         yield MatrixShape(hidden, heads * self.head_dim)
 
     def vectors(self, hidden: int, tp: int) -> int:
-        """Parameters beside the matrices."""
+        """Parameters other than the matrices."""
         heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
         count = self.qkv_bias * (heads + 2 * kv_heads) * self.head_dim + self.output_bias * hidden
         if self.qk_norm is not None:
@@ -112,15 +114,15 @@ class AttentionSpec:
         return count + self.has_sinks * heads
 
     def workspace(self, length: int, tp: int) -> int:
-        """Numbers that are held beside the tokens' own while a sequence of `length` is attended to."""
+        """Elements that attention over a sequence of `length` needs in addition to the tokens' own."""
         return 0
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
-        """What the KV cache of a rank holds of each token: keys and values, heads, numbers of a head."""
+        """A token's entry in the KV cache of a rank: sides (keys and values), heads, elements per head."""
         return 2, self.kv_heads_per_rank(tp), self.head_dim
 
     def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot share."""
+        """What `tp` ranks cannot divide."""
         if self.num_heads % tp:
             yield f"{self.num_heads} attention heads"
         if self.num_kv_heads % tp and tp % self.num_kv_heads:
@@ -129,17 +131,18 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MLASpec:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come out of one vector a token.
+    """Multi-head latent attention (DeepSeek-V2, 2024): one vector per token determines the keys and values of all
+    heads.
 
-    The cache holds that vector, `latent_dim` numbers, and the rotary part of the key, which all heads share.
+    The cache holds that vector, of `latent_dim` elements, and the rotary part of the key, which all heads share.
     """
 
     num_heads: int
     query_latent_dim: int | None
-    """Queries come out of a vector of this size; None: out of the hidden state."""
+    """Size of the vector that queries are computed from; None: they are computed from the hidden state."""
     latent_dim: int
     plain_dim: int
-    """Features of a head's queries and keys that are not turned; `rope.dim` more are."""
+    """Features of a head's queries and keys that are not rotated; another `rope.dim` are."""
     value_dim: int
     scale: float
     rope: RopeSpec
@@ -158,23 +161,24 @@ class MLASpec:
         yield MatrixShape(hidden, heads * self.value_dim)
 
     def vectors(self, hidden: int, tp: int) -> int:
-        """Parameters beside the matrices; what makes keys and values is among them, as it is never quantized."""
+        """Parameters other than the matrices; the up-projection to keys and values is included, as it is never
+        quantized."""
         count = self.num_heads // tp * (self.plain_dim + self.value_dim) * self.latent_dim
         count += self.bias * ((self.query_latent_dim or 0) + self.latent_dim + self.rope.dim + hidden)
         return count + self.norm.parameters(self.latent_dim) + self.norm.parameters(self.query_latent_dim or 0)
 
     def workspace(self, length: int, tp: int) -> int:
-        """See `AttentionSpec`: the sequence's vectors, and keys and values of some heads, which are made and padded."""
+        """See `AttentionSpec`: the sequence's vectors, and the padded keys and values of some heads."""
         return length * (self.latent_dim + self.rope.dim) + 3 * min(
             KEYS_AND_VALUES_AT_ONCE, 2 * length * self.num_heads // tp * self.head_dim
         )
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
-        """What the KV cache of every rank holds of each token: one vector, which is key and value of all heads."""
+        """A token's entry in the KV cache of every rank: one vector, which is the key and value of all heads."""
         return 1, 1, self.latent_dim + self.rope.dim
 
     def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot share."""
+        """What `tp` ranks cannot divide."""
         if self.num_heads % tp:
             yield f"{self.num_heads} attention heads"
 
@@ -197,18 +201,18 @@ class MLPSpec:
         yield MatrixShape(hidden, self.size // tp)
 
     def vectors(self, hidden: int, tp: int) -> int:
-        """Parameters beside the matrices."""
+        """Parameters other than the matrices."""
         return self.bias * ((1 + self.is_gated) * self.size // tp + hidden)
 
     def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot share."""
+        """What `tp` ranks cannot divide."""
         if self.size % tp:
             yield f"{self.size} feed-forward columns"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """A mixture of experts: a router chooses `top_k` of `num_experts` gated feed-forwards for each token."""
+    """A mixture of experts: a router chooses `top_k` of `num_experts` gated MLPs for each token."""
 
     num_experts: int
     top_k: int
@@ -217,35 +221,35 @@ class MoESpec:
     activation: Activation | Literal["swiglu_oai"] = "silu"
     """swiglu_oai is gpt-oss's: `min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, ±7) + 1)`."""
     scoring: Literal["softmax", "sigmoid", "topk_softmax"] = "softmax"
-    """topk_softmax: the softmax of the chosen ones' logits."""
+    """topk_softmax: the softmax over the chosen experts' logits."""
     renormalize: bool = False
-    """Make the chosen weights sum to 1."""
+    """Scale the chosen weights to sum to 1."""
     scale: float = 1.0
     groups: int = 1
     """Only experts of the `top_groups` best groups are eligible (DeepSeek)."""
     top_groups: int = 1
     group_score: Literal["max", "top2_sum"] = "max"
     correction_bias: bool = False
-    """A bias of each expert that counts for choosing only."""
+    """Each expert has a bias that is used for the choice only."""
     router_bias: bool = False
     bias: bool = False
-    """Of the experts' own linear layers."""
+    """The experts' own linear layers have biases."""
     shared: MLPSpec | None = None
-    """What every token passes, beside its experts."""
+    """The shared expert, which every token uses."""
     shared_gate: bool = False
-    """Weigh the shared output by `sigmoid(x @ gate)`."""
+    """Multiply the shared output by `sigmoid(x @ gate)`."""
 
     def __post_init__(self) -> None:
         eligible = self.num_experts // self.groups * self.top_groups
         least = 2 if self.group_score == "top2_sum" else 1
         if self.num_experts % self.groups or self.num_experts // self.groups < least or not 0 < self.top_k <= eligible:
             raise ConfigError(
-                f"{self.top_k} experts cannot be chosen of {eligible} ({self.num_experts} in {self.groups} groups, of "
+                f"cannot choose {self.top_k} of {eligible} experts ({self.num_experts} in {self.groups} groups, of "
                 f"which {self.top_groups} are eligible)"
             )
 
     def held(self, tp: int) -> tuple[int, int]:
-        """How many experts a rank has, and the inner features that it has of each."""
+        """The number of experts on a rank, and the inner features of each."""
         return self.num_experts, self.size // tp
 
     def width(self, tp: int) -> int:
@@ -261,18 +265,18 @@ class MoESpec:
             yield from self.shared.matrices(hidden, tp)
 
     def vectors(self, hidden: int, tp: int) -> int:
-        """Parameters beside the matrices; the router is among them, as it is never cut or quantized."""
+        """Parameters other than the matrices; the router is included, as it is never sharded or quantized."""
         number, size = self.held(tp)
         count = self.num_experts * (hidden + self.router_bias + self.correction_bias)
         count += self.bias * number * (2 * size + hidden) + self.shared_gate * hidden
         return count if self.shared is None else count + self.shared.vectors(hidden, tp)
 
     def wide(self, hidden: int) -> int:
-        """Parameters that are float32 whatever the model is: what decides where a token goes."""
+        """Parameters that are always float32: those that decide the routing."""
         return self.num_experts * (hidden + self.correction_bias) + self.shared_gate * hidden
 
     def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot share."""
+        """What `tp` ranks cannot divide."""
         if self.size % tp:
             yield f"{self.size} feed-forward columns of an expert"
         if self.shared is not None:
@@ -281,23 +285,24 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertParallelMoESpec(MoESpec):
-    """A mixture whose experts are spread over ranks as a whole; sizes are those of one rank."""
+    """A mixture whose experts are distributed over ranks as a whole; sizes are those of one rank."""
 
     places: int
-    """Experts that each rank has, copies included."""
+    """Experts on each rank, including copies."""
 
     def held(self, tp: int) -> tuple[int, int]:
         return self.places, self.size
 
     def layout_errors(self, tp: int) -> Iterator[str]:
-        """What `tp` ranks cannot share."""
+        """What `tp` ranks cannot divide."""
         if self.shared is not None:
             yield from self.shared.layout_errors(tp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Attention and a feed-forward, each with norms before and after (None: none), added to the residual stream."""
+    """Attention and a feed-forward layer, each with norms before and after (None: none), added to the residual
+    stream."""
 
     attention: AttentionSpec | MLASpec
     feed_forward: MLPSpec | MoESpec
@@ -306,9 +311,9 @@ class LayerSpec:
     feed_forward_norm: NormSpec | None
     feed_forward_post_norm: NormSpec | None = None
     is_parallel: bool = False
-    """Both start from the same residual stream; without a feed_forward_norm, even from the same normalized one."""
+    """Both read the same residual stream; without a feed_forward_norm, they read the same normalized one."""
     residual_multiplier: float = 1.0
-    """On what is added to the residual stream."""
+    """Factor on what is added to the residual stream."""
 
     @property
     def norms(self) -> list[NormSpec]:
@@ -329,10 +334,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """The numbers that fix every shape of a decoder."""
+    """The sizes that determine every shape of a decoder."""
 
     name: str
-    """As config.json's `architectures` names it."""
+    """The name in config.json's `architectures`."""
     hidden_size: int
     vocab_size: int
     max_position: int
@@ -341,7 +346,7 @@ class ModelSpec:
     """Before the head."""
     tie_embeddings: bool
     position_embeddings: int = 0
-    """Learned positions (0: none), of which the first `position_offset` are no token's."""
+    """Learned positions (0: none), of which the first `position_offset` are unused."""
     position_offset: int = 0
     embedding_multiplier: float = 1.0
     logit_multiplier: float = 1.0
@@ -357,7 +362,7 @@ class ModelSpec:
         return len(self.layers)
 
     def spread(self, ranks: int, redundant: int) -> ModelSpec:
-        """The same with the experts of each layer, and `redundant` copies, spread evenly over `ranks`."""
+        """The same model with the experts of each layer, and `redundant` copies, distributed evenly over `ranks`."""
 
         def of(layer: LayerSpec) -> LayerSpec:
             mixture = layer.feed_forward
@@ -366,15 +371,15 @@ class ModelSpec:
             places = (mixture.num_experts + redundant) // ranks
             return replace(layer, feed_forward=ExpertParallelMoESpec(**vars(mixture), places=places))
 
-        made = {layer: of(layer) for layer in set(self.layers)}
-        return replace(self, layers=tuple(made[layer] for layer in self.layers))
+        changed = {layer: of(layer) for layer in set(self.layers)}
+        return replace(self, layers=tuple(changed[layer] for layer in self.layers))
 
     def vocab_per_rank(self, tp: int) -> int:
-        """Rows of the embedding and the head on each rank; the last rank's are padded."""
+        """Rows of the embedding and the head on each rank; those of the last rank are padded."""
         return -(-self.vocab_size // tp)
 
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
-        """Parameters of one rank of a stage; a tied head is stored again when first and last stage differ."""
+        """Parameters on one rank of a stage; a tied head is stored again if the first and last stage differ."""
         embedding = self.vocab_per_rank(tp) * self.hidden_size
         first, last = stage == 0, stage == len(stages) - 1
         count = sum(self.layers[number].parameters(self.hidden_size, tp) for number in stages[stage])
@@ -387,14 +392,14 @@ class ModelSpec:
         return count
 
     def layout_errors(self, tp: int) -> list[str]:
-        """What `tp` ranks cannot share."""
-        found: dict[str, None] = {}
+        """What `tp` ranks cannot divide."""
+        errors: dict[str, None] = {}
         for layer in dict.fromkeys(self.layers):
-            found |= dict.fromkeys((*layer.attention.layout_errors(tp), *layer.feed_forward.layout_errors(tp)))
-        return list(found)
+            errors |= dict.fromkeys((*layer.attention.layout_errors(tp), *layer.feed_forward.layout_errors(tp)))
+        return list(errors)
 
     def check_divides(self, tp: int) -> None:
-        """Refuse a tensor-parallel size that does not cut heads and feed-forward evenly."""
+        """Reject a tensor-parallel size that does not divide heads and feed-forward layers evenly."""
         if problems := self.layout_errors(tp):
             most = max(layer.attention.num_heads for layer in self.layers)
             fits = [str(size) for size in range(1, most + 1) if not self.layout_errors(size)]
@@ -406,13 +411,13 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersLayerSpec(LayerSpec):
-    """A layer as transformers builds it. Sizes are those of one rank, for the layout that it was measured in."""
+    """A layer as transformers builds it. Sizes are those of one rank, in the layout in which it was measured."""
 
     attention_norm: NormSpec | None = None
     feed_forward_norm: NormSpec | None = None
     linears: tuple[MatrixShape, ...]
     others: int
-    """Parameters beside the linear layers' matrices."""
+    """Parameters other than the linear layers' matrices."""
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         yield from self.linears
@@ -423,17 +428,17 @@ class TransformersLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersModelSpec(ModelSpec):
-    """A model as transformers builds it, measured in one tensor-parallel layout, whose ranks its sizes are of."""
+    """A model as transformers builds it, measured in one tensor-parallel layout. Sizes are those of one rank."""
 
     layers: tuple[TransformersLayerSpec, ...]
     head_rows: int
-    """Of the head, on a rank."""
+    """Rows of the head on a rank."""
     before: int
-    """Parameters before the layers, on a rank; a tied head's are among them."""
+    """Parameters before the layers on a rank, including a tied head's."""
     after: int
-    """Those after the layers."""
+    """Parameters after the layers."""
     read_directly: frozenset[str] = frozenset()
-    """Linear layers whose weights the model uses by itself, layer numbers as `*`: they are not packed."""
+    """Linear layers whose weights the model reads directly, with `*` for layer numbers: they are not packed."""
 
     def vocab_per_rank(self, tp: int) -> int:
         return self.head_rows
@@ -447,5 +452,5 @@ class TransformersModelSpec(ModelSpec):
         return count
 
     def layout_errors(self, tp: int) -> list[str]:
-        """None: what does not fit was refused when it was measured."""
+        """None: layouts that do not fit were rejected when the model was measured."""
         return []

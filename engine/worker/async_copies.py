@@ -1,5 +1,5 @@
-"""To the device and back without waiting: what is sent is there for all that is launched later, what is read comes
-behind all that was launched before."""
+"""Asynchronous copies to the device and back. A sent tensor is available to all work launched later; a read follows all
+work launched before."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Array = npt.NDArray[Any]
 
 
 def send(values: Array, device: torch.device) -> Tensor:
-    """`values` on the device; on the CPU that is their own memory.
+    """Copy `values` to the device; on a CPU the tensor shares their memory.
 
-    torch gives pinned memory to nobody else before the copy from it has run.
+    torch does not reuse the pinned memory before the copy from it has run.
     """
     host = torch.from_numpy(values if values.flags.c_contiguous else values.copy())
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 class HostCopy:
-    """Tensors on their way to the host. `arrays` waits for them, in any thread."""
+    """Asynchronous copies of tensors to the host. `arrays` waits for them, in any thread."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self._tensors = tensors
         self._event: torch.cuda.Event | None = None
         if device.type != "cpu":
             self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # pinned memory
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # who waits holds no core
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # blocking: the waiting thread does not spin
             self._event.record(torch.cuda.current_stream(device))
 
     def arrays(self) -> list[Array]:
-        """Raises what went wrong on the device."""
+        """Wait for the copies. Raises errors that occurred on the device."""
         if self._event is not None:
             self._event.synchronize()
         return [tensor.numpy() for tensor in self._tensors]
@@ -45,25 +45,26 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class AsyncRead:
-    """A part of a step's result: `fill` puts it in, given the tensors as arrays."""
+    """A part of a step's result: `fill` stores it, given the tensors as arrays."""
 
     tensors: Sequence[Tensor]
     fill: Callable[..., None]
 
 
 class AsyncOutput:
-    """A step that the device has still to do, or has done. The next one may be launched before its result is asked for.
+    """The output of a step that may still be running on the device. The next step may be launched before `result` is
+    called.
 
-    Results are to be asked for in the order of steps, by one thread, which need not be the one that launches.
+    One thread must call `result` in the order of the steps; it need not be the thread that launches them.
     """
 
     def __init__(self, result: ModelRunnerOutput | None, readings: Sequence[AsyncRead], device: torch.device) -> None:
-        """`result` is what is known beforehand; None: this rank has none to tell, only that its part is done."""
+        """`result` holds what is known at launch; None: this rank reports no result, only that its step is complete."""
         self._result, self._readings = result, readings
         self._copy = HostCopy([tensor for reading in readings for tensor in reading.tensors], device)
 
     def result(self) -> ModelRunnerOutput | None:
-        """Wait for the device, which may raise what went wrong there."""
+        """Wait for the device. Raises errors that occurred there."""
         arrays = self._copy.arrays()
         for reading in self._readings:
             count = len(reading.tensors)

@@ -1,8 +1,9 @@
-"""Decode steps captured once and replayed: the device is given a step as a whole, instead of operation by operation.
+"""Capture decode steps once and replay them: the device receives a whole step at once, instead of operation by
+operation.
 
-A captured step reads its inputs where they were, and computes as many rows as it had: a batch is copied there, and
-padded. Rows of padding have slot -1, for which nothing is stored, and see one key. What the model allocates once and
-changes while serving, it is to change in place.
+A captured step reads its inputs from fixed addresses and has a fixed number of rows, so a batch is copied there and
+padded. Padding rows have slot -1, for which nothing is stored, and attend to one key. Whatever the model allocates once
+and changes between steps must be changed in place.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeGraphs:
-    """The steps in which each request has one token, for the numbers of requests in `EngineConfig.graphs`."""
+    """Captured steps in which each request has one token, for the batch sizes in `EngineConfig.graphs`."""
 
     def __init__(
         self,
@@ -45,10 +46,10 @@ class DecodeGraphs:
         parallel: Parallel,
     ) -> None:
         self._model, self._caches, self._device, self._parallel = model, caches, device, config.parallel
-        self._sizes, self._why_none = config.graphs.sizes, config.graphs.why_none
+        self._sizes, self._disabled_reason = config.graphs.sizes, config.graphs.why_none
         self._replays: dict[int, Replay] = {}
         self._is_last = stage == len(config.parallel.stages) - 1
-        self._recorder = graph_recorders.recorder_of(device, parallel)
+        self._recorder = graph_recorders.make_recorder(device, parallel)
         self._inputs: _Inputs | None = None
         if self._sizes and self._recorder is not None:
             self._inputs = _Inputs(config, device, receives=stage > 0)
@@ -57,25 +58,25 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, *, bar: bool) -> bool:
-        """Capture all sizes, on all ranks of the grid at once, or none on any of them; then the log says why.
+        """Capture all sizes on all ranks of the grid, or none on any rank; in that case the log says why.
 
-        Nothing is captured yet where it costs no more than running a step.
+        Captures nothing yet if capturing costs no more than running a step.
 
-        After each size the ranks agree whether to go on, so that nobody waits in a step for one that has given up. What
-        fails in the exchanges of a step themselves is raised: the others wait there, and only the end of this rank
-        tells them.
+        After each size the ranks agree whether to continue, so that no rank waits in a step for one that has given up.
+        An error in a step's own collectives is raised: the other ranks wait there, and only the exit of this rank ends
+        that.
         """
         recorder = self._recorder
-        if recorder is not None and self._why_none:
-            logger.info("decodes run without %s: %s", recorder.name, self._why_none)
+        if recorder is not None and self._disabled_reason:
+            logger.info("decode steps run without %s: %s", recorder.name, self._disabled_reason)
         if recorder is None or self._inputs is None or recorder.runs:
             return False
-        begun, free = time.perf_counter(), _free_bytes(self._device)
-        # The largest comes first: the memory that it computes in serves the others.
+        started, free = time.perf_counter(), _free_bytes(self._device)
+        # The largest comes first: the smaller ones reuse its memory.
         sizes = tqdm(self._sizes[::-1], desc="CUDA graphs", unit="size", disable=not bar)
         with _without_garbage_collection(), sizes:
             for size in sizes:
-                reported = all_gather_object(f"CUDA graph {size}", self._try(size, recorder, self._inputs))
+                reported = all_gather_object(f"CUDA graph {size}", self._try_capture(size, recorder, self._inputs))
                 failed = [rank for rank, reason in enumerate(reported) if reason]
                 if failed:
                     break
@@ -84,17 +85,17 @@ class DecodeGraphs:
             if len(reported) == 1 or dist.get_rank() == 0:
                 where = f" on rank {failed[0]}" * (len(reported) > 1)
                 reason = reported[failed[0]]
-                logger.warning("decodes run without CUDA graphs, as a step cannot be captured%s: %s", where, reason)
+                logger.warning("decode steps run without CUDA graphs: capturing a step failed%s: %s", where, reason)
             return False
         logger.info(
-            "captured %d CUDA graphs, of decodes of up to %d requests, in %.1f s and %s",
-            *(len(self._sizes), self._sizes[-1], time.perf_counter() - begun),
+            "captured %d CUDA graphs for decode steps of up to %d requests in %.1f s, using %s",
+            *(len(self._sizes), self._sizes[-1], time.perf_counter() - started),
             human(max(0, free - _free_bytes(self._device))),
         )
         return True
 
-    def _try(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> str:
-        """Capture the steps of so many requests; why that cannot be, "" if it is done."""
+    def _try_capture(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> str:
+        """Capture the steps of `size` requests; returns why that failed, or ""."""
         step = self._step(size, inputs)
         try:
             reason = recorder.warm_up(step)
@@ -118,13 +119,13 @@ class DecodeGraphs:
         return step
 
     def close(self) -> None:
-        """Forget the captured steps, which hold on to the communicators that they use."""
+        """Drop the captured steps, which keep the communicators that they use alive."""
         self._replays, self._inputs = {}, None
 
     def run(self, received: Tensor | None, batch: Batch) -> Tensor | None:
-        """What the model makes of the batch, `[tokens, hidden_size]`; None: it is none of the captured steps.
+        """Replay the batch: the model's output `[tokens, hidden_size]`, or None if no captured step matches.
 
-        On the last stage the next run overwrites it.
+        On the last stage the next run overwrites the output.
         """
         rows = len(batch.token_ids)
         if (
@@ -140,21 +141,21 @@ class DecodeGraphs:
         if (replay := self._replays.get(size)) is not None:
             replay()
         else:
-            self._run_first(size, self._recorder, self._inputs)
+            self._capture_first_run(size, self._recorder, self._inputs)
         hidden = self._output[:rows]
-        return hidden if self._is_last else hidden.clone()  # it may be sent while the next step runs
+        return hidden if self._is_last else hidden.clone()  # it may still be in transit while the next step runs
 
-    def _run_first(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> None:
-        """The first step of so many requests, kept where it can be; else no other is tried."""
+    def _capture_first_run(self, size: int, recorder: GraphRecorder, inputs: _Inputs) -> None:
+        """Run the first step of this size and record it; if it cannot be replayed, record no other size."""
         try:
             self._replays[size] = recorder.capture(self._step(size, inputs))
         except NotReplayable as error:
             self.close()
-            logger.info("decodes run without %s, as a step cannot be replayed: %s", recorder.name, error)
+            logger.info("decode steps run without %s: a step cannot be replayed: %s", recorder.name, error)
 
 
 class _Inputs:
-    """Where captured steps read a batch. Invariant: whatever stands in a row can be computed."""
+    """The input tensors of captured steps. Invariant: the content of every row is valid input."""
 
     def __init__(self, config: EngineConfig, device: torch.device, *, receives: bool) -> None:
         most, cache, longest = config.graphs.sizes[-1], config.cache, config.model.max_model_len
@@ -165,7 +166,7 @@ class _Inputs:
 
         groups = range(len(cache.groups))
         self._token_ids, self._positions, self._lengths = full(0, most), full(0, most), full(1, most)
-        self._slots = [full(-1, most) for _ in groups]
+        self._slot_mappings = [full(-1, most) for _ in groups]
         self._tables = [full(0, most, -(-longest // cache.block_size)) for _ in groups]
         self._starts = torch.arange(most + 1, device=device)
         self._no_slot, self._zero, self._one = full(-1, most), full(0, most), full(1, most)
@@ -178,32 +179,35 @@ class _Inputs:
         return None if self._hidden is None else self._hidden[:size]
 
     def batch(self, size: int) -> Batch:
-        """The first rows; what Python reads of them is what every replay has in common."""
+        """The first `size` rows; `host` holds values that are valid for every replay."""
         host = HostRows(np.ones(size, np.int64), np.full(size, self._longest, np.int64))
 
         def of(group: int, others: tuple[Batch, ...] = ()) -> Batch:
             return Batch(
                 token_ids=self._token_ids[:size],
                 positions=self._positions[:size],
-                slots=self._slots[group][:size],
+                slot_mapping=self._slot_mappings[group][:size],
                 block_tables=self._tables[group][:size],
                 sequence_lengths=self._lengths[:size],
                 query_starts=self._starts[: size + 1],
-                sampled=self._starts[:size],
+                logits_indices=self._starts[:size],
                 others=others,
                 host=host,
             )
 
-        return of(0, tuple(of(group) for group in range(1, len(self._slots))))
+        return of(0, tuple(of(group) for group in range(1, len(self._slot_mappings))))
 
     def fill(self, received: Tensor | None, batch: Batch, size: int) -> None:
-        """Take a batch in; rows behind it become padding, whose token and blocks may be any that were there."""
+        """Copy a batch in. The rows after it become padding, whose token and blocks may be any earlier values."""
         rows, groups = len(batch.token_ids), (batch, *batch.others)
         to, values = [self._token_ids[:rows]], [batch.token_ids]
         for place, part, padding in (
             (self._positions, batch.positions, self._zero),
             (self._lengths, batch.sequence_lengths, self._one),
-            *((place, group.slots, self._no_slot) for place, group in zip(self._slots, groups, strict=True)),
+            *(
+                (place, group.slot_mapping, self._no_slot)
+                for place, group in zip(self._slot_mappings, groups, strict=True)
+            ),
         ):
             to.append(place[:rows])
             values.append(part)
@@ -228,7 +232,7 @@ def _free_bytes(device: torch.device) -> int:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Nothing of CUDA's may be destroyed during a capture."""
+    """Disable garbage collection: no CUDA object may be destroyed during a capture."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""How much the experts of a stage are used; and the busy ones moved and doubled between steps (EPLB)."""
+"""Counts the load of a stage's experts, and moves and replicates busy experts between steps (EPLB)."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ExpertLoad
 
-TOLD_STEPS = 100
-"""Steps from one report to the next, unless experts move more often."""
+REPORT_INTERVAL = 100
+"""Steps between two load reports, unless experts move more often."""
 _ALIGNMENT = 16
-"""Bytes; no type is larger."""
+"""Bytes; no data type is larger."""
 
 
 class ExpertLoadBalancer:
-    """Of one rank. Invariant: all ranks of the group call `step` equally often, and so do the same at the same time.
+    """Balances the experts of one rank. Invariant: all ranks of the group call `step` equally often, and so act at the
+    same time.
 
-    Tokens are summed over the group from time to time, so that all decide alike. Every `step_interval` steps the busy
-    experts of each layer find a new place, one layer after the other, a step for each where there are enough: a step
-    waits for the experts of one layer to change places, and at most three lie beside those that a rank has.
+    Token counts are summed over the group, so that all ranks make the same decision. Every `step_interval` steps a new
+    placement is computed for each layer, and the layers are then moved one per step if the interval is long enough. A
+    step waits only for one layer's moves, and at most three experts are in memory beyond those that the rank has.
     """
 
     def __init__(
@@ -44,75 +45,79 @@ class ExpertLoadBalancer:
         pipeline: Pipeline,
         device: torch.device,
     ) -> None:
-        """`layers` are those of this stage that have experts; `counts` how many, also of the stages before it."""
+        """`layers` are this stage's layers with experts; `counts` are the numbers of experts, including earlier stages'
+        layers."""
         self._group, self._pipeline, self._config, self._device = group, pipeline, group.config, device
         self._layers, self._counts = list(layers.values()), counts
         self._sizes = [counts[number] for number in layers]
-        self._reported_before = (3 + sum(counts.values()) - sum(self._sizes),)
-        """The shape of what the stage before tells."""
-        self._every = min(TOLD_STEPS, self._config.step_interval) if self._config.is_balanced else TOLD_STEPS
-        self._is_settled = False
-        self._steps = self._expected = self._moved = 0
-        self._reported = self._balanced = [[0] * size for size in self._sizes]
-        """What experts had computed at the last report, and when they were last moved."""
-        self._waiting: deque[tuple[MixtureOfExperts, list[int]]] = deque()
-        """Layers whose experts are to be moved, and the load to do so by."""
+        self._upstream_shape = (3 + sum(counts.values()) - sum(self._sizes),)
+        """Shape of the report from the previous stage."""
+        self._report_interval = (
+            min(REPORT_INTERVAL, self._config.step_interval) if self._config.is_balanced else REPORT_INTERVAL
+        )
+        self._is_finalized = False
+        self._steps = self._posted = self._moved = 0
+        self._last_reported = self._last_balanced = [[0] * size for size in self._sizes]
+        """Token counts at the last report."""
+        self._pending: deque[tuple[MixtureOfExperts, list[int]]] = deque()
+        """Layers whose experts are to be moved, each with the load to balance."""
 
     @staticmethod
     def of(
-        decoder: Decoder, config: EngineConfig, links: ParallelState, device: torch.device
+        decoder: Decoder, config: EngineConfig, parallel_state: ParallelState, device: torch.device
     ) -> ExpertLoadBalancer | None:
-        """That of a rank, if its layers' experts are spread."""
-        if links.experts is None:
+        """The balancer of a rank; None without expert parallelism."""
+        if parallel_state.experts is None:
             return None
-        arch, stage = config.model.architecture, config.parallel.stages[links.pipeline.stage]
+        arch, stage = config.model.architecture, config.parallel.stages[parallel_state.pipeline.stage]
         specs = [(number, arch.layers[number].feed_forward) for number in range(stage.stop)]
         counts = {number: spec.num_experts for number, spec in specs if isinstance(spec, MoESpec)}
         modules = {int(name): layer.feed_forward for name, layer in decoder.layers.items()}
         layers = {number: layer for number, layer in modules.items() if isinstance(layer, MixtureOfExperts)}
-        return ExpertLoadBalancer(layers, counts, links.experts, links.pipeline, device)
+        return ExpertLoadBalancer(layers, counts, parallel_state.experts, parallel_state.pipeline, device)
 
-    def expect(self) -> None:
-        """A step is to come: have a place for what the stage before tells in it. Another thread may do this."""
-        if self._tells(self._expected):
-            self._pipeline.expect(self._reported_before, torch.float64)
-        self._expected += 1
+    def post_receive(self) -> None:
+        """Post the receive for the previous stage's report in a future step. May be called from another thread."""
+        if self._reports_at(self._posted):
+            self._pipeline.post_receive(self._upstream_shape, torch.float64)
+        self._posted += 1
 
     def step(self) -> ExpertLoad | None:
-        """Before each step of the model; sometimes there is something to tell, on the last stage.
+        """Call this before each step of the model. Returns a load report now and then, on the last stage.
 
-        Steps before `finalize` are made up: they are not counted, and move nothing.
+        Steps before `finalize` are warm-up: they are not counted and move nothing.
         """
-        if not self._is_settled:
+        if not self._is_finalized:
             return None
-        reported = self._tell() if self._tells(self._steps) else None
+        reported = self._report() if self._reports_at(self._steps) else None
         if self._config.is_balanced and self._steps and self._steps % self._config.step_interval == 0:
-            self._begin()
-        for _ in range(min(len(self._waiting), math.ceil(len(self._layers) / self._config.step_interval))):
-            self._balance(*self._waiting.popleft())
+            self._schedule_moves()
+        for _ in range(min(len(self._pending), math.ceil(len(self._layers) / self._config.step_interval))):
+            self._balance(*self._pending.popleft())
         self._steps += 1
         return reported
 
-    def _tells(self, step: int) -> bool:
-        return step > 0 and step % self._every == 0
+    def _reports_at(self, step: int) -> bool:
+        return step > 0 and step % self._report_interval == 0
 
     def _totals(self) -> list[list[int]]:
-        """Tokens of each expert of each layer since the start, of all ranks."""
+        """Tokens of each expert of each layer since the start, summed over all ranks."""
         if not self._layers:
             return []
-        mine = torch.cat([layer.tokens for layer in self._layers])
-        everyone = self._group.everyone
-        rows = everyone.start_gather(mine[None], [1] * everyone.size).wait()
+        own = torch.cat([layer.tokens for layer in self._layers])
+        all_ranks = self._group.all_ranks
+        rows = all_ranks.start_all_gather(own[None], [1] * all_ranks.size).wait()
         return [counts.tolist() for counts in rows.sum(0).cpu().split_with_sizes(self._sizes)]
 
-    def _tell(self) -> ExpertLoad | None:
-        """The report of this stage and those before it, which goes on to the next."""
+    def _report(self) -> ExpertLoad | None:
+        """Combine the reports of this stage and earlier ones; send the result to the next stage, or return it on the
+        last."""
         totals = self._totals()
         loads = [
-            rank_loads(_since(now, then), _table(layer))
-            for layer, now, then in zip(self._layers, totals, self._reported, strict=True)
+            rank_loads(_difference(now, then), _placement_table(layer))
+            for layer, now, then in zip(self._layers, totals, self._last_reported, strict=True)
         ]
-        self._reported = totals
+        self._last_reported = totals
         reported = torch.tensor(
             [
                 sum(map(max, loads)),
@@ -123,7 +128,7 @@ class ExpertLoadBalancer:
             dtype=torch.float64,
         )
         if not self._pipeline.is_first:
-            before = self._pipeline.receive(self._reported_before, torch.float64).cpu()
+            before = self._pipeline.receive(self._upstream_shape, torch.float64).cpu()
             reported = torch.cat([before[:3] + reported[:3], before[3:], reported[3:]])
         if not self._pipeline.is_last:
             self._pipeline.send(reported.to(self._device))
@@ -132,70 +137,72 @@ class ExpertLoadBalancer:
         counts = torch.tensor(tokens, dtype=torch.int64).numpy().tobytes()
         return ExpertLoad(self._counts, counts, busiest / mean if mean else 1.0, int(moved))
 
-    def _begin(self) -> None:
+    def _schedule_moves(self) -> None:
         totals = self._totals()
-        self._waiting.extend(
-            (layer, _since(now, then)) for layer, now, then in zip(self._layers, totals, self._balanced, strict=True)
+        self._pending.extend(
+            (layer, _difference(now, then))
+            for layer, now, then in zip(self._layers, totals, self._last_balanced, strict=True)
         )
-        self._balanced = totals
+        self._last_balanced = totals
 
     def _balance(self, layer: MixtureOfExperts, load: Sequence[int]) -> None:
-        now = _table(layer)
+        now = _placement_table(layer)
         then = rebalance(load, now)
         if then == now:
             return
         steps = moves(now, then)
         mover = _Mover(layer, self._group)
-        for some in rounds(steps):
-            mover.run(some)
+        for batch in rounds(steps):
+            mover.run(batch)
         layer.place(ExpertPlacement(then))
         self._moved += sum(step.target.place is not None for step in steps)
 
     def finalize(self) -> None:
-        """Once all ranks are loaded: those that move experts are to hold them in the same form.
+        """Check, once all ranks are loaded, that ranks that exchange experts store them in the same format, and start
+        counting.
 
-        It depends on the processor. Raises `ConfigError` on all ranks.
+        The format depends on the processor. Raises `ConfigError` on all ranks.
         """
-        self._is_settled = True
+        self._is_finalized = True
         for layer in self._layers:
             layer.tokens.zero_()
         if not self._config.is_balanced or not self._layers:
             return
         forms = str([layer.experts.form for layer in self._layers])
-        reported = self._group.everyone.tell([zlib.crc32(forms.encode())])
+        reported = self._group.all_ranks.all_gather_ints([zlib.crc32(forms.encode())])
         if reported.count(reported[self._group.rank]) != len(reported):
             raise ConfigError(
-                "--enable-eplb: experts cannot move between ranks whose processors want their weights in different "
-                "forms; run all ranks on hosts of one kind, or leave it out"
+                "--enable-eplb: experts cannot move between ranks whose processors need different weight formats; "
+                "run all ranks on hosts of the same kind, or omit the flag"
             )
 
 
-def _table(layer: MixtureOfExperts) -> tuple[tuple[int, ...], ...]:
+def _placement_table(layer: MixtureOfExperts) -> tuple[tuple[int, ...], ...]:
     assert layer.placement is not None
     return layer.placement.experts
 
 
-def _since(now: Sequence[int], then: Sequence[int]) -> list[int]:
+def _difference(now: Sequence[int], then: Sequence[int]) -> list[int]:
     return [after - before for after, before in zip(now, then, strict=True)]
 
 
 class _Mover:
-    """This rank's part in the moves of a layer's experts."""
+    """Moves a layer's experts, as far as this rank takes part."""
 
     def __init__(self, layer: MixtureOfExperts, group: ExpertGroup) -> None:
-        self._experts, self._peers = layer.experts, group.everyone
-        self._beside: Tensor | None = None
+        self._experts, self._peers = layer.experts, group.all_ranks
+        self._spare: Tensor | None = None
 
-    def run(self, some: Sequence[ExpertMove]) -> None:
-        """A round."""
+    def run(self, batch: Sequence[ExpertMove]) -> None:
+        """Run one round of moves."""
         rank, size = self._peers.rank, self._peers.size
         sent, received = [0] * size, [0] * size
         rows: list[Tensor] = []
         place = None
-        for move in some:
+        for move in batch:
             if move.target.place is None:
                 if move.source.rank == rank:
-                    self._beside = self._row(move.source.place)
+                    self._spare = self._row(move.source.place)
                 continue
             if move.source.rank == rank:
                 sent[move.target.rank] = 1
@@ -203,31 +210,31 @@ class _Mover:
             if move.target.rank == rank:
                 received[move.source.rank] = 1
                 place = move.target.place
-        leaving = rows[0] if rows else self._row(0)[:0]
-        come = self._peers.exchange(leaving, sent, received)
+        outgoing = rows[0] if rows else self._row(0)[:0]
+        arrived = self._peers.all_to_all(outgoing, sent, received)
         if place is not None:
-            self._experts.restore(place, list(_parts(come[0], self._experts.state(place))))
+            self._experts.restore(place, list(_parts(arrived[0], self._experts.state(place))))
 
     def _row(self, place: int | None) -> Tensor:
-        """One expert, `[1, bytes]`."""
+        """The bytes of one expert, `[1, bytes]`."""
         if place is None:
-            assert self._beside is not None
-            return self._beside
+            assert self._spare is not None
+            return self._spare
         parts = self._experts.state(place)
-        row = torch.empty((1, sum(map(_room, parts))), dtype=torch.uint8, device=parts[0].device)
+        row = torch.empty((1, sum(map(_row_bytes, parts))), dtype=torch.uint8, device=parts[0].device)
         for to, part in zip(_parts(row[0], parts), parts, strict=True):
             to.copy_(part)
         return row
 
 
-def _room(part: Tensor) -> int:
-    """Bytes of a row."""
+def _row_bytes(part: Tensor) -> int:
+    """Bytes of `part` in a row, with padding."""
     return -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _parts(row: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Where the tensors of an expert lie in a row, `[bytes]`; `like` are those of any."""
+    """Views of an expert's tensors in a row `[bytes]`; `like` are those of any expert."""
     start = 0
     for part in like:
         yield row[start : start + part.nbytes].view(part.dtype).view(part.shape)
-        start += _room(part)
+        start += _row_bytes(part)

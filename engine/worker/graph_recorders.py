@@ -1,4 +1,4 @@
-"""How the steps of a device are kept to be replayed: CUDA graphs, and tapes of a CPU's operations."""
+"""How a device captures and replays a step: CUDA graphs, or op replay on a CPU."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from quire.kernels.cpu import op_replay
 
 Replay = Callable[[], None]
 
-_WAITS = "called a synchronizing CUDA operation"
-"""What torch's warning says (c10/cuda/CUDAFunctions.cpp)."""
+_SYNCHRONIZES = "called a synchronizing CUDA operation"
+"""The text of torch's warning (c10/cuda/CUDAFunctions.cpp)."""
 
 
 class NotReplayable(RuntimeError):
@@ -24,28 +24,30 @@ class NotReplayable(RuntimeError):
 
 
 class GraphRecorder(Protocol):
-    """How a device keeps a step."""
+    """How a device captures a step."""
 
     name: str
-    """What the kept steps are called, in the plural."""
+    """What captured steps are called in logs."""
     runs: bool
-    """Whether `capture` runs the step, so that steps can be kept as they come; it raises `NotReplayable` then.
+    """Whether `capture` also runs the step, so that steps are captured when they first occur; it then raises
+    `NotReplayable`.
 
-    Else steps are captured beforehand, and ranks that exchange within them do so in `warm_up`, and not in `capture`.
+    Otherwise steps are captured in advance, and their collectives run in `warm_up` but not in `capture`.
     """
 
     def warm_up(self, step: Callable[[], None]) -> str:
-        """Run `step` to its end, with all that is set up at the first time; why it cannot be kept, "" if it may be."""
+        """Run `step` to its end, including all lazy initialization; returns why it cannot be captured, or ""."""
 
     def capture(self, step: Callable[[], None]) -> Replay:
-        """What `step` does, on the same memory. Raises `RuntimeError` where it cannot be kept, and says why."""
+        """Return a function that replays `step` on the same memory. Raises `RuntimeError` with the reason if that is
+        impossible."""
 
 
 class CudaGraphRecorder:
-    """CUDA graphs, which share one pool of memory: no two run at once.
+    """CUDA graphs that share one memory pool: no two of them run at once.
 
-    Before it is captured, a step runs, so that its kernels are compiled and what libraries set up is there; the first
-    one twice, the second time to see whether it waits for the device.
+    A step runs before it is captured, so that its kernels are compiled and libraries are initialized. The first step
+    runs twice; the second run checks whether it waits for the device.
     """
 
     name, runs = "CUDA graphs", False
@@ -56,29 +58,29 @@ class CudaGraphRecorder:
         self._is_checked = False
 
     def warm_up(self, step: Callable[[], None]) -> str:
-        waits: list[str] = []
+        synchronizations: list[str] = []
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             step()
             if not self._is_checked:
-                with _waiting_is_told(waits):
+                with _record_synchronizations(synchronizations):
                     step()
                 self._is_checked = True
             torch.cuda.synchronize()
-        return next(iter(waits), "")
+        return next(iter(synchronizations), "")
 
     def capture(self, step: Callable[[], None]) -> Replay:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            torch.cuda.empty_cache()  # during a capture, torch gives nothing back to make room
-            # Other threads, NCCL's watchdog among them, may go on with what a capture forbids.
+            torch.cuda.empty_cache()  # torch frees no cached memory during a capture
+            # Other threads, such as NCCL's watchdog, may make calls that a capture forbids.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 step()
             except BaseException:
-                with suppress(RuntimeError):  # which would say no more than that the capture has failed
+                with suppress(RuntimeError):  # it would only report that the capture failed
                     graph.capture_end()
-                # It may have left torch's allocator in the capture, which could give back no memory any more.
+                # torch's allocator may still be in capture mode, in which it can free no memory.
                 with suppress(RuntimeError):
                     torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
                 raise
@@ -88,8 +90,9 @@ class CudaGraphRecorder:
 
 
 @contextmanager
-def _waiting_is_told(places: list[str]) -> Iterator[None]:
-    """Add where the device is waited for. The step goes on: an error there would leave other ranks waiting for it."""
+def _record_synchronizations(found_at: list[str]) -> Iterator[None]:
+    """Append each place that waits for the device to `found_at`. The step continues: an exception would leave other
+    ranks waiting."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
@@ -98,50 +101,54 @@ def _waiting_is_told(places: list[str]) -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode(before)
-            places += [
-                f"{each.message} at {each.filename}:{each.lineno}" for each in reported if _WAITS in str(each.message)
+            found_at += [
+                f"{each.message} at {each.filename}:{each.lineno}"
+                for each in reported
+                if _SYNCHRONIZES in str(each.message)
             ]
 
 
 class OpReplayRecorder:
-    """Tapes of the operations on tensors, replayed without the Python around them: for CPUs, where the kernels are."""
+    """Records the operations on tensors and replays them without the surrounding Python code: for CPUs, where the
+    kernels are available."""
 
-    name, runs = "tapes", True
+    name, runs = "op replay", True
 
     def warm_up(self, step: Callable[[], None]) -> str:
         return ""
 
     def capture(self, step: Callable[[], None]) -> Replay:
-        numbers: list[str] = []
-        with op_replay.OpReplay() as kept, _Numbers(numbers):
+        accesses: list[str] = []
+        with op_replay.OpReplay() as recording, _PythonAccesses(accesses):
             step()
-        if reason := next(iter(numbers), kept.reason):
+        if reason := next(iter(accesses), recording.reason):
             raise NotReplayable(reason)
-        return kept.replay
+        return recording.replay
 
 
-_OF_PYTHON = {
+_NOT_REPLAYABLE = {
     *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__", "__contains__"),
     *("tensor", "as_tensor", "apply_", "map_", "map2_", "data", "data_ptr", "__dlpack__"),
 }
 
 
-class _Numbers(TorchFunctionMode):
-    """Notes what a tape does not see: numbers that go from tensors to Python or back, and what shares memory unseen."""
+class _PythonAccesses(TorchFunctionMode):
+    """Detects what op replay cannot record: numbers that pass between tensors and Python, and hidden aliases of
+    memory."""
 
-    def __init__(self, places: list[str]) -> None:
+    def __init__(self, found_at: list[str]) -> None:
         super().__init__()
-        self._places = places
+        self._places = found_at
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = "data" if getattr(func, "__self__", None) is torch.Tensor.data else getattr(func, "__name__", "")
-        if name in _OF_PYTHON:
+        if name in _NOT_REPLAYABLE:
             self._places.append(f"Python reads or makes a tensor by {name}")
         return func(*args, **(kwargs or {}))
 
 
-def recorder_of(device: torch.device, parallel: Parallel) -> GraphRecorder | None:
-    """For the ranks of a stage; None: no steps are kept."""
+def make_recorder(device: torch.device, parallel: Parallel) -> GraphRecorder | None:
+    """The recorder for the ranks of a stage; None: steps are not captured."""
     if device.type == "cuda":
         return CudaGraphRecorder(device)
-    return OpReplayRecorder() if op_replay.available() and parallel.is_replayed else None
+    return OpReplayRecorder() if op_replay.available() and parallel.supports_op_replay else None

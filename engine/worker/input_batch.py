@@ -1,4 +1,4 @@
-"""The workers' request state, kept up to date by plans, and the batch that a plan makes of it."""
+"""The state of all running requests on a worker, updated by plans, and the batch that is built for each plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CONTROLS = np.dtype(
         ("repetition_penalty", np.float32),
         ("min_tokens", np.int64),
         ("num_biases", np.int64),
-        ("num_bans", np.int64),  # tokens allowed and words forbidden
+        ("num_bans", np.int64),  # number of allowed tokens and bad words
         ("logprobs", np.int64),  # -1: none
     ]
 )
@@ -39,23 +39,23 @@ _CONTROLS = np.dtype(
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a plan, in its order."""
+    """The rows of a plan, in the plan's order."""
 
     slots: Ints
     counts: Ints
-    """Tokens that each runs in this step."""
+    """Tokens of each row in this step."""
     sampling: Ints
-    """The rows that sample, by number: those whose computed tokens reach their known tokens."""
+    """Indices of the rows that sample: those whose computed tokens reach their known tokens."""
     scoring: list[int]
-    """The rows with tokens whose logits are to score a prompt's next token, by number."""
+    """Indices of the rows with tokens whose logits score the next token of a prompt."""
 
 
 class InputBatch:
-    """What is known of each running request, by slot. Every rank holds the same.
+    """The state of each running request, by request slot. It is the same on every rank.
 
-    Tokens and block tables lie on the device, where sampled tokens go without coming by the host: the host knows how
-    many there are, and only those that plans tell. It writes what plans tell into memory of its own, and sends what
-    has changed with the next batch. A CPU's memory is the host's own, and nothing is sent.
+    Tokens and block tables are on the device. Sampled tokens are written there directly: the host knows their number,
+    but not their values until a plan contains them. The host writes what plans contain into its own memory, and sends
+    the changes with the next batch. On a CPU, device memory and host memory are the same, and nothing is sent.
     """
 
     def __init__(
@@ -68,36 +68,37 @@ class InputBatch:
         *,
         is_shared: bool | None = None,
     ) -> None:
-        """`is_shared`: whether the device's memory is the host's; None: on a CPU it is."""
+        """`is_shared`: whether device and host share their memory; None: they do on a CPU."""
         self._block_size, self._groups, self._device = block_size, groups, torch.device(device)
         self._slots, self._max_length, self._width = slots, max_length, -(-max_length // block_size)
-        self._tables_begin = slots * max_length
-        self._reported = np.zeros(slots * (max_length + groups * self._width), np.int32)
+        self._tables_start = slots * max_length
+        self._host_memory = np.zeros(slots * (max_length + groups * self._width), np.int32)
         """Tokens `[slots, max_length]`, then block tables `[groups, slots, width]`."""
         self._is_shared = self._device.type == "cpu" if is_shared is None else is_shared
-        self.memory = torch.from_numpy(self._reported)
-        """The same on the device, and beside it what was sampled."""
+        self.memory = torch.from_numpy(self._host_memory)
+        """The same on the device, and the sampled tokens as well."""
         if not self._is_shared:
-            self.memory = torch.zeros(len(self._reported), dtype=torch.int32, device=self._device)
+            self.memory = torch.zeros(len(self._host_memory), dtype=torch.int32, device=self._device)
         shape = groups, slots, self._width
-        self._tables = [*self._reported[self._tables_begin :].reshape(shape)]
-        self._device_tables = self.memory[self._tables_begin :].view(shape)
+        self._tables = [*self._host_memory[self._tables_start :].reshape(shape)]
+        self._device_tables = self.memory[self._tables_start :].view(shape)
         self._changes: list[Ints] = []
-        """Places in the memory that were told of since the last batch."""
+        """Indices in the memory that plans have changed since the last batch."""
         self.num_prompt_tokens = np.zeros(slots, np.int64)
-        self.num_known = np.zeros(slots, np.int64)
+        self.num_tokens = np.zeros(slots, np.int64)
         self.num_computed_tokens = np.zeros(slots, np.int64)
         self.num_blocks = np.zeros(slots, np.int64)
-        """Of each group."""
+        """In each group."""
         self.score_from = np.zeros(slots, np.int64)
         self.score_until = np.zeros(slots, np.int64)
-        """Positions whose logits score the next token of the prompt; 0: none."""
+        """Positions from `score_from` up to `score_until` have logits that score the next token of the prompt; 0: none.
+        """
         self.controls = np.zeros(slots, _CONTROLS)
-        """The numbers of `params`, for whole batches at once."""
+        """The numeric fields of `params`, as arrays."""
         self.params: list[SamplingParams | None] = [None] * slots
 
     def apply(self, plan: SchedulerOutput) -> StepRows:
-        """Bring the state to where `plan` starts, and say which rows it runs."""
+        """Update the state to the start of `plan`, and return the rows that the plan runs."""
         for slot in plan.released:
             self.params[slot] = None
         for request in plan.new:
@@ -109,16 +110,16 @@ class InputBatch:
                 self._extend_tables(row.slot, row.new_block_ids)
         if plan.token_ids:
             slots = np.array(plan.decodes, np.int64)
-            places = self.places(slots, self.num_known[slots])
-            self._reported[places] = plan.token_ids
-            self.num_known[slots] += 1
+            places = self.token_indices(slots, self.num_tokens[slots])
+            self._host_memory[places] = plan.token_ids
+            self.num_tokens[slots] += 1
             if not self._is_shared:
                 self._changes.append(places)
         slots = np.array(plan.decodes + [row.slot for row in plan.scheduled], np.int64)
         counts = np.ones(len(slots), np.int64)
         if plan.scheduled:
             counts[len(plan.decodes) :] = [row.num_tokens for row in plan.scheduled]
-        sampling = np.flatnonzero(self.num_computed_tokens[slots] + counts == self.num_known[slots])
+        sampling = np.flatnonzero(self.num_computed_tokens[slots] + counts == self.num_tokens[slots])
         scoring = [
             number
             for number, row in enumerate(plan.scheduled, len(plan.decodes))
@@ -127,39 +128,40 @@ class InputBatch:
         return StepRows(slots, counts, sampling, scoring)
 
     def num_top(self, slot: int) -> int:
-        """Likeliest tokens that a prompt is scored with."""
+        """The number of most likely tokens to report with each prompt token."""
         params = self.params[slot]
         assert params is not None, f"slot {slot} is free"
         return params.prompt_logprobs or 0
 
-    def to_score(self, rows: StepRows) -> tuple[Ints, Ints, list[int]]:
-        """Of the rows that score: which of the batch's tokens do, the tokens that follow these, and how many a row.
+    def scored_tokens(self, rows: StepRows) -> tuple[Ints, Ints, list[int]]:
+        """For the rows that score: indices of the scoring tokens in the batch, the tokens that follow them, and the
+        number of scoring tokens per row.
 
-        To be called before `advance`.
+        Call this before `advance`.
         """
         starts = rows.counts.cumsum() - rows.counts
         places, following, counts = [], [], []
         for row in rows.scoring:
             slot, first = rows.slots[row], self.num_computed_tokens[rows.slots[row]]
-            begin = max(first, self.score_from[slot])
-            end = max(begin, min(first + rows.counts[row], self.score_until[slot]))
-            places.append(starts[row] - first + np.arange(begin, end))
-            place = slot * self._max_length  # of the prompt, which was told
-            following.append(self._reported[place + begin + 1 : place + end + 1].astype(np.int64))
-            counts.append(int(end - begin))
+            start = max(first, self.score_from[slot])
+            end = max(start, min(first + rows.counts[row], self.score_until[slot]))
+            places.append(starts[row] - first + np.arange(start, end))
+            place = slot * self._max_length  # the prompt is in host memory
+            following.append(self._host_memory[place + start + 1 : place + end + 1].astype(np.int64))
+            counts.append(int(end - start))
         return np.concatenate(places), np.concatenate(following), counts
 
-    def places(self, slots: Numbers, positions: Numbers) -> Numbers:
-        """Where in `memory` the tokens at these positions stand."""
+    def token_indices(self, slots: Numbers, positions: Numbers) -> Numbers:
+        """Indices in `memory` of the tokens at these positions."""
         return slots * self._max_length + positions
 
     def keep(self, rows: StepRows, places: Tensor, tokens: Tensor) -> None:
-        """One more known token for each row that samples: those on the device, at the places that `batch` gave."""
-        if self._is_shared:  # the same, for less
-            self._reported[places.numpy()] = tokens.numpy()
+        """Append one token to each row that samples: `tokens` on the device, at the indices that `batch` returned."""
+        if self._is_shared:  # the same, but faster
+            self._host_memory[places.numpy()] = tokens.numpy()
         else:
             self.memory.index_copy_(0, places, tokens.int())
-        self.num_known[rows.slots[rows.sampling]] += 1
+        self.num_tokens[rows.slots[rows.sampling]] += 1
 
     def _add(self, request: NewRequestData) -> None:
         slot, params = request.slot, request.params
@@ -167,7 +169,7 @@ class InputBatch:
         self.params[slot] = params
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_computed_tokens[slot] = request.num_computed_tokens
-        self.num_known[slot] = self.num_blocks[slot] = 0
+        self.num_tokens[slot] = self.num_blocks[slot] = 0
         self._extend_tokens(slot, request.token_ids)
         self._extend_tables(slot, request.block_ids)
         is_scored = params.prompt_logprobs is not None
@@ -189,30 +191,31 @@ class InputBatch:
         )
 
     def _extend_tokens(self, slot: int, token_ids: list[int]) -> None:
-        begin = slot * self._max_length + int(self.num_known[slot])
-        end = begin + len(token_ids)
-        self._reported[begin:end] = token_ids
-        self.num_known[slot] += len(token_ids)
+        start = slot * self._max_length + int(self.num_tokens[slot])
+        end = start + len(token_ids)
+        self._host_memory[start:end] = token_ids
+        self.num_tokens[slot] += len(token_ids)
         if not self._is_shared:
-            self._changes.append(np.arange(begin, end))
+            self._changes.append(np.arange(start, end))
 
     def _extend_tables(self, slot: int, block_ids: list[int]) -> None:
-        """Append blocks, of which each group takes one after the other."""
-        begin, groups = int(self.num_blocks[slot]), self._groups
-        end = begin + len(block_ids) // groups
+        """Append blocks, which the groups take in rotation."""
+        start, groups = int(self.num_blocks[slot]), self._groups
+        end = start + len(block_ids) // groups
         for group, table in enumerate(self._tables):
-            table[slot, begin:end] = block_ids if groups == 1 else block_ids[group::groups]
+            table[slot, start:end] = block_ids if groups == 1 else block_ids[group::groups]
             if not self._is_shared:
-                place = self._tables_begin + (group * self._slots + slot) * self._width
-                self._changes.append(np.arange(place + begin, place + end))
+                place = self._tables_start + (group * self._slots + slot) * self._width
+                self._changes.append(np.arange(place + start, place + end))
         self.num_blocks[slot] = end
 
     def batch(
-        self, rows: StepRows, replica_tokens: tuple[int, ...] = (), *, only_ends: bool = False
+        self, rows: StepRows, replica_tokens: tuple[int, ...] = (), *, logits_indices_only: bool = False
     ) -> tuple[Batch, Tensor]:
-        """The rows' next tokens, in one transfer to the device, and where in `memory` those go that they sample.
+        """The rows' next tokens, sent to the device in one transfer, and the indices in `memory` for the tokens to be
+        sampled.
 
-        To be called once after each `apply` with rows, before `advance`. See `Batch.replica_tokens`.
+        Call this once after each `apply` that returns rows, before `advance`. See `Batch.replica_tokens`.
         """
         first = self.num_computed_tokens[rows.slots]
         lengths = first + rows.counts
@@ -224,8 +227,8 @@ class InputBatch:
             positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], rows.counts)
         blocks, offsets = np.divmod(positions, self._block_size)
         width = -(-int(lengths.max(initial=1)) // self._block_size)
-        tokens = self.places(owners, positions)
-        last = starts[1:][rows.sampling] - 1  # of all that are known, so that the sampled one goes behind it
+        tokens = self.token_indices(owners, positions)
+        last = starts[1:][rows.sampling] - 1  # the last known token; the sampled one follows it
         token_ids, tables, sent = self._gather(
             tokens,
             rows.slots,
@@ -233,7 +236,7 @@ class InputBatch:
             positions,
             lengths,
             starts,
-            rows.sampling if only_ends else last,
+            rows.sampling if logits_indices_only else last,
             tokens[last] + 1,
             *[table[owners, blocks] * self._block_size + offsets for table in self._tables],
         )
@@ -242,53 +245,55 @@ class InputBatch:
             *(token_ids, places, slots[0], tables[0], ends, query_starts, sampled),
             replica_tokens=replica_tokens,
             host=HostRows(rows.counts, lengths, {}),
-            only_ends=only_ends,
+            logits_indices_only=logits_indices_only,
         )
         if self._groups == 1:
             return batch, kept
         others = zip(slots[1:], tables[1:], strict=True)
-        batch = replace(batch, others=tuple(replace(batch, slots=slots, block_tables=table) for slots, table in others))
+        batch = replace(
+            batch, others=tuple(replace(batch, slot_mapping=slots, block_tables=table) for slots, table in others)
+        )
         return batch, kept
 
     def _gather(
         self, tokens: Ints, slots: Ints, width: int, *numbers: npt.NDArray[np.integer[Any]]
     ) -> tuple[Tensor, list[Tensor], Sequence[Tensor]]:
-        """The tokens at these places, the first `width` blocks of these slots in each group, and the numbers as well.
+        """The tokens at these indices, the first `width` blocks of these slots in each group, and `numbers`.
 
-        All are int64 on the device, which has heard then of what was told.
+        All are int64 on the device. Pending changes are applied to the device's memory first.
         """
         if self._is_shared:
             tables = (table[slots, :width].ravel() for table in self._tables)
-            token_ids, *sent = self._send(self._reported[tokens], *tables, *numbers)
+            token_ids, *sent = self._send(self._host_memory[tokens], *tables, *numbers)
             return token_ids, [part.view(-1, width) for part in sent[: self._groups]], sent[self._groups :]
         changed = np.concatenate(self._changes) if self._changes else _NONE
         self._changes.clear()
-        places, reported, at, rows, *sent = self._send(changed, self._reported[changed], tokens, slots, *numbers)
+        places, reported, at, rows, *sent = self._send(changed, self._host_memory[changed], tokens, slots, *numbers)
         if len(changed):
             self.memory.index_copy_(0, places, reported.int())
         device_tables = [table[:, :width].index_select(0, rows).long() for table in self._device_tables]
         return self.memory.index_select(0, at).long(), device_tables, sent
 
     def _send(self, *parts: npt.NDArray[np.integer[Any]]) -> Sequence[Tensor]:
-        """All in one transfer, as int64."""
+        """Send all parts in one transfer, as int64."""
         return send(np.concatenate(parts), self._device).split_with_sizes([*map(len, parts)])
 
     def advance(self, rows: StepRows) -> None:
-        """The rows' tokens are computed."""
+        """Mark the rows' tokens as computed."""
         self.num_computed_tokens[rows.slots] += rows.counts
 
 
 def split_micro_batches(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
-    """The first and the second half of a step's tokens, and of each replica's; what samples is left to the whole.
+    """Split a step's tokens, and those of each replica, into two halves. Sampling uses the full batch.
 
-    `counts` are the tokens of each row. A row may be cut: its first tokens come first in every layer, so that its last
-    ones find their keys.
+    `counts` are the tokens of each row. A row may be split: in every layer its first tokens run before its last ones,
+    which therefore find the keys they need.
     """
     ends = counts.cumsum()
     total = int(ends[-1]) if len(ends) else 0
     cut = -(-total // 2)
-    stop = min(len(ends), int(ends.searchsorted(cut)) + 1)  # of the rows with tokens before the cut
-    start = int(ends.searchsorted(cut, "right"))  # of those with tokens behind it
+    stop = min(len(ends), int(ends.searchsorted(cut)) + 1)  # end of the rows with tokens before the cut
+    start = int(ends.searchsorted(cut, "right"))  # start of the rows with tokens after it
     behind = int(ends[stop - 1]) - cut if stop else 0
     lengths = batch.sequence_lengths[:stop].clone()
     lengths[stop - 1 :] -= behind
@@ -306,11 +311,11 @@ def split_micro_batches(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
         first = Batch(
             token_ids=whole.token_ids[:cut],
             positions=whole.positions[:cut],
-            slots=whole.slots[:cut],
+            slot_mapping=whole.slot_mapping[:cut],
             block_tables=whole.block_tables[:stop],
             sequence_lengths=lengths,
             query_starts=whole.query_starts[: stop + 1].clamp(max=cut),
-            sampled=whole.sampled[:0],
+            logits_indices=whole.logits_indices[:0],
             others=firsts,
             replica_tokens=tuple(-(-tokens // 2) for tokens in whole.replica_tokens),
             host=hosts[0],
@@ -318,11 +323,11 @@ def split_micro_batches(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
         second = Batch(
             token_ids=whole.token_ids[cut:],
             positions=whole.positions[cut:],
-            slots=whole.slots[cut:],
+            slot_mapping=whole.slot_mapping[cut:],
             block_tables=whole.block_tables[start:],
             sequence_lengths=whole.sequence_lengths[start:],
             query_starts=whole.query_starts[start:].clamp(min=cut) - cut,
-            sampled=whole.sampled[:0],
+            logits_indices=whole.logits_indices[:0],
             others=seconds,
             replica_tokens=tuple(tokens // 2 for tokens in whole.replica_tokens),
             host=hosts[1],

@@ -1,21 +1,21 @@
-"""How large the KV cache can be on a GPU: the largest step runs once, and what it leaves free is filled.
+"""Measures how large the KV cache can be on a GPU: runs the largest step once, and gives the cache what is left.
 
-The budget is --gpu-memory-utilization of what was free before the rank touched the device. Out of it go, as measured,
-the weights, the most that the largest step and its sampling hold beside them, and what no allocator of torch's knows of
-(the CUDA context, kernels, libraries, communicators); and CUDA graphs, as estimated, since they are captured over the
-cache. The part of the memory that the budget leaves out is the cushion for what is not measured. torch's allocator may
-not take the last of it: what is not torch's (a kernel that is loaded late, a library's workspace) fails for good where
-torch gives its cached memory back and tries again.
+The budget is --gpu-memory-utilization of the memory that was free before the rank used the device. The budget covers,
+as measured, the weights, the peak of the largest step including sampling, and memory outside torch's allocator (the
+CUDA context, kernels, libraries, communicators); and, as estimated, the CUDA graphs, which are captured after the cache
+is allocated. The memory outside the budget is a reserve for what is not measured. torch's allocator never takes the
+last part of it: an allocation outside torch (a kernel that is loaded late, a library's workspace) fails permanently,
+where torch frees cached memory and tries again.
 
-torch's allocator works with expandable segments, unless PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF says otherwise.
-With segments of fixed size, steps of every size leave segments that fit no other step, and a cache that fills the
-device has no room for that; expandable ones are a single range of addresses, of which pages are mapped as needed. In
-torch 2.13 the pools of CUDA graphs have them, too; collectives of NCCL take such memory as any other as long as
-buffers are not registered; and symmetric memory, as all pools with an allocator of their own, is made without them.
+torch's allocator uses expandable segments, unless PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF says otherwise. With
+fixed-size segments, steps of each size leave segments that fit no other step, and a cache that fills the device leaves
+no room for them. Expandable segments are one range of addresses whose pages are mapped as needed. In torch 2.13 the
+pools of CUDA graphs use them, too. NCCL collectives accept such memory as long as buffers are not registered. Symmetric
+memory, like every pool with its own allocator, does not use them.
 
-Ranks that share a device have equal shares of it. What its free memory tells is of all of them, and the driver does
-not always say which process has how much (not in containers). So they read it together, while all are at rest, and
-divide what none of their allocators knows of.
+Ranks on the same device get equal shares of it. The device's free memory reflects all of them, and the driver cannot
+always attribute memory to processes (not in containers). Therefore the ranks read it together while all are idle, and
+divide what belongs to none of their allocators.
 """
 
 from __future__ import annotations
@@ -41,34 +41,35 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NOT_TORCHS = 256 << 20
+_RESERVED_BYTES = 256 << 20
 """Bytes of the device that torch's allocator never takes."""
 
 
 class MemoryMeter(Protocol):
-    """What a rank knows of its device's memory, in bytes."""
+    """Reads the memory of a rank's device, in bytes."""
 
     at_start: int
-    """Free before the rank took any."""
+    """Free memory before the rank took any."""
 
     def free(self) -> int:
-        """Not taken by anybody."""
+        """Memory that no process uses."""
 
-    def held(self) -> int:
-        """By torch's allocator, once it has given back what it only keeps."""
+    def reserved(self) -> int:
+        """Memory of torch's allocator, after it has released its unused cache."""
 
-    def watch(self) -> None:
-        """Forget the peak."""
+    def reset_peak(self) -> None:
+        """Reset the peak."""
 
     def peak(self) -> int:
-        """The most that torch's allocator has held since."""
+        """The maximum of torch's allocator since the last reset."""
 
-    def leave(self, size: int) -> None:
-        """From now on torch's allocator leaves so much of the device free."""
+    def keep_free(self, size: int) -> None:
+        """Limit torch's allocator, from now on, so that `size` bytes of the device stay free."""
 
 
 class CudaMemoryMeter:
-    """Of an NVIDIA GPU. To be made before anything else uses the device, as that sets up torch's allocator."""
+    """The memory of an NVIDIA GPU. Create it before anything else uses the device, as it configures torch's
+    allocator."""
 
     def __init__(self, number: int) -> None:
         self.at_start = devices.free_gpu_memory()[number]
@@ -79,162 +80,166 @@ class CudaMemoryMeter:
     def free(self) -> int:
         return int(torch.cuda.mem_get_info(self._number)[0])
 
-    def held(self) -> int:
+    def reserved(self) -> int:
         torch.cuda.synchronize(self._number)
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_reserved(self._number))
 
-    def watch(self) -> None:
+    def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._number)
 
     def peak(self) -> int:
         torch.cuda.synchronize(self._number)
         return int(torch.cuda.max_memory_reserved(self._number))
 
-    def leave(self, size: int) -> None:
-        whole = torch.cuda.mem_get_info(self._number)[1]
-        most = torch.cuda.memory_reserved(self._number) + max(0, self.free() - size)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, most / whole), self._number)
+    def keep_free(self, size: int) -> None:
+        total = torch.cuda.mem_get_info(self._number)[1]
+        limit = torch.cuda.memory_reserved(self._number) + max(0, self.free() - size)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), self._number)
 
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """A rank's memory, in bytes, with the largest step behind it and no KV cache yet."""
+    """A rank's memory in bytes, after the largest step and without a KV cache."""
 
     replica: int
     rank: int
     at_start: int
-    """Free before, or the rank's share of that."""
+    """Free memory at the start, or the rank's share of it."""
     budget: int
     weights: int
-    """And what a step leaves behind for the next."""
+    """Including what a step keeps for the next."""
     activations: int
     graphs: int
     others: int
-    """Taken otherwise than by torch's allocator."""
-    block: int
-    """Of the KV cache."""
+    """Used outside torch's allocator."""
+    block_bytes: int
+    """Size of a KV block."""
     fixed_blocks: int
-    """Of --kv-cache-memory-bytes; 0: as many as there is room for."""
-    for_others: int = 0
-    """Of what is free with all this taken, what belongs to other ranks on the device."""
+    """From --kv-cache-memory-bytes; 0: as many as fit."""
+    other_ranks: int = 0
+    """The part of the remaining free memory that belongs to other ranks on the device."""
 
     @property
-    def taken(self) -> int:
+    def used(self) -> int:
         return self.weights + self.activations + self.graphs + self.others
 
     @property
     def num_blocks(self) -> int:
-        """That there is room for; none where the fixed number does not fit."""
+        """Blocks that fit; 0 if the fixed number does not fit."""
         if self.fixed_blocks:
-            left = self.at_start - self.taken - _NOT_TORCHS
-            return self.fixed_blocks if self.fixed_blocks * self.block <= left else 0
-        return max(0, self.budget - self.taken) // self.block
+            left = self.at_start - self.used - _RESERVED_BYTES
+            return self.fixed_blocks if self.fixed_blocks * self.block_bytes <= left else 0
+        return max(0, self.budget - self.used) // self.block_bytes
 
     def parts(self) -> str:
         graphs = f", CUDA graphs about {human(self.graphs)}" * (self.graphs > 0)
         return (
-            f"weights {human(self.weights)}, activations {human(self.activations)} at most{graphs}, "
+            f"weights {human(self.weights)}, activations {human(self.activations)}{graphs}, "
             f"CUDA and libraries {human(self.others)}"
         )
 
 
 def fit(config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[SchedulerOutput], object]) -> int:
-    """The KV blocks that every rank of the replica has room for, all of which call this at once.
+    """The number of KV blocks that fit on every rank of the replica. All ranks call this at the same time.
 
-    The weights are loaded; `run` carries a plan out on a cache of one block. Raises `ConfigError` where the rest is too
-    little for a request of full length, or for --kv-cache-memory-bytes.
+    The weights are loaded; `run` executes a plan on a cache of one block. Raises `ConfigError` if the remaining memory
+    is too small for a request of full length, or for --kv-cache-memory-bytes.
     """
-    mine = measure(config, rank, meter, run)
-    readings = [reading for reading in _tell_all(mine) if reading.replica == mine.replica]
+    own = measure(config, rank, meter, run)
+    readings = [reading for reading in _all_gather_object(own) if reading.replica == own.replica]
     least = min(readings, key=lambda reading: reading.num_blocks)
-    share = " for it" * (config.parallel.ranks_per_device > 1)
-    beside = f" on rank {least.rank}, beside {least.parts()} of the {human(least.at_start)} that were free{share}"
+    share = " (this rank's share)" * (config.parallel.ranks_per_device > 1)
+    where = (
+        f" on rank {least.rank}, in addition to {least.parts()}, in {human(least.at_start)} free at the start{share}"
+    )
     if least.fixed_blocks and not least.num_blocks:
         raise ConfigError(
-            f"--kv-cache-memory-bytes {config.options.kv_cache_memory_bytes} does not fit{beside}; ask for less, "
+            f"--kv-cache-memory-bytes {config.options.kv_cache_memory_bytes} does not fit{where}; lower it, "
             "lower --max-num-batched-tokens or --max-num-seqs, or use more ranks (-tp, -pp)"
         )
-    num_blocks = limit_blocks(config, least.num_blocks, least.block, beside)
+    num_blocks = limit_blocks(config, least.num_blocks, least.block_bytes, where)
     if rank == 0:
-        cache = num_blocks * mine.block
+        cache = num_blocks * own.block_bytes
         logger.info(
-            "of %s free%s at the start %s may be used: %s, KV cache %s in %s blocks%s; %s are left",
-            human(mine.at_start),
+            "memory: %s free at the start%s, budget %s: %s, KV cache %s in %s blocks%s; %s left",
+            human(own.at_start),
             share,
-            human(mine.budget),
-            mine.parts(),
+            human(own.budget),
+            own.parts(),
             human(cache),
             f"{num_blocks:,}",
-            f" (rank {least.rank} has no room for more)" * (least is not mine and least.num_blocks < mine.num_blocks),
-            human(max(0, mine.at_start - mine.taken - cache)),
+            f" (limited by rank {least.rank})" * (least is not own and least.num_blocks < own.num_blocks),
+            human(max(0, own.at_start - own.used - cache)),
         )
-    meter.leave(_NOT_TORCHS + mine.for_others)
+    meter.keep_free(_RESERVED_BYTES + own.other_ranks)
     if config.parallel.ranks_per_device > 1:
-        dist.barrier()  # nobody takes memory before all have seen what is free
+        dist.barrier()  # no rank allocates before all have read the free memory
     return num_blocks
 
 
 def measure(
     config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[SchedulerOutput], object]
 ) -> MemoryReading:
-    """Run the largest step, and read off what it took."""
+    """Run the largest step, and measure its memory."""
     stage, sizes = config.parallel.stage_of(rank), Sizes.of(config)
-    meter.held()
-    meter.watch()
+    meter.reserved()
+    meter.reset_peak()
     for plan in warm_up.largest_step(config):
         run(plan)
     peak = meter.peak()
     gc.collect()
-    held = meter.held()
-    at_start, others, for_others = _shares(config, rank, meter, held)
-    # What other ranks send to the experts of this one depends on the tokens: these may have been kind.
-    activations = max(peak - held, sizes.workspace if config.parallel.experts is not None else 0)
+    reserved = meter.reserved()
+    at_start, others, other_ranks = _device_shares(config, rank, meter, reserved)
+    # The rows that other ranks send to this rank's experts depend on the tokens; a real step may receive more.
+    activations = max(peak - reserved, sizes.workspace if config.parallel.experts is not None else 0)
     return MemoryReading(
         replica=config.parallel.replica,
         rank=rank,
         at_start=at_start,
         budget=int(at_start * config.options.gpu_memory_utilization),
-        weights=held,
-        activations=activations + _longer(config),
+        weights=reserved,
+        activations=activations + _extra_workspace(config),
         graphs=sizes.graphs,
         others=others,
-        block=sizes.kv_block[stage],
+        block_bytes=sizes.kv_block[stage],
         fixed_blocks=config.cache.num_blocks if config.options.kv_cache_memory_bytes is not None else 0,
-        for_others=for_others,
+        other_ranks=other_ranks,
     )
 
 
-def _shares(config: EngineConfig, rank: int, meter: MemoryMeter, held: int) -> tuple[int, int, int]:
-    """Of what was free at the start, of what no allocator of torch's has, and of what is free now that of others."""
+def _device_shares(config: EngineConfig, rank: int, meter: MemoryMeter, reserved: int) -> tuple[int, int, int]:
+    """This rank's shares: of the memory free at the start, of the memory outside torch's allocators, and what must stay
+    free for other ranks."""
     if config.parallel.ranks_per_device == 1:
-        return meter.at_start, max(0, meter.at_start - meter.free() - held), 0
-    dist.barrier()  # all have given back what they only kept
+        return meter.at_start, max(0, meter.at_start - meter.free() - reserved), 0
+    dist.barrier()  # all ranks have released their unused cache
     device, free = config.parallel.device_of(rank), meter.free()
-    reported = [each for each in _tell_all((device, meter.at_start, free, held)) if each[0] == device]
+    reported = [each for each in _all_gather_object((device, meter.at_start, free, reserved)) if each[0] == device]
     _, starts, frees, helds = zip(*reported, strict=True)
-    at_start, least = max(starts), min(frees)  # the first to look saw none of the others
+    at_start, least = max(starts), min(frees)  # the first rank to read it saw no other rank's memory
     others = max(0, at_start - least - sum(helds)) // len(reported)
     share = at_start // len(reported)
-    return share, others, max(0, free - (share - others - held))
+    return share, others, max(0, free - (share - others - reserved))
 
 
-def _longer(config: EngineConfig) -> int:
-    """Bytes that attention holds more of a sequence of full length than of the longest in `warm_up.largest_step`."""
+def _extra_workspace(config: EngineConfig) -> int:
+    """Bytes that attention needs for a sequence of full length beyond those for the longest one in
+    `warm_up.largest_step`."""
     model, tp = config.model, config.parallel.tensor_parallel_size
     arch = parallel_config.on_a_rank(model.architecture, config.parallel)
-    tried = max(map(sum, warm_up.largest_rows(config)))
+    warm_up_length = max(map(sum, warm_up.largest_rows(config)))
     more = (
-        layer.attention.workspace(model.max_model_len, tp) - layer.attention.workspace(tried, tp)
+        layer.attention.workspace(model.max_model_len, tp) - layer.attention.workspace(warm_up_length, tp)
         for layer in arch.layers
     )
     return max(0, *more) * DTYPE_BYTES[model.dtype]
 
 
-def _tell_all(mine: T) -> list[T]:
-    """Of all ranks of the grid; a rank alone tells nobody."""
+def _all_gather_object(own: T) -> list[T]:
+    """The values of all ranks of the grid; a single rank gets its own."""
     if not dist.is_initialized():
-        return [mine]
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+        return [own]
+    everyone = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
     return everyone

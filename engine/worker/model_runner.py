@@ -1,4 +1,5 @@
-"""A plan becomes a batch, the batch hidden states, and the last stage's hidden states tokens."""
+"""The model runner turns a plan into a batch, the batch into hidden states and, on the last stage, hidden states into
+tokens."""
 
 from __future__ import annotations
 
@@ -34,13 +35,15 @@ from quire.engine.worker.sampler import Sampler
 if TYPE_CHECKING:
     from quire.engine.models.transformers_backend.decoder import TransformersDecoder
 
-_SCORED_AT_ONCE = (16, 256)
-"""Prompt tokens whose logits are held at once: as many as requests may sample, which memory is set aside for, but not
-so few that the head is read over and over, nor more than pay."""
+_SCORE_CHUNK_TOKENS = (16, 256)
+"""Minimum and maximum number of prompt tokens whose logits are in memory at once. The number is `max_num_seqs`, for
+which memory is reserved anyway, clamped to this range: fewer tokens would read the head's weights too often, and more
+bring no gain."""
 
 
 def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> list[LayerCache]:
-    """The KV caches of a stage's layers on one rank: planes of blocks, each shared by layers of different groups."""
+    """Allocate the KV caches of a stage's layers on one rank: planes of blocks, each shared by layers of different
+    groups."""
     cache, groups = config.cache, config.cache.groups
     specs = cache_specs(config.model.architecture, config.parallel.tensor_parallel_size, config.model.max_model_len)
     planes = {
@@ -62,80 +65,92 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
 
 
 class ModelRunner:
-    """One rank's share of the model and of the KV cache, driven by plans, one at a time and in order.
+    """One rank's part of the model and of the KV cache. It executes plans one at a time and in order.
 
-    With a `meter`, the KV cache gets the memory that weights and the largest step leave, instead of what was estimated.
-    Raises `ConfigError` where the checkpoint's tensors are not those that config.json announces, or little is left.
+    With a `meter`, the KV cache gets the memory that the weights and the largest step leave free, instead of the
+    estimated size. Raises `ConfigError` if the checkpoint's tensors do not match config.json, or if too little memory
+    is left.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         rank: int,
-        links: ParallelState,
+        parallel_state: ParallelState,
         device: torch.device,
         meter: memory.MemoryMeter | None = None,
-        kernels_ready: Callable[[], None] = lambda: None,
+        wait_for_kernels: Callable[[], None] = lambda: None,
     ) -> None:
-        """`kernels_ready` waits for the device's kernels, once the weights are loaded."""
+        """`wait_for_kernels` blocks until the device's kernels are ready. It is called after the weights are loaded."""
         model, cache = config.model, config.cache
         arch = model.architecture
-        self._tp, self._pipeline, self._device = links.tp, links.pipeline, device
+        self._tp, self._pipeline, self._device = parallel_state.tp, parallel_state.pipeline, device
         self._replicas: ExpertCommunicator | None = None
         """This rank's counterparts in the replicas that share experts; None: there are none."""
         self._split_tokens: int | None = None
-        if (experts := links.experts) is not None and experts.dp.size > 1:
+        if (experts := parallel_state.experts) is not None and experts.dp.size > 1:
             self._replicas, self._split_tokens = experts.dp, experts.config.split_tokens
         self._hidden_size, self._dtype = arch.hidden_size, getattr(torch, model.dtype)
         self._vocab_size = arch.vocab_size
-        least, most = _SCORED_AT_ONCE
-        self._scored_at_once = max(least, min(most, config.scheduler.max_num_seqs))
-        self._model = load_model(config, rank, links.tp, device, experts=links.experts)
-        kernels_ready()
+        minimum, maximum = _SCORE_CHUNK_TOKENS
+        self._score_chunk_size = max(minimum, min(maximum, config.scheduler.max_num_seqs))
+        self._model = load_model(config, rank, parallel_state.tp, device, experts=parallel_state.experts)
+        wait_for_kernels()
         self._balancer = (
-            ExpertLoadBalancer.of(self._model, config, links, device) if isinstance(self._model, Decoder) else None
+            ExpertLoadBalancer.of(self._model, config, parallel_state, device)
+            if isinstance(self._model, Decoder)
+            else None
         )
         self._pooler: Pooler | None = None
         if model.pooling is not None:
             self._pooler = Pooler(model.pooling, [load_dense(model, dense, device) for dense in model.pooling.dense])
-        reads_all = self._pooler is not None and self._pooler.needs_all_tokens
-        # Which copy of an expert a token goes to, and what counts, is read from the whole batch.
-        can_stop = isinstance(self._model, Decoder) and self._model.can_stop_at_ends and links.experts is None
-        self._can_stop_at_ends = can_stop and not reads_all
-        is_alone = links.tp.size == links.pipeline.size == 1 and self._replicas is None
-        self._guard = OOMHandler(device) if is_alone else None
+
+        # The choice of an expert's copy and the token counts need the positions of the whole batch.
+        self._logits_indices_only = (
+            isinstance(self._model, Decoder)
+            and self._model.supports_logits_indices_only
+            and parallel_state.experts is None
+            and not (self._pooler is not None and self._pooler.needs_all_tokens)
+        )
+        is_single_rank = parallel_state.tp.size == parallel_state.pipeline.size == 1 and self._replicas is None
+        self._oom_handler = OOMHandler(device) if is_single_rank else None
         slots, groups = config.scheduler.max_num_seqs, len(cache.groups)
-        self._states = InputBatch(slots, model.max_model_len, cache.block_size, groups, device)
+        self._input_batch = InputBatch(slots, model.max_model_len, cache.block_size, groups, device)
         self._sampler = Sampler(arch.vocab_size, model.eos_token_ids, device)
         self._graphs: DecodeGraphs | None = None
         self.num_blocks = cache.num_blocks
-        """Of the KV cache, on every rank of the replica."""
+        """Blocks in the KV cache, the same on every rank of the replica."""
         if meter is not None and cache.num_blocks:
-            self._caches = allocate_caches(config.with_blocks(1), links.pipeline.stage, device)
+            self._caches = allocate_caches(config.with_blocks(1), parallel_state.pipeline.stage, device)
             self.num_blocks = memory.fit(config, rank, meter, lambda plan: self._launch(plan).result())
         config = config.with_blocks(self.num_blocks)
-        self._caches = allocate_caches(config, links.pipeline.stage, device) if cache.num_blocks else []
-        # A GPU's kernels are compiled, or loaded, when they are first launched.
+        self._caches = allocate_caches(config, parallel_state.pipeline.stage, device) if cache.num_blocks else []
+        # GPU kernels are compiled or loaded at their first launch.
         self._warm_up_plans = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
         self._shows_progress = rank == 0 and config.parallel.is_first_here
         if isinstance(self._model, Decoder) and self._pooler is None:
-            self._graphs = DecodeGraphs(self._model, self._caches, config, device, links.pipeline.stage, links.tp)
+            self._graphs = DecodeGraphs(
+                self._model, self._caches, config, device, parallel_state.pipeline.stage, parallel_state.tp
+            )
 
     @property
     def receives(self) -> bool:
         """Whether the hidden states of a plan come from another stage."""
         return not self._pipeline.is_first
 
-    def expect(self, plan: SchedulerOutput) -> None:
-        """Let the hidden states of a plan to come arrive while others run; plans are expected all, and in order."""
+    def post_receive(self, plan: SchedulerOutput) -> None:
+        """Post the receive for a future plan's hidden states, so that they arrive while other plans run.
+
+        Every plan must be posted, in order.
+        """
         if self._balancer is not None:
-            self._balancer.expect()
-        self._pipeline.expect((plan.num_tokens or 1, self._hidden_size), self._dtype)
+            self._balancer.post_receive()
+        self._pipeline.post_receive((plan.num_tokens or 1, self._hidden_size), self._dtype)
 
     def finalize(self) -> dict[str, float]:
-        """Get ready to serve, once all ranks are loaded; returns where the seconds went.
+        """Prepare for requests, once all ranks are loaded. Returns the seconds that each part took.
 
-        Raises `ConfigError` where the ranks do not fit together.
+        Raises `ConfigError` if the ranks are not compatible.
         """
         seconds, begun = {}, time.perf_counter()
         if self._graphs is not None and self._graphs.capture(bar=self._shows_progress):
@@ -149,32 +164,33 @@ class ModelRunner:
         return seconds
 
     def close(self) -> None:
-        """Once all steps are done, and before the ranks part: NCCL waits for the end of graphs that use it."""
+        """Release the graphs, after all steps are done and before the process groups are destroyed: NCCL waits for the
+        end of graphs that use it."""
         if self._graphs is not None:
             self._graphs.close()
 
     @torch.inference_mode()
     def launch(self, plan: SchedulerOutput) -> AsyncOutput:
-        """Begin a step of this stage, behind those begun before it: on a GPU, this waits for none of them.
+        """Start a step of this stage, queued behind those started before it. On a GPU, this waits for none of them.
 
-        What it returns gives the step's result: the tokens on the first rank of the last stage, None on the others.
+        The returned object gives the step's result: the tokens on the first rank of the last stage, None on the others.
         """
-        if self._guard is None:
+        if self._oom_handler is None:
             return self._launch(plan)
 
         def failed(reason: str) -> AsyncOutput:
             return AsyncOutput(ModelRunnerOutput(plan.step, [], failure=reason), [], self._device)
 
-        return self._guard.run(plan, lambda: self._launch(plan), lambda: self._states.apply(plan), failed)
+        return self._oom_handler.run(plan, lambda: self._launch(plan), lambda: self._input_batch.apply(plan), failed)
 
     @torch.inference_mode()
     def _launch(self, plan: SchedulerOutput) -> AsyncOutput:
-        tells = self._pipeline.is_last and self._tp.rank == 0
-        result = ModelRunnerOutput(plan.step, [-1] * plan.num_rows) if tells else None
+        returns_result = self._pipeline.is_last and self._tp.rank == 0
+        result = ModelRunnerOutput(plan.step, [-1] * plan.num_rows) if returns_result else None
         if self._replicas is None:
             return AsyncOutput(result, self._run(plan, (), result), self._device)
         try:
-            replica_tokens, is_active = self._agree(plan, self._replicas)
+            replica_tokens, is_active = self._sync_replicas(plan, self._replicas)
             readings = self._run(plan, replica_tokens, result)
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo" in str(error):
@@ -184,10 +200,10 @@ class ModelRunner:
             result.is_wave_active = is_active
         return AsyncOutput(result, readings, self._device)
 
-    def _agree(self, plan: SchedulerOutput, replicas: ExpertCommunicator) -> tuple[tuple[int, ...], bool]:
-        """The tokens of each replica in this step, and whether any of them has work."""
+    def _sync_replicas(self, plan: SchedulerOutput, replicas: ExpertCommunicator) -> tuple[tuple[int, ...], bool]:
+        """The number of tokens of each replica in this step, and whether any replica has work."""
         assert plan.has_work is not None
-        reported = replicas.tell((plan.step, plan.num_tokens, plan.has_work))
+        reported = replicas.all_gather_ints((plan.step, plan.num_tokens, plan.has_work))
         assert all(step == plan.step for step, *_ in reported), (
             f"replicas are at steps {[step for step, *_ in reported]}"
         )
@@ -196,39 +212,40 @@ class ModelRunner:
     def _run(
         self, plan: SchedulerOutput, replica_tokens: tuple[int, ...], result: ModelRunnerOutput | None
     ) -> list[AsyncRead]:
-        """Begin all of a step; what is known at once stands in `result`."""
+        """Start all of a step, and store in `result` what is known immediately."""
         expert_load = None if self._balancer is None else self._balancer.step()
         if result is not None:
             result.expert_load = expert_load
-        rows = self._states.apply(plan)
+        rows = self._input_batch.apply(plan)
         if not plan.num_rows and not any(replica_tokens):
-            return self._pass_on()
+            return self._run_without_rows()
         has_prompts = plan.num_tokens > plan.num_rows
-        only_ends = self._can_stop_at_ends and has_prompts and not rows.scoring
-        batch, places = self._states.batch(rows, replica_tokens, only_ends=only_ends)
+        logits_indices_only = self._logits_indices_only and has_prompts and not rows.scoring
+        batch, places = self._input_batch.batch(rows, replica_tokens, logits_indices_only=logits_indices_only)
         if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
             batch = replace(batch, micro_batches=split_micro_batches(batch, rows.counts))
         if not plan.num_rows:
-            return self._pass_on(batch)
+            return self._run_without_rows(batch)
         hidden = self._forward(self._receive(plan.num_tokens), batch)
         if self._pooler is not None and self._pipeline.is_last:
-            return self._pool(rows, hidden, batch.sampled, self._pooler, result)
+            return self._pool(rows, hidden, batch.logits_indices, self._pooler, result)
         readings = self._score(rows, hidden, result) if rows.scoring and self._pipeline.is_last else []
-        self._states.advance(rows)
+        self._input_batch.advance(rows)
         if not self._pipeline.is_last:
             self._pipeline.send(hidden)
             return []
-        logits = self._decoder.logits(hidden[batch.sampled])
+        logits = self._decoder.logits(hidden[batch.logits_indices])
         tokens = None
         if result is not None:
             tokens, reading = self._sample(plan, rows, logits, result)
             readings.append(reading)
         if self._pipeline.is_first:
-            self._keep(rows, places, tokens)
+            self._append_sampled(rows, places, tokens)
         return readings
 
     def _forward(self, received: Tensor | None, batch: Batch) -> Tensor:
-        """The hidden states after this stage, `[tokens, hidden_size]`, or as `Batch.only_ends` says."""
+        """The hidden states after this stage, `[tokens, hidden_size]`, or `[requests, hidden_size]` with
+        `Batch.logits_indices_only`."""
         replayed = None if self._graphs is None else self._graphs.run(received, batch)
         return self._model(received, batch, self._caches) if replayed is None else replayed
 
@@ -240,14 +257,15 @@ class ModelRunner:
     def _pool(
         self, rows: StepRows, hidden: Tensor, ends: Tensor, pooler: Pooler, result: ModelRunnerOutput | None
     ) -> list[AsyncRead]:
-        """The vectors of the rows whose tokens end at `ends`, by the first rank, where every rank has the same."""
+        """Pool the rows whose last tokens are at `ends` into vectors. Only the first rank does so, as all ranks have
+        the same hidden states."""
         vectors = None
         if result is not None:
             if pooler.needs_all_tokens:
-                vectors = pooler.pool(self._model.features(hidden), rows, self._states)
+                vectors = pooler.pool(self._model.features(hidden), rows, self._input_batch)
             elif len(ends):
                 vectors = pooler.pool_last(self._model.features(hidden[ends]))
-        self._states.advance(rows)
+        self._input_batch.advance(rows)
         if vectors is None or result is None:
             return []
 
@@ -264,8 +282,8 @@ class ModelRunner:
     def _sample(
         self, plan: SchedulerOutput, rows: StepRows, logits: Tensor, result: ModelRunnerOutput
     ) -> tuple[Tensor, AsyncRead]:
-        """A token of each row that samples, int64 on the device."""
-        sampled = self._sampler.sample(logits, self._states, rows.slots[rows.sampling], plan.masks)
+        """Sample one token for each row that samples, int64 on the device."""
+        sampled = self._sampler.sample(logits, self._input_batch, rows.slots[rows.sampling], plan.masks)
 
         def fill(tokens: Array, *columns: Array) -> None:
             logprobs = sampled.logprobs(*columns) if columns else []
@@ -282,15 +300,15 @@ class ModelRunner:
         return sampled.tokens, AsyncRead([sampled.tokens, *sampled.columns], fill)
 
     def _score(self, rows: StepRows, hidden: Tensor, result: ModelRunnerOutput | None) -> list[AsyncRead]:
-        """Log-probabilities of the prompt tokens that follow the rows' tokens; none on all ranks but the first.
+        """Log-probabilities of the prompt tokens that follow the rows' tokens, on the first rank only.
 
-        A slice at a time, as the logits of a whole prompt may need more memory than the model.
+        The tokens are processed in chunks, as the logits of a whole prompt may need more memory than the model.
         """
-        places, following, counts = self._states.to_score(rows)
-        tops = [min(self._states.num_top(rows.slots[row]), self._vocab_size) for row in rows.scoring]
+        places, following, counts = self._input_batch.scored_tokens(rows)
+        tops = [min(self._input_batch.num_top(rows.slots[row]), self._vocab_size) for row in rows.scoring]
         slices = []
-        for start in range(0, len(places), self._scored_at_once):
-            cut = slice(start, start + self._scored_at_once)
+        for start in range(0, len(places), self._score_chunk_size):
+            cut = slice(start, start + self._score_chunk_size)
             logits = self._decoder.logits(hidden[send(places[cut], self._device)])
             if result is not None:
                 slices.append(self._sampler.score(logits, following[cut], max(tops)))
@@ -307,22 +325,23 @@ class ModelRunner:
 
         return [AsyncRead([torch.cat(parts) for parts in zip(*slices, strict=True)], fill)]
 
-    def _keep(self, rows: StepRows, places: Tensor, tokens: Tensor | None) -> None:
-        """The only stage goes on from what it has sampled, without hearing of it from the core, or telling the host.
+    def _append_sampled(self, rows: StepRows, places: Tensor, tokens: Tensor | None) -> None:
+        """Append the sampled tokens to the input batch, so that a single stage continues without a round trip through
+        the core or the host.
 
-        The first rank tells the others, rather than each sampling by itself: they wait for one another anyway, and
-        then nothing depends on every rank rounding alike.
+        The first rank broadcasts the tokens, rather than each rank sampling by itself: the ranks synchronize anyway,
+        and the result does not depend on every rank rounding in the same way.
         """
         if not len(rows.sampling):
             return
         if tokens is None:
             tokens = torch.empty(len(rows.sampling), dtype=torch.int64, device=self._device)
-        self._states.keep(rows, places, self._tp.broadcast(tokens))
+        self._input_batch.keep(rows, places, self._tp.broadcast(tokens))
 
-    def _pass_on(self, batch: Batch | None = None) -> list[AsyncRead]:
-        """A plan without rows: each stage waits for the one before, for all its own ranks, and wakes the next.
+    def _run_without_rows(self, batch: Batch | None = None) -> list[AsyncRead]:
+        """Run a plan without rows: each stage waits for the previous one and for its own ranks, and signals the next.
 
-        The empty `batch` takes other replicas' tokens to the experts that are here.
+        The empty `batch` processes other replicas' tokens with this rank's experts.
         """
         hidden = self._receive(1)
         if batch is not None:

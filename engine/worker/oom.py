@@ -1,4 +1,5 @@
-"""A step for which there is no memory: a rank that is alone goes on without it; any other ends, and says what to do."""
+"""Out-of-memory handling. A single rank skips the failed step and continues; with several ranks, the rank exits and
+reports a remedy."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_SIGNS = (
+_OOM_TEXTS = (
     "can't allocate memory",  # torch's allocator on CPUs
     "std::bad_alloc",  # compiled kernels
-    "CUDA error: out of memory",  # whatever asks the driver itself
+    "CUDA error: out of memory",  # direct calls of the driver
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-"""In the text of a `RuntimeError`."""
+"""Texts of a `RuntimeError` that mean out of memory."""
 REMEDY = (
     "lower --max-num-batched-tokens, --max-num-seqs or the KV cache's share (--gpu-memory-utilization, "
     "--kv-cache-memory-bytes)"
@@ -31,17 +32,17 @@ REMEDY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is all that is wrong: nothing was computed wrongly, and less would have been possible."""
+    """Whether the error is only a lack of memory: no result is wrong, and a smaller step would have succeeded."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OOM_TEXTS)
 
 
 class OOMHandler:
-    """Around every step of a rank that shares no exchange with others, which would wait for it.
+    """Wraps every step of a rank that has no collectives with other ranks, which would wait for it.
 
-    A step that fails has touched the state of its own requests alone. The core gives these up once it hears of it; what
-    it has planned before that counts on them and is skipped, up to the plan that says so.
+    A step that fails has changed only the state of its own requests. The core aborts these when it receives the
+    failure. Plans that it made before depend on them and are skipped, up to the first plan with `resumes`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -52,9 +53,9 @@ class OOMHandler:
     def run(
         self, plan: SchedulerOutput, step: Callable[[], T], skip: Callable[[], object], failed: Callable[[str], T]
     ) -> T:
-        """`step`, or what `failed` makes of the reason why nothing of it counts.
+        """Run `step`, or return `failed(reason)` if the step runs out of memory or must be skipped.
 
-        `skip` takes in what a plan says of the requests, without running it.
+        `skip` applies a plan's changes to the request state, without running the plan.
         """
         if self._reason and not plan.resumes:
             skip()
@@ -67,8 +68,8 @@ class OOMHandler:
                 raise
             size = f"{plan.num_tokens:,} tokens of {plan.num_rows:,} requests"
             self._reason = f"out of memory on {self._device.type} in a step of {size}; {REMEDY}"
-            logger.error("step %d fails, %s: %s", plan.step, self._reason, _line(error))
-            traceback.clear_frames(error.__traceback__)  # they hold the step's tensors
+            logger.error("step %d failed: %s: %s", plan.step, self._reason, _line(error))
+            traceback.clear_frames(error.__traceback__)  # the frames keep the step's tensors alive
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Hidden states become one vector for each prompt, which may come in chunks."""
+"""Pools the hidden states of each prompt, which may arrive in chunks, into one vector."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from quire.engine.config.pooling import Dense, Mode, Pooling
 from quire.engine.worker.input_batch import InputBatch, StepRows
 
 Weights = tuple[Tensor, Tensor | None]
-"""Of a dense module: `[out, in]` and the bias."""
+"""Weight `[out, in]` and bias of a dense module."""
 
 
 @dataclass
 class _Seen:
-    """What pooling needs of the chunks of a prompt; sums are float64, so that it does not show how they were cut."""
+    """Running totals over the chunks of a prompt. Sums are float64, so that the result does not depend on the
+    chunks."""
 
     count: int
     first: Tensor
@@ -29,7 +30,7 @@ class _Seen:
 
     @staticmethod
     def of(x: Tensor, position: int) -> _Seen:
-        """`x` `[tokens, hidden_size]`, from this position on."""
+        """The totals of `x` `[tokens, hidden_size]`, which starts at `position`."""
         wide = x.double()
         weights = torch.arange(position + 1, position + len(x) + 1, dtype=wide.dtype, device=x.device)
         return _Seen(len(x), x[0].clone(), x.amax(dim=0), wide.sum(dim=0), weights @ wide)
@@ -42,30 +43,32 @@ class _Seen:
 
 
 class Pooler:
-    """The modules behind the model, in float32. `dense` are the weights of the dense ones."""
+    """The modules after the model, in float32. `dense` are the weights of the dense modules."""
 
     def __init__(self, pooling: Pooling, dense: list[Weights]) -> None:
         self._modes = pooling.modes
         self.needs_all_tokens = pooling.needs_all_tokens
-        modules = pooling.modules[:-1] if pooling.is_normalized else pooling.modules  # the server does the last
+        modules = (
+            pooling.modules[:-1] if pooling.is_normalized else pooling.modules
+        )  # the server does the normalization
         weights = iter(dense)
         self._modules = [(module, None if module == "normalize" else next(weights)) for module in modules]
         self._seen: dict[int, _Seen] = {}
-        """By slot, of the prompts that have begun."""
+        """By slot, for the prompts that have started."""
 
     def pool_last(self, x: Tensor) -> Tensor:
-        """`[rows, size]`, the vectors of prompts whose last tokens' hidden states are `x` `[rows, hidden_size]`."""
+        """`[rows, size]`, the vectors of prompts whose last tokens have the hidden states `x` `[rows, hidden_size]`."""
         return self._finish(x.float())
 
-    def pool(self, x: Tensor, rows: StepRows, states: InputBatch) -> Tensor | None:
-        """`[rows, size]`, the vectors of the rows that end their prompt, if any do.
+    def pool(self, x: Tensor, rows: StepRows, input_batch: InputBatch) -> Tensor | None:
+        """`[rows, size]`, the vectors of the rows that complete their prompt; None if there are none.
 
-        `x` `[tokens, hidden_size]` is of all rows. To be called before `states.advance`.
+        `x` `[tokens, hidden_size]` covers all rows. Call this before `input_batch.advance`.
         """
         ends, pooled = set(rows.sampling.tolist()), []
         parts = torch.split(x.float(), rows.counts.tolist())
         for row, (slot, part) in enumerate(zip(rows.slots.tolist(), parts, strict=True)):
-            position = int(states.num_computed_tokens[slot])
+            position = int(input_batch.num_computed_tokens[slot])
             seen = _Seen.of(part, position)
             if position:
                 before = self._seen.pop(slot)

@@ -1,6 +1,7 @@
-"""Made-up steps that a rank runs before it serves: the largest, for its memory, and decodes, for their kernels.
+"""Warm-up steps that a rank runs before it accepts requests: the largest step, to measure its memory, and decode steps,
+to compile their kernels.
 
-All KV is that of block 0, and what stands in it afterwards is nobody's.
+All requests use block 0, whose content is meaningless afterwards.
 """
 
 from __future__ import annotations
@@ -12,60 +13,63 @@ from typing import Any
 from quire.engine.config.options import EngineConfig
 from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
 
-_LONG, _SHORT = 16384, 1024
-"""Tokens that the largest step's long row and its other rows have behind them at most: attending to more takes time,
-and hardly memory (see `memory._longer`)."""
+_LONG_CONTEXT, _SHORT_CONTEXT = 16384, 1024
+"""Maximum tokens computed before the largest step, for its long row and for its other rows: attending to more takes
+time but hardly any memory (see `memory._extra_workspace`)."""
 _PENALTIES: dict[str, Any] = {"presence_penalty": 0.1, "frequency_penalty": 0.1, "repetition_penalty": 1.1}
-_DRAWN: tuple[dict[str, Any], ...] = (
+_SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8},
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 0.8, "top_k": 50},
 )
-"""For each, `kernels.sample` has other kernels, or other variants of them."""
-_COUNTED = 32, 4096
-"""Tokens of a request from which on, and up to which, each power of two has a penalty kernel of its own."""
+"""`kernels.sample` has different kernels, or variants of them, for each of these."""
+_PENALTY_LENGTHS = 32, 4096
+"""Penalty kernels come in one variant for each power of two tokens in this range."""
 
 
 def largest_step(config: EngineConfig) -> list[SchedulerOutput]:
-    """As many tokens and rows as a step may have, which all sample with all that costs memory; and the end of them."""
-    rows, tops = largest_rows(config), _most_logprobs(config)
-    drawn: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 0}
-    params = SamplingParams(**drawn, **_PENALTIES, logit_bias={0: 1.0}, logprobs=tops)
+    """A plan with the maximum number of tokens and rows, all of which sample with every feature that costs memory; and
+    a plan that releases them."""
+    rows, tops = largest_rows(config), _max_logprobs(config)
+    sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "seed": 0}
+    params = SamplingParams(**sampling, **_PENALTIES, logit_bias={0: 1.0}, logprobs=tops)
     first = SamplingParams(temperature=0.8, logprobs=tops, prompt_logprobs=tops)
-    chosen = [params if config.model.pooling is not None else first, *[params] * (len(rows) - 1)]
-    return [_plan(config, -2, 0, rows, chosen), _plan(config, -1, len(rows), [], [])]
+    params_of_rows = [params if config.model.pooling is not None else first, *[params] * (len(rows) - 1)]
+    return [_plan(config, -2, 0, rows, params_of_rows), _plan(config, -1, len(rows), [], [])]
 
 
 def largest_rows(config: EngineConfig) -> list[tuple[int, int]]:
-    """Of each row, the tokens behind it and its own. Prompts that are embedded are whole; others leave room for one."""
+    """The computed tokens and the new tokens of each row. Embedding requests have whole prompts; others leave room for
+    one token."""
     pools, left = config.model.pooling is not None, config.scheduler.max_num_batched_tokens
     longest = config.model.max_model_len - (not pools)
     rows: list[tuple[int, int]] = []
     while left and len(rows) < config.scheduler.max_num_seqs:
         others = config.scheduler.max_num_seqs - len(rows) - 1
         count = min(longest, left if pools else max(1, left - others))
-        behind = 0 if pools else max(0, min(longest, _SHORT if rows else _LONG) - count)
-        rows.append((behind, count))
+        computed = 0 if pools else max(0, min(longest, _SHORT_CONTEXT if rows else _LONG_CONTEXT) - count)
+        rows.append((computed, count))
         left -= count
     return rows
 
 
 def decode_steps(config: EngineConfig) -> Iterator[SchedulerOutput]:
-    """Decodes of one request and of more and more, each drawn in another way; the first request grows; and their end.
+    """Decode steps of more and more requests, each with another sampling method, while the first request grows; and a
+    plan that releases them.
 
-    Kernels come in variants by the number of rows (experts, matrix products), by how a step samples, and by the length
-    of what is penalized. As these do not depend on one another, a step tries one of each.
+    Kernels have variants by the number of rows (experts, matrix products), by the sampling method, and by the length
+    for penalties. As these are independent of each other, each step covers one variant of each.
     """
     counts = _powers(1, config.scheduler.max_num_seqs)
-    least, most = _COUNTED
+    least, most = _PENALTY_LENGTHS
     lengths = _powers(least, min(most, config.model.max_model_len - 1))
-    steps = max(len(counts), len(lengths), len(_DRAWN))
+    steps = max(len(counts), len(lengths), len(_SAMPLING))
     before = 0
     for number in range(steps):
         count, length = (some[min(number, len(some) - 1)] for some in (counts, lengths))
-        params = SamplingParams(**_DRAWN[number % len(_DRAWN)])
-        first = SamplingParams(**_DRAWN[number % len(_DRAWN)], **_PENALTIES, logprobs=_most_logprobs(config))
+        params = SamplingParams(**_SAMPLING[number % len(_SAMPLING)])
+        first = SamplingParams(**_SAMPLING[number % len(_SAMPLING)], **_PENALTIES, logprobs=_max_logprobs(config))
         rows = [(length - 1, 1), *[(0, 1)] * (count - 1)]
         yield _plan(config, number - steps - 1, before, rows, chain([first], repeat(params, count - 1)))
         before = count
@@ -73,18 +77,18 @@ def decode_steps(config: EngineConfig) -> Iterator[SchedulerOutput]:
 
 
 def _powers(first: int, last: int) -> list[int]:
-    """`first`, its double and so on, and `last` in the end, which may be less than all of them."""
-    found = []
+    """`first`, doubled as long as it is less than `last`, and finally `last`."""
+    powers = []
     while first < last:
-        found.append(first)
+        powers.append(first)
         first *= 2
-    return [*found, last]
+    return [*powers, last]
 
 
-def _most_logprobs(config: EngineConfig) -> int:
-    """That a request may ask for; as many as are usual where any number may be."""
-    asked = config.model.max_logprobs
-    return min(20, config.model.architecture.vocab_size) if asked < 0 else asked
+def _max_logprobs(config: EngineConfig) -> int:
+    """The maximum that a request may ask for; the usual maximum if there is no limit."""
+    limit = config.model.max_logprobs
+    return min(20, config.model.architecture.vocab_size) if limit < 0 else limit
 
 
 def _plan(
@@ -94,13 +98,13 @@ def _plan(
     rows: Sequence[tuple[int, int]],
     params: Iterable[SamplingParams],
 ) -> SchedulerOutput:
-    """Of new requests with tokens behind them and in this step, in the first slots, of which so many are released."""
+    """A plan that releases the first `released` slots and adds one new request for each of `rows`."""
     plan = SchedulerOutput(number, list(range(released)), [], [])
     tokens = [0] * max(map(sum, rows), default=0)
-    for slot, ((computed, count), asked) in enumerate(zip(rows, params, strict=True)):
+    for slot, ((computed, count), row_params) in enumerate(zip(rows, params, strict=True)):
         known = computed + count
         blocks = [0] * (-(-known // config.cache.block_size) * len(config.cache.groups))
-        plan.new.append(NewRequestData(slot, tokens[:known], known, computed, blocks, asked))
+        plan.new.append(NewRequestData(slot, tokens[:known], known, computed, blocks, row_params))
         plan.scheduled.append(CachedRequestData(slot, count, [], []))
     plan.has_work = True if config.parallel.is_coupled else None
     return plan

@@ -1,4 +1,4 @@
-"""One rank's life: device, groups, weights, then plans until the end."""
+"""The lifecycle of one rank: device, process groups, weights, then plans until shutdown."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 """malloc.h"""
-_KEPT_BYTES = 1 << 30
-_MAPPED_BYTES = 1 << 17
+_TRIM_THRESHOLD_BYTES = 1 << 30
+_MMAP_THRESHOLD_BYTES = 1 << 17
 
 
 class Worker:
-    """A loaded rank. `init_method` is where the ranks meet (torch.distributed); a single rank needs none."""
+    """A loaded rank. `init_method` is the rendezvous of the ranks (torch.distributed); a single rank needs none."""
 
     def __init__(self, config: EngineConfig, rank: int, init_method: str | None) -> None:
         parallel = config.parallel
@@ -55,37 +55,37 @@ class Worker:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.ranks_here)))
             device = torch.device("cpu")
         else:
-            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as NVML counts, by which they were chosen
+            os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order, by which the devices were chosen
             device = torch.device("cuda", parallel.device_of(rank))
             meter = CudaMemoryMeter(device.index)
             torch.cuda.set_device(device)
-        kernels_ready = kernels.prepare(device, getattr(torch, config.model.dtype), attention_needs(config))
-        self._links = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
+        wait_for_kernels = kernels.prepare(device, getattr(torch, config.model.dtype), attention_needs(config))
+        self._parallel_state = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
         connected, waited = time.perf_counter(), 0.0
 
         def ready() -> None:
             nonlocal waited
-            begun = time.perf_counter()
+            begin = time.perf_counter()
             try:
-                kernels_ready()
+                wait_for_kernels()
             except kernels.BackendUnavailable as error:
                 raise ConfigError(str(error)) from error
-            waited += time.perf_counter() - begun
-            # Measured while nothing else runs, and before CUDA graphs hold what it chooses.
-            self._links.tp.finalize()
+            waited += time.perf_counter() - begin
+            # Measures while nothing else runs, before CUDA graphs capture the chosen algorithms.
+            self._parallel_state.tp.finalize()
 
         if parallel.device == "cpu":
-            ready()  # weights are packed for them
+            ready()  # packing weights depends on the kernels
         return_freed_memory()
-        self._runner = _load(config, rank, self._links, device, meter, ready)
+        self._runner = _load(config, rank, self._parallel_state, device, meter, ready)
         self.num_blocks = self._runner.num_blocks
         if parallel.device == "cpu":
             _keep_freed_memory()
-        self.launch, self.expect = self._runner.launch, self._runner.expect
-        self.runs_ahead = parallel.device != "cpu"
-        """Whether a step is still under way when it is launched."""
-        # NCCL would hold a part of the device while it waits.
-        self.expects = self._runner.receives and parallel.device == "cpu"
+        self.launch, self.post_receive = self._runner.launch, self._runner.post_receive
+        self.is_asynchronous = parallel.device != "cpu"
+        """Whether a step may still be running when `launch` returns."""
+        # A pending NCCL receive would occupy a part of the GPU.
+        self.posts_receives = self._runner.receives and parallel.device == "cpu"
         loaded = time.perf_counter()
         spent = self._runner.finalize()
         self.seconds = {
@@ -96,30 +96,30 @@ class Worker:
         }
 
     def watch(self, report: Callable[[str], None]) -> None:
-        """Have `report` called, by some thread, with what this rank's GPU waits for longer than it should."""
-        self._links.watch(report)
+        """Call `report`, from another thread, if this rank's GPU waits in a collective for longer than the timeout."""
+        self._parallel_state.watch(report)
 
     def close(self) -> None:
         self._runner.close()
-        self._links.close()
+        self._parallel_state.close()
 
 
 def _load(
     config: EngineConfig,
     rank: int,
-    links: ParallelState,
+    parallel_state: ParallelState,
     device: torch.device,
     meter: MemoryMeter | None,
-    kernels_ready: Callable[[], None],
+    wait_for_kernels: Callable[[], None],
 ) -> ModelRunner:
-    """Raises `ConfigError` where memory does not suffice for it."""
+    """Load the model. Raises `ConfigError` if memory runs out."""
     try:
-        return ModelRunner(config, rank, links, device, meter, kernels_ready)
+        return ModelRunner(config, rank, parallel_state, device, meter, wait_for_kernels)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"rank {rank} ran out of memory while the model was loaded and tried: {error}; use more ranks (-tp, -pp) "
+            f"rank {rank} ran out of memory while loading and warming up the model: {error}; use more ranks (-tp, -pp) "
             f"or a smaller --dtype, or {REMEDY}"
         ) from None
 
@@ -127,35 +127,38 @@ def _load(
 def main(
     config: EngineConfig,
     rank: int,
-    place: int,
+    local_rank: int,
     init_method: str,
     plans: ShmBroadcast,
     progress: ctypes.Array[ctypes.c_longlong],
     results: Connection,
     log_level: str,
 ) -> None:
-    """A worker process: `plans` in, `results` out, `progress[place]` as `LocalRanks` reads it.
+    """The main function of a worker process: reads `plans`, writes `results`, and updates `progress[local_rank]` for
+    `LocalRanks`.
 
-    `place` is the rank's among those of this host.
+    `local_rank` is the rank's index among those of this host.
     """
-    begun = process.age()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for the process that started this one
+    started = process.age()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that started this one
     process.set_name(f"quire-rank-{rank}")
     _end_with_parent()
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system's, which a killed rank would leave behind
+    tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which a killed rank would leak
     log.setup(log_level, f"rank {rank}")
-    reports = Reports(results, progress, place)
+    reports = Reports(results, progress, local_rank)
     try:
         worker = Worker(config, rank, init_method)
         worker.watch(lambda reason: _fail(rank, CollectiveError(reason), reports))
-        reports.send(WorkerReady({"start processes": begun, **worker.seconds}, worker.num_blocks))
+        reports.send(WorkerReady({"start processes": started, **worker.seconds}, worker.num_blocks))
         decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
-        take: Callable[[int, AsyncOutput], None] = reports.finish
-        if worker.runs_ahead:
-            take = reports.in_thread(lambda error: _fail(rank, error, reports))
-        for plan in read_plans(lambda: plans.read(place), decode, worker.expect if worker.expects else None):
+        finish: Callable[[int, AsyncOutput], None] = reports.finish
+        if worker.is_asynchronous:
+            finish = reports.in_thread(lambda error: _fail(rank, error, reports))
+        for plan in read_plans(
+            lambda: plans.read(local_rank), decode, worker.post_receive if worker.posts_receives else None
+        ):
             reports.begin(plan.step)
-            take(plan.step, worker.launch(plan))
+            finish(plan.step, worker.launch(plan))
         reports.close()
         worker.close()
     except Exception as error:
@@ -163,7 +166,7 @@ def main(
 
 
 def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:
-    """Tell the core, and end this process, from whichever thread."""
+    """Report the failure to the core and exit this process, from any thread."""
     if isinstance(error, ConfigError):
         failure = WorkerFailed(str(error), user_error=True)
     else:
@@ -171,17 +174,17 @@ def _fail(rank: int, error: Exception, reports: Reports) -> NoReturn:
         advice = f"; {REMEDY}" * is_out_of_memory(error)
         failure = WorkerFailed(f"{type(error).__name__}: {error}{advice}", user_error=False)
     reports.send(failure)
-    os._exit(1)  # without the clean-up of process groups, which waits for ranks that may be gone
+    os._exit(1)  # skips the clean-up of process groups, which would wait for ranks that may have died
 
 
 class Reports:
-    """What a rank tells the core. Steps are finished in their order, by one thread, while another may begin more."""
+    """Sends a rank's messages to the core. One thread finishes the steps in order, while another may start more."""
 
-    def __init__(self, results: Connection, progress: ctypes.Array[ctypes.c_longlong], place: int) -> None:
-        self._results, self._progress, self._place = results, progress, place
+    def __init__(self, results: Connection, progress: ctypes.Array[ctypes.c_longlong], local_rank: int) -> None:
+        self._results, self._progress, self._local_rank = results, progress, local_rank
         self._encode = msgspec.msgpack.Encoder().encode
         self._sending, self._counting = threading.Lock(), threading.Lock()
-        self._under_way: deque[int] = deque()
+        self._in_flight: deque[int] = deque()
         self._launched: SimpleQueue[tuple[int, AsyncOutput] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -190,22 +193,22 @@ class Reports:
             self._results.send_bytes(self._encode(message))
 
     def begin(self, step: int) -> None:
-        """A plan has come. The progress is that of the oldest step under way."""
+        """Record that a plan has arrived. The progress is that of the oldest step in flight."""
         with self._counting:
-            self._under_way.append(step)
-            self._progress[self._place] = 2 * self._under_way[0]
+            self._in_flight.append(step)
+            self._progress[self._local_rank] = 2 * self._in_flight[0]
 
     def finish(self, step: int, launched: AsyncOutput) -> None:
-        """Wait for a step, and tell its result if there is one here."""
+        """Wait for a step, and send its result if this rank has one."""
         result = launched.result()
         with self._counting:
-            assert self._under_way.popleft() == step, "steps are finished in their order"
-            self._progress[self._place] = 2 * self._under_way[0] if self._under_way else 2 * step + 1
+            assert self._in_flight.popleft() == step, "steps must finish in order"
+            self._progress[self._local_rank] = 2 * self._in_flight[0] if self._in_flight else 2 * step + 1
         if result is not None:
             self.send(result)
 
     def in_thread(self, fail: Callable[[Exception], None]) -> Callable[[int, AsyncOutput], None]:
-        """`finish` for steps that a thread waits for, which calls `fail` with what goes wrong."""
+        """Return a version of `finish` that waits in a thread and calls `fail` with any exception."""
 
         def run() -> None:
             try:
@@ -219,7 +222,7 @@ class Reports:
         return lambda step, launched: self._launched.put((step, launched))
 
     def close(self) -> None:
-        """Returns when all steps have been finished."""
+        """Return when all steps are finished."""
         if self._thread is not None:
             self._launched.put(None)
             self._thread.join()
@@ -228,10 +231,11 @@ class Reports:
 def read_plans(
     read: Callable[[], bytes],
     decode: Callable[[bytes], SchedulerOutput],
-    expect: Callable[[SchedulerOutput], None] | None,
+    post_receive: Callable[[SchedulerOutput], None] | None,
 ) -> Iterator[SchedulerOutput]:
-    """The plans that `read` gives until it gives nothing. A thread reads ahead for `expect`, and calls it with each."""
-    if expect is None:
+    """The plans from `read`, until it returns an empty message. With `post_receive`, a thread reads ahead and calls it
+    with each plan."""
+    if post_receive is None:
         while message := read():
             yield decode(message)
         return
@@ -241,7 +245,7 @@ def read_plans(
         try:
             while message := read():
                 plan = decode(message)
-                expect(plan)
+                post_receive(plan)
                 plans.put(plan)
         except BaseException as error:
             plans.put(error)
@@ -256,30 +260,30 @@ def read_plans(
 
 
 def return_freed_memory() -> None:
-    """Give back what is freed, as loading frees every weight that it packs: no holes are left in the heap.
+    """Return freed memory to the system, as loading frees every weight after packing it: no holes are left in the heap.
 
-    glibc would map less and less by itself, and keep up to 64 MiB besides.
+    By default glibc maps less and less memory separately, and keeps up to 64 MiB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 def _keep_freed_memory() -> None:
-    """Serve large activations from the heap, and keep it.
+    """Allocate large activations from the heap, and keep the memory.
 
-    glibc maps and unmaps what is larger than 32 MiB each time; the faults of fresh pages then cost as much as the
-    matmul that fills them.
+    By default glibc maps and unmaps blocks larger than 32 MiB each time; the page faults then cost as much as the
+    matmul that fills the pages.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-        ctypes.CDLL(None).malloc_trim(0)  # but not what loading left behind
+        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+        ctypes.CDLL(None).malloc_trim(0)  # free what loading left behind
 
 
 def _end_with_parent() -> None:
-    """End this process as soon as the engine core does, however it ends."""
+    """Exit this process as soon as the engine core's process ends, for whatever reason."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

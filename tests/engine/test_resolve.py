@@ -150,24 +150,24 @@ def test_halves_of_a_batch_are_refused_where_nothing_is_exchanged_between_replic
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not served; served are: Llama"),
-        ({"architectures": None}, r"none named in config.json"),
-        ({"hidden_act": "mish"}, "'mish' is not served"),
-        ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "'axial' is not served"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported; supported: Llama"),
+        ({"architectures": None}, r"none in config.json"),
+        ({"hidden_act": "mish"}, "'mish' is not supported"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "'axial' is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
         ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8 with weight_block_size None\)"),
         (
             {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 5},
-            "5 experts cannot be chosen of 4",
+            "cannot choose 5 of 4 experts",
         ),
-        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types names 1 layers"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         (
             {"architectures": ["MistralForCausalLM"], "layer_types": ["linear_attention"] * 6},
-            "layers of linear_attention are not served",
+            "layers of type linear_attention are not supported",
         ),
         ({"num_attention_heads": 0}, "config.json has a value that LlamaForCausalLM cannot use"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
-        ({"head_dim": 7}, "heads have 7 to turn"),
+        ({"head_dim": 7}, "at least 2; heads have 7"),
         ({"hidden_size": "wide"}, "config.json has a value that LlamaForCausalLM cannot use"),
     ],
 )

@@ -15,7 +15,7 @@ from tests.fakes.configs import engine_config
 
 COMPUTES = {"cpu": STEP_TIMEOUT, "cuda": 1.0}
 """Seconds that come before the exchange that another rank does not come to, at most."""
-TELLS = watchdog._OTHERS_SECONDS + watchdog._LOOK_SECONDS
+TELLS = watchdog._GRACE_SECONDS + watchdog._CHECK_SECONDS
 
 
 def wait(plan: SchedulerOutput, **grid: Any) -> float:

@@ -153,7 +153,7 @@ def test_a_token_goes_to_a_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
         module.router.bias.zero_()
         module.router.bias[3:7] = 1e4  # of ranks 1 and 2
         x = torch.randn(8, HIDDEN)
-        return len(module.begin(x, batch(8, (8, 8))).exchange.arrived().x)
+        return len(module.begin(x, batch(8, (8, 8))).dispatch.received().x)
 
     assert on_replicas(2, 2, config, run) == [0, 16, 16, 0]
 

@@ -44,11 +44,11 @@ def batch_of(contexts: list[int], counts: list[int]) -> tuple[Batch, Tensor]:
     batch = Batch(
         token_ids=torch.cat(rows),
         positions=torch.cat(rows),
-        slots=torch.cat(slots),
+        slot_mapping=torch.cat(slots),
         block_tables=tables,
         sequence_lengths=torch.tensor(contexts) + torch.tensor(counts),
         query_starts=starts,
-        sampled=starts[1:] - 1,
+        logits_indices=starts[1:] - 1,
     )
     return batch, torch.cat(earlier)
 
@@ -68,7 +68,7 @@ def test_both_forms_are_equal(dtype: torch.dtype, tolerance: float) -> None:
     batch, earlier = batch_of([0, 9, 30], [7, 1, 40])
     cache = cache_of(int(batch.block_tables.max()) + 1, dtype)
     row = SPEC.kv_shape(1)[2]
-    slots = torch.cat((earlier, batch.slots))
+    slots = torch.cat((earlier, batch.slot_mapping))
     query = torch.randn(len(slots), 1, row)
     kernels.rotary_write_kv(query, torch.randn(len(slots), 1, row), None, torch.empty(len(slots), 0), cache, slots)
     query = torch.randn(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim)

@@ -135,11 +135,11 @@ class CachedAttention(nn.Module):
         batch = Batch(
             token_ids=positions,
             positions=positions,
-            slots=positions,
+            slot_mapping=positions,
             block_tables=torch.arange(3)[None, : -(-count // 4)],
             sequence_lengths=torch.tensor([count]),
             query_starts=torch.tensor([0, count]),
-            sampled=torch.tensor([count - 1]),
+            logits_indices=torch.tensor([count - 1]),
         )
         turns = Rotary(spec.rope, 100)(positions)
         out: Tensor = self.attention(x, batch, turns, cache)

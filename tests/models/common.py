@@ -35,11 +35,11 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
     batch = Batch(
         token_ids=tokens,
         positions=positions,
-        slots=positions,
+        slot_mapping=positions,
         block_tables=torch.arange(blocks)[None],
         sequence_lengths=torch.tensor([count]),
         query_starts=torch.tensor([0, count]),
-        sampled=positions,
+        logits_indices=positions,
     )
     for stage, layers in enumerate(config.parallel.stages):
         decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)

@@ -103,7 +103,7 @@ def table() -> str:
 
 
 def _in_short(reason: str) -> str:
-    return reason.partition(" (")[0].removesuffix(", which is not served")
+    return reason.partition(" (")[0].removesuffix(", which is not supported")
 
 
 if __name__ == "__main__":

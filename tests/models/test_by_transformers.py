@@ -112,7 +112,7 @@ def test_what_has_no_mapping_goes_to_transformers_with_a_line(tmp_path: Path, ca
     config = configure(tmp_path)
     assert isinstance(config.model.architecture, TransformersModelSpec)
     assert "OlmoForCausalLM has no implementation of Quire's own; transformers' serves it" in caplog.text
-    with pytest.raises(ConfigError, match="OlmoForCausalLM is not served; served are: "):
+    with pytest.raises(ConfigError, match="OlmoForCausalLM is not supported; supported: "):
         configure(tmp_path, model_impl="quire")
 
 
@@ -135,7 +135,7 @@ def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch
     expected = generate(folder, prompts(), STEPS, trust_remote_code=True)
     for tp in (1, 2):
         assert served(folder, tensor_parallel_size=tp, trust_remote_code=True) == expected
-    with pytest.raises(ConfigError, match="comes with Python code of its own, which --trust-remote-code runs"):
+    with pytest.raises(ConfigError, match="requires its own Python code, which needs --trust-remote-code"):
         configure(folder)
 
 
@@ -143,13 +143,13 @@ def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch
     ("architecture", "changes", "reason"),
     [
         ("MambaForCausalLM", {}, "keeps a recurrent state"),
-        ("BloomForCausalLM", {}, "not asked through transformers' attention interface"),
+        ("BloomForCausalLM", {}, "does not use transformers' attention interface"),
         ("BertLMHeadModel", {}, "its attention sees later tokens"),
         ("DogeForCausalLM", {}, "its attention takes a mask of its own"),
-        ("T5ForConditionalGeneration", {}, "an encoder with a decoder"),
-        ("NobodysForCausalLM", {"model_type": "nobodys"}, "NobodysForCausalLM is not served"),
+        ("T5ForConditionalGeneration", {}, "an encoder-decoder model"),
+        ("NobodysForCausalLM", {"model_type": "nobodys"}, "NobodysForCausalLM is not supported"),
         ("OlmoForCausalLM", {"quantization_config": {"quant_method": "awq"}}, r"quantized \(awq\)"),
-        ("OlmoModel", {"model_type": "olmo"}, "no causal language model"),
+        ("OlmoModel", {"model_type": "olmo"}, "not a causal language model"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(
@@ -186,7 +186,7 @@ def test_a_model_that_would_answer_otherwise_is_refused(tmp_path: Path, monkeypa
         return exact(2 * scale, window, softcap)
 
     monkeypatch.setattr(attention, "AttentionSettings", other)
-    with pytest.raises(ConfigError, match="gives other logits when it is served than in transformers itself"):
+    with pytest.raises(ConfigError, match="gives different logits here than in transformers"):
         configure(tmp_path)
 
 

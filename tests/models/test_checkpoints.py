@@ -223,7 +223,7 @@ def test_fp8_without_scales_that_fit_is_named(folders: tuple[Path, Path]) -> Non
     with pytest.raises(ConfigError) as error:
         read(folders[0])
     name = "model.layers.0.self_attn.o_proj.weight"
-    assert f"{name} is of type F8_E4M3 without a {name}_scale_inv that fits it, which is not served" in str(error.value)
+    assert f"{name} is of type F8_E4M3 without a matching {name}_scale_inv, which is not supported" in str(error.value)
     assert "experts.0.up_proj.weight" in str(error.value)
 
 
@@ -312,8 +312,8 @@ def test_scales_for_a_kv_cache_are_named_as_information(
     (record,) = said(caplog)
     assert record.levelno == logging.INFO
     assert record.getMessage() == (
-        f"{tmp_path}: the checkpoint's scales of keys and values are not used, as each token and head of a quantized "
-        "KV cache has its own (2): model.layers.0.self_attn.k_scale, model.layers.0.self_attn.v_scale"
+        f"{tmp_path}: the checkpoint's scales of keys and values are not used, since a quantized KV cache has "
+        "a scale for each token and head (2): model.layers.0.self_attn.k_scale, model.layers.0.self_attn.v_scale"
     )
 
 

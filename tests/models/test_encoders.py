@@ -94,11 +94,11 @@ def states(config: EngineConfig, given: list[list[int]], parallel: Parallel) -> 
     batch = Batch(
         token_ids=torch.tensor([token for prompt in given for token in prompt]),
         positions=torch.cat([torch.arange(len(prompt)) for prompt in given]),
-        slots=nothing,
+        slot_mapping=nothing,
         block_tables=nothing,
         sequence_lengths=lengths,
         query_starts=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
-        sampled=nothing,
+        logits_indices=nothing,
     )
     return list(torch.split(encoder.features(encoder(None, batch)), lengths.tolist()))
 
@@ -163,14 +163,14 @@ def test_sizes_are_known_beforehand(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key' is not served"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key' is not supported"),
         ({"is_decoder": True}, "is_decoder"),
-        ({"hidden_act": "mish"}, "the activation 'mish' is not served"),
+        ({"hidden_act": "mish"}, "the activation 'mish' is not supported"),
         ({"num_attention_heads": 5}, "no multiple of 5"),
         ({"hidden_size": None}, "config.json has a value that BertModel cannot use"),
         (
             {"architectures": ["NomicBertModel"]},
-            "architecture NomicBertModel is not served.*Qwen3ForCausalLM.*BertModel",
+            "architecture NomicBertModel is not supported.*Qwen3ForCausalLM.*BertModel",
         ),
     ],
 )

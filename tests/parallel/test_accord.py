@@ -22,7 +22,9 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
         monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(
-        watchdog, "described", lambda what, group, reason, *, is_late: f"{what}: rank 1 did not come ({is_late})"
+        watchdog,
+        "describe_failure",
+        lambda what, group, reason, *, timed_out: f"{what}: rank 1 did not come ({timed_out})",
     )
     return store
 
@@ -38,5 +40,5 @@ def test_all_are_heard_in_their_order(store: Store) -> None:
 
 def test_who_says_nothing_in_time_is_named(store: Store) -> None:
     store.set("quire-another size-1", "")
-    with pytest.raises(CollectiveError, match=r"what ranks say of a size: rank 1 did not come \(True\)"):
+    with pytest.raises(CollectiveError, match=r"all_gather_object of a size: rank 1 did not come \(True\)"):
         all_gather_object("a size", "")

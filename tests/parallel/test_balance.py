@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.engine.distributed.eplb import (
-    GAIN,
-    SLACK,
+    MAX_IMBALANCE,
+    MIN_GAIN,
     ExpertMove,
     ExpertSlot,
     Table,
@@ -49,12 +49,12 @@ def cases(draw: st.DrawFn) -> tuple[list[int], Table]:
     return load, placed(ranks, each, num_experts, random.Random(draw(st.integers(0, 99))))
 
 
-def is_legal(placement: Table, now: Table, num_experts: int) -> bool:
+def is_legal(locations: Table, now: Table, num_experts: int) -> bool:
     return (
-        {len(experts) for experts in placement} == {len(now[0])}
-        and len(placement) == len(now)
-        and all(len(set(experts)) == len(experts) for experts in placement)
-        and set(itertools.chain(*placement)) == set(range(num_experts))
+        {len(experts) for experts in locations} == {len(now[0])}
+        and len(locations) == len(now)
+        and all(len(set(experts)) == len(experts) for experts in locations)
+        and set(itertools.chain(*locations)) == set(range(num_experts))
     )
 
 
@@ -64,8 +64,8 @@ def test_every_expert_has_a_place_and_no_rank_has_more_to_do_than_before(case: t
     load, now = case
     then = rebalance(load, now)
     assert is_legal(then, now, len(load))
-    before, after = (max(rank_loads(load, placement)) for placement in (now, then))
-    assert then == now or after < (1 - GAIN) * before
+    before, after = (max(rank_loads(load, locations)) for locations in (now, then))
+    assert then == now or after < (1 - MIN_GAIN) * before
     assert rebalance(load, now) == then
     assert sum(rank_loads(load, then)) == pytest.approx(sum(load))
 
@@ -77,28 +77,32 @@ def test_moves_make_one_placement_of_the_other(case: tuple[list[int], Table], se
     load, now = case
     rng = random.Random(seed)
     for then in (rebalance(load, now), placed(len(now), len(now[0]), len(load), rng)):
-        held = {ExpertSlot(rank, place): expert for rank, row in enumerate(now) for place, expert in enumerate(row)}
+        locations = {
+            ExpertSlot(rank, place): expert for rank, row in enumerate(now) for place, expert in enumerate(row)
+        }
         steps = moves(now, then)
         for step in steps:
-            held[step.target] = held[step.source]
+            locations[step.target] = locations[step.source]
         for rank, row in enumerate(then):
-            assert [held[ExpertSlot(rank, place)] for place in range(len(row))] == list(row)
+            assert [locations[ExpertSlot(rank, place)] for place in range(len(row))] == list(row)
         changed = sum(a != b for was, is_ in zip(now, then, strict=True) for a, b in zip(was, is_, strict=True))
         assert changed <= len(steps) <= changed + changed // 2  # a ring of two needs three
         assert all(step.source != step.target for step in steps)
-        held = {ExpertSlot(rank, place): expert for rank, row in enumerate(now) for place, expert in enumerate(row)}
+        locations = {
+            ExpertSlot(rank, place): expert for rank, row in enumerate(now) for place, expert in enumerate(row)
+        }
         for some in rounds(steps):
-            run_round(some, held)
+            run_round(some, locations)
         for rank, row in enumerate(then):
-            assert [held[ExpertSlot(rank, place)] for place in range(len(row))] == list(row)
+            assert [locations[ExpertSlot(rank, place)] for place in range(len(row))] == list(row)
         assert list(itertools.chain(*rounds(steps))) == steps
 
 
-def run_round(some: list[ExpertMove], held: dict[ExpertSlot, int]) -> None:
+def run_round(some: list[ExpertMove], locations: dict[ExpertSlot, int]) -> None:
     """As ranks do it: lay beside, read all, write all."""
     laid, sent = ([move for move in some if (move.target.place is None) == beside] for beside in (True, False))
-    held.update({move.target: held[move.source] for move in laid})
-    held.update({move.target: held[move.source] for move in sent})
+    locations.update({move.target: locations[move.source] for move in laid})
+    locations.update({move.target: locations[move.source] for move in sent})
     for ranks in ([move.source.rank for move in sent], [move.target.rank for move in sent]):
         assert len(set(ranks)) == len(ranks)
 
@@ -146,7 +150,7 @@ def test_a_skewed_load_becomes_even(num_experts: int, ranks: int, copies: int) -
     now = placed(ranks, (num_experts + copies) // ranks, num_experts, rng)
     then = rebalance(load, now)
     assert is_legal(then, now, num_experts)
-    assert imbalance(rank_loads(load, then)) < 1 + 2 * SLACK < imbalance(rank_loads(load, now))
+    assert imbalance(rank_loads(load, then)) < 1 + 2 * MAX_IMBALANCE < imbalance(rank_loads(load, now))
     # What comes next is much the same: little moves, as little as it brings.
     later = [share * rng.uniform(0.95, 1.05) for share in load]
     again = rebalance(later, then)
@@ -162,4 +166,4 @@ def test_few_ranks_are_as_even_as_the_best_of_all_placements() -> None:
             max(sum(load[i] for i in half), sum(load) - sum(load[i] for i in half))
             for half in itertools.combinations(range(8), 4)
         )
-        assert max(rank_loads(load, rebalance(load, now))) <= (1 + 2 * SLACK) * best
+        assert max(rank_loads(load, rebalance(load, now))) <= (1 + 2 * MAX_IMBALANCE) * best

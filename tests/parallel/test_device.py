@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.engine.distributed import cuda_communicator, symmetric_memory
-from quire.engine.distributed.cuda_communicator import SIZES, CudaParallel, reported
-from quire.engine.distributed.symmetric_memory import MOST_BYTES, AllReduceAlgorithm, SymmetricBuffer, obstacle
+from quire.engine.distributed.cuda_communicator import SIZES, CudaParallel, describe_algorithms
+from quire.engine.distributed.symmetric_memory import MAX_BYTES, AllReduceAlgorithm, SymmetricBuffer, unavailable_reason
 from tests.parallel.test_connect import CPU
 
 KIB = 1 << 10
@@ -26,30 +26,32 @@ HOST = ("this kernel", "1")
 
 
 def test_ranks_share_memory_where_all_reach_each_other() -> None:
-    assert obstacle([SymmetricBuffer(HOST, 0, (0, 1)), SymmetricBuffer(HOST, 1, (1, 0))]) == ""
+    assert unavailable_reason([SymmetricBuffer(HOST, 0, (0, 1)), SymmetricBuffer(HOST, 1, (1, 0))]) == ""
     other = SymmetricBuffer(("another kernel", "1"), 1, (0, 1))
-    assert obstacle([SymmetricBuffer(HOST, 0, (0, 1)), other]) == "the ranks are not all on one host"
+    assert unavailable_reason([SymmetricBuffer(HOST, 0, (0, 1)), other]) == "the ranks are not all on one host"
     assert (
-        obstacle([SymmetricBuffer(None, 0, (0, 1)), SymmetricBuffer(None, 1, (0, 1))])
+        unavailable_reason([SymmetricBuffer(None, 0, (0, 1)), SymmetricBuffer(None, 1, (0, 1))])
         == "the ranks are not all on one host"
     )
-    assert "each sees only its own" in obstacle([SymmetricBuffer(HOST, 0, (0,)), SymmetricBuffer(HOST, 0, (0,))])
+    assert "each sees only its own" in unavailable_reason(
+        [SymmetricBuffer(HOST, 0, (0,)), SymmetricBuffer(HOST, 0, (0,))]
+    )
     assert (
-        obstacle([SymmetricBuffer(HOST, 0, (0, 1)), SymmetricBuffer(HOST, 1, (1,))])
+        unavailable_reason([SymmetricBuffer(HOST, 0, (0, 1)), SymmetricBuffer(HOST, 1, (1,))])
         == "GPU 1 cannot read the memory of GPU 0"
     )
 
 
 def test_sizes_are_told_in_runs() -> None:
     one, two = AllReduceAlgorithm("one-shot", lambda x: x), AllReduceAlgorithm("two-shot", lambda x: x)
-    assert SIZES[-1] == MOST_BYTES
-    assert reported([one] * 3 + [two] * (len(SIZES) - 3)) == (
-        f"one-shot up to 16 KiB, two-shot up to {MOST_BYTES >> 10} KiB, NCCL for the rest"
+    assert SIZES[-1] == MAX_BYTES
+    assert describe_algorithms([one] * 3 + [two] * (len(SIZES) - 3)) == (
+        f"one-shot up to 16 KiB, two-shot up to {MAX_BYTES >> 10} KiB, NCCL for the rest"
     )
-    assert reported([one, None, one, *[None] * (len(SIZES) - 3)]) == (
+    assert describe_algorithms([one, None, one, *[None] * (len(SIZES) - 3)]) == (
         "one-shot up to 4 KiB, NCCL up to 8 KiB, one-shot up to 16 KiB, NCCL for the rest"
     )
-    assert reported([None] * len(SIZES)) == "NCCL for the rest"
+    assert describe_algorithms([None] * len(SIZES)) == "NCCL for the rest"
 
 
 class Site:
@@ -61,7 +63,7 @@ class Site:
 
     def install(self) -> None:
         host = ("kernel", str(self.rank)) if self.apart else HOST
-        symmetric_memory.here = lambda _: SymmetricBuffer(host, self.rank, (0, 1))  # type: ignore[assignment]
+        symmetric_memory.local_buffer = lambda _: SymmetricBuffer(host, self.rank, (0, 1))  # type: ignore[assignment]
         symmetric_memory.allocate = self.allocate  # type: ignore[assignment]
         symmetric_memory.share = lambda memory, group: [
             self.algorithm("one-shot", group),
@@ -74,7 +76,7 @@ class Site:
     def allocate(self, _: torch.device) -> Tensor:
         if self.no_memory:
             raise RuntimeError(self.no_memory)
-        return torch.empty(MOST_BYTES, dtype=torch.uint8)
+        return torch.empty(MAX_BYTES, dtype=torch.uint8)
 
     def algorithm(self, name: str, group: dist.ProcessGroup) -> AllReduceAlgorithm:
         def run(x: Tensor) -> Tensor:
@@ -149,7 +151,7 @@ def name(algorithm: AllReduceAlgorithm | None) -> str | None:
 
 
 def ways_by_size(tp: CudaParallel, site: Site) -> list[str | None]:
-    sizes = (16, 4 * KIB, 64 * KIB, 64 * KIB + 16, 1 << 20, (1 << 20) + 16, MOST_BYTES, MOST_BYTES + 16, 24, 0)
+    sizes = (16, 4 * KIB, 64 * KIB, 64 * KIB + 16, 1 << 20, (1 << 20) + 16, MAX_BYTES, MAX_BYTES + 16, 24, 0)
     return [name(tp.algorithm(torch.bfloat16, size)) for size in sizes]
 
 
@@ -177,7 +179,10 @@ def test_a_sum_goes_the_way_that_was_fastest_for_its_size(tmp_path: Path) -> Non
     first, second, said = on_ranks(tmp_path, ways_by_size)
     one, two = "one-shot", "two-shot"
     assert first == second == [one, one, one, two, two, None, None, None, None, None]
-    assert said[0] == "sums of a stage in bfloat16: one-shot up to 64 KiB, two-shot up to 1024 KiB, NCCL for the rest"
+    assert (
+        said[0]
+        == "all-reduces of a stage in bfloat16: one-shot up to 64 KiB, two-shot up to 1024 KiB, NCCL for the rest"
+    )
 
 
 def test_sums_and_gathers_are_right_whichever_way_they_go(tmp_path: Path) -> None:
@@ -187,7 +192,7 @@ def test_sums_and_gathers_are_right_whichever_way_they_go(tmp_path: Path) -> Non
 def test_a_way_that_one_rank_finds_wrong_is_taken_by_none(tmp_path: Path) -> None:
     first, second, said = on_ranks(tmp_path, types, {}, {"wrong": "one-shot"})
     assert first == second == {f"torch.{name}": {"two-shot", None} for name in ("bfloat16", "float16", "float32")}
-    assert said[0].startswith("one-shot sums of bfloat16 are not used: rank 1: Tensor-likes are not close!")
+    assert said[0].startswith("one-shot all-reduces of bfloat16 are not used: rank 1: Tensor-likes are not close!")
 
 
 def test_a_type_that_a_way_refuses_goes_another(tmp_path: Path) -> None:
@@ -195,7 +200,7 @@ def test_a_type_that_a_way_refuses_goes_another(tmp_path: Path) -> None:
     assert first == second
     assert first["torch.float16"] == {"two-shot", None}
     assert first["torch.bfloat16"] == {"one-shot", "two-shot", None}
-    assert said[0] == "one-shot sums of float16 are not used: rank 0: RuntimeError: Half is not supported"
+    assert said[0] == "one-shot all-reduces of float16 are not used: rank 0: RuntimeError: Half is not supported"
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ def test_a_type_that_a_way_refuses_goes_another(tmp_path: Path) -> None:
 def test_where_a_rank_cannot_nccl_serves_all(options: tuple[dict[str, Any], ...], reason: str, tmp_path: Path) -> None:
     first, second, said = on_ranks(tmp_path, types, *options)
     assert first == second == {}
-    assert said == [f"sums of a stage: NCCL alone, since {reason}"]
+    assert said == [f"all-reduces of a stage: only NCCL, since {reason}"]
 
 
 @contextmanager

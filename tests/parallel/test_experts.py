@@ -45,11 +45,11 @@ def check_rows(peers: ExpertCommunicator, name: int) -> None:
         assert second.wait().tolist() == [[number + 1 for number in row] for row in expected]
     counts = [3 * rank for rank in everyone]  # the first has none
     x = torch.full((counts[peers.rank], 2), float(peers.rank))
-    gathered = peers.start_gather(x, counts).wait()
+    gathered = peers.start_all_gather(x, counts).wait()
     assert gathered.tolist() == [[float(rank)] * 2 for rank in everyone for _ in range(counts[rank])]
-    summed = peers.start_sum(torch.full((sum(counts), 2), float(peers.rank + 1)), counts).wait()
+    summed = peers.start_reduce_scatter(torch.full((sum(counts), 2), float(peers.rank + 1)), counts).wait()
     assert summed.tolist() == [[float(sum(rank + 1 for rank in everyone))] * 2] * counts[peers.rank]
-    assert peers.tell((name, peers.rank)) == [[name, rank] for rank in everyone]
+    assert peers.all_gather_ints((name, peers.rank)) == [[name, rank] for rank in everyone]
 
 
 def talk(dp: int, tp: int, pp: int, replica: int, rank: int, init_method: str) -> None:
@@ -60,9 +60,11 @@ def talk(dp: int, tp: int, pp: int, replica: int, rank: int, init_method: str) -
     assert group is not None
     assert (links.tp.rank, links.tp.size, group.tp) == (position, tp, links.tp)
     assert (group.dp.rank, group.dp.size) == (replica, dp)
-    assert (group.rank, group.size) == (group.everyone.rank, group.everyone.size) == (replica * tp + position, dp * tp)
+    assert (
+        (group.rank, group.size) == (group.all_ranks.rank, group.all_ranks.size) == (replica * tp + position, dp * tp)
+    )
     check_rows(group.dp, 10 * stage + position)
-    check_rows(group.everyone, stage)
+    check_rows(group.all_ranks, stage)
     total = links.tp.all_reduce(torch.tensor([float(100 * replica + rank)]))
     assert total.item() == sum(100 * replica + stage * tp + other for other in range(tp))
     if not links.pipeline.is_first:
@@ -123,9 +125,9 @@ def test_one_rank_alone_may_have_all_experts() -> None:
     links = connect(coupled(1, 1, 1, 0), 0, None, CPU)
     assert links.experts is not None
     assert (links.experts.rank, links.experts.size) == (0, 1)
-    check = links.experts.everyone
+    check = links.experts.all_ranks
     x = torch.ones(3, 2)
-    assert check.exchange(x, [3], [3]) is x
-    assert check.start_gather(x, [3]).wait().tolist() == x.tolist()
-    assert check.start_sum(x, [3]).wait().tolist() == x.tolist()
-    assert check.tell((1, 2)) == [[1, 2]]
+    assert check.all_to_all(x, [3], [3]) is x
+    assert check.start_all_gather(x, [3]).wait().tolist() == x.tolist()
+    assert check.start_reduce_scatter(x, [3]).wait().tolist() == x.tolist()
+    assert check.all_gather_ints((1, 2)) == [[1, 2]]

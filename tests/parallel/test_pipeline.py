@@ -76,7 +76,7 @@ def send(folder: str, arrived: Event) -> None:
 
 def receive(folder: str, arrived: Event) -> None:
     links = connect(grid(1, 2), 1, f"file://{folder}/rendezvous", CPU)
-    links.pipeline.expect(SHAPE, torch.float32)
+    links.pipeline.post_receive(SHAPE, torch.float32)
     assert arrived.wait(60), "nothing has moved before it was asked for"  # this stage computes, meanwhile
     assert links.pipeline.receive(SHAPE, torch.float32).eq(7.0).all()
     links.close()
@@ -109,8 +109,8 @@ def test_plans_are_expected_as_they_come_and_run_in_order() -> None:
 
 
 def test_a_link_that_breaks_while_plans_are_read_ahead_ends_the_rank() -> None:
-    def expect(plan: SchedulerOutput) -> None:
+    def post_receive(plan: SchedulerOutput) -> None:
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(RuntimeError, match="closed by peer"):
-        list(read_plans(lambda: b"0", lambda data: SchedulerOutput(0, [], [], []), expect))
+        list(read_plans(lambda: b"0", lambda data: SchedulerOutput(0, [], [], []), post_receive))

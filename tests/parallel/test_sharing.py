@@ -65,7 +65,7 @@ def exchanges(links: ParallelState, rank: int) -> dict[str, Any]:
             "sum of a view": held(links.tp.all_reduce(put(wide.t()))),
             "gathered": held(links.tp.all_gather(put(wide.to(torch.bfloat16)))),
             "told": held(links.tp.broadcast(put(torch.tensor([rank])))),
-            "rows": held(links.experts.everyone.exchange(put(wide), [1, 1], [1, 1])),
+            "rows": held(links.experts.all_ranks.all_to_all(put(wide), [1, 1], [1, 1])),
         }
         if links.pipeline.is_first:
             links.pipeline.send(put(wide))
@@ -132,4 +132,4 @@ def test_only_ranks_with_a_gpu_each_use_nccl(
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.append(backend))
     links = connect(replace(grid(1, 2), device="cuda", devices=devices), 0, "tcp://", FIRST)
     assert asked == ["gloo" if through is CPU else "nccl"]
-    assert links.pipeline._through == through
+    assert links.pipeline._transfer_device == through

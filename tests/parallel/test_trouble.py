@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from quire.engine.distributed import watchdog
 from quire.engine.distributed.parallel_state import ParallelState, connect
-from quire.engine.distributed.watchdog import PendingCollective, unfinished, watch
+from quire.engine.distributed.watchdog import PendingCollective, parse_pending, watch
 from tests.parallel.test_connect import CPU, grid
 
 TIMEOUT = 1.0
@@ -29,7 +29,7 @@ def serve(rank: int, tp: int, pp: int, init_method: str, work: Work | None, pipe
     """A rank that tells what `work` raises, or without it takes part in nothing."""
     torch.set_num_threads(1)
     os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
-    watchdog._OTHERS_SECONDS = 0.5
+    watchdog._GRACE_SECONDS = 0.5
     links = connect(grid(tp, pp), rank, init_method, CPU, timedelta(seconds=TIMEOUT))
     if work is not None:
         try:
@@ -75,7 +75,7 @@ def broadcast(links: ParallelState) -> None:
 
 
 def receive_from_next(links: ParallelState) -> None:
-    links.pipeline._before = 1
+    links.pipeline._previous = 1
     links.pipeline.receive((2, 8), torch.float32)
 
 
@@ -88,7 +88,7 @@ def watched(links: ParallelState) -> str:
     """What is said of a sum that the host has launched and does not wait for, as NCCL's are."""
     reports: SimpleQueue[str] = SimpleQueue()
     look = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json")  # noqa: B009 (gloo's, which has no type)
-    watch(TIMEOUT / 4, reports.put, lambda: unfinished(look(True, True)))
+    watch(TIMEOUT / 4, reports.put, lambda: parse_pending(look(True, True)))
     dist.all_reduce(torch.ones(7, 2), async_op=True)
     return reports.get(timeout=60)
 
@@ -100,15 +100,15 @@ def test_the_rank_that_stays_away_from_a_collective_is_named(work: Work, what: s
     said = without_last(tmp_path, 3, 1, work)
     assert all(what in text for text in said) or work is broadcast
     for text in said:
-        assert text.startswith("ExchangeError: ")
-        assert " among ranks 0, 1, 2: rank 2 did not come to it; gloo: " in text
-        assert "look at that rank's log" in text
+        assert text.startswith("CollectiveError: ")
+        assert " among ranks 0, 1, 2: rank 2 did not join; gloo: " in text
+        assert "check that rank's log" in text
     assert any("raise --distributed-timeout-seconds" in text for text in said)
 
 
 def test_the_stage_that_sends_nothing_is_named(tmp_path: Path) -> None:
     (text,) = without_last(tmp_path, 1, 2, receive_from_next)
-    assert text.startswith("ExchangeError: waiting for hidden states from rank 1 ([2, 8]): ")
+    assert text.startswith("CollectiveError: waiting for hidden states from rank 1 ([2, 8]): ")
 
 
 def test_the_timeout_reaches_every_group(tmp_path: Path) -> None:
@@ -118,14 +118,14 @@ def test_the_timeout_reaches_every_group(tmp_path: Path) -> None:
 
 def test_what_a_device_waits_for_is_reported(tmp_path: Path) -> None:
     (text,) = without_last(tmp_path, 2, 1, watched)
-    assert text.startswith("gloo:all_reduce of [[7, 2]] Float among ranks 0, 1: rank 1 did not come to it; gloo: ")
+    assert text.startswith("gloo:all_reduce of [[7, 2]] Float among ranks 0, 1: rank 1 did not join; gloo: ")
     assert "it has waited there for" in text
 
 
 def test_what_ends_in_time_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: SimpleQueue[int] = SimpleQueue()
     said: SimpleQueue[str] = SimpleQueue()
-    monkeypatch.setattr(watchdog, "described", lambda what, *_, **__: what)
+    monkeypatch.setattr(watchdog, "describe_failure", lambda what, *_, **__: what)
     numbers = iter([0, 1, 2, 3, *[4] * 1000])
 
     def pending() -> list[PendingCollective]:
@@ -150,7 +150,7 @@ def test_the_trace_of_a_flight_recorder() -> None:
         "retired": False,
     }
     done = [{**entry, "record_id": 5, "state": "completed"}, {**entry, "record_id": 6, "retired": True}]
-    assert unfinished(json.dumps({"entries": [*done, entry]})) == [
+    assert parse_pending(json.dumps({"entries": [*done, entry]})) == [
         PendingCollective(7, "nccl:all_reduce of [[3, 4]] BFloat16", None)
     ]
-    assert unfinished(json.dumps({"version": "2.10"})) == []
+    assert parse_pending(json.dumps({"version": "2.10"})) == []

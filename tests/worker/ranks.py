@@ -25,7 +25,7 @@ def serve(config: EngineConfig, rank: int, init_method: str, pipe: Connection) -
     links = connect(config.parallel, rank, init_method, cpu)
     runner = ModelRunner(config, rank, links, cpu)
     runner.finalize()
-    for plan in read_plans(pipe.recv_bytes, pickle.loads, runner.expect if runner.receives else None):
+    for plan in read_plans(pipe.recv_bytes, pickle.loads, runner.post_receive if runner.receives else None):
         pipe.send(runner.launch(plan).result())
     links.close()
 

@@ -22,7 +22,7 @@ from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.model_spec import MLPSpec
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ExpertLoad
-from quire.engine.worker.eplb import TOLD_STEPS, ExpertLoadBalancer
+from quire.engine.worker.eplb import REPORT_INTERVAL, ExpertLoadBalancer
 from tests.fakes.ranks import on_replicas
 from tests.layers.experts import HIDDEN, PLAIN, batch, build, packed
 
@@ -125,7 +125,7 @@ def test_a_layer_moves_with_a_step() -> None:
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_every_token_is_counted_once(dp: int, tp: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without EPLB too; nothing moves then."""
-    monkeypatch.setattr("quire.engine.worker.eplb.TOLD_STEPS", 3)
+    monkeypatch.setattr("quire.engine.worker.eplb.REPORT_INTERVAL", 3)
     ranks = serve(ExpertParallelConfig(all2all=backend, step_interval=1), dp, tp, 8, layers=2)
     for outs, reported, placements in ranks:
         assert all(torch.equal(out, outs[0]) for out in outs)
@@ -138,7 +138,7 @@ def test_every_token_is_counted_once(dp: int, tp: int, backend: Any, monkeypatch
             assert tokens[: SPEC.num_experts] == tokens[SPEC.num_experts :]
             assert 1.0 <= load.imbalance <= dp * tp
         assert reported[0].imbalance == reported[1].imbalance
-    assert TOLD_STEPS >= 50  # as the exchange takes time
+    assert REPORT_INTERVAL >= 50  # as the exchange takes time
 
 
 def test_nothing_is_told_by_a_stage_that_is_not_the_last_but_it_goes_on() -> None:
@@ -222,13 +222,13 @@ def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypat
 def test_few_experts_are_beside_the_held_ones_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that leaves, one that comes, and one laid beside."""
     most: list[int] = []
-    exchange = ThreadExpertCommunicator.exchange
+    exchange = ThreadExpertCommunicator.all_to_all
 
     def watched(peers: ExpertCommunicator, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         if x.dtype == torch.uint8:
             most.append(max(sum(sent), sum(received)))
         return exchange(peers, x, sent, received)
 
-    monkeypatch.setattr(ThreadExpertCommunicator, "exchange", watched)
+    monkeypatch.setattr(ThreadExpertCommunicator, "all_to_all", watched)
     serve(balanced(redundant=8), 1, 4, 8)
     assert max(most) == 1

@@ -40,12 +40,12 @@ def test_mixed_batch(is_shared: bool) -> None:
     step, _ = states.batch(rows)
     assert step.token_ids.tolist() == [14, 15, 16, 5]
     assert step.positions.tolist() == [4, 5, 6, 0]
-    assert step.slots.tolist() == [12, 13, 14, 36]
+    assert step.slot_mapping.tolist() == [12, 13, 14, 36]
     assert step.block_tables[0].tolist() == [7, 3]
     assert step.block_tables[1, 0].item() == 9
     assert step.sequence_lengths.tolist() == [7, 1]
     assert step.query_starts.tolist() == [0, 3, 4]
-    assert step.sampled.tolist() == [3]
+    assert step.logits_indices.tolist() == [3]
     states.advance(rows)
 
     rows = states.apply(
@@ -55,9 +55,9 @@ def test_mixed_batch(is_shared: bool) -> None:
     step, _ = states.batch(rows)
     assert step.token_ids.tolist() == [77, 17, 18, 19]
     assert step.positions.tolist() == [1, 7, 8, 9]
-    assert step.slots.tolist() == [37, 15, 24, 25]
+    assert step.slot_mapping.tolist() == [37, 15, 24, 25]
     assert step.block_tables[1].tolist() == [7, 3, 6]
-    assert step.sampled.tolist() == [0, 3]
+    assert step.logits_indices.tolist() == [0, 3]
 
 
 def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> None:
@@ -68,7 +68,7 @@ def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> Non
     )
     step, _ = states.batch(rows)
     of_groups = [step.of(group) for group in range(2)]
-    assert [each.slots.tolist() for each in of_groups] == [[12, 13, 14, 36], [16, 17, 18, 4]]
+    assert [each.slot_mapping.tolist() for each in of_groups] == [[12, 13, 14, 36], [16, 17, 18, 4]]
     assert [each.block_tables.tolist() for each in of_groups] == [[[7, 3], [9, 0]], [[8, 4], [1, 0]]]
     assert all(each.block_tables.is_contiguous() for each in of_groups)
     assert all(each.sequence_lengths.tolist() == [7, 1] for each in of_groups)
@@ -76,7 +76,7 @@ def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> Non
 
     rows = states.apply(SchedulerOutput(1, [], [], [CachedRequestData(2, 3, [], [6, 2])]))
     step, _ = states.batch(rows)
-    assert [step.of(group).slots.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
+    assert [step.of(group).slot_mapping.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
     assert [step.of(group).block_tables.tolist() for group in range(2)] == [[[7, 3, 6]], [[8, 4, 2]]]
 
 
@@ -88,7 +88,7 @@ def test_a_slot_is_taken_until_it_is_released(is_shared: bool) -> None:
     rows = states.apply(SchedulerOutput(2, [1], [new(1, [6], 0, [3])], [CachedRequestData(1, 1, [], [])]))
     assert rows.sampling.tolist() == [0]
     step, _ = states.batch(rows)
-    assert (step.token_ids.tolist(), step.slots.tolist()) == ([6], [12])
+    assert (step.token_ids.tolist(), step.slot_mapping.tolist()) == ([6], [12])
 
 
 def test_decodes_are_bare_slots_that_go_on_from_what_was_kept(is_shared: bool) -> None:
@@ -106,16 +106,16 @@ def test_decodes_are_bare_slots_that_go_on_from_what_was_kept(is_shared: bool) -
     assert rows.sampling.tolist() == [0, 1]
     assert step.token_ids.tolist() == [50, 40]
     assert step.positions.tolist() == [1, 3]
-    assert step.slots.tolist() == [37, 31]
+    assert step.slot_mapping.tolist() == [37, 31]
     assert step.query_starts.tolist() == [0, 1, 2]
-    assert step.sampled.tolist() == [0, 1]
+    assert step.logits_indices.tolist() == [0, 1]
     states.advance(rows)
 
     # Stages that do not sample are told the tokens; a row that needs a block stands behind the bare ones.
     rows = states.apply(SchedulerOutput(2, [], [], [CachedRequestData(2, 1, [41], [3])], decodes=[0], token_ids=[51]))
     step, _ = states.batch(rows)
     assert step.token_ids.tolist() == [51, 41]
-    assert step.slots.tolist() == [38, 12]
+    assert step.slot_mapping.tolist() == [38, 12]
 
 
 def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     states.keep(rows, places, torch.tensor([77]))
     rows = states.apply(SchedulerOutput(1, [], [], [CachedRequestData(1, 1, [], [300])]))
     step, places = states.batch(rows)
-    assert (step.token_ids.tolist(), step.slots.tolist(), places.tolist()) == ([77], [1200], [1024 + 901])
+    assert (step.token_ids.tolist(), step.slot_mapping.tolist(), places.tolist()) == ([77], [1200], [1024 + 901])
     assert step.block_tables[0].tolist() == [*range(225), 300]
     assert sent[0] > 2 * 900
     assert sent[1] < 16

@@ -161,12 +161,12 @@ def test_halves_are_the_whole(counts: list[int]) -> None:
     positions = torch.cat([torch.arange(computed, computed + count) for count in counts] or [torch.empty(0)]).long()
     numbers, tables = torch.arange(total), torch.arange(len(counts))[:, None]
     whole = Batch(numbers, positions, numbers + 100, tables, lengths, ends, ends[1:] - 1, replica_tokens=(total, 3))
-    whole = replace(whole, others=(replace(whole, slots=numbers + 200, block_tables=tables + 50),))
+    whole = replace(whole, others=(replace(whole, slot_mapping=numbers + 200, block_tables=tables + 50),))
     first, second = split_micro_batches(whole, torch.tensor(counts, dtype=torch.int64).numpy())
     assert [half.replica_tokens for half in (first, second)] == [(-(-total // 2), 2), (total // 2, 1)]
     seen = []
     for half in (first, second, *first.others, *second.others):
-        assert len(half.token_ids) == len(half.positions) == len(half.slots) == int(half.query_starts[-1])
+        assert len(half.token_ids) == len(half.positions) == len(half.slot_mapping) == int(half.query_starts[-1])
         assert len(half.block_tables) == len(half.sequence_lengths) == len(half.query_starts) - 1
         sizes = half.query_starts.diff()
         assert (sizes > 0).all()
@@ -176,7 +176,7 @@ def test_halves_are_the_whole(counts: list[int]) -> None:
             assert half.positions[tokens].tolist() == list(range(length - size, length))
             seen += [
                 (int(half.block_tables[row, 0]), at, slot)
-                for at, slot in zip(half.positions[tokens].tolist(), half.slots[tokens].tolist(), strict=True)
+                for at, slot in zip(half.positions[tokens].tolist(), half.slot_mapping[tokens].tolist(), strict=True)
             ]
     expected = []
     for shift, slots in ((0, 100), (50, 200)):

@@ -175,5 +175,5 @@ def test_a_model_that_does_not_fit_after_all_is_refused(config: EngineConfig, sc
     """With a meter, the largest step is run while the rank is made."""
     scarcity.at(0)
     links = connect(config.parallel, 0, None, CPU)
-    with pytest.raises(ConfigError, match=r"rank 0 ran out of memory while the model was loaded and tried: CUDA out"):
+    with pytest.raises(ConfigError, match=r"rank 0 ran out of memory while loading and warming up the model: CUDA out"):
         worker._load(config, 0, links, CPU, FakeMeter(), lambda: None)

@@ -64,7 +64,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recording:
     recorder = Recording()
-    monkeypatch.setattr(graph_recorders, "recorder_of", lambda *place: recorder)
+    monkeypatch.setattr(graph_recorders, "make_recorder", lambda *place: recorder)
     return recorder
 
 
@@ -135,7 +135,7 @@ def test_a_replay_is_bit_for_bit_the_step_and_stores_nothing_else(
             positions=lengths - 1,
             sequence_lengths=lengths,
             block_tables=tables,
-            slots=tables.gather(1, (lengths[:, None] - 1) // 4)[:, 0] * 4 + (lengths - 1) % 4,
+            slot_mapping=tables.gather(1, (lengths[:, None] - 1) // 4)[:, 0] * 4 + (lengths - 1) % 4,
         )
         with torch.inference_mode():
             start = [cache.clone() for cache in memory]
@@ -173,11 +173,11 @@ def test_ranks_and_stages_replay(
     asked = [(request.prompt, params) for request in requests(7)]
     made: list[CallAgain] = []
 
-    def recorder_of(*place: object) -> CallAgain:
+    def make_recorder(*place: object) -> CallAgain:
         made.append(CallAgain())
         return made[-1]
 
-    monkeypatch.setattr(graph_recorders, "recorder_of", recorder_of)
+    monkeypatch.setattr(graph_recorders, "make_recorder", make_recorder)
     outputs = []
     for sizes in ((), (1, 3, 8)):
         config = config_of(folders("Gemma 2"), *sizes, tensor_parallel_size=tp, pipeline_parallel_size=pp)
@@ -215,7 +215,7 @@ def test_experts_move_where_replays_look_for_them_and_padding_is_no_load(
     moving = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_step_interval": 2, "tensor_parallel_size": 2}
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
     asked = [(request.prompt, params) for request in requests(5)]
-    monkeypatch.setattr(graph_recorders, "recorder_of", lambda *place: CallAgain())
+    monkeypatch.setattr(graph_recorders, "make_recorder", lambda *place: CallAgain())
     outputs, counts = [], []
     for sizes in ((), (8,)):
         config = config_of(folders("Mixtral"), *sizes, num_redundant_experts=redundant, **moving)
@@ -276,7 +276,7 @@ def test_what_cannot_be_captured_is_said_and_runs(
         def capture(self, step: Callable[[], None]) -> graph_recorders.Replay:
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    monkeypatch.setattr(graph_recorders, "recorder_of", lambda *place: Refusing())
+    monkeypatch.setattr(graph_recorders, "make_recorder", lambda *place: Refusing())
     config = config_of(folders("Llama"), 1, 2, 4, 8)
     with caplog.at_level(logging.INFO):
         tokens = crowds(driver(config))
@@ -284,7 +284,7 @@ def test_what_cannot_be_captured_is_said_and_runs(
     assert caplog.text.count("a step cannot be captured: operation not permitted when stream is capturing\n") == 1
     with caplog.at_level(logging.INFO):
         driver(replace(config, graphs=GraphConfig(why_none="--enforce-eager")))
-    assert "decodes run without CUDA graphs: --enforce-eager" in caplog.text
+    assert "decode steps run without CUDA graphs: --enforce-eager" in caplog.text
 
 
 class Failing(CallAgain):
@@ -309,7 +309,7 @@ class Failing(CallAgain):
 
 def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pipe: Connection) -> None:
     """A rank of which the second fails at its second size; tells what it holds, what it says, and what it decodes."""
-    graph_recorders.recorder_of = lambda *given: Failing(place if rank == 1 else "")
+    graph_recorders.make_recorder = lambda *given: Failing(place if rank == 1 else "")
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -382,7 +382,7 @@ def test_all_ranks_have_a_size_or_none_has(
         assert reported == [f"raised: {reason}"]
         return
     assert [sizes for sizes, *_ in reported] == [[], []]
-    text = f"decodes run without CUDA graphs, as a step cannot be captured on rank 1: {reason}"
+    text = f"decode steps run without CUDA graphs: capturing a step failed on rank 1: {reason}"
     assert [said for _, said, _ in reported] == [[text], []]
     assert "pipeline_parallel_size" in layout or all(count >= 3 for *_, count in reported)
 
@@ -402,7 +402,7 @@ def test_cpus_tape_steps_as_they_come(
     eager, taped = (driver(config_of(folders(family), *sizes, **options)) for sizes in ((), range(1, 9)))
     with caplog.at_level(logging.INFO):
         assert crowds(taped) == crowds(eager)
-    assert "decodes run without" not in caplog.text
+    assert "decode steps run without" not in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
@@ -417,7 +417,7 @@ def test_cpus_tape_the_products_of_onednn(
     eager, taped = (driver(config_of(folders("Llama"), *sizes, **options)) for sizes in ((), range(1, 9)))
     with caplog.at_level(logging.INFO):
         assert crowds(taped) == crowds(eager)
-    assert "decodes run without" not in caplog.text
+    assert "decode steps run without" not in caplog.text
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
@@ -429,7 +429,7 @@ def test_cpus_tape_mixtures_of_experts_whose_products_are_panels(
     with caplog.at_level(logging.INFO):
         assert crowds(taped) == crowds(eager)
     is_panels = isa.has("avx2") and not isa.has("amx")
-    assert ("decodes run without" not in caplog.text) == is_panels
+    assert ("decode steps run without" not in caplog.text) == is_panels
 
 
 def test_each_size_is_taped_once(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
@@ -494,13 +494,13 @@ def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
     monkeypatch.setattr(MLP, "forward", looks)
     with caplog.at_level(logging.INFO):
         assert crowds(driver(config_of(folders("Llama"), *range(1, 9)))) == expected
-    reported = caplog.text.count("decodes run without tapes, as a step cannot be replayed: ")
+    reported = caplog.text.count("decode steps run without op replay: a step cannot be replayed: ")
     assert reported == (way is not Tensor.sum)
 
 
 def test_ranks_that_meet_outside_of_operations_are_not_taped() -> None:
-    assert isinstance(graph_recorders.recorder_of(CPU, Parallel()), OpReplayRecorder)
-    assert on_ranks(2, lambda parallel: graph_recorders.recorder_of(CPU, parallel)) == [None, None]
+    assert isinstance(graph_recorders.make_recorder(CPU, Parallel()), OpReplayRecorder)
+    assert on_ranks(2, lambda parallel: graph_recorders.make_recorder(CPU, parallel)) == [None, None]
 
 
 class FakeCuda:
@@ -552,7 +552,7 @@ class FakeCuda:
 
 def test_cuda_graphs_are_warmed_up_checked_once_and_captured_into_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = FakeCuda(monkeypatch)
-    recorder = graph_recorders.recorder_of(torch.device("cuda", 0), Parallel())
+    recorder = graph_recorders.make_recorder(torch.device("cuda", 0), Parallel())
     assert recorder is not None
     replays = []
     for _ in range(2):
@@ -575,7 +575,7 @@ def test_a_step_that_waits_runs_to_its_end_and_is_told(monkeypatch: pytest.Monke
             warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
         cuda.step()
 
-    recorder = graph_recorders.recorder_of(torch.device("cuda", 0), Parallel())
+    recorder = graph_recorders.make_recorder(torch.device("cuda", 0), Parallel())
     assert recorder is not None
     assert re.match(r"called a synchronizing CUDA operation .* at \S+test_graphs\.py:\d+$", recorder.warm_up(step))
     assert cuda.calls == ["step 0", "step 1"]
@@ -606,7 +606,7 @@ def test_a_capture_that_fails_leaves_cuda_as_it_was(place: int, monkeypatch: pyt
             cuda.is_broken = True
             raise RuntimeError("no kernel for it")
 
-    recorder = graph_recorders.recorder_of(torch.device("cuda", 0), Parallel())
+    recorder = graph_recorders.make_recorder(torch.device("cuda", 0), Parallel())
     assert recorder is not None
 
     def run() -> None:

@@ -54,7 +54,7 @@ def to_gpu(runner: ModelRunner) -> None:
     move(runner._model)
     runner._caches = [cache._replace(memory=DeviceTensor(cache.memory)) for cache in runner._caches]
     runner._device = runner._sampler._device = GPU
-    runner._states = InputBatch(8, 64, BLOCK, runner._states._groups, GPU)
+    runner._input_batch = InputBatch(8, 64, BLOCK, runner._input_batch._groups, GPU)
 
 
 def plans(groups: int) -> list[SchedulerOutput]:
@@ -88,7 +88,7 @@ def test_nothing_waits_for_the_device_until_results_are_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = make(folder)
-    groups = here._states._groups
+    groups = here._input_batch._groups
     expected = [here.launch(plan).result() for plan in plans(groups)]
     runner = make(folder)
     with late_device(monkeypatch) as device, torch.inference_mode():

@@ -43,19 +43,19 @@ class FakeMeter:
     def run(self, plan: SchedulerOutput) -> None:
         self.has_run = True
 
-    def held(self) -> int:
+    def reserved(self) -> int:
         return self.weights + self.kept * self.has_run
 
     def free(self) -> int:
-        return self.at_start - self.held() - self.others
+        return self.at_start - self.reserved() - self.others
 
-    def watch(self) -> None:
+    def reset_peak(self) -> None:
         assert not self.has_run
 
     def peak(self) -> int:
         return self.weights + self.peak_bytes * self.has_run
 
-    def leave(self, size: int) -> None:
+    def keep_free(self, size: int) -> None:
         self.left = size
 
 
@@ -88,9 +88,9 @@ def test_the_cache_gets_what_the_rest_leaves(folder: Path, caplog: pytest.LogCap
     block = Sizes.of(config).kv_block[0]
     with caplog.at_level("INFO", logger="quire"):
         assert fit(config, meter) == (72 - 16 - 3 - 1) * U // block
-    assert "of 10 GiB free at the start 9 GiB may be used: weights 2.12 GiB, activations 256 MiB at most" in caplog.text
+    assert "memory: 10 GiB free at the start, budget 9 GiB: weights 2.12 GiB, activations 256 MiB," in caplog.text
     assert "CUDA and libraries 128 MiB, KV cache 6.5 GiB in" in caplog.text
-    assert "1 GiB are left" in caplog.text
+    assert "; 1 GiB left" in caplog.text
     assert 0 < meter.left < 8 * U
 
 
@@ -106,14 +106,18 @@ def test_a_fixed_cache_stays_as_it_is(folder: Path) -> None:
 
 def test_a_fixed_cache_that_does_not_fit_is_refused(folder: Path) -> None:
     config = many(folder, kv_cache_memory_bytes=1 << 21)
-    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes 2097152 does not fit on rank 0, beside weights 10"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-memory-bytes 2097152 does not fit on rank 0, in addition to weights 10"
+    ):
         fit(config, FakeMeter(weights=79 * U, peak_bytes=U, others=0))
 
 
 def test_too_little_is_refused_with_numbers_and_flags(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"less than one request of 512 .* on rank 0, beside weights 9") as refusal:
+    with pytest.raises(
+        ConfigError, match=r"less than one request of 512 .* on rank 0, in addition to weights 9"
+    ) as refusal:
         fit(many(folder), FakeMeter(weights=71 * U))
-    assert "of the 10 GiB that were free" in str(refusal.value)
+    assert "in 10 GiB free at the start" in str(refusal.value)
     assert "--gpu-memory-utilization" in str(refusal.value)
 
 
@@ -151,7 +155,7 @@ def test_ranks_agree_on_the_least(folder: Path, tmp_path: Path, weights: int) ->
         assert reported == [(72 - 20 - 3 - 1) * U // Sizes.of(config).kv_block[1]] * 2
     else:
         assert reported[0] == reported[1]
-        assert "on rank 1, beside weights 9.12 GiB" in reported[0]
+        assert "on rank 1, in addition to weights 9.12 GiB" in reported[0]
 
 
 SHARED = 80 * U
@@ -171,18 +175,18 @@ class SharingMeter(FakeMeter):
         super().run(plan)
         self.taken[self.rank] = self.weights + self.peak_bytes + self.others  # torch keeps the largest step's
 
-    def held(self) -> int:
+    def reserved(self) -> int:
         if self.has_run:
             if self.rank:
                 assert self.has_given_back[0].wait(60)  # this one is the slower
-            self.taken[self.rank] = super().held() + self.others
+            self.taken[self.rank] = super().reserved() + self.others
             self.has_given_back[self.rank].set()
-        return super().held()
+        return super().reserved()
 
     def free(self) -> int:
         return SHARED - sum(map(int, self.taken))
 
-    def leave(self, size: int) -> None:
+    def keep_free(self, size: int) -> None:
         self.left = self.free() - size
         """What torch may take besides."""
 
@@ -253,7 +257,7 @@ def test_the_largest_step_runs_and_leaves_nothing_behind(
     )
     seen = Recorder(monkeypatch)
     meter = FakeMeter()
-    meter.watch = lambda: None  # type: ignore[method-assign]  # the step runs in the runner, and not in the meter
+    meter.reset_peak = lambda: None  # type: ignore[method-assign]  # the step runs in the runner, and not in the meter
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
     step, end = seen.plans
     assert step.num_tokens == min(budget, rows * 511)
@@ -273,7 +277,7 @@ def test_the_shortest_model_length_is_measured(tmp_path: Path, monkeypatch: pyte
             write_checkpoint("llama", tmp_path), max_model_len=least, block_size=4, max_num_seqs=3, **changes
         )
         seen, meter = Recorder(monkeypatch), FakeMeter()
-        meter.watch = lambda: None  # type: ignore[method-assign]
+        meter.reset_peak = lambda: None  # type: ignore[method-assign]
         runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
         runner.finalize()
         assert seen.plans[0].num_tokens == 3

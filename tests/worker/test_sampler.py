@@ -168,7 +168,7 @@ def test_draws_have_the_softmax_distribution(along: str, temperature: float) -> 
     states = InputBatch(many, 1, 16)
     states.controls["temperature"], states.controls["top_p"] = temperature, 1.0
     states.controls["repetition_penalty"], states.controls["logprobs"] = 1.0, -1
-    states.controls["seed"], states.num_known[:] = seeds.numpy(), positions.numpy()
+    states.controls["seed"], states.num_tokens[:] = seeds.numpy(), positions.numpy()
     drawn = Sampler(20, EOS, CPU).sample(logits.repeat(many, 1), states, numbers.numpy()).tokens
     expected = (logits / temperature).softmax(-1) * many
     chi_square = ((drawn.bincount(minlength=20) - expected) ** 2 / expected).sum().item()

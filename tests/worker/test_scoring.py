@@ -77,7 +77,7 @@ def configured(folder: Path, **options: Any) -> Any:
 def test_scores_are_those_of_transformers(folder: Path, expected: list[Tensor], budget: int, at_once: int) -> None:
     config = configured(folder)
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
-    runner._scored_at_once = at_once
+    runner._score_chunk_size = at_once
     recorder = Recorder(executing(runner))
     driven = Driver(recorder, 8, config.cache.num_blocks, 4)
     scored = [Request(p, SamplingParams(prompt_logprobs=k)) for k, p in zip((2, 0, 5, 3), PROMPTS, strict=True)]

@@ -24,7 +24,7 @@ from tests.worker.test_memory import FakeMeter
 
 
 class Meter(FakeMeter):
-    def watch(self) -> None:
+    def reset_peak(self) -> None:
         """The step runs in the runner, and not in the meter."""
 
 
@@ -120,4 +120,6 @@ def test_replicas_that_share_experts_step_together(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no wheel for this platform")
 def test_the_longest_that_is_tried_is_the_most_that_is_counted_at_once() -> None:
-    assert importlib.import_module("quire.kernels.triton.logits")._CHUNK == warm_up._COUNTED[1] == chunk(1 << 20)
+    assert (
+        importlib.import_module("quire.kernels.triton.logits")._CHUNK == warm_up._PENALTY_LENGTHS[1] == chunk(1 << 20)
+    )

@@ -1,7 +1,7 @@
-"""The model families that are served: config.json → `ModelSpec`, and the names of checkpoint tensors. No torch here.
+"""The supported model families: config.json → `ModelSpec`, and the names of checkpoint tensors. No torch here.
 
-A new family is a file here: a mapping from its config.json to the parts that `quire.engine.models.model_spec`
-describes, and one from our names of those parts to the checkpoint's.
+A new family is a file here, with a mapping from its config.json to the parts in `quire.engine.models.model_spec`, and a
+mapping from our names of those parts to the checkpoint's.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ FAMILIES: dict[str, Family] = {
     **deepseek.FAMILIES,
     **bert.FAMILIES,
 }
-"""By the name of the architecture in config.json."""
+"""By the architecture's name in config.json."""
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ModelSpec:
-    """Map a Hugging Face config to an `ModelSpec`; raises `ConfigError` for what is not served."""
+    """Map a Hugging Face config to a `ModelSpec`. Raises `ConfigError` if the model is not supported."""
     names = config.get("architectures") or []
     name = next((n for n in names if n in FAMILIES), None)
     if name is None:
         raise ConfigError(
-            f"architecture {', '.join(names) or '(none named in config.json)'} is not served; "
-            f"served are: {', '.join(FAMILIES)}"
+            f"architecture {', '.join(names) or '(none in config.json)'} is not supported; "
+            f"supported: {', '.join(FAMILIES)}"
         )
     quantized(config)
     try:

@@ -1,4 +1,4 @@
-"""Encoders, which make vectors: BERT, RoBERTa, DistilBERT, MPNet."""
+"""Encoders for embeddings: BERT, RoBERTa, DistilBERT, MPNet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.engine.protocol.errors import ConfigError
 def _bert(name: str, config: Config, **changes: Any) -> EncoderSpec:
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     if hidden % heads:
-        raise ConfigError(f"hidden_size {hidden} is no multiple of {heads} attention heads")
+        raise ConfigError(f"hidden_size {hidden} is not a multiple of {heads} attention heads")
     if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
-        raise ConfigError(f"position_embedding_type {kind!r} is not served; only absolute is")
+        raise ConfigError(f"position_embedding_type {kind!r} is not supported; only absolute is")
     if config.get("is_decoder") or config.get("add_cross_attention"):
-        raise ConfigError("is_decoder and add_cross_attention are not served; this is an encoder here")
+        raise ConfigError("is_decoder and add_cross_attention are not supported; the model is an encoder")
     norm = NormSpec(eps=float(config.get("layer_norm_eps", 1e-12)), kind="layer", bias=True)
     head_dim = hidden // heads
     layer = LayerSpec(
@@ -67,8 +67,8 @@ def _roberta(name: str, config: Config) -> EncoderSpec:
 
 def _mpnet(name: str, config: Config) -> EncoderSpec:
     buckets = int(config.get("relative_attention_num_buckets", 32))
-    if buckets != 32:  # transformers computes buckets of 32 whatever the table has
-        raise ConfigError(f"relative_attention_num_buckets {buckets} is not served; only 32 is")
+    if buckets != 32:  # transformers always computes 32 buckets
+        raise ConfigError(f"relative_attention_num_buckets {buckets} is not supported; only 32 is")
     return _bert(name, config, padding_id=1, position_offset=2, token_types=0, relative_buckets=buckets)
 
 

@@ -1,4 +1,4 @@
-"""Command R and R7B: attention and feed-forward side by side after one norm, neighbours turned as pairs."""
+"""Command R and R7B: parallel attention and feed-forward after one norm; interleaved rotary pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""DeepSeek V2 and V3 (R1, and Kimi K2, whose architecture is V3's): latent attention and grouped routing."""
+"""DeepSeek V2 and V3 (and R1, and Kimi K2, which has V3's architecture): multi-head latent attention and grouped
+routing."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _deepseek(name: str, config: Config) -> ModelSpec:
         value_dim=int(config["v_head_dim"]),
         scale=scale,
         rope=rope_spec,
-        norm=replace(norm, eps=1e-6),  # of the latents, whatever the model's is
+        norm=replace(norm, eps=1e-6),  # the latents' norm, independent of the model's eps
         bias=bool(config.get("attention_bias", False)),
     )
     dense = feed_forward(config)

@@ -1,4 +1,4 @@
-"""What a model family is, and how its mapping reads config.json. No torch here."""
+"""The definition of a model family, and helpers that read config.json. No torch here."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from quire.engine.models.model_spec import Activation, AttentionSpec, LayerSpec,
 from quire.engine.protocol.errors import ConfigError
 
 Config = Mapping[str, Any]
-"""config.json, with what the family's transformers class assumes where it is silent."""
+"""config.json, with the defaults of the family's transformers class."""
 Runs = Sequence[range]
-"""Rows of a tensor, run by run."""
+"""Rows of a tensor, as ranges."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """How the checkpoints of some architectures are read.
+    """How to read the checkpoints of some architectures.
 
-    `names` maps our modules (layer numbers left out) to the checkpoint's. Keys, the first that is there counts:
-    `module.part.weight` and `module.weight` give a tensor's whole name, `module.part` and `module` all but its last
-    word. In what they give, `{layer}` is the layer's number, `{part}` q, k, v, gate or up, `{expert}` an expert's.
-    Where a module of several parts has a name without them, they stand one after the other in one tensor; where
-    experts have a name without their number, they are stacked in one tensor.
+    `names` maps our modules (without layer numbers) to the checkpoint's names. The first key that exists is used:
+    `module.part.weight` and `module.weight` map to the complete name of a tensor, `module.part` and `module` to the
+    name without its last component. In these names, `{layer}` is the layer's number, `{part}` is q, k, v, gate or up,
+    and `{expert}` is an expert's number. If the name of a module with several parts does not contain the part, the
+    parts are concatenated in one tensor; if the name of experts does not contain the number, they are stacked in one
+    tensor.
     """
 
     architecture: Callable[[str, Config], ModelSpec]
-    """From the architecture's name and config.json."""
+    """From the architecture's name and config.json to the model."""
     names: Mapping[str, str] | Callable[[ModelSpec], Mapping[str, str]]
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers assumes where config.json is silent."""
+    """transformers' defaults for settings that config.json omits."""
     prefix: str = "model."
-    """What a checkpoint of the model without its head may leave out at the start of names."""
+    """Prefix of names that a checkpoint of the model without its head may omit."""
     is_transposed: Callable[[str], bool] = lambda module: False
     """Whether a module's matrices are stored as `[in, out]`."""
     rows: Callable[[LayerSpec, str, str], Runs | None] = lambda layer, module, part: None
-    """For a layer, a module and its part: the row of the checkpoint's tensor that each of the part's rows is.
-    None: in order."""
+    """For a layer, a module and its part: the rows of the part in the checkpoint's tensor. None: in order."""
     unused: tuple[str, ...] = ()
-    """How the names of tensors begin that stand beside the model and are no surplus."""
+    """Prefixes of tensors that are not part of the model and are ignored without a warning."""
     leftovers: str = r"rotary_emb\.inv_freq$"
-    """A pattern of names that old checkpoints have and nobody needs."""
+    """A pattern of names in old checkpoints that are not needed."""
     behind_layers: str = ""
-    """What layers behind the last are, where checkpoints have some that are not served."""
+    """What extra layers after the last one are, in checkpoints that have some; they are not supported."""
 
     def names_of(self, arch: ModelSpec) -> Mapping[str, str]:
         return self.names(arch) if callable(self.names) else self.names
 
 
 def activation(name: str) -> Activation:
-    """transformers' name of an activation, as ours."""
+    """Convert transformers' name of an activation to ours."""
     try:
         return _ACTIVATIONS[name]
     except KeyError:
-        raise ConfigError(f"the activation {name!r} is not served; served are: {', '.join(_ACTIVATIONS)}") from None
+        raise ConfigError(f"the activation {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}") from None
 
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -74,7 +74,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 def architecture(
     name: str, config: Config, layers: Sequence[LayerSpec], norm: NormSpec | None, **changes: Any
 ) -> ModelSpec:
-    """The whole model, of `layers`, whose last hidden states pass `norm`."""
+    """The complete model, with `layers` followed by `norm`."""
     return ModelSpec(
         **{
             "name": name,
@@ -90,7 +90,7 @@ def architecture(
 
 
 def _reach(layer: LayerSpec, length: int) -> int:
-    """The model's length, or what scaling stretches it to, which configs that were edited by hand do not always say."""
+    """The model's length, or the length that RoPE scaling extends it to: hand-edited configs do not always state it."""
     rope = layer.attention.rope
     if rope is None or rope.kind not in ("dynamic", "yarn") or length < rope.original_max_position:
         return length
@@ -135,10 +135,10 @@ def layer_norm(eps: float, *, bias: bool = True) -> NormSpec:
     return NormSpec(eps=float(eps), kind="layer", bias=bias)
 
 
-def require(config: Config, name: str, *served: Any) -> None:
-    """Refuse a setting that is none of those that are served; the first of these is what an absent one means."""
-    if (value := config.get(name, served[0])) not in served:
-        raise ConfigError(f"{name} {value!r} is not served; served: {', '.join(map(repr, served))}")
+def require(config: Config, name: str, *supported: Any) -> None:
+    """Reject a setting with an unsupported value; the first of `supported` is the default."""
+    if (value := config.get(name, supported[0])) not in supported:
+        raise ConfigError(f"{name} {value!r} is not supported; supported: {', '.join(map(repr, supported))}")
 
 
 def head_dim(config: Config) -> int:
@@ -148,8 +148,8 @@ def head_dim(config: Config) -> int:
 def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: bool = False) -> RopeSpec:
     """Rotary settings for heads of `dim` features.
 
-    They stand in transformers 5's `rope_parameters`, where layers differ under the layer type `kind`, or in the older
-    `rope_theta` and `rope_scaling`.
+    They are in transformers 5's `rope_parameters`, by layer type `kind` if layers differ, or in the older `rope_theta`
+    and `rope_scaling`.
     """
     settings = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if kind is not None and isinstance(settings.get(kind), Mapping):
@@ -204,7 +204,7 @@ def rope(config: Config, dim: int, kind: str | None = None, *, is_interleaved: b
                 amplitude=float(amplitude),
             )
     raise ConfigError(
-        f"rope scaling {name!r} is not served; served are default, linear, dynamic, llama3, yarn and longrope"
+        f"rope scaling {name!r} is not supported; supported: default, linear, dynamic, llama3, yarn, longrope"
     )
 
 
@@ -223,12 +223,12 @@ def yarn_temperature(factor: float, weight: float = 1.0) -> float:
 
 
 def windows(config: Config) -> list[int | None]:
-    """The window of each layer: of those that `layer_types` names, or else of those from `max_window_layers` on."""
+    """The window of each layer: of the layers given by `layer_types`, or of those from `max_window_layers` on."""
     window, count = config.get("sliding_window"), int(config["num_hidden_layers"])
     first = min(count, int(config.get("max_window_layers", 0)))
     kinds = config.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (count - first)
     if len(kinds) != count:
-        raise ConfigError(f"layer_types names {len(kinds)} layers, and num_hidden_layers is {count}")
+        raise ConfigError(f"layer_types has {len(kinds)} entries, but num_hidden_layers is {count}")
     if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-        raise ConfigError(f"layers of {', '.join(sorted(unknown))} are not served")
+        raise ConfigError(f"layers of type {', '.join(sorted(unknown))} are not supported")
     return [int(window) if window and kind == "sliding_attention" else None for kind in kinds]

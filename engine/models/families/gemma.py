@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text): norms before and after, stored less 1; scaled embeddings; windows; soft-capping."""
+"""Gemma 1, 2 and 3 (text): norms before and after, stored minus 1; scaled embeddings; windows; soft-capping."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _gemma(name: str, config: Config) -> ModelSpec:
     layer = LayerSpec(
         attention=attention(config, rope_spec),
         attention_norm=norm,
-        feed_forward=feed_forward(config, activation="gelu_tanh"),  # whatever its config says
+        feed_forward=feed_forward(config, activation="gelu_tanh"),  # regardless of its config
         feed_forward_norm=norm,
     )
     layers = [layer] * int(config["num_hidden_layers"])

@@ -1,4 +1,5 @@
-"""GPT-2 and its heirs: OPT, GPT-NeoX, Falcon, Phi, StarCoder2. Norms by mean and variance, no gates."""
+"""GPT-2 and its descendants: OPT, GPT-NeoX, Falcon, Phi, StarCoder2. They use LayerNorm and feed-forward layers
+without gates."""
 
 from __future__ import annotations
 

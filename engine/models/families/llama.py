@@ -1,4 +1,5 @@
-"""Llama and those that differ from it in numbers: Mistral, Qwen2, Qwen3, Granite, SmolLM3, Phi-3 and Phi-4."""
+"""Llama, and families that differ from it only in settings: Mistral, Qwen2, Qwen3, Granite, SmolLM3, Phi-3 and
+Phi-4."""
 
 from __future__ import annotations
 
@@ -30,19 +31,19 @@ NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-"""Llama's, which many others share."""
+"""Llama's names, which many families share."""
 
 FUSED = NAMES | {
     "layers.attention.qkv": "model.layers.{layer}.self_attn.qkv_proj",
     "layers.feed_forward.gate_up": "model.layers.{layer}.mlp.gate_up_proj",
 }
-"""Phi-3's: one matrix for queries, keys and values, and one for gate and up."""
+"""Phi-3's names: one matrix for queries, keys and values, and one for gate and up."""
 
 
 def sequential(
     config: Config, norm: NormSpec, rope_spec: RopeSpec | None, window: int | None, **changes: Any
 ) -> LayerSpec:
-    """Llama's layer; `changes` are of its attention."""
+    """Llama's layer; `changes` apply to its attention."""
     return LayerSpec(
         attention=attention(config, rope_spec, window=window, **changes),
         attention_norm=norm,
@@ -65,7 +66,7 @@ def _mistral(name: str, config: Config) -> ModelSpec:
 
 
 def _phi3(name: str, config: Config) -> ModelSpec:
-    """Its older configs call longrope by other names."""
+    """Older configs use other names for longrope."""
     settings = ("rope_parameters", "rope_scaling")
     scaling = next((dict(config[key]) for key in settings if config.get(key)), {})
     if (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
@@ -104,7 +105,7 @@ def _granite(name: str, config: Config) -> ModelSpec:
 
 
 def _smollm3(name: str, config: Config) -> ModelSpec:
-    """Every fourth layer has no positions; these are the ones that windows are for, if any."""
+    """Every fourth layer has no rotary positions; windows, if enabled, apply to these layers."""
     norm, rope_spec, count = rms_norm(config), rope(config, head_dim(config)), int(config["num_hidden_layers"])
     every = int(config["no_rope_layer_interval"])
     has_rope = config.get("no_rope_layers") or [(number + 1) % every != 0 for number in range(count)]

@@ -26,7 +26,7 @@ NAMES_BY_EXPERT = NAMES | {
     "layers.feed_forward.shared.gate_up": "model.layers.{layer}.mlp.shared_experts.{part}_proj",
     "layers.feed_forward.shared.down": "model.layers.{layer}.mlp.shared_experts.down_proj",
 }
-"""Qwen's and DeepSeek's."""
+"""Names of Qwen and DeepSeek."""
 
 _MIXTRAL_NAMES = NAMES | {
     "layers.feed_forward.router": "model.layers.{layer}.block_sparse_moe.gate",
@@ -58,7 +58,7 @@ def _mixtral(name: str, config: Config) -> ModelSpec:
 
 
 def _qwen_moe(name: str, config: Config) -> ModelSpec:
-    """Qwen2's has a shared expert behind a gate; in both some layers may be dense."""
+    """Qwen2 has a shared expert with a gate; in both families some layers may be dense."""
     norm, rope_spec, is_second = rms_norm(config), rope(config, head_dim(config)), name.startswith("Qwen2")
     dense = feed_forward(config)
     shared = feed_forward(config, size=int(config["shared_expert_intermediate_size"])) if is_second else None
@@ -119,7 +119,7 @@ _GRANITE_NAMES = NAMES | {
 
 
 def _glm4_moe(name: str, config: Config) -> ModelSpec:
-    """Its first layers are dense; routing is DeepSeek-V3's."""
+    """The first layers are dense; routing is DeepSeek-V3's."""
     norm, rope_spec = rms_norm(config), rope(config, head_dim(config))
     dense, experts = feed_forward(config), sigmoid_experts(config)
     biases = {"qkv_bias": bool(config.get("attention_bias", False)), "output_bias": False}
@@ -136,7 +136,8 @@ def _glm4_moe(name: str, config: Config) -> ModelSpec:
 
 
 def sigmoid_experts(config: Config) -> MoESpec:
-    """DeepSeek-V3's: sigmoid scores, a correction bias for choosing, groups by their two best, a shared expert."""
+    """DeepSeek-V3's experts: sigmoid scores, a correction bias for the choice, groups by their two best experts, a
+    shared expert."""
     require(config, "scoring_func", "sigmoid")
     require(config, "topk_method", "noaux_tc")
     require(config, "moe_layer_freq", 1)
@@ -165,7 +166,7 @@ _GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""Unless the config has another."""
+"""The default if the config has none."""
 
 
 def _gpt_oss(name: str, config: Config) -> ModelSpec:
@@ -208,7 +209,7 @@ _GPT_OSS_NAMES = NAMES | {
 
 
 def _gpt_oss_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
-    """Gates and ups take turns."""
+    """Rows of gate and up alternate."""
     if module != "layers.feed_forward.experts.gate_up" or not isinstance(layer.feed_forward, MoESpec):
         return None
     return [range(("gate", "up").index(part), 2 * layer.feed_forward.size, 2)]

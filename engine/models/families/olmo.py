@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and feed-forward only, and over all queries and all keys."""
+"""OLMo 2 and 3: norms only after attention and feed-forward, and over all queries and all keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _olmo(name: str, config: Config) -> ModelSpec:
     if name.startswith("Olmo3"):
         every = range(1, int(config["num_hidden_layers"]) + 1)
         config = {"layer_types": ["sliding_attention" if n % 4 else "full_attention" for n in every], **config}
-    plain = {**config, "rope_scaling": None}  # an old config's scaling is of full attention
+    plain = {**config, "rope_scaling": None}  # in old configs, scaling applies to full attention only
     layers = {
         window: LayerSpec(
             attention=attention(

@@ -1,4 +1,4 @@
-"""Checkpoints that are published quantized, and are served in the model's own type. No torch here."""
+"""Quantized checkpoints, which are dequantized to the model's data type. No torch here."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from quire.engine.protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """How a checkpoint's quantized tensors are stored; others beside them are as in any checkpoint."""
+    """How a checkpoint's quantized tensors are stored; its other tensors are as in any checkpoint."""
 
     method: Literal["fp8", "mxfp4"]
     """fp8: 8-bit floats and a scale for each block (DeepSeek-V3); mxfp4: 4-bit floats in groups of 32 (gpt-oss)."""
     block: tuple[int, int] = (128, 128)
-    """Rows and columns that share a scale of fp8."""
+    """Rows and columns that share an fp8 scale."""
 
 
 def quantized(config: Mapping[str, Any]) -> QuantizedCheckpoint | None:
-    """What config.json says of it; raises `ConfigError` for methods that are not served."""
+    """The quantization in config.json, if any. Raises `ConfigError` if the method is not supported."""
     settings = config.get("quantization_config")
     if not settings:
         return None
@@ -33,6 +33,6 @@ def quantized(config: Mapping[str, Any]) -> QuantizedCheckpoint | None:
             return QuantizedCheckpoint("fp8", (block[0], block[1]))
         method = f"fp8 with weight_block_size {block}"
     raise ConfigError(
-        f"this checkpoint is quantized ({method}), which is not served yet; use the full-precision one "
-        "(served are mxfp4, and fp8 with two numbers as weight_block_size)"
+        f"this checkpoint is quantized ({method}), which is not supported; use the full-precision one "
+        "(supported: mxfp4, and fp8 with two numbers as weight_block_size)"
     )

@@ -1,4 +1,4 @@
-"""Models that transformers builds: what they take is asked of a process of its own, which may import torch."""
+"""Models that transformers builds: a separate process, which may import torch, measures them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quire.engine.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_ANSWERS = "quire.engine.models.transformers_backend.describe"
+_MODULE = "quire.engine.models.transformers_backend.describe"
 _SECONDS = 300
 
 
 @dataclass(frozen=True, kw_only=True)
 class DescribeRequest:
-    """A model folder, and the layout that it is to be served in."""
+    """A model folder, and the parallel layout to measure."""
 
     path: Path
     tensor_parallel_size: int = 1
@@ -30,9 +30,9 @@ class DescribeRequest:
     """--max-model-len."""
     trust_remote_code: bool = False
     is_checked: bool = True
-    """Whether a small model of the kind is compared with transformers' own."""
+    """Whether to compare a small model of the same kind with transformers' own implementation."""
     is_verbose: bool = False
-    """Whether a traceback is wanted rather than a refusal."""
+    """Whether errors include a traceback."""
 
     @property
     def is_single(self) -> bool:
@@ -40,23 +40,23 @@ class DescribeRequest:
 
 
 def describe(request: DescribeRequest) -> TransformersModelSpec:
-    """Measure the model, and see that it is served as transformers would run it; raises `ConfigError` with the reason.
+    """Measure the model and check that it runs as in transformers. Raises `ConfigError` with the reason if it does not.
 
-    Takes some seconds, most of them for imports.
+    Takes a few seconds, mostly for imports.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-P", "-m", _ANSWERS]  # -P: nothing of the current folder
+    command = [sys.executable, "-P", "-m", _MODULE]  # -P: import nothing from the current folder
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, input=pickle.dumps(request), env=environment, capture_output=True, timeout=_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{request.path}: transformers did not build this model within {_SECONDS} s") from None
-    if done.returncode or not done.stdout:
-        said = done.stderr.decode(errors="replace").strip()
-        last = said.splitlines()[-1] if said else f"exit status {done.returncode}"
-        raise ConfigError(f"transformers cannot build it ({said if request.is_verbose else last})")
-    answer = pickle.loads(done.stdout)
+    if process.returncode or not process.stdout:
+        errors = process.stderr.decode(errors="replace").strip()
+        last = errors.splitlines()[-1] if errors else f"exit status {process.returncode}"
+        raise ConfigError(f"transformers cannot build it ({errors if request.is_verbose else last})")
+    answer = pickle.loads(process.stdout)
     if isinstance(answer, str):
         raise ConfigError(answer)
     assert isinstance(answer, TransformersModelSpec)

@@ -1,1 +1,1 @@
-"""Models as transformers builds them, with our attention and linear layers inside."""
+"""Models as transformers builds them, with our attention and linear layers."""

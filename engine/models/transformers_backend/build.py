@@ -1,4 +1,4 @@
-"""A model as transformers builds it from its config, with our layers in the place of its own."""
+"""Builds a model with transformers from its config, and replaces its layers by ours."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ _QUIET = {
     "pretraining_tp": 1,
 }
 
-NO_INTERFACE = "its attention is not asked through transformers' attention interface, which is not served"
+NO_INTERFACE = "its attention does not use transformers' attention interface, which is not supported"
 
 _building = threading.Lock()
 _logging: Any = transformers.logging
 _logging.set_verbosity_error()
 from_config: Callable[..., Any] = AutoModelForCausalLM.from_config
-"""transformers' way from a config to a causal language model."""
+"""transformers' constructor of a causal language model from a config."""
 
 
 def read_config(path: Path, trust_remote_code: bool) -> Any:
-    """The config as transformers reads it; raises what transformers raises."""
+    """The config as transformers reads it; transformers' errors are passed on."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except ValueError as error:
         if trust_remote_code or "trust_remote_code" not in str(error):
             raise
-        raise ConfigError("it comes with Python code of its own, which --trust-remote-code runs") from None
+        raise ConfigError("it requires its own Python code, which needs --trust-remote-code") from None
 
 
-def build_whole(config: Any, dtype: torch.dtype, implementation: str, trust_remote_code: bool) -> Any:
-    """transformers' model with its weights on the meta device, and its buffers real."""
+def build_model(config: Any, dtype: torch.dtype, implementation: str, trust_remote_code: bool) -> Any:
+    """transformers' model, with its weights on the meta device and its buffers allocated."""
     for part in {id(each): each for each in (config, config.get_text_config(decoder=True))}.values():
         for name, value in _QUIET.items():
             if getattr(part, name, value) != value:
@@ -63,7 +63,7 @@ def build_whole(config: Any, dtype: torch.dtype, implementation: str, trust_remo
             model = from_config(
                 config,
                 attn_implementation=implementation,
-                experts_implementation="eager",  # others want sizes that are multiples of some number
+                experts_implementation="eager",  # the others require sizes that are multiples of some number
                 dtype=dtype,
                 trust_remote_code=trust_remote_code,
             )
@@ -71,18 +71,19 @@ def build_whole(config: Any, dtype: torch.dtype, implementation: str, trust_remo
             if error.args == (implementation,):
                 raise ConfigError(NO_INTERFACE) from None
             raise
-    _keep_wide(model, dtype)
+    _keep_float32(model, dtype)
     return model.eval().requires_grad_(requires_grad=False)
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Parameters lose their memory as soon as they are made; what is computed at once, such as frequencies, stays."""
+    """Release parameters' memory as soon as they are created; buffers that are computed, such as frequencies, are
+    kept."""
     modules: Any = nn.Module
-    register, mine = modules.register_parameter, threading.get_ident()
+    register, thread = modules.register_parameter, threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta" and threading.get_ident() == mine:
+        if parameter is not None and parameter.device.type != "meta" and threading.get_ident() == thread:
             parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=False)
         register(module, name, parameter)
 
@@ -93,8 +94,8 @@ def _parameters_on_meta() -> Iterator[None]:
         modules.register_parameter = register
 
 
-def _keep_wide(model: Any, dtype: torch.dtype) -> None:
-    """Parameters that transformers keeps in float32 beside a half-precision model."""
+def _keep_float32(model: Any, dtype: torch.dtype) -> None:
+    """Convert the parameters that transformers keeps in float32 in a half-precision model."""
     patterns = set(model._keep_in_fp32_modules_strict or ()) if dtype != torch.float32 else set()
     if dtype == torch.float16:
         patterns |= set(model._keep_in_fp32_modules or ())
@@ -107,14 +108,14 @@ def base_of(model: Any) -> nn.Module:
     """The model without its head."""
     base = getattr(model, model.base_model_prefix, None) if model.base_model_prefix else None
     if not isinstance(base, nn.Module):
-        raise ConfigError("it has no base model beside its head, which is not served")
+        raise ConfigError("it has no base model separate from its head, which is not supported")
     return base
 
 
-def put_in_layers(model: Any, parallel: Parallel, device: torch.device) -> dict[str, str]:
-    """Replace linear layers, embedding and parameters by ours, uninitialized on `device`, cut as the plan says.
+def replace_layers(model: Any, parallel: Parallel, device: torch.device) -> dict[str, str]:
+    """Replace linear layers, embedding and parameters by ours, uninitialized on `device` and sharded by the plan.
 
-    Returns which parameter's values others take: head → embedding, where they are tied and not the same anyway.
+    Returns the parameters that take another's values: head → embedding, if they are tied but not shared in memory.
     """
     plan = ShardingPlan(model.tp_plan, parallel.size)
     embedding = model.get_input_embeddings()
@@ -128,7 +129,7 @@ def put_in_layers(model: Any, parallel: Parallel, device: torch.device) -> dict[
             elif module is embedding and type(module) is nn.Embedding and style in ("", "embedding_rowwise"):
                 model.set_submodule(path, PlannedEmbedding(module, parallel if style else Parallel()))
             else:
-                _put_in_parameters(path, module, plan, parallel)
+                _replace_parameters(path, module, plan, parallel)
                 hook(path, module, style, parallel)
     if device.type != "meta":
         for module in model.modules():
@@ -137,13 +138,13 @@ def put_in_layers(model: Any, parallel: Parallel, device: torch.device) -> dict[
     return _tie(model)
 
 
-def _put_in_parameters(path: str, module: nn.Module, plan: ShardingPlan, parallel: Parallel) -> None:
+def _replace_parameters(path: str, module: nn.Module, plan: ShardingPlan, parallel: Parallel) -> None:
     prefix = f"{path}." if path else ""
     for name, parameter in module._parameters.items():
         if parameter is not None and not isinstance(parameter, Weight):
             module._parameters[name] = planned_parameter(prefix + name, parameter, plan[prefix + name], parallel)
     for name, buffer in list(module._buffers.items()):
-        # Routers keep what corrects their choice in buffers, which are the checkpoint's to fill.
+        # Routers have their correction biases in buffers, which the checkpoint contains.
         is_stored = name not in module._non_persistent_buffers_set
         if buffer is not None and is_stored and buffer.is_floating_point() and buffer.ndim:
             del module._buffers[name]
@@ -151,7 +152,7 @@ def _put_in_parameters(path: str, module: nn.Module, plan: ShardingPlan, paralle
 
 
 def _tie(model: Any) -> dict[str, str]:
-    """Share tied weights where both sides are cut alike; of the others, say which is read in whose place."""
+    """Share tied weights that are sharded alike; for the others, return which checkpoint parameter each one reads."""
     read: dict[str, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for target, source in model.all_tied_weights_keys.items():
@@ -172,14 +173,14 @@ def _tie(model: Any) -> dict[str, str]:
 
 
 class MissingLayer(nn.Module):
-    """In the place of a layer that another stage has: hands on what it is given."""
+    """Stands for a layer on another stage: returns its input."""
 
     def forward(self, x: Tensor, *others: object, **more: object) -> Tensor:
         return x
 
 
 def keep_stage(model: Any, layers: range, total: int) -> None:
-    """Take out what other stages have: as transformers' own pipeline does, by the model's plan."""
+    """Remove the layers of other stages, by the model's pipeline plan, as transformers does."""
     base = base_of(model)
     names = {name.rpartition(".")[2] for name in model.pp_plan} - {"lm_head"}
     stack = getattr(base, "layers", None)
@@ -196,7 +197,7 @@ def keep_stage(model: Any, layers: range, total: int) -> None:
 
 
 def drop_head(model: Any) -> None:
-    """Leave the base model alone."""
+    """Remove everything but the base model."""
     base = base_of(model)
     for name, module in list(model.named_children()):
         if module is not base:
@@ -204,9 +205,9 @@ def drop_head(model: Any) -> None:
 
 
 def fix_frequencies(model: Any, max_length: int) -> None:
-    """Choose rotary frequencies that depend on the length once, for `max_length`.
+    """Compute rotary frequencies that depend on the length once, for `max_length`.
 
-    Otherwise they would follow the longest request of a step, and a sequence's keys would change while it grows.
+    Otherwise they would depend on the longest request of a step, and a sequence's keys would change while it grows.
     """
     longest = torch.tensor([[max_length - 1]])
     for module in model.modules():

@@ -1,8 +1,8 @@
-"""Where the parameters of a model that transformers builds lie in a checkpoint.
+"""Maps the parameters of a model that transformers builds to a checkpoint's tensors.
 
-transformers renames and converts some checkpoints while it loads them (`transformers/conversion_mapping.py`); its own
-rules are asked for the names. Of the conversions, those are served that a slice can go through: experts that are
-stacked, tensors that are joined or cut along a dimension, and transposed matrices.
+transformers renames and converts some checkpoints while loading them (`transformers/conversion_mapping.py`); its own
+rules determine the names here. Only conversions that work on slices are supported: stacking experts, concatenating or
+chunking tensors along a dimension, and transposing matrices.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from quire.engine.protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class TensorSource:
-    """A checkpoint tensor that a parameter is made of, and what transformers does to it on the way."""
+    """A checkpoint tensor that a parameter is made of, and how transformers converts it."""
 
     name: str
     converter: Any = None
     part: int = 0
-    """Which of the patterns that are converted together its name fits."""
+    """Index of the converter's source pattern that its name matches."""
 
 
 class CheckpointNames:
-    """The parameters of `model`, and what a checkpoint with the tensors `stored` has for them."""
+    """The parameters of `model`, and their sources in a checkpoint with the tensors `stored`."""
 
     def __init__(self, model: Any, names: Collection[str], stored: Collection[str], rules: Sequence[Any]) -> None:
-        """`names` are the whole model's, and `rules` transformers' for its checkpoints."""
+        """`names` are the complete model's parameters; `rules` are transformers' conversion rules."""
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         known = dict.fromkeys(names, True)
@@ -61,21 +61,22 @@ class CheckpointNames:
 
     @staticmethod
     def _targets(target: str, converter: Any) -> Iterator[str]:
-        """A converter names the first of its targets."""
+        """All targets of a converter; `target` is the first."""
         first = converter.target_patterns[0]
         for pattern in converter.target_patterns:
             yield target.replace(first, pattern)
 
 
 def _in_order(name: str) -> list[tuple[int, str]]:
-    """Experts by their number."""
+    """A sort key that orders experts by number."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def needed(
     model: nn.Module, tied: dict[str, str], names: CheckpointNames | None
 ) -> Iterator[tuple[Weight, Shard, StoredSlice]]:
-    """What fills the parameters of `model`; without a checkpoint every tensor has its parameter's name and shape."""
+    """The checkpoint slices of `model`'s parameters; without a checkpoint, each tensor has its parameter's name and
+    shape."""
     for path, weight in model.named_parameters():
         assert isinstance(weight, Weight)
         name = tied.get(path, path)
@@ -90,11 +91,13 @@ def needed(
 
 
 def _converted(name: str, weight: Weight, sources: list[TensorSource]) -> Iterator[tuple[Shard, StoredSlice]]:
-    """The shards of a parameter that transformers makes of `sources`, as slices of these."""
+    """The shards of a parameter that transformers makes from `sources`, as slices of these."""
     converter = sources[0].converter
     kinds = [type(operation).__name__ for operation in converter.operations]
     dims = [getattr(operation, "dim", 0) for operation in converter.operations]
-    refusal = ConfigError(f"{name} is made of {sources[0].name} by {', then '.join(kinds)}, which is not served")
+    unsupported = ConfigError(
+        f"{name} is converted from {sources[0].name} by {', then '.join(kinds)}, which is not supported"
+    )
     shape = weight.shards[0].shape
     groups = [[each for each in sources if each.part == part] for part in range(len(converter.source_patterns))]
     groups = [group for group in groups if group]
@@ -104,16 +107,16 @@ def _converted(name: str, weight: Weight, sources: list[TensorSource]) -> Iterat
             joined = dims[1] if len(kinds) == 2 else 0
             experts = len(groups[0])
             if experts != shape[0] or any(len(group) != experts for group in groups) or (parts > 1) != (joined > 0):
-                raise refusal
+                raise unsupported
             for shard in weight.shards:
                 for number, group in enumerate(groups):
                     for place, source in enumerate(group):
-                        yield from _of_expert(shard, source, place, number, parts, joined, refusal)
+                        yield from _of_expert(shard, source, place, number, parts, joined, unsupported)
         case ["Concatenate"] if len(sources) == parts:
             for shard in weight.shards:
                 if shard.dim != dims[0]:
                     if shard.length != shard.shape[shard.dim]:
-                        raise refusal
+                        raise unsupported
                     shard = replace(shard, dim=dims[0], start=0, length=shape[dims[0]])
                 for number, (source,) in enumerate(groups):
                     if (cut := _within(shard, number, parts)) is not None:
@@ -123,7 +126,7 @@ def _converted(name: str, weight: Weight, sources: list[TensorSource]) -> Iterat
             number = next(i for i, pattern in enumerate(converter.target_patterns) if pattern in name)
             for shard in weight.shards:
                 if shard.dim != dims[0] and shard.length != shard.shape[shard.dim]:
-                    raise refusal
+                    raise unsupported
                 size = shape[dims[0]]
                 start, length = (shard.start, shard.length) if shard.dim == dims[0] else (0, size)
                 whole = (*shape[: dims[0]], size * count, *shape[dims[0] + 1 :])
@@ -133,11 +136,11 @@ def _converted(name: str, weight: Weight, sources: list[TensorSource]) -> Iterat
             for shard in weight.shards:
                 yield shard, StoredSlice(sources[0].name, shape[::-1], is_transposed=True)
         case _:
-            raise refusal
+            raise unsupported
 
 
 def _within(shard: Shard, number: int, parts: int) -> Shard | None:
-    """The overlap of a shard with the `number`th of `parts` equal parts along its dimension, as a shard of that."""
+    """The overlap of a shard with part `number` of `parts` equal parts along its dimension, as a shard of that part."""
     size = shard.shape[shard.dim] // parts
     low, high = max(shard.start, number * size), min(shard.start + shard.length, (number + 1) * size)
     if low >= high:
@@ -148,16 +151,16 @@ def _within(shard: Shard, number: int, parts: int) -> Shard | None:
 
 
 def _of_expert(
-    shard: Shard, source: TensorSource, place: int, number: int, parts: int, joined: int, refusal: ConfigError
+    shard: Shard, source: TensorSource, place: int, number: int, parts: int, joined: int, unsupported: ConfigError
 ) -> Iterator[tuple[Shard, StoredSlice]]:
-    """The slice of one expert's tensor that a shard of the stack needs."""
-    if shard.dim == 0:  # all experts whole
+    """The slice of one expert's tensor for a shard of the stack."""
+    if shard.dim == 0:  # whole experts
         if shard.length != shard.shape[0]:
-            raise refusal
+            raise unsupported
         dim = joined or 1
         shard = replace(shard, dim=dim, start=0, length=shard.shape[dim], offset=0)
     if parts > 1 and shard.dim != joined:
-        raise refusal
+        raise unsupported
     cut = _within(shard, number, parts) if parts > 1 else shard
     if cut is not None:
         cut = replace(cut, shape=cut.shape[1:], dim=cut.dim - 1, expert=place, place=place)

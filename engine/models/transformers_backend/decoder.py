@@ -1,4 +1,4 @@
-"""A stage of a model that transformers builds, behind the same interface as `quire.engine.models.decoder.Decoder`."""
+"""A stage of a model that transformers builds, with the interface of `quire.engine.models.decoder.Decoder`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from quire.engine.models.transformers_backend.checkpoint import CheckpointNames,
 from quire.engine.models.transformers_backend.sharding import PlannedLinear, without_numbers
 
 
-class _Given(nn.Module):
-    """In the base model's place: what it has already put out."""
+class _BaseOutput(nn.Module):
+    """Stands in for the base model: returns its previous output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.output: Any = None
 
     @property
-    def decoder(self) -> _Given:
-        """What some heads ask instead of the base model itself."""
+    def decoder(self) -> _BaseOutput:
+        """Some heads call this instead of the base model itself."""
         return self
 
     def forward(self, *inputs: object, **more: object) -> Any:
@@ -37,10 +37,10 @@ class _Given(nn.Module):
 
 
 class TransformersDecoder(nn.Module):
-    """The layers `layers` of a model. Parameters have transformers' names, and are uninitialized on `device`.
+    """The layers `layers` of a model. Parameters have transformers' names and are uninitialized on `device`.
 
-    `base` is transformers' model without its head, `shell` what is around it, with the head; the latter's call of its
-    base is answered by the hidden states that are asked about.
+    `base` is transformers' model without its head, `shell` the complete model. To compute logits, the shell's call of
+    its base returns the given hidden states.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TransformersDecoder(nn.Module):
         trust_remote_code: bool = False,
     ) -> None:
         super().__init__()
-        model = build.build_whole(config, dtype, attention.NAME, trust_remote_code)
+        model = build.build_model(config, dtype, attention.NAME, trust_remote_code)
         self.names = frozenset(model.state_dict())
         """Of all parameters of the whole model."""
         self.plans = model.pp_plan
@@ -70,20 +70,20 @@ class TransformersDecoder(nn.Module):
         if len(layers) != total:
             build.keep_stage(model, layers, total)
         model.all_tied_weights_keys = tied_to
-        self.tied = build.put_in_layers(model, parallel, device)
+        self.tied = build.replace_layers(model, parallel, device)
         """Parameters whose values are another's in the checkpoint."""
         self.shell = model
         self.paged = attention.PagedAttention()
         attention.attach(model, self.paged)
-        self._base = [build.base_of(model)]  # not another child: the shell has it
-        self._given = _Given()
+        self._base = [build.base_of(model)]  # in a list, as it is already a child of the shell
+        self._base_output = _BaseOutput()
         self._output: type[Any] | None = None
 
     @staticmethod
     def of(
         model: ModelConfig, arch: TransformersModelSpec, layers: range, parallel: Parallel, device: torch.device
     ) -> TransformersDecoder:
-        """As the resolved configuration says; without a head where it makes vectors."""
+        """Build the decoder for the resolved configuration; embedding models have no head."""
         config = build.read_config(model.path, model.trust_remote_code)
         decoder = TransformersDecoder(
             config,
@@ -95,30 +95,31 @@ class TransformersDecoder(nn.Module):
             model.max_model_len,
             trust_remote_code=model.trust_remote_code,
         )
-        decoder.keep_whole(arch.read_directly)
+        decoder.keep_unpacked(arch.read_directly)
         if model.pooling is not None:
             build.drop_head(decoder.shell)
         return decoder
 
     def find(self, stored: Collection[str] | None) -> None:
-        """Where the parameters are in a checkpoint of these tensors; None: one that has them as they are."""
+        """Locate the parameters in a checkpoint with the tensors `stored`; None: a checkpoint with the parameters'
+        own names."""
         names = None if stored is None else CheckpointNames(self.shell, self.names, stored, self._conversions)
         self.places = list(needed(self.shell, self.tied, names))
         self.surplus = [] if names is None else names.surplus
 
-    def keep_whole(self, direct: frozenset[str]) -> None:
-        """Leave the weights of these linear layers (layer numbers as `*`) as they are: the model reads them."""
+    def keep_unpacked(self, direct: frozenset[str]) -> None:
+        """Do not pack these linear layers (with `*` for layer numbers): the model reads their weights directly."""
         for path, module in self.shell.named_modules():
             if isinstance(module, PlannedLinear):
                 module.is_read_directly = without_numbers(path) in direct
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
-        """As `Decoder`'s: `[tokens, hidden_size]` after this stage, from that of the stage before."""
+        """As `Decoder.forward`: `[tokens, hidden_size]` after this stage, given that after the previous stage."""
         self.paged.begin(batch, caches)
         return self.run(x, batch.token_ids, batch.positions)
 
     def run(self, x: Tensor | None, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The base model over a flat batch, its attention answered by whatever is attached."""
+        """Run the base model on a flat batch, with the attached attention function."""
         start: dict[str, Tensor] = {"input_ids": token_ids[None]} if x is None else {"inputs_embeds": x[None]}
         output = self._base[0](**start, position_ids=positions[None], use_cache=False)
         self._output = type(output)
@@ -126,16 +127,16 @@ class TransformersDecoder(nn.Module):
         return hidden
 
     def features(self, x: Tensor) -> Tensor:
-        """As `Decoder`'s: what the head sees, which the base model has put out already."""
+        """As `Decoder.features`; the base model has already normalized `x`."""
         return x
 
     def logits(self, x: Tensor) -> Tensor:
-        """As `Decoder`'s: the last stage's `[rows, hidden_size]` → float32 `[rows, vocab_size]`."""
-        assert self._output is not None, "asked for logits before the first step"
+        """As `Decoder.logits`: the last stage's `[rows, hidden_size]` → float32 `[rows, vocab_size]`."""
+        assert self._output is not None, "logits() called before the first step"
         model, base = self.shell, self._base[0]
         name = model.base_model_prefix
-        self._given.output = self._output(last_hidden_state=x[None])
-        setattr(model, name, self._given)
+        self._base_output.output = self._output(last_hidden_state=x[None])
+        setattr(model, name, self._base_output)
         try:
             output = model(inputs_embeds=x[None], use_cache=False)
         finally:

@@ -1,11 +1,11 @@
-"""What `quire.engine.models.families.transformers_backend` asks, answered in a process of its own: sizes, and whether
-it is right.
+"""Measures a model that transformers builds, and checks that it runs correctly here. Runs in its own process, for
+`quire.engine.models.families.transformers_backend`.
 
-A request comes pickled on standard input, and its answer goes to standard output. Nothing is read but config.json (and
-code beside it): a model whose linear layers and experts put out zeros, and whose weights take no memory, is run over
-two tokens, which tells what every layer asks of its attention, and what its ranks hold. Then a small random model of
-the same kind is run both ways, by transformers itself and as it would be served: over two requests at once, one of
-them in two chunks. Where the logits differ, the model depends on something that attention does not tell of.
+A pickled request arrives on standard input; the answer goes to standard output. Only config.json (and code beside it)
+is read. First, the model runs over two tokens, with linear layers and experts that return zeros and weights that take
+no memory: this shows each layer's attention calls and the sizes on each rank. Then a small random model of the same
+kind runs both in transformers and in Quire, with two requests at once, one of them in two chunks. If the logits differ,
+the model depends on something other than its attention calls.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _LENGTHS = (
     "model_max_length",
 )
 _UNLIMITED = 1 << 20
-_SAME = 1e-3
-"""Largest difference of logits, as a share of the largest logit."""
+_TOLERANCE = 1e-3
+"""Maximum difference of logits, as a fraction of the largest logit."""
 _ATTENDING = frozenset(("full_attention", "sliding_attention"))
 _STATEFUL = frozenset(("linear_attention", "conv", "hybrid", "hybrid_sliding"))
 _BLOCK, _REQUEST_BLOCKS = 4, 6
@@ -57,7 +57,8 @@ _META, _CPU = torch.device("meta"), torch.device("cpu")
 
 
 def describe(request: DescribeRequest) -> TransformersModelSpec:
-    """Raises `ConfigError` for what cannot be served, and for whatever transformers or the model's own code raises."""
+    """Describe the model. Raises `ConfigError` if it is not supported, or if transformers or the model's own code
+    fails."""
     try:
         return _describe(request)
     except ConfigError:
@@ -82,17 +83,17 @@ def _describe(request: DescribeRequest) -> TransformersModelSpec:
 
 
 def _check_kind(config: Any) -> str:
-    """The architecture's name, of a model that generates text from text alone."""
+    """Check that the model generates text from text alone; returns the architecture's name."""
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
-        raise ConfigError("it is an encoder with a decoder, which is not served")
+        raise ConfigError("it is an encoder-decoder model, which is not supported")
     if parts := [each for each in config.sub_configs if re.search("vision|audio|image|video", each)]:
-        raise ConfigError(f"it takes more than text ({', '.join(parts)}), which is not served")
+        raise ConfigError(f"it takes more than text ({', '.join(parts)}), which is not supported")
     kinds = set(getattr(text, "layer_types", None) or ()) - _ATTENDING
     if stateful := sorted(kinds & _STATEFUL):
-        raise ConfigError(f"it keeps a recurrent state (layers of {', '.join(stateful)}), which is not served")
+        raise ConfigError(f"it keeps a recurrent state (layers of {', '.join(stateful)}), which is not supported")
     if kinds:
-        raise ConfigError(f"its layers of {', '.join(sorted(kinds))} are not served")
+        raise ConfigError(f"its layers of {', '.join(sorted(kinds))} are not supported")
     return str((config.architectures or [type(config).__name__])[0])
 
 
@@ -118,8 +119,8 @@ def _build(
     )
 
 
-class _First(Parallel):
-    """The first of `size` ranks, whose partners give what it gives."""
+class _MirroredRank(Parallel):
+    """The first of `size` ranks, whose peers return the same values as this one."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -130,11 +131,13 @@ class _First(Parallel):
 
 def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersModelSpec:
     tp = request.tensor_parallel_size
-    decoder = _build(config, request, torch.float32, _META, _First(tp), range(1), 1, request.length or _UNLIMITED)
+    decoder = _build(
+        config, request, torch.float32, _META, _MirroredRank(tp), range(1), 1, request.length or _UNLIMITED
+    )
     _check_class(decoder.shell, name)
     recorder = attention.CallRecorder()
     attention.attach(decoder.shell, recorder)
-    _make_hollow(decoder)
+    _replace_by_zeros(decoder)
     try:
         with torch.inference_mode():
             hidden = decoder.run(None, torch.tensor([1, 2]), torch.tensor([0, 1]))
@@ -151,31 +154,31 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
         raise ConfigError(build.NO_INTERFACE)
     count, rest = divmod(len(calls), sizes.layers or 1)
     if rest or not sizes.layers:
-        raise ConfigError(f"{sizes.layers} layers ask for attention {len(calls)} times, which is not served")
+        raise ConfigError(f"{sizes.layers} layers call attention {len(calls)} times, which is not supported")
     layers = []
     for number, call in enumerate(calls):
-        own = number // count
-        mine = number % count == 0
+        layer = number // count
+        is_first_call = number % count == 0
         layers.append(
             TransformersLayerSpec(
                 attention=AttentionSpec(
                     num_heads=call.heads * tp,
                     num_kv_heads=call.kv_heads * tp,
                     head_dim=max(call.key_dim, call.value_dim),
-                    scale=call.asked.scale,
+                    scale=call.settings.scale,
                     rope=None,
-                    window=call.asked.window or None,
-                    softcap=call.asked.softcap,
+                    window=call.settings.window or None,
+                    softcap=call.settings.softcap,
                     has_sinks=call.has_sinks,
                 ),
                 feed_forward=MLPSpec(size=sizes.widest * tp),
-                linears=tuple(sizes.linears[own]) if mine else (),
-                others=sizes.others[own] if mine else 0,
+                linears=tuple(sizes.linears[layer]) if is_first_call else (),
+                others=sizes.others[layer] if is_first_call else 0,
             )
         )
     if request.pipeline_parallel_size > 1:
         if count != 1:
-            raise ConfigError("--pipeline-parallel-size: its layers ask for attention more than once")
+            raise ConfigError("--pipeline-parallel-size: its layers call attention more than once")
         build.keep_stage(decoder.shell, range(1), sizes.layers)
     text = config.get_text_config(decoder=True)
     length = next(
@@ -199,19 +202,21 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
 def _check_class(model: Any, name: str) -> None:
     built = type(model).__name__
     if built != name:
-        raise ConfigError(f"it is no causal language model of transformers, which would build {built} of its config")
-    if model.config.get_text_config(decoder=True) is not model.config:  # what a part declares is the whole's
+        raise ConfigError(f"it is not a causal language model in transformers, which builds {built} from its config")
+    if (
+        model.config.get_text_config(decoder=True) is not model.config
+    ):  # a part declares the modalities of the whole model
         taken = {model.input_modalities} if isinstance(model.input_modalities, str) else set(model.input_modalities)
         if taken != {"text"}:
-            raise ConfigError(f"it takes more than text ({', '.join(sorted(taken))}), which is not served")
+            raise ConfigError(f"it takes more than text ({', '.join(sorted(taken))}), which is not supported")
     if getattr(model, "_is_stateful", False):
-        raise ConfigError("it keeps a recurrent state, which is not served")
+        raise ConfigError("it keeps a recurrent state, which is not supported")
     if not model._can_set_attn_implementation():
         raise ConfigError(build.NO_INTERFACE)
 
 
 class _MeasuredSizes:
-    """What a rank holds: of each layer, by the first number in a parameter's path, and before and after them."""
+    """Sizes on a rank: for each layer, by the first number in a parameter's path, and before and after the layers."""
 
     def __init__(self) -> None:
         self.linears: dict[int, list[MatrixShape]] = defaultdict(list)
@@ -257,13 +262,13 @@ def _is_inside(module: nn.Module, base: nn.Module) -> bool:
 
 
 class _Zeros(kernels.PackedLinear):
-    """The product of a linear layer without weights."""
+    """A linear layer's product without weights."""
 
     def __init__(self, rows: int) -> None:
-        self._rows, self.is_asked = rows, False
+        self._rows, self.is_called = rows, False
 
     def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        self.is_asked = True
+        self.is_called = True
         return x.new_zeros(len(x), self._rows)
 
     def state(self) -> list[Tensor]:
@@ -271,17 +276,17 @@ class _Zeros(kernels.PackedLinear):
 
 
 def _read_directly(decoder: TransformersDecoder) -> frozenset[str]:
-    """Linear layers that no one calls, by name, layer numbers as `*`: models read their weights themselves."""
+    """Linear layers that are never called, with `*` for layer numbers: models read their weights directly."""
     called: dict[str, bool] = defaultdict(bool)
     for path, module in decoder.shell.named_modules():
         if isinstance(module, PlannedLinear):
             assert isinstance(module._product, _Zeros)
-            called[without_numbers(path)] |= module._product.is_asked
+            called[without_numbers(path)] |= module._product.is_called
     return frozenset(path for path, is_called in called.items() if not is_called)
 
 
-def _make_hollow(decoder: TransformersDecoder) -> None:
-    """Linear layers and experts put out zeros; other parameters are zeros that share one place in memory."""
+def _replace_by_zeros(decoder: TransformersDecoder) -> None:
+    """Make linear layers and experts return zeros; other parameters become zeros that share one element of memory."""
     for module in decoder.shell.modules():
         if isinstance(module, Linear):
             module._product = _Zeros(len(module.weight))
@@ -291,38 +296,38 @@ def _make_hollow(decoder: TransformersDecoder) -> None:
                 module._parameters[name] = nn.Parameter(
                     torch.zeros((), dtype=weight.dtype).expand(weight.shape), requires_grad=False
                 )
-        if hasattr(module, "_apply_gate"):  # as transformers marks experts
+        if hasattr(module, "_apply_gate"):  # transformers' mark of experts
             module.forward = lambda x, *others, **more: torch.zeros_like(x)
 
 
 def _compare(config: Any, request: DescribeRequest, direct: frozenset[str]) -> None:
-    """A small model both ways."""
+    """Compare a small model in transformers and here."""
     tp = request.tensor_parallel_size
     try:
         small = type(config).from_dict(shrink(config.to_dict(), 1 << (tp - 1).bit_length()))
         small.architectures = config.architectures
-        theirs, state = _reference(small, request)
+        reference, state = _reference(small, request)
     except Exception as error:
         if request.is_verbose:
             raise
         raise ConfigError(
-            f"no small model of its kind can be made to compare with transformers ({_first_line(error)})"
+            f"no small model of its kind can be built to compare with transformers ({_first_line(error)})"
         ) from None
     first, second = (torch.randint(4, 100, (count,), generator=torch.Generator().manual_seed(7)) for count in (21, 12))
     with torch.inference_mode():
-        expected = [theirs(tokens[None], use_cache=False).logits[0].float() for tokens in (first, second)]
-    got = _served(small, request, direct, state, [first, second])
-    for ours, right in zip(got, expected, strict=True):
+        expected = [reference(tokens[None], use_cache=False).logits[0].float() for tokens in (first, second)]
+    actual = _quire_logits(small, request, direct, state, [first, second])
+    for ours, right in zip(actual, expected, strict=True):
         difference = float((ours - right).abs().max() / right.abs().max())
-        if not difference <= _SAME:
+        if not difference <= _TOLERANCE:
             raise ConfigError(
-                "a small model of its kind gives other logits when it is served than in transformers itself (by "
-                f"{difference:.2g} of the largest): its output depends on more than attention over earlier tokens"
+                "a small model of its kind gives different logits here than in transformers (by "
+                f"{difference:.2g} of the largest): its output depends on more than attention to earlier tokens"
             )
 
 
 def _reference(small: Any, request: DescribeRequest) -> tuple[Any, dict[str, Tensor]]:
-    """transformers' own model, with weights far enough from 0 that a difference shows."""
+    """transformers' own model, with weights large enough that differences show."""
     torch.manual_seed(0)
     config = copy.deepcopy(small)
     model = build.from_config(
@@ -337,16 +342,19 @@ def _reference(small: Any, request: DescribeRequest) -> tuple[Any, dict[str, Ten
     return model, model.state_dict()
 
 
-def _served(
+def _quire_logits(
     small: Any, request: DescribeRequest, direct: frozenset[str], state: dict[str, Tensor], prompts: list[Tensor]
 ) -> list[Tensor]:
-    """Logits of the prompts, which run together, the first in two chunks, over the ranks that are asked for."""
+    """Logits of the prompts, run together over the requested ranks, the first prompt in two chunks."""
     tp, count = request.tensor_parallel_size, int(small.get_text_config(decoder=True).num_hidden_layers)
     stages = min(request.pipeline_parallel_size, count)
     cuts = [range(stage * count // stages, (stage + 1) * count // stages) for stage in range(stages)]
     barrier, shared = threading.Barrier(tp), [torch.empty(0)] * tp
     ranks = [ThreadParallel(rank, tp, barrier, shared) if tp > 1 else Parallel() for rank in range(tp)]
-    grid = [[_filled(small, request, direct, layers, count, parallel, state) for layers in cuts] for parallel in ranks]
+    grid = [
+        [_build_with_weights(small, request, direct, layers, count, parallel, state) for layers in cuts]
+        for parallel in ranks
+    ]
 
     def run(stages: list[TransformersDecoder]) -> list[Tensor]:
         try:
@@ -364,7 +372,7 @@ def _served(
     return futures[-1].result()
 
 
-def _filled(
+def _build_with_weights(
     small: Any,
     request: DescribeRequest,
     direct: frozenset[str],
@@ -379,44 +387,44 @@ def _filled(
         weight.data.zero_()
         for shard in weight.shards:
             weight.data[shard.target].copy_(state[decoder.tied.get(name, name)][shard.source])
-    decoder.keep_whole(direct)
+    decoder.keep_unpacked(direct)
     for module in decoder.shell.modules():
         if isinstance(module, Linear):
             module.pack(None)
     return decoder
 
 
-class _Growing(attention.PagedAttention):
-    """Keeps a cache for each call, made when it is first asked for."""
+class _GrowingCaches(attention.PagedAttention):
+    """Allocates a cache for each call, at the first call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: list[LayerCache] = []
+        self._allocated: list[LayerCache] = []
 
-    def again(self, batch: Batch) -> None:
-        self.begin(batch, self._made)
+    def restart(self, batch: Batch) -> None:
+        self.begin(batch, self._allocated)
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, asked: attention.AttentionSettings, sinks: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, settings: attention.AttentionSettings, sinks: Tensor | None
     ) -> Tensor:
-        if self._next == len(self._made):
+        if self._next == len(self._allocated):
             size = max(key.shape[-1], value.shape[-1])
             shape = (1, 2 * _REQUEST_BLOCKS, key.shape[1], _BLOCK, size)
-            self._made.append(LayerCache(kernels.allocate_kv_cache(*shape, torch.float32, _CPU)[0]))
-        return super().__call__(query, key, value, asked, sinks)
+            self._allocated.append(LayerCache(kernels.allocate_kv_cache(*shape, torch.float32, _CPU)[0]))
+        return super().__call__(query, key, value, settings, sinks)
 
 
 def _run(stages: list[TransformersDecoder], prompts: list[Tensor]) -> list[Tensor]:
-    """Two steps: the first 13 tokens of one prompt and 9 of the other, then the rest of both."""
-    answers = [_Growing() for _ in stages]
-    for decoder, answer in zip(stages, answers, strict=True):
-        attention.attach(decoder.shell, answer)
+    """Run two steps: the first 13 tokens of one prompt and 9 of the other, then the rest of both."""
+    functions = [_GrowingCaches() for _ in stages]
+    for decoder, function in zip(stages, functions, strict=True):
+        attention.attach(decoder.shell, function)
     done = [0] * len(prompts)
     results: list[list[Tensor]] = [[] for _ in prompts]
     for counts in ([13, 9], [len(prompts[0]) - 13, len(prompts[1]) - 9]):
         batch, x = _batch(prompts, done, counts), None
-        for decoder, answer in zip(stages, answers, strict=True):
-            answer.again(batch)
+        for decoder, function in zip(stages, functions, strict=True):
+            function.restart(batch)
             x = decoder.run(x, batch.token_ids, batch.positions)
         assert x is not None
         logits = stages[-1].logits(x)
@@ -427,17 +435,17 @@ def _run(stages: list[TransformersDecoder], prompts: list[Tensor]) -> list[Tenso
 
 
 def _batch(prompts: list[Tensor], done: list[int], counts: list[int]) -> Batch:
-    """The prompts' next tokens; request r has the blocks from r * _REQUEST_BLOCKS on."""
+    """The prompts' next tokens; the blocks of request r start at r * _REQUEST_BLOCKS."""
     positions = [torch.arange(start, start + count) for start, count in zip(done, counts, strict=True)]
-    begins = [number * _REQUEST_BLOCKS for number in range(len(prompts))]
+    starts = [number * _REQUEST_BLOCKS for number in range(len(prompts))]
     return Batch(
         token_ids=torch.cat([prompt[places] for prompt, places in zip(prompts, positions, strict=True)]),
         positions=torch.cat(positions),
-        slots=torch.cat([begin * _BLOCK + places for begin, places in zip(begins, positions, strict=True)]),
-        block_tables=torch.stack([torch.arange(begin, begin + _REQUEST_BLOCKS) for begin in begins]),
+        slot_mapping=torch.cat([begin * _BLOCK + places for begin, places in zip(starts, positions, strict=True)]),
+        block_tables=torch.stack([torch.arange(begin, begin + _REQUEST_BLOCKS) for begin in starts]),
         sequence_lengths=torch.tensor([int(places[-1]) + 1 for places in positions]),
         query_starts=torch.tensor([0, *counts]).cumsum(0),
-        sampled=torch.zeros(0, dtype=torch.int64),
+        logits_indices=torch.zeros(0, dtype=torch.int64),
     )
 
 
@@ -447,16 +455,16 @@ def _first_line(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer one request; whatever else is printed goes to standard error."""
-    answers = os.fdopen(os.dup(1), "wb")
+    """Answer one request; everything else that is printed goes to standard error."""
+    output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     request: DescribeRequest = pickle.load(sys.stdin.buffer)
     try:
         answer: TransformersModelSpec | str = describe(request)
     except ConfigError as error:
         answer = str(error)
-    pickle.dump(answer, answers)
-    answers.flush()
+    pickle.dump(answer, output)
+    output.flush()
     os._exit(0)
 
 

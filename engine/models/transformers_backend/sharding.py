@@ -1,7 +1,7 @@
-"""Layers that take the place of transformers' own, cut over the ranks of a stage as the model's plan says.
+"""Replacements for transformers' layers, sharded over the ranks of a stage by the model's tensor-parallel plan.
 
-A plan maps parameters and modules, layer numbers as `*`, to the names of styles; transformers documents these in
-`transformers/distributed/tensor_parallel.py`. What has no style is held whole, and computed, by every rank.
+A plan maps parameters and modules, with `*` for layer numbers, to the names of styles; transformers documents these in
+`transformers/distributed/tensor_parallel.py`. What has no style is replicated on every rank.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _WHOLE = ("replicated_with_grad_allreduce", "replicate", "mla_kv_a_proj", "local
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLIT = ("rowwise_split_input", "rowwise_rep")
 _HOOKS = ("moe_tp_experts", "moe_identity_expert", "all_reduce")
-_CUT = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "embedding_rowwise")
-_SERVED = frozenset((*_WHOLE, *_GATHERED, *_SPLIT, *_HOOKS, *_CUT))
+_SHARDED = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "embedding_rowwise")
+_SUPPORTED = frozenset((*_WHOLE, *_GATHERED, *_SPLIT, *_HOOKS, *_SHARDED))
 
 
 def without_numbers(path: str) -> str:
-    """The path with every layer number as `*`."""
+    """The path with `*` for every layer number."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
@@ -41,10 +41,10 @@ class ShardingPlan:
         self._styles = dict(styles) if size > 1 else {}
         if size > 1 and not self._styles:
             raise ConfigError(f"--tensor-parallel-size {size}: transformers has no tensor-parallel plan for this model")
-        if unknown := sorted({style for style in self._styles.values() if style not in _SERVED}):
+        if unknown := sorted({style for style in self._styles.values() if style not in _SUPPORTED}):
             raise ConfigError(
                 f"--tensor-parallel-size {size}: the styles {', '.join(unknown)} of this model's tensor-parallel plan "
-                "are not served"
+                "are not supported"
             )
 
     def __getitem__(self, path: str) -> str:
@@ -53,7 +53,7 @@ class ShardingPlan:
 
 
 def cut(name: str, total: int, parallel: Parallel) -> tuple[int, int]:
-    """Where this rank's even share of `total` begins, and how long it is."""
+    """Start and length of this rank's equal share of `total`."""
     if total % parallel.size:
         raise ConfigError(f"--tensor-parallel-size {parallel.size} does not divide the {total} features of {name}")
     length = total // parallel.size
@@ -71,25 +71,25 @@ def typed_weight(dtype: torch.dtype, shape: tuple[int, ...], *shards: Shard) -> 
 
 
 class PlannedLinear(Linear):
-    """A linear layer in the place of transformers' `nn.Linear`: `[..., in]` → `[..., out]`."""
+    """Replaces transformers' `nn.Linear`: `[..., in]` → `[..., out]`."""
 
     def __init__(self, name: str, like: nn.Linear, style: str, parallel: Parallel) -> None:
         super().__init__()
         self._parallel, self._style = parallel, style
         self.in_features, self.out_features = columns, rows = like.in_features, like.out_features
         self.is_router = bool(re.search(r"(^|[._])(gate|router)$|router", name))
-        """Routers choose: rounding them costs more than it saves."""
+        """Routers are not quantized: rounding costs more accuracy than it saves."""
         self.shares_weight = False
         """Whether an embedding has the same weight."""
         self.is_read_directly = False
-        """Whether the model uses the weight by itself, so that it must stay as it is."""
+        """Whether the model reads the weight directly, so that it must not be packed."""
         dtype, (start, length) = like.weight.dtype, (0, columns)
         bias: tuple[tuple[int, ...], Shard] = (rows,), whole(rows)
         if style in ("colwise", *_GATHERED):
             if style == "colwise":
                 start, length = cut(name, rows, parallel)
                 share = length
-            else:  # the last ranks' may be padded, for the gathered output is cut
+            else:  # the last ranks may be padded: the gathered output is truncated
                 share = -(-rows // parallel.size)
                 start = min(parallel.rank * share, rows)
                 length = min(share, rows - start)
@@ -101,12 +101,13 @@ class PlannedLinear(Linear):
         elif style in ("", *_WHOLE):
             self.weight = typed_weight(dtype, (rows, columns), whole(rows, columns))
         else:
-            raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a linear layer, is not served")
+            raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a linear layer, is not supported")
         self._inputs = slice(start, start + length) if style in _SPLIT else None
         self.bias = typed_weight(dtype, bias[0], bias[1]) if like.bias is not None else None
 
     def pack(self, quantization: kernels.Quantization | None) -> None:
-        """As for every linear layer, but a router is not quantized, and a weight that is an embedding's too stays."""
+        """Pack as every linear layer does, except that routers are not quantized and a weight shared with an
+        embedding is kept."""
         if self.is_read_directly:
             return
         weight = self.weight.data
@@ -119,7 +120,7 @@ class PlannedLinear(Linear):
         if self._inputs is not None:
             x = x[:, self._inputs].contiguous()
         if self._style in ("rowwise", *_SPLIT):
-            bias = self.bias if self._parallel.rank == 0 else None  # in the sum once
+            bias = self.bias if self._parallel.rank == 0 else None  # added by one rank only
             out = self._parallel.all_reduce(self.product(x, bias))
         else:
             out = self.product(x, self.bias)
@@ -129,7 +130,7 @@ class PlannedLinear(Linear):
 
 
 class PlannedEmbedding(nn.Module):
-    """The token embedding in the place of transformers' `nn.Embedding`, its vocabulary cut over the ranks."""
+    """Replaces transformers' `nn.Embedding` of tokens, with the vocabulary sharded over the ranks."""
 
     def __init__(self, like: nn.Embedding, parallel: Parallel) -> None:
         super().__init__()
@@ -153,16 +154,16 @@ class PlannedEmbedding(nn.Module):
 
 
 def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -> Weight:
-    """A parameter that is no linear layer's: a norm's, or the stack of an expert's matrices."""
+    """A parameter outside linear layers: a norm's, or a stack of experts' matrices."""
     shape, last = tuple(like.shape), like.ndim - 1
     if not shape:
-        raise ConfigError(f"{name} is a parameter without dimensions, which is not served")
+        raise ConfigError(f"{name} is a parameter without dimensions, which is not supported")
     rows = max(last - 1, 0)  # the dimension of output features
     match style:
         case "colwise" | "rowwise" | "embedding_rowwise":
             dim = rows if style == "colwise" else 0 if style == "embedding_rowwise" else last
             if style == "rowwise" and like.ndim == 1:
-                raise ConfigError(f"--tensor-parallel-size: the style rowwise of {name}, a vector, is not served")
+                raise ConfigError(f"--tensor-parallel-size: the style rowwise of {name}, a vector, is not supported")
             start, length = cut(name, shape[dim], parallel)
             local = (*shape[:dim], length, *shape[dim + 1 :])
             return typed_weight(like.dtype, local, Shard(shape, start, length, dim=dim))
@@ -176,19 +177,19 @@ def planned_parameter(name: str, like: Tensor, style: str, parallel: Parallel) -
             )
             return typed_weight(like.dtype, (*shape[:dim], 2 * length, *shape[dim + 1 :]), *shards)
     if style not in ("", *_WHOLE):
-        raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a parameter, is not served")
+        raise ConfigError(f"--tensor-parallel-size: the style {style} of {name}, a parameter, is not supported")
     return typed_weight(like.dtype, shape, whole(*shape))
 
 
 def hook(path: str, module: nn.Module, style: str, parallel: Parallel) -> None:
-    """What the plan wants done to a module's inputs or outputs, where the module itself stays transformers'."""
+    """Add the plan's operations on the inputs or outputs of a module that is not replaced."""
     if style in ("moe_tp_experts", "all_reduce"):
         module.register_forward_hook(lambda module, inputs, output: _summed(output, parallel))
     elif style == "moe_identity_expert":
         module.register_forward_pre_hook(lambda module, inputs: (inputs[0] / parallel.size, *inputs[1:]))
     elif style not in ("", *_WHOLE) and not isinstance(module, nn.Embedding):
         raise ConfigError(
-            f"--tensor-parallel-size: the style {style} of {path} ({type(module).__name__}) is not served"
+            f"--tensor-parallel-size: the style {style} of {path} ({type(module).__name__}) is not supported"
         )
 
 

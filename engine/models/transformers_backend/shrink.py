@@ -1,4 +1,4 @@
-"""A config of the same kind of model, small enough to be run beside the original for comparison."""
+"""Shrinks a config to a small model of the same kind, for comparison with the original implementation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HEAD = 16
 VOCABULARY = 128
 LENGTH = 128
 SHORT = 8
-"""The length that it was trained with before it was stretched."""
+"""The training length before the context was extended."""
 WINDOW = 5
 _LAYERS = 4
 
@@ -69,9 +69,9 @@ _SMALL = {
 
 
 def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
-    """`values` of a config.json, with the usual sizes made small; kinds and settings of layers stay.
+    """Replace the usual sizes in a config.json's `values` by small ones; kinds and settings of layers are kept.
 
-    Of the layers, the first of each kind are kept. Every size divides by `ranks`, which is a power of 2.
+    The first layer of each kind is kept. Every size is divisible by `ranks`, a power of 2.
     """
     small = {name: shrink(value, ranks) if _is_text(name, value) else value for name, value in values.items()}
     heads = max(4, 2 * ranks)
@@ -127,14 +127,14 @@ def shrink(values: Mapping[str, Any], ranks: int = 1) -> dict[str, Any]:
             small[name] = [min(each, 3) for each in value]
     if small.get("pad_token_id") is not None:
         small["pad_token_id"] = 0
-    if isinstance(own := small.get("per_layer_config"), dict):  # settings of layers by their number
+    if isinstance(own := small.get("per_layer_config"), dict):  # settings by layer number
         places = {str(number): place for place, number in enumerate(kept)}
         small["per_layer_config"] = {
             places[str(number)]: shrink(value, ranks) for number, value in own.items() if str(number) in places
         }
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(small.get(name), dict):
-            small[name] = _shrink_rope(small[name], _turned(values, small))
+            small[name] = _shrink_rope(small[name], _rotary_dims(values, small))
     if isinstance(small.get("original_max_position_embeddings"), int):
         small["original_max_position_embeddings"] = SHORT
     return small
@@ -149,7 +149,7 @@ def _layer_count(values: Mapping[str, Any]) -> int:
 
 
 def _kept_layers(values: Mapping[str, Any]) -> list[int]:
-    """Up to `_LAYERS` layers, the first of each kind among them."""
+    """Up to `_LAYERS` layers, including the first of each kind."""
     count = _layer_count(values)
     lists = [v for v in values.values() if isinstance(v, list) and count and len(v) == count]
     kinds = [tuple(map(str, kind)) for kind in zip(*lists, strict=True)] or [()] * count
@@ -162,8 +162,8 @@ def _kept_layers(values: Mapping[str, Any]) -> list[int]:
     return sorted(kept)
 
 
-def _turned(values: Mapping[str, Any], small: Mapping[str, Any]) -> tuple[int, int]:
-    """A head's features, before and after."""
+def _rotary_dims(values: Mapping[str, Any], small: Mapping[str, Any]) -> tuple[int, int]:
+    """A head's rotary features, before and after."""
     heads = next((values[name] for name in _HEADS if isinstance(values.get(name), int)), 1)
     width = next((values[name] for name in _WIDTHS if isinstance(values.get(name), int)), HEAD)
     if isinstance(values.get("qk_rope_head_dim"), int):
@@ -171,13 +171,13 @@ def _turned(values: Mapping[str, Any], small: Mapping[str, Any]) -> tuple[int, i
     return int(values.get("head_dim") or width // heads), HEAD
 
 
-def _shrink_rope(rope: Mapping[str, Any], turned: tuple[int, int]) -> dict[str, Any]:
-    """Factors of each frequency are as many as there are; lengths are small."""
-    before, after = turned
+def _shrink_rope(rope: Mapping[str, Any], rotary_dims: tuple[int, int]) -> dict[str, Any]:
+    """Keep as many frequency factors as there are frequencies, and shorten lengths."""
+    before, after = rotary_dims
     small: dict[str, Any] = {}
     for name, value in rope.items():
         if isinstance(value, Mapping):
-            small[name] = _shrink_rope(value, turned)
+            small[name] = _shrink_rope(value, rotary_dims)
         elif name in ("short_factor", "long_factor") and isinstance(value, list):
             small[name] = (value * after)[: max(1, len(value) * after // before)]
         elif name == "mrope_section" and isinstance(value, list):
