@@ -7,7 +7,7 @@ floor that follows from the machine's measured bandwidth and matmul rate, and wi
     .venv/bin/python benchmarks/compare.py --peer vllm=/opt/vllm/venv --peer openvino=/opt/ov/venv \\
         --peer llama.cpp=/opt/llama.cpp --json figures.json --write docs/benchmarks/servers.md
     .venv/bin/python benchmarks/compare.py --quick --model tiny    # a smoke test
-    .venv/bin/python benchmarks/compare.py --load a.json b.json --write docs/benchmarks/servers.md    # write the document again
+    .venv/bin/python benchmarks/compare.py --load a.json b.json --write docs/benchmarks/servers.md    # only write
 
 A peer's location may also be set in the environment: QUIRE_PEER_VLLM, QUIRE_PEER_LLAMA_CPP, QUIRE_PEER_OPENVINO, …
 """

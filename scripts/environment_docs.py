@@ -25,7 +25,7 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
         {
             "QUIRE_API_KEY": "Keys that clients of `quire serve` must send, separated by spaces or commas, if "
             "`--api-key` is not given. `quire chat`, `quire complete` and `quire run-batch --url` send the first one.",
-            "QUIRE_CPU_ISA": "`avx2` makes Quire compile and choose CPU kernels as on a processor with AVX2 and nothing newer. "
+            "QUIRE_CPU_ISA": "`avx2` makes Quire compile and choose CPU kernels for AVX2 and nothing newer. "
             "Default: `native`, all that the processor has.",
             "QUIRE_HOST_IP": "This host's own address for traffic between hosts. Default: the address of the interface "
             "that reaches `--master-addr` or `--data-parallel-address`.",
