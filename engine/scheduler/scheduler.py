@@ -74,7 +74,7 @@ class Scheduler:
         self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
         self._num_added = 0
         self._step = 0
-        self._last_finished_step = -1
+        self._done = -1
         """The last step whose result has arrived. A request with a later `last_step` is in flight."""
         self._rows_in_flight: dict[int, list[Request]] = {}
         """The requests of each plan in flight, row by row."""
@@ -240,11 +240,7 @@ class Scheduler:
         """Schedule one token for each decode: only its slot number unless it needs a block. Returns the rows."""
         unchanged: list[Request] = []
         extended: list[Request] = []
-        ready = (
-            self.decoding
-            if self.workers_keep_tokens
-            else [r for r in self.decoding if r.last_step <= self._last_finished_step]
-        )
+        ready = self.decoding if self.workers_keep_tokens else [r for r in self.decoding if r.last_step <= self._done]
         for request in ready[:limit]:
             computed = request.num_computed_tokens
             if computed < request.decode_until:
@@ -373,7 +369,7 @@ class Scheduler:
             extend_hashes(
                 request.hashes, request.token_ids, kv.block_size, request.core_request.cache_salt, kv.num_groups
             )
-            step = request.last_step if request.last_step > self._last_finished_step else None
+            step = request.last_step if request.last_step > self._done else None
             for index in range(request.num_published, full):
                 if (block := request.block_ids[index]) >= 0:
                     kv.publish(block, request.hashes[index], step)
@@ -440,7 +436,7 @@ class Scheduler:
         for victim in reversed(self.running):
             if victim is request:
                 break
-            if victim.last_step <= self._last_finished_step:
+            if victim.last_step <= self._done:
                 self._remove_from_workers(victim)
                 self.waiting.push(victim)
                 self.stats.preemptions += 1
@@ -459,7 +455,7 @@ class Scheduler:
         outputs: dict[int, EngineCoreOutputs] = {}
         if result.failure and plan.step > self._skipped_until:
             self._fail(rows, result.failure, outputs)
-        self._last_finished_step = plan.step
+        self._done = plan.step
         self.kv.mark_written(plan.step)
         self._tokens_in_flight -= plan.num_tokens
         if result.prompt_logprobs:
@@ -578,7 +574,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that requests, slots, blocks and queues agree. Called by tests after every step."""
         self.kv.check_integrity(self.kv.without_freed(request.block_ids) for request in self.running)
-        self.structured_output.check_integrity(self._last_finished_step)
+        self.structured_output.check_integrity(self._done)
         waiting = self.waiting.check_integrity()
         assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
         slots = [request.slot for request in self.running] + self._free_slots
