@@ -393,7 +393,8 @@ class NewRequestData(msgspec.Struct, array_like=True):
     num_computed_tokens: int
     """Tokens whose KV is already in `block_ids`: prefix cache hits."""
     block_ids: list[int]
-    """Blocks of all groups of layers for the first `block_size` tokens, then for the next; arbitrary outside windows."""
+    """Blocks of all groups of layers for the first `block_size` tokens, then for the next; arbitrary outside windows.
+    """
     params: SamplingParams
     num_scored_tokens: int = 0
     """With `params.prompt_logprobs`: prompt tokens after the first that were already scored before a preemption."""
