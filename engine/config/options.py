@@ -24,7 +24,7 @@ DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo"
 
 
 def flag(default: Any, help: str, *, short: str | None = None, metavar: str | None = None) -> Any:
-    """Define a dataclass field that is also a command-line flag. The annotation gives its type and `Literal` choices."""
+    """Define a dataclass field that is also a command-line flag, with the type and choices of its annotation."""
     return dataclasses.field(default=default, metadata={"help": help, "short": short, "metavar": metavar})
 
 
@@ -169,7 +169,7 @@ class EngineOptions:
     attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = flag(
         "auto",
         "attention implementation on GPUs (auto: the fastest one installed whose results are correct, timed at "
-        "start-up; decodes in CUDA graphs always use triton); reference: plain torch, slow, also on CPU, for comparison",
+        "start-up; decodes in CUDA graphs always use triton); reference: plain torch, slow, CPU too, for comparison",
     )
     enable_prefix_caching: bool = flag(True, "reuse the KV blocks of common prompt prefixes")
 

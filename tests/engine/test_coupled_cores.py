@@ -157,7 +157,7 @@ def test_who_is_to_stop_steps_on_until_the_others_have_no_work() -> None:
 
 
 def test_who_waits_too_long_for_the_others_to_stop_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(cores, "_STOP_TIMEOUT", 0.0)
     wire = LinkedWire(0, 2)
     config = engine_config(depth=2)
     parallel = replace(config.parallel, replicas=2, experts=ExpertParallelConfig())
