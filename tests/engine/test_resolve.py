@@ -491,7 +491,7 @@ def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypa
     assert sizes(cuda_graph_sizes="8, 1,8,20") == (1, 8, 20)
     assert sizes(enforce_eager=True) == ()
     for text in ("", "0", "1,,2", "-1", "a"):
-        with pytest.raises(ConfigError, match="--cuda-graph-sizes must be numbers above 0"):
+        with pytest.raises(ConfigError, match="--cuda-graph-sizes must be positive numbers"):
             sizes(cuda_graph_sizes=text)
     with pytest.raises(ConfigError, match=r"--cuda-graph-sizes 9 is more than the 8 requests .*\(--max-num-seqs\)"):
         sizes(cuda_graph_sizes="9", max_num_seqs=8)
