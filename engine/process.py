@@ -1,4 +1,4 @@
-"""What a process of ours says of itself."""
+"""Settings and properties of the current process."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 
 def share_cores() -> None:
-    """Have OpenMP's threads, of torch's own operations, sleep while they wait: the kernels' threads need the cores.
+    """Let the OpenMP threads of torch's operations sleep while they wait, because the kernels' threads need the cores.
 
-    To be called before torch is imported.
+    Must be called before torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def set_name(name: str) -> None:
-    """Show this process as `name` in ps and top; the kernel keeps 15 characters."""
+    """Set the process name shown in ps and top; the kernel keeps 15 characters."""
     Path("/proc/self/comm").write_text(name)
 
 

@@ -1,8 +1,8 @@
-"""Hosts that work together: one of them leads, the others follow it.
+"""The control plane between hosts: one leader, and followers that join it.
 
-Each follower has one TCP connection to the leader (ZMQ DEALER to ROUTER) for all that they have to say to each other,
-signs of life included. Messages are `[kind, body]`, or `[identity, kind, body]` as the leader sees them. A thread owns
-the socket. Who is silent for `LOST_SECONDS`, or whose connection closes, is lost, and does not come back by itself.
+Each follower has one TCP connection to the leader (ZMQ DEALER to ROUTER) for all messages, including heartbeats.
+Messages are `[kind, body]`, or `[identity, kind, body]` on the leader's side. A thread owns the socket. A peer that
+sends nothing for `LOST_SECONDS`, or whose connection closes, is lost, and does not reconnect by itself.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from zmq.utils.monitor import recv_monitor_message
 from quire.engine.protocol.errors import ConfigError
 
 LOST_SECONDS = 5.0
-"""Who is not heard of for so long is lost."""
+"""Seconds without a message after which a peer is lost."""
 _BEAT_SECONDS = 1.0
 _LINGER_MS = 1000
-"""What is said last may take so long to leave."""
-_MOST_BYTES = 1 << 30
-"""Of a message."""
+"""Time for the last messages to be sent when a socket closes."""
+_MAX_BYTES = 1 << 30
+"""Maximum size of a message."""
 _HELLO, _WELCOME, _BEAT, _BODY, _END = b"quire hello", b"W", b"A", b"B", b"E"
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _HASHED = (
@@ -51,30 +51,30 @@ _HASHED = (
     "vocab.txt",
     "*.jinja",
 )
-_SIOCGIFCONF, _IFREQ, _MOST_ADDRESSES = 0x8912, struct.Struct("@16s4x4s16x"), 1024
-"""netdevice(7): every IPv4 address of the host, with the interface's name"""
+_SIOCGIFCONF, _IFREQ, _MAX_ADDRESSES = 0x8912, struct.Struct("@16s4x4s16x"), 1024
+"""netdevice(7): the ioctl that lists every IPv4 address of the host with the interface's name."""
 
 logger = logging.getLogger(__name__)
 
 
 class Hello(msgspec.Struct, kw_only=True):
-    """What a follower says of itself when it joins."""
+    """Description of a follower, sent when it joins."""
 
     name: str
-    """As errors say it: node 1 (10.0.0.2)."""
+    """Name in error messages: node 1 (10.0.0.2)."""
     number: int
-    """What the leader knows it by."""
+    """Number by which the leader identifies it."""
     versions: dict[str, str] = {}
     model: dict[str, str] = {}
     """Hash or size of each file of the model."""
     body: bytes = b""
-    """What its user wants to say besides."""
+    """Additional data of the layer above."""
 
 
 class LinkEnded(Exception):
-    """The leader has ended, refused us, or is lost; the text says why.
+    """The leader has ended, rejected this follower, or is lost; the text is the reason.
 
-    An end without trouble has no reason; the text is empty then.
+    The text is empty after a normal shutdown.
     """
 
     def __init__(self, reason: str) -> None:
@@ -87,74 +87,74 @@ class _FollowerLink:
     identity: bytes
     hello: Hello
     fd: int
-    heard: float
-    """When, on the monotonic clock."""
+    last_heard: float
+    """Time of the last message, on the monotonic clock."""
 
 
 @dataclass
 class _FramedSocket:
-    """A ZMQ socket, and what its thread waits for besides: the bell of other threads, and connections that close."""
+    """A ZMQ socket whose thread can also wait for messages of other threads and for closed connections."""
 
     kind: int
     ipv6: bool
-    """Besides IPv4."""
+    """Whether to use IPv6 in addition to IPv4."""
     outbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     closed: set[int] = field(default_factory=set)
-    """File descriptors of connections that have closed since they were last looked at."""
+    """File descriptors of connections that have closed and were not handled yet."""
 
     def __post_init__(self) -> None:
         self.context = zmq.Context()
         self.zmq = self.context.socket(self.kind)
         self.zmq.set_hwm(0)
         self.zmq.setsockopt(zmq.LINGER, _LINGER_MS)
-        self.zmq.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES)
+        self.zmq.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
         self.zmq.setsockopt(zmq.IPV6, int(self.ipv6))
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._open = threading.Lock()  # held while the bell is rung or taken away
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._open = threading.Lock()  # locked while the eventfd is written or closed
         self._is_open = True
         self._monitor = self.zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
-        for each in (self.zmq, self._bell, self._monitor):
+        for each in (self.zmq, self._wake_fd, self._monitor):
             self._poller.register(each, zmq.POLLIN)
 
     def put(self, message: Any) -> None:
-        """From any thread: for the one that owns the socket. Once it has closed, nobody hears of it."""
+        """Queue a message for the thread that owns the socket, from any thread. Dropped after the socket has closed."""
         self.outbox.put(message)
         with self._open:
             if self._is_open:
-                os.eventfd_write(self._bell, 1)
+                os.eventfd_write(self._wake_fd, 1)
 
     def poll(self, seconds: float) -> None:
-        """Wait until there is something to do, and take in what has closed."""
+        """Wait for messages, and record closed connections."""
         ready = dict(self._poller.poll(int(max(0.0, seconds) * 1000) + 1))
-        if self._bell in ready:
-            os.eventfd_read(self._bell)
-        self.take_closed()
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        self.update_closed()
 
-    def take_closed(self) -> None:
+    def update_closed(self) -> None:
         while self._monitor.poll(0):
             self.closed.add(int(recv_monitor_message(self._monitor)["value"]))
 
     def receive(self) -> list[zmq.Frame] | None:
-        """A message that is there; None: there is none."""
+        """Return a message that has arrived, or None."""
         try:
             return self.zmq.recv_multipart(zmq.DONTWAIT, copy=False)
         except zmq.Again:
             return None
 
     def close(self) -> None:
-        """Once what was sent has left, or cannot."""
+        """Close the socket after queued messages are sent or `_LINGER_MS` has passed."""
         self.zmq.disable_monitor()
         self._monitor.close(0)
         self.zmq.close()
         self.context.term()
         with self._open:
             self._is_open = False
-            os.close(self._bell)
+            os.close(self._wake_fd)
 
 
 class Leader:
-    """The end that the others join. Both callbacks are called from its thread, and must not wait."""
+    """The side that followers join. The callbacks are called from its thread and must not block."""
 
     def __init__(
         self,
@@ -167,10 +167,10 @@ class Leader:
         noun: str = "node",
         flag: str = "--master-port",
     ) -> None:
-        """Listen at `port` of every interface (0: any, see `port`) for those with the `expected` numbers.
+        """Listen on `port` of every interface (0: any free port, see `port`) for followers with `expected` numbers.
 
-        The text of `on_lost` names who was lost, and how. One that was lost may join again, if `on_join` is given.
-        `noun` and `flag` are what errors call a follower, and the port. Raises `ConfigError` when the port is taken.
+        The text passed to `on_lost` names the follower and the reason. A lost follower can join again if `on_join` is
+        given. `noun` and `flag` name a follower and the port in errors. Raises `ConfigError` if the port is in use.
         """
         self._expected = tuple(expected)
         self._on_lost, self._on_message, self._on_join, self._noun = on_lost, on_message, on_join, noun
@@ -187,64 +187,64 @@ class Leader:
                 f"choose another with {flag}"
             ) from None
         self._peers: dict[int, _FollowerLink] = {}
-        """Those that are here; only the thread changes it."""
+        """The followers that have joined; only the thread modifies it."""
         self._changed = threading.Condition()
         self._lost: dict[int, str] = {}
-        """How; one that is here again stands in `_peers` only."""
+        """Reason for each lost follower; removed when it joins again."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="cluster-leader")
         self._thread.start()
 
     def wait(self, seconds: float) -> dict[int, Hello]:
-        """Wait until all have joined; raises `ConfigError` when somebody does not, or is lost again."""
+        """Wait until all followers have joined; raises `ConfigError` if one does not, or is lost."""
         logger.info("waiting up to %.0f s for %s at port %d", seconds, _several(self._noun, self._expected), self.port)
         with self._changed:
             self._changed.wait_for(lambda: self._lost or len(self._peers) == len(self._expected), seconds)
             if self._lost:
                 raise ConfigError(next(iter(self._lost.values())))
-            here = {number: peer.hello for number, peer in self._peers.items()}
-        missing = [number for number in self._expected if number not in here]
+            joined = {number: peer.hello for number, peer in self._peers.items()}
+        missing = [number for number in self._expected if number not in joined]
         if missing:
-            come = ", ".join(hello.name for _, hello in sorted(here.items())) or "nobody else"
+            names = ", ".join(hello.name for _, hello in sorted(joined.items())) or "nobody else"
             raise ConfigError(
                 f"{_several(self._noun, missing)} did not join at port {self.port} within {seconds:.0f} s: "
-                f"{len(here)} of {len(self._expected)} came ({come})"
+                f"{len(joined)} of {len(self._expected)} came ({names})"
             )
-        return here
+        return joined
 
     @staticmethod
-    def check(mine: Hello, theirs: Hello) -> None:
-        """Raise `ConfigError` if another host's versions or files of the model are not those of this one."""
-        for name, ours in mine.versions.items():
-            if (other := theirs.versions.get(name)) != ours:
+    def check(local: Hello, remote: Hello) -> None:
+        """Raise `ConfigError` if a remote host's versions or model files differ from the local ones."""
+        for name, ours in local.versions.items():
+            if (other := remote.versions.get(name)) != ours:
                 raise ConfigError(
-                    f"{theirs.name} has {name} {other or 'in no version'}, and {mine.name} has {ours}; "
+                    f"{remote.name} has {name} {other or 'in no version'}, and {local.name} has {ours}; "
                     "install the same on every host"
                 )
-        for name in sorted(mine.model.keys() | theirs.model.keys()):
-            here, there = mine.model.get(name), theirs.model.get(name)
+        for name in sorted(local.model.keys() | remote.model.keys()):
+            here, there = local.model.get(name), remote.model.get(name)
             if here != there:
                 what = f"no {name}" if there is None else f"a {name}" if here is None else f"other bytes in {name}"
                 raise ConfigError(
-                    f"{theirs.name} has {what}, unlike {mine.name}; copy the same model files to every host"
+                    f"{remote.name} has {what}, unlike {local.name}; copy the same model files to every host"
                 )
 
     def give_up(self, number: int, reason: str) -> None:
-        """It is known that this one will not join: `wait` ends with the reason."""
+        """Record that this follower will not join: `wait` raises the reason."""
         with self._changed:
             if number not in self._peers:
                 self._lost.setdefault(number, reason)
                 self._changed.notify_all()
 
     def send(self, number: int, body: bytes) -> None:
-        """To a follower; what is for one that is lost goes nowhere."""
+        """Send a message to a follower; dropped if it is lost."""
         self._socket.put((number, _BODY, body))
 
     def refuse(self, number: int, reason: str) -> None:
-        """Tell one follower that it cannot stay; it counts as gone, and `on_lost` is not called for it."""
+        """Disconnect a follower with a reason; `on_lost` is not called for it."""
         self._socket.put((number, _END, reason.encode()))
 
     def close(self, reason: str = "") -> None:
-        """Tell every follower that this is the end, and why if it is one with trouble."""
+        """Send every follower the end of the connection, with a reason after a failure."""
         if self._thread.is_alive():
             self._socket.put((None, _END, reason.encode()))
             if threading.current_thread() is not self._thread:
@@ -253,8 +253,8 @@ class Leader:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # nobody would hear of anything any more
-            logger.exception("the hosts that have joined cannot be talked to")
+        except Exception as error:  # otherwise failures would go unnoticed
+            logger.exception("communication with the other hosts failed")
             for peer in list(self._peers.values()):
                 self._lose(peer, f"{peer.hello.name} was lost: {type(error).__name__}: {error}")
             self._socket.close()
@@ -264,7 +264,7 @@ class Leader:
         while True:
             socket.poll(next_beat - time.monotonic())
             while (frames := socket.receive()) is not None:
-                self._take(frames)
+                self._handle(frames)
             while True:
                 try:
                     number, kind, body = socket.outbox.get_nowait()
@@ -284,7 +284,7 @@ class Leader:
                     self._send(number, _BEAT, b"")
             self._find_lost()
 
-    def _take(self, frames: list[zmq.Frame]) -> None:
+    def _handle(self, frames: list[zmq.Frame]) -> None:
         if len(frames) != 3:
             return
         identity, kind, body = (frame.bytes for frame in frames)
@@ -293,7 +293,7 @@ class Leader:
         peer = next((peer for peer in self._peers.values() if peer.identity == identity), None)
         if peer is None:
             return
-        peer.heard = time.monotonic()
+        peer.last_heard = time.monotonic()
         if kind == _BODY:
             self._on_message(peer.hello.number, body)
         elif kind == _END:
@@ -308,19 +308,19 @@ class Leader:
         number = hello.number
         known = self._peers.get(number)
         if known is None or known.identity != identity:
-            refusal = ""
+            rejection = ""
             if number not in self._expected:
-                refusal = f"{hello.name}: {_several(self._noun, self._expected)} can join here, not {number}"
+                rejection = f"{hello.name}: {_several(self._noun, self._expected)} can join here, not {number}"
             elif known is not None:
-                refusal = f"{hello.name} cannot join: {known.hello.name} is {self._noun} {number} already"
+                rejection = f"{hello.name} cannot join: {known.hello.name} is {self._noun} {number} already"
             elif number in self._lost and self._on_join is None:
-                refusal = f"{hello.name} cannot join again"
-            if refusal:
-                logger.warning("%s", refusal)
-                return self._reply(identity, _END, refusal.encode())
+                rejection = f"{hello.name} cannot join again"
+            if rejection:
+                logger.warning("%s", rejection)
+                return self._reply(identity, _END, rejection.encode())
             fd = int(frame.get(zmq.SRCFD))
-            self._socket.take_closed()
-            self._socket.closed.discard(fd)  # that of one before it
+            self._socket.update_closed()
+            self._socket.closed.discard(fd)  # of an earlier connection
             with self._changed:
                 self._lost.pop(number, None)
                 self._peers[number] = _FollowerLink(identity, hello, fd, time.monotonic())
@@ -331,12 +331,12 @@ class Leader:
         self._reply(identity, _WELCOME, b"")
 
     def _find_lost(self) -> None:
-        """Called when all that has come is taken in."""
+        """Detect lost followers. Called after all received messages are handled."""
         now = time.monotonic()
         for peer in list(self._peers.values()):
             if peer.fd in self._socket.closed:
                 self._lose(peer, f"{peer.hello.name} was lost: its connection has closed")
-            elif now - peer.heard > LOST_SECONDS:
+            elif now - peer.last_heard > LOST_SECONDS:
                 self._lose(peer, f"{peer.hello.name} was lost: nothing was heard of it for {LOST_SECONDS:.0f} s")
         self._socket.closed.clear()
 
@@ -356,12 +356,12 @@ class Leader:
         try:
             self._socket.zmq.send_multipart((identity, kind, body))
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # it has gone; its connection is among those that closed
+            if error.errno != zmq.EHOSTUNREACH:  # it has disconnected; `closed` has its connection
                 raise
 
 
 class Follower:
-    """The end that joins a leader. `on_lost` is called from its thread, and must not wait."""
+    """The side that joins a leader. `on_lost` is called from its thread and must not block."""
 
     def __init__(
         self,
@@ -374,19 +374,19 @@ class Follower:
         leader: str | None = None,
         remedy: str = "see that it is started, and that --master-addr and --master-port are its own",
     ) -> None:
-        """Join, trying again until the leader is there.
+        """Join the leader, retrying for up to `seconds`.
 
-        `leader` is what errors call it, `remedy` what they say when it does not answer within `seconds`
-        (`ConfigError`). Raises `LinkEnded` when it refuses us.
+        `leader` is its name in errors. Raises `ConfigError` with `remedy` if it does not answer in time, and
+        `LinkEnded` if it rejects this follower.
         """
         self._leader, self._on_lost = leader or f"the host at {address}:{port}", on_lost
         self._hello = msgspec.msgpack.encode(hello)
         self._inbox: SimpleQueue[bytes | LinkEnded] = SimpleQueue()
         self._answered = threading.Event()
-        self._is_welcome = False
+        self._is_accepted = False
         self.ended: LinkEnded | None = None
-        """What `receive` will raise once it has given the messages before."""
-        self._heard = 0.0
+        """What `receive` raises after the remaining messages."""
+        self._last_heard = 0.0
         self._socket = _FramedSocket(zmq.DEALER, ipv6=":" in address)
         self._socket.zmq.setsockopt(zmq.RECONNECT_IVL, 200)
         self._socket.zmq.connect(f"tcp://{f'[{address}]' if ':' in address else address}:{port}")
@@ -396,7 +396,7 @@ class Follower:
         try:
             if not self._answered.wait(seconds):
                 raise ConfigError(f"{self._leader} did not answer at {address}:{port} within {seconds:.0f} s; {remedy}")
-            if not self._is_welcome:
+            if not self._is_accepted:
                 self.receive(None)
         except BaseException:
             self.close()
@@ -404,7 +404,7 @@ class Follower:
         logger.info("%s has joined %s", hello.name, self._leader)
 
     def receive(self, timeout: float | None) -> bytes:
-        """The next message; raises `TimeoutError`, and `LinkEnded` from the leader's end on."""
+        """Return the next message; raises `TimeoutError`, and `LinkEnded` after the connection has ended."""
         try:
             message = self._inbox.get(timeout=timeout)
         except Empty:
@@ -415,11 +415,11 @@ class Follower:
         return message
 
     def send(self, body: bytes) -> None:
-        """To the leader; goes nowhere when it has ended."""
+        """Send a message to the leader; dropped if the connection has ended."""
         self._socket.put((_BODY, body))
 
     def close(self, reason: str = "") -> None:
-        """Leave, saying why if there is trouble."""
+        """Leave; `reason` is sent to the leader after a failure."""
         if self._thread.is_alive():
             self._socket.put((_END, reason.encode()))
             if threading.current_thread() is not self._thread:
@@ -432,33 +432,33 @@ class Follower:
             socket.poll(next_beat - time.monotonic())
             while (frames := socket.receive()) is not None:
                 if len(frames) == 2 and not is_over:
-                    is_over = self._take(*(frame.bytes for frame in frames))
+                    is_over = self._handle(*(frame.bytes for frame in frames))
             while True:
                 try:
                     kind, body = socket.outbox.get_nowait()
                 except Empty:
                     break
-                if not is_over and (kind != _END or self._is_welcome):
+                if not is_over and (kind != _END or self._is_accepted):
                     socket.zmq.send_multipart((kind, body))
                 if kind == _END:
-                    if not self._is_welcome:
+                    if not self._is_accepted:
                         socket.zmq.setsockopt(zmq.LINGER, 0)
                     return socket.close()
             if (now := time.monotonic()) >= next_beat:
                 next_beat = now + _BEAT_SECONDS
                 if not is_over:
-                    socket.zmq.send_multipart((_BEAT, b"") if self._is_welcome else (_HELLO, self._hello))
-            if self._is_welcome and not is_over:
+                    socket.zmq.send_multipart((_BEAT, b"") if self._is_accepted else (_HELLO, self._hello))
+            if self._is_accepted and not is_over:
                 is_over = self._is_lost()
             socket.closed.clear()
 
-    def _take(self, kind: bytes, body: bytes) -> bool:
-        """Whether that was the end."""
-        self._heard = time.monotonic()
+    def _handle(self, kind: bytes, body: bytes) -> bool:
+        """Handle a message; returns whether it ends the connection."""
+        self._last_heard = time.monotonic()
         if kind == _BODY:
             self._inbox.put(body)
         elif kind == _WELCOME:
-            self._is_welcome = True
+            self._is_accepted = True
             self._answered.set()
         elif kind == _END:
             self._end(LinkEnded(body.decode(errors="replace")))
@@ -466,10 +466,10 @@ class Follower:
         return kind == _END
 
     def _is_lost(self) -> bool:
-        """Called when all that has come is taken in."""
+        """Detect a lost leader. Called after all received messages are handled."""
         if self._socket.closed:
             how = "its connection has closed"
-        elif time.monotonic() - self._heard > LOST_SECONDS:
+        elif time.monotonic() - self._last_heard > LOST_SECONDS:
             how = f"nothing was heard of it for {LOST_SECONDS:.0f} s"
         else:
             return False
@@ -484,9 +484,9 @@ class Follower:
 
 
 def address_towards(host: str, seconds: float = 0.0) -> str:
-    """Our own address on the interface that reaches `host`, unless QUIRE_HOST_IP gives it.
+    """Return QUIRE_HOST_IP, or this host's address on the interface that reaches `host`.
 
-    A name that is not known yet is asked for again for so many seconds. Raises `ConfigError`.
+    Name resolution is retried for `seconds`. Raises `ConfigError`.
     """
     if own := os.environ.get("QUIRE_HOST_IP"):
         return own
@@ -507,27 +507,27 @@ def address_towards(host: str, seconds: float = 0.0) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this address, its first one or another; None: none of this host has."""
+    """Return the network interface with this address (primary or alias); None if this host has no such address."""
     if ":" in address:
-        wanted = sockets.inet_pton(sockets.AF_INET6, address.partition("%")[0]).hex()
+        target_hex = sockets.inet_pton(sockets.AF_INET6, address.partition("%")[0]).hex()
         table = Path("/proc/net/if_inet6")
         lines = (line.split() for line in table.read_text().splitlines()) if table.exists() else ()
-        return next((fields[5] for fields in lines if fields[0] == wanted), None)
+        return next((fields[5] for fields in lines if fields[0] == target_hex), None)
     if address.startswith("127."):
         return "lo"
-    found = array("B", bytes(_IFREQ.size * _MOST_ADDRESSES))
+    found = array("B", bytes(_IFREQ.size * _MAX_ADDRESSES))
     with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
         start, length = found.buffer_info()
         answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", length, start))
     label: bytes
     for label, its in _IFREQ.iter_unpack(found.tobytes()[: struct.unpack("iP", answer)[0]]):
         if sockets.inet_ntoa(its) == address:
-            return label.rstrip(b"\0").decode().partition(":")[0]  # an alias has a name of its own
+            return label.rstrip(b"\0").decode().partition(":")[0]  # an alias is named interface:alias
     return None
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on every host."""
+    """Return the versions that must be the same on every host."""
     found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("torch", "quire"):
         try:
@@ -538,7 +538,7 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Of a model's files: hashes of the small ones, sizes of the weights."""
+    """Return hashes of a model's small files, and sizes of its weights."""
     hashed = {file for pattern in _HASHED for file in folder.glob(pattern)}
     weights = {file for pattern in _WEIGHTS for file in folder.glob(pattern)}
     found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in hashed if file.is_file()}

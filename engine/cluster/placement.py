@@ -1,4 +1,4 @@
-"""Which host of a cluster has which ranks: the stages whole on a host each, where they can be. Pure; no Ray here."""
+"""Placement of ranks on the hosts of a cluster: each stage on a single host if possible. Pure functions; no Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.engine.protocol.errors import ConfigError
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """A host with devices of one kind; `free` of its `total` are nobody's yet."""
+    """A host with `total` devices of one kind, of which `free` are unused."""
 
     id: str
     address: str
@@ -27,36 +27,36 @@ class NodeShare:
 
 
 def place(nodes: Sequence[ClusterNode], tp: int, pp: int, unit: str, owner: str = "the Ray cluster") -> list[NodeShare]:
-    """Share `tp × pp` ranks out to few hosts, in order: each stage of `tp` ranks is whole on one of them.
+    """Assign `tp × pp` ranks to as few hosts as possible, in order, with each stage of `tp` ranks on one host.
 
-    A stage is cut only where no host, even an empty one, could hold it. Raises `ConfigError`, with what there is on
-    each host; `unit` says what a rank takes (GPU, CPU), `owner` who has it.
+    A stage is split over hosts only if no host, even an unused one, has `tp` devices. Raises `ConfigError` with the
+    devices of each host; `unit` is what a rank needs (GPU, CPU), `owner` what provides the hosts.
     """
     needed = tp * pp
-    asked = f"--tensor-parallel-size {tp} × --pipeline-parallel-size {pp}"
+    flags = f"--tensor-parallel-size {tp} × --pipeline-parallel-size {pp}"
     total, free = sum(node.total for node in nodes), sum(node.free for node in nodes)
     if total < needed:
         raise ConfigError(
-            f"{asked} needs {_count(needed, unit)}; {owner} has {total}: {_each(nodes, unit)}; "
+            f"{flags} needs {_count(needed, unit)}; {owner} has {total}: {_nodes_text(nodes, unit)}; "
             "use fewer ranks, or add nodes"
         )
     if free < needed:
         raise ConfigError(
-            f"{asked} needs {_count(needed, unit)}; {owner} has {total}, but only {free} are free: "
-            f"{_each(nodes, unit)}; end what uses them (ray status)"
+            f"{flags} needs {_count(needed, unit)}; {owner} has {total}, but only {free} are free: "
+            f"{_nodes_text(nodes, unit)}; end what uses them (ray status)"
         )
-    largest = sorted(nodes, key=lambda node: -node.free)  # stable: their order decides among equals
-    held = max(node.total for node in nodes) >= tp
-    piece = tp if held else 1
+    largest = sorted(nodes, key=lambda node: -node.free)  # stable: the given order decides among equals
+    is_whole = max(node.total for node in nodes) >= tp
+    piece = tp if is_whole else 1
     shares: list[NodeShare] = []
     start = 0
     while start < needed:
-        left = [node for node in largest if node.free >= piece and node not in [share.node for share in shares]]
-        if not left:
-            raise ConfigError(_misplaced(nodes, tp, pp, start // tp, unit, owner))
-        # The last hosts are the smallest that will do, so that large ones are left to others.
-        enough = [node for node in left if node.free >= needed - start]
-        node = min(enough, key=lambda node: node.free) if enough else left[0]
+        candidates = [node for node in largest if node.free >= piece and node not in [share.node for share in shares]]
+        if not candidates:
+            raise ConfigError(_misplaced_text(nodes, tp, pp, start // tp, unit, owner))
+        # The last host is the smallest one that suffices, so that larger ones stay free.
+        enough = [node for node in candidates if node.free >= needed - start]
+        node = min(enough, key=lambda node: node.free) if enough else candidates[0]
         count = min(node.free // piece * piece, needed - start)
         shares.append(NodeShare(node, range(start, start + count)))
         start += count
@@ -64,26 +64,27 @@ def place(nodes: Sequence[ClusterNode], tp: int, pp: int, unit: str, owner: str 
 
 
 def cut_stages(shares: Sequence[NodeShare], tp: int) -> list[int]:
-    """Stages whose ranks are on several hosts."""
+    """Return the stages whose ranks are on several hosts."""
     return sorted(
         {share.ranks.start // tp for share in shares if share.ranks.start % tp}
         | {share.ranks.stop // tp for share in shares if share.ranks.stop % tp}
     )
 
 
-def _misplaced(nodes: Sequence[ClusterNode], tp: int, pp: int, stage: int, unit: str, owner: str) -> str:
-    """Enough devices, and a stage that finds no host. A smaller --tensor-parallel-size that fits is the remedy."""
+def _misplaced_text(nodes: Sequence[ClusterNode], tp: int, pp: int, stage: int, unit: str, owner: str) -> str:
+    """Return the error for a stage that fits on no host although there are enough devices in total."""
     fitting = [
         size for size in range(tp - 1, 0, -1) if tp % size == 0 and sum(n.free // size for n in nodes) * size >= tp * pp
     ]
     return (
         f"--tensor-parallel-size {tp} keeps the {tp} ranks of a stage on one node, and stage {stage} of {pp} finds "
-        f"none with {_count(tp, unit)} left; {owner} has {_each(nodes, unit)}; use --tensor-parallel-size {fitting[0]} "
-        f"--pipeline-parallel-size {tp * pp // fitting[0]}, or free {unit}s on one node"
+        f"none with {_count(tp, unit)} left; {owner} has {_nodes_text(nodes, unit)}; use "
+        f"--tensor-parallel-size {fitting[0]} --pipeline-parallel-size {tp * pp // fitting[0]}, or free {unit}s on "
+        "one node"
     )
 
 
-def _each(nodes: Sequence[ClusterNode], unit: str) -> str:
+def _nodes_text(nodes: Sequence[ClusterNode], unit: str) -> str:
     if not nodes:
         return "no node is alive"
     return ", ".join(

@@ -41,7 +41,7 @@ _CURRENT = Path("/tmp/ray/ray_current_cluster")
 _CONNECTED = b"quire: connected\n"
 _COMMAND = (sys.executable, "-P", "-m", "quire.engine.cluster.ray_cluster")
 _START = "scripts/run_cluster.sh (or `ray start --head`, and `ray start --address HEAD:6379` on the other nodes)"
-_ONE_TOKEN = "give every node and this process the same RAY_AUTH_TOKEN, or all of them RAY_AUTH_MODE=disabled"
+_TOKEN_REMEDY = "give every node and this process the same RAY_AUTH_TOKEN, or all of them RAY_AUTH_MODE=disabled"
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ def find(options: EngineOptions) -> RayResources | None:
 
     Raises `ConfigError` when Ray is asked for, and cannot.
     """
-    if not (is_asked := options.distributed_executor_backend == "ray") and not _is_wanted(options):
+    if not (is_asked := options.distributed_executor_backend == "ray") and not _should_use_ray(options):
         return None
     if importlib.util.find_spec("ray") is None:
         if is_asked:
@@ -156,7 +156,7 @@ def ask(options: EngineOptions, group: str | None = None) -> ClusterReport:
     )
     where = f"RAY_ADDRESS={address}" if address else "this host"
     if address:
-        _knock(address, where)
+        _check_reachable(address, where)
     with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(question))
@@ -170,7 +170,7 @@ def ask(options: EngineOptions, group: str | None = None) -> ClusterReport:
     return answer
 
 
-def _knock(address: str, where: str) -> None:
+def _check_reachable(address: str, where: str) -> None:
     """Raise `ConfigError` at once where nobody listens, which Ray would try for long."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
@@ -207,7 +207,7 @@ def _read(child: subprocess.Popen[bytes], where: str) -> bytes:
                 if not was_connected and _CONNECTED in texts[child.stdout]:
                     deadline = time.monotonic() + NODES_SECONDS + CONNECT_SECONDS
             if b"InvalidAuthToken" in texts[child.stderr]:
-                raise ConfigError(f"the Ray cluster ({where}) does not accept this process's token; {_ONE_TOKEN}")
+                raise ConfigError(f"the Ray cluster ({where}) does not accept this process's token; {_TOKEN_REMEDY}")
             if not ready:
                 if _CONNECTED in texts[child.stdout]:
                     raise ConfigError(f"the Ray cluster ({where}) is there, but does nothing; see `ray status`")
@@ -219,7 +219,7 @@ def _read(child: subprocess.Popen[bytes], where: str) -> bytes:
     return answer
 
 
-def _is_wanted(options: EngineOptions) -> bool:
+def _should_use_ray(options: EngineOptions) -> bool:
     """For `auto`: inside a placement group, or with a cluster at hand where this host's devices are too few."""
     if options.distributed_executor_backend != "auto" or options.nnodes > 1 or options.data_parallel_size > 1:
         return False
@@ -282,7 +282,7 @@ def _explain(ray: Any, address: str, error: Exception) -> str:
     text = " ".join(str(error).split())
     where = "" if address == "auto" else f" at {address}"
     if isinstance(error, ray.exceptions.AuthenticationError):
-        return f"the Ray cluster{where} wants a token, and this process has none; {_ONE_TOKEN}"
+        return f"the Ray cluster{where} wants a token, and this process has none; {_TOKEN_REMEDY}"
     if "Version mismatch" in text:
         return f"the Ray cluster{where} has other versions than this process; install the same on every host: {text}"
     if isinstance(error, ConnectionError):
@@ -328,7 +328,7 @@ def _answer(question: ClusterQuery, on_connected: Callable[[], object]) -> Clust
     owner = "the Ray cluster" if question.group is None else "the placement group"
     shares = place(nodes, question.tp, question.pp, unit, owner)
     kind: Kind = "cuda" if wants_gpus else "cpu"
-    memory = _look_at(ray, question, shares, kind, here)
+    memory = _check_nodes(ray, question, shares, kind, here)
     return ClusterReport(
         address=context.gcs_address,
         head=next(node["NodeManagerAddress"] for node in alive if node["NodeID"] == here),
@@ -357,7 +357,7 @@ def _bundles(ray: Any, group: str, unit: str) -> dict[str, list[int]]:
     return found
 
 
-def _look_at(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], kind: Kind, here: str) -> list[int]:
+def _check_nodes(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], kind: Kind, here: str) -> list[int]:
     """See that every node can run its ranks as this host would; returns the free memory of each."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -376,9 +376,9 @@ def _look_at(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], kind
 
     remote = ray.remote(num_cpus=0, max_retries=0)(describe)
     ids = {share.node.id: share for share in shares}
-    mine = Hello(name="this host", number=0, versions=control_plane.versions())
+    local = Hello(name="this host", number=0, versions=control_plane.versions())
     path = model_files.locate(question.model, question.revision)
-    mine.model = control_plane.fingerprint(path)
+    local.model = control_plane.fingerprint(path)
     asked = {
         remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote(
             question.model, question.revision, kind, len(share.ranks)
@@ -403,10 +403,10 @@ def _look_at(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], kind
                 f"{name} has QUIRE_HOST_IP={variable}: Ray and Quire are to use one address; start Ray there with "
                 f"--node-ip-address {variable}, or set QUIRE_HOST_IP={node.address}"
             )
-        Leader.check(mine, Hello(name=name, number=0, versions=own["versions"], model=own["model"] or mine.model))
+        Leader.check(local, Hello(name=name, number=0, versions=own["versions"], model=own["model"] or local.model))
         if own["error"]:
             raise ConfigError(f"{name}: {own['error']}")
-        Leader.check(mine, Hello(name=name, number=0, versions=own["versions"], model=own["model"]))
+        Leader.check(local, Hello(name=name, number=0, versions=own["versions"], model=own["model"]))
         memory[node.id] = own["memory"]
     return [memory[share.node.id] for share in shares]
 

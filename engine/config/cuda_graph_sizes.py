@@ -1,4 +1,4 @@
-"""Which decode steps are captured, as CUDA graphs or on tapes, and what these take. No torch here."""
+"""Batch sizes of the decode steps that are captured (CUDA graphs, or op replay on CPU), and their memory. No torch."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 _STEPS = ((8, 64), (16, 128), (32, 256), (64, 1024), (128, 1 << 20))
-"""From one size to the next, up to a size. A row of padding costs little beside the weights, which are read anyway;
-a size takes 40 to 80 ms to capture for a model of 32 layers on an H100."""
+"""(step, end): distance between sizes up to `end`. A row of padding costs little compared with reading the weights;
+capturing a size takes 40 to 80 ms for a model of 32 layers on an H100."""
 _LAYER_BYTES = 256 << 10
-"""What the driver keeps of one layer of one graph, about."""
-_TAPE_LAYER_BYTES = 4 << 10
-"""What a tape keeps of one layer, about."""
-_MOST_TAPED = 256
-"""Requests of the decode steps that a CPU tapes: with more, what Python takes of a step is little."""
-_PARTS = 32
-"""That a decode's keys are cut into at most, each with a result of its own (kernels/triton/attention.py)."""
+"""Approximate memory of the driver for one layer of one graph."""
+_REPLAY_LAYER_BYTES = 4 << 10
+"""Approximate memory of op replay for one layer of one size."""
+_MAX_REPLAYED = 256
+"""Maximum batch size of op replay on CPU: in larger steps the overhead of Python is negligible."""
+_MAX_SPLITS = 32
+"""Maximum splits of a decode's keys, each with its own partial result (kernels/triton/attention.py)."""
 
 
 def resolve(
     options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, scheduler: SchedulerConfig
 ) -> GraphConfig:
-    """The sizes to capture, or why none are. Raises `ConfigError` for sizes that are none."""
-    sizes = _asked(options.cuda_graph_sizes, scheduler.max_num_seqs) or _usual(scheduler.max_num_seqs)
-    if reason := _reason(options, model, parallel):
+    """Return the sizes to capture, or why there are none. Raises `ConfigError` for invalid sizes."""
+    sizes = _parse_sizes(options.cuda_graph_sizes, scheduler.max_num_seqs) or _default_sizes(scheduler.max_num_seqs)
+    if reason := _why_none(options, model, parallel):
         return GraphConfig(why_none=reason)
-    if parallel.device == "cpu":  # where a size costs next to nothing, and a row of padding its whole time
-        sizes = tuple(range(1, min(scheduler.max_num_seqs, _MOST_TAPED) + 1))
+    if parallel.device == "cpu":  # a size costs almost nothing, but a row of padding costs as much as a request
+        sizes = tuple(range(1, min(scheduler.max_num_seqs, _MAX_REPLAYED) + 1))
     return GraphConfig(sizes=sizes)
 
 
-def _reason(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str:
-    """Why nothing is captured; empty: it is."""
+def _why_none(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str:
+    """Return why nothing is captured, or an empty string."""
     if options.enforce_eager:
         return "--enforce-eager"
     if isinstance(model.architecture, EncoderSpec) or model.pooling is not None:
-        return "a model that embeds has no decode steps"
+        return "embedding models have no decode steps"
     if isinstance(model.architecture, TransformersModelSpec):
         return "transformers' implementation of a model may wait for the device"
     if parallel.is_coupled:
@@ -56,52 +56,56 @@ def _reason(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig
     return ""
 
 
-def _asked(text: str | None, most: int) -> tuple[int, ...]:
-    """--cuda-graph-sizes, rising; empty: left out."""
+def _parse_sizes(text: str | None, max_size: int) -> tuple[int, ...]:
+    """Parse --cuda-graph-sizes; returns the sizes in ascending order, empty without the flag."""
     if text is None:
         return ()
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"--cuda-graph-sizes must be numbers above 0 with commas between them, got {text!r}")
+        raise ConfigError(f"--cuda-graph-sizes must be positive numbers separated by commas, got {text!r}")
     sizes = tuple(sorted({int(part) for part in parts}))
-    if sizes[-1] > most:
+    if sizes[-1] > max_size:
         raise ConfigError(
-            f"--cuda-graph-sizes {sizes[-1]} is more than the {most} requests that run at once (--max-num-seqs); "
-            "leave it out"
+            f"--cuda-graph-sizes {sizes[-1]} is more than the {max_size} requests of --max-num-seqs; omit it"
         )
     return sizes
 
 
-def _usual(most: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, 16, 24, … and `most` itself."""
+def _default_sizes(max_size: int) -> tuple[int, ...]:
+    """1, 2, 4, 8, 16, 24, … and `max_size` itself."""
     sizes, last = [1, 2, 4], 0
     for step, until in _STEPS:
-        sizes += range(last + step, min(until, most) + 1, step)
+        sizes += range(last + step, min(until, max_size) + 1, step)
         last = until
-    return tuple(sorted({*(size for size in sizes if size < most), most}))
+    return tuple(sorted({*(size for size in sizes if size < max_size), max_size}))
 
 
 def estimate(config: EngineConfig, arch: ModelSpec) -> int:
-    """Bytes of a rank's graphs, about: their inputs, what the largest one computes in, and what the driver keeps.
+    """Estimate the bytes of a rank's graphs: inputs, activations of the largest graph, and memory of the driver.
 
-    `arch` is that of a rank. A tape computes where any step does.
+    `arch` has the sizes of a rank. Op replay needs no activations of its own.
     """
     if not config.graphs.sizes:
         return 0
-    model, cache, tp, most = config.model, config.cache, config.parallel.tensor_parallel_size, config.graphs.sizes[-1]
+    model, cache, tp, max_size = (
+        config.model,
+        config.cache,
+        config.parallel.tensor_parallel_size,
+        config.graphs.sizes[-1],
+    )
     tables = len(cache.groups) * -(-model.max_model_len // cache.block_size) * 8
     layers = len(config.graphs.sizes) * max(map(len, config.parallel.stages))
     if config.parallel.device == "cpu":
-        return most * tables + layers * _TAPE_LAYER_BYTES
+        return max_size * tables + layers * _REPLAY_LAYER_BYTES
     heads = max(layer.attention.num_heads for layer in arch.layers) // tp
     row = max(spec.shape.numbers for spec in cache_specs(arch, tp, model.max_model_len))
     inner = max(layer.feed_forward.width(tp) for layer in arch.layers)
     activations = (8 * arch.hidden_size + 3 * inner) * DTYPE_BYTES[model.dtype]
-    return most * (tables + activations + heads * _PARTS * row * 4) + layers * _LAYER_BYTES
+    return max_size * (tables + activations + heads * _MAX_SPLITS * row * 4) + layers * _LAYER_BYTES
 
 
 def text(config: EngineConfig, size: str) -> str:
-    """A line of the plan; empty on CPU. `size` is what they take."""
+    """Return a line of the plan; empty on CPU. `size` is the formatted estimate."""
     graphs = config.graphs
     if config.parallel.device == "cpu":
         return ""

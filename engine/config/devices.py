@@ -77,10 +77,10 @@ def gpu_capabilities() -> list[tuple[int, int]]:
 
     with _visible_gpus() as handles:
         try:
-            found = [pynvml.nvmlDeviceGetCudaComputeCapability(handle) for handle in handles]
+            capabilities = [pynvml.nvmlDeviceGetCudaComputeCapability(handle) for handle in handles]
         except pynvml.NVMLError:
             return []
-    return [(int(major), int(minor)) for major, minor in found]
+    return [(int(major), int(minor)) for major, minor in capabilities]
 
 
 def _gpu_links(count: int) -> topology.Links:

@@ -1,9 +1,9 @@
-"""Layers in groups that share a block table, and what a block takes on a rank. No torch here.
+"""Groups of layers that share a block table, and the size of a block on a rank. No torch.
 
-Layers that keep all tokens need other blocks than those that see only the last ones, a window. So layers of one kind
-are cut into groups, each with a block table of its own for every request, and one pool of equal blocks serves them all:
-a block holds `block_size` tokens for the layers of *one* group. In memory the layers of a group lie in planes, and the
-groups share the planes, as no two have a block in common.
+Layers with full attention keep other blocks than layers with a sliding window. The layers of each kind are divided into
+groups, and each request has one block table per group. All groups use one pool of equal blocks: a block holds
+`block_size` tokens for the layers of *one* group. In memory each layer of a group uses a plane; the groups share the
+planes, because no two groups have a block in common.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from typing import NamedTuple
 from quire.engine.config.options import CacheGroup
 from quire.engine.models.model_spec import ModelSpec
 
-_SLACK = 1.1
-"""So much more memory may be taken to have fewer groups, as each is one more block table to keep."""
+_MAX_OVERHEAD = 1.1
+"""Factor by which memory may exceed the minimum to have fewer groups, because each group needs a block table."""
 
 
 class KVCacheShape(NamedTuple):
-    """What a rank keeps of a token for a layer."""
+    """Shape of the cached state of one token in one layer, on a rank."""
 
     sides: int
-    """Keys and values, or one that is both."""
+    """2: keys and values; 1: a single tensor for both."""
     heads: int
     numbers: int
-    """Of each head and side."""
+    """Values per head and side."""
 
 
 class KVCacheSpec(NamedTuple):
-    """What a layer keeps, and for how long."""
+    """Cache shape and window of a layer."""
 
     shape: KVCacheShape
     window: int | None
-    """Keys that a query sees, its own included; None: all."""
+    """Number of keys that a query sees, including its own; None: all."""
 
 
 class LayerPlacement(NamedTuple):
-    """Where a layer's cache is: its group, and which of the planes of its shape."""
+    """Location of a layer's cache: its group, and the index among the planes of its shape."""
 
     group: int
     plane: int
 
 
 def cache_specs(arch: ModelSpec, tp: int, max_model_len: int) -> list[KVCacheSpec]:
-    """What each layer keeps on one of `tp` ranks. A window that no request outgrows is none."""
+    """Return the spec of each layer on one of `tp` ranks. A window of at least `max_model_len` becomes None."""
     layers = [(KVCacheShape(*layer.attention.kv_shape(tp)), layer.attention.window) for layer in arch.layers]
     return [KVCacheSpec(shape, window if window and window < max_model_len else None) for shape, window in layers]
 
@@ -54,38 +54,42 @@ def cache_specs(arch: ModelSpec, tp: int, max_model_len: int) -> list[KVCacheSpe
 def group_layers(
     specs: Sequence[KVCacheSpec], stages: Sequence[range], most_blocks: Callable[[CacheGroup], int]
 ) -> tuple[CacheGroup, ...]:
-    """Cut the layers of each kind into groups; the stages have the same groups, each its own layers in them.
+    """Divide the layers of each kind into groups. All stages have the same groups, each with its own layers.
 
-    `most_blocks` says how many blocks a request takes in a group. Of the cuts with which it takes hardly more memory
-    than it must, the one with the fewest groups.
+    `most_blocks` returns the number of blocks of a request in a group. Of the divisions with nearly minimal memory per
+    request, the one with the fewest groups is chosen.
     """
     windows = sorted({spec.window for spec in specs}, key=lambda window: window or 0)
     counts = [sum(spec.window == window for spec in specs) for window in windows]
-    cuts, costs = [], []
+    candidates, costs = [], []
     for size in range(max(counts), 0, -1):
         numbers = [-(-count // size) for count in counts]
         groups = tuple(
-            CacheGroup(window=window, layers=tuple(_share(specs, stage, window, at, number) for stage in stages))
+            CacheGroup(
+                window=window, layers=tuple(_group_slice(specs, stage, window, index, number) for stage in stages)
+            )
             for window, number in zip(windows, numbers, strict=True)
-            for at in range(number)
+            for index in range(number)
         )
-        cuts.append(groups)
+        candidates.append(groups)
         block = max(
             sum(math.prod(shape) * planes for shape, planes in count_planes(specs, groups, stage).items())
             for stage in range(len(stages))
         )
         costs.append(block * sum(map(most_blocks, groups)))
-    return next(groups for groups, cost in zip(cuts, costs, strict=True) if cost <= _SLACK * min(costs))
+    return next(groups for groups, cost in zip(candidates, costs, strict=True) if cost <= _MAX_OVERHEAD * min(costs))
 
 
-def _share(specs: Sequence[KVCacheSpec], stage: range, window: int | None, at: int, number: int) -> tuple[int, ...]:
-    """The layers of group `at`, of `number` groups that the stage's layers with this window are cut into."""
-    mine = [layer for layer in stage if specs[layer].window == window]
-    return tuple(mine[len(mine) * at // number : len(mine) * (at + 1) // number])
+def _group_slice(
+    specs: Sequence[KVCacheSpec], stage: range, window: int | None, index: int, number: int
+) -> tuple[int, ...]:
+    """Return the layers of group `index` of the `number` groups of the stage's layers with this window."""
+    layers = [layer for layer in stage if specs[layer].window == window]
+    return tuple(layers[len(layers) * index // number : len(layers) * (index + 1) // number])
 
 
 def count_planes(specs: Sequence[KVCacheSpec], groups: Iterable[CacheGroup], stage: int) -> Counter[KVCacheShape]:
-    """Planes of each shape on the ranks of a stage: as many as the group with most layers of that shape needs."""
+    """Count the planes of each shape on the ranks of a stage: the maximum over the groups."""
     planes: Counter[KVCacheShape] = Counter()
     for group in groups:
         planes |= Counter(specs[layer].shape for layer in group.layers[stage])
@@ -93,12 +97,12 @@ def count_planes(specs: Sequence[KVCacheSpec], groups: Iterable[CacheGroup], sta
 
 
 def place_layers(specs: Sequence[KVCacheSpec], groups: Iterable[CacheGroup], stage: int) -> dict[int, LayerPlacement]:
-    """Where each layer of a stage finds its cache."""
-    places = {}
+    """Return the cache location of each layer of a stage."""
+    placements = {}
     for number, group in enumerate(groups):
-        taken: Counter[KVCacheShape] = Counter()
+        used: Counter[KVCacheShape] = Counter()
         for layer in group.layers[stage]:
             shape = specs[layer].shape
-            places[layer] = LayerPlacement(number, taken[shape])
-            taken[shape] += 1
-    return places
+            placements[layer] = LayerPlacement(number, used[shape])
+            used[shape] += 1
+    return placements

@@ -38,15 +38,17 @@ def locate(model: str, revision: str | None) -> Path:
     return _download(model, revision, _PATTERNS)
 
 
-def fetch_weights(model: str, revision: str | None, folder: Path, load_format: str, inner: Sequence[str] = ()) -> None:
-    """Download the weights of a repository, and of the folders `inner` in it, into its snapshot `folder`; a local
+def fetch_weights(
+    model: str, revision: str | None, folder: Path, load_format: str, subfolders: Sequence[str] = ()
+) -> None:
+    """Download the weights of a repository, and of the folders `subfolders` in it, into its snapshot `folder`; a local
     folder is left as it is."""
     if not Path(model).expanduser().is_dir():
-        names = _indexed(folder, load_format) or [_WEIGHTS[load_format]]
-        _download(model, revision, [*names, *(f"{each}/*{Path(_WEIGHTS[load_format]).suffix}" for each in inner)])
+        names = _files_in_index(folder, load_format) or [_WEIGHTS[load_format]]
+        _download(model, revision, [*names, *(f"{each}/*{Path(_WEIGHTS[load_format]).suffix}" for each in subfolders)])
 
 
-def _indexed(folder: Path, load_format: str) -> list[str]:
+def _files_in_index(folder: Path, load_format: str) -> list[str]:
     """The files that the folder's index names; none where it has no index."""
     index = folder / _INDICES[load_format]
     return sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else []
@@ -71,7 +73,7 @@ def check_weights(folder: Path, load_format: str) -> None:
 
 def torch_files(folder: Path) -> list[Path]:
     """The folder's pytorch_model*.bin, those of the index where there is one."""
-    files = [folder / name for name in _indexed(folder, "pt")] or sorted(folder.glob(_WEIGHTS["pt"]))
+    files = [folder / name for name in _files_in_index(folder, "pt")] or sorted(folder.glob(_WEIGHTS["pt"]))
     if not files:
         raise ConfigError(f"{folder}: no pytorch_model*.bin there, which --load-format pt reads; leave it out")
     return files
@@ -158,7 +160,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     Format: 8 bytes of header length, the header (JSON), then the data
     (https://github.com/huggingface/safetensors#format).
     """
-    files = [folder / name for name in _indexed(folder, "safetensors")] or sorted(folder.glob("*.safetensors"))
+    files = [folder / name for name in _files_in_index(folder, "safetensors")] or sorted(folder.glob("*.safetensors"))
     if not files:
         if pickled := sorted(file.name for file in folder.glob("*.bin")):
             raise ConfigError(

@@ -40,11 +40,11 @@ def ranks_here(options: EngineOptions) -> int:
     return ranks // nodes * len(_local_replicas(options))
 
 
-def groups_here(options: EngineOptions, placed: RayResources | None = None) -> tuple[int, ...]:
+def groups_here(options: EngineOptions, placement: RayResources | None = None) -> tuple[int, ...]:
     """Sizes of the groups of this host's ranks that share layers, in the order of ranks; raises as `ranks_here`."""
     tp, node = options.tensor_parallel_size, options.node_rank
-    if placed is not None:
-        return groups_of(range(sum(placed.shares[:node]), sum(placed.shares[: node + 1])), tp)
+    if placement is not None:
+        return groups_of(range(sum(placement.shares[:node]), sum(placement.shares[: node + 1])), tp)
     replicas = len(_local_replicas(options))
     ranks = ranks_here(options) // max(1, replicas)
     return groups_of(range(node * ranks, (node + 1) * ranks), tp) * replicas
@@ -56,27 +56,27 @@ def groups_of(ranks: range, tp: int) -> tuple[int, ...]:
 
 
 def resolve(
-    options: EngineOptions, arch: ModelSpec, found: Devices, placed: RayResources | None = None
+    options: EngineOptions, arch: ModelSpec, available: Devices, placement: RayResources | None = None
 ) -> ParallelConfig:
-    """The grid; `placed` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
+    """The grid; `placement` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
-    executor = "ray" if placed is not None else choose_executor(options)
-    here = ranks_here(options) if placed is None else 0
+    executor = "ray" if placement is not None else choose_executor(options)
+    local_ranks = ranks_here(options) if placement is None else 0
     replicas = _local_replicas(options)
-    if found.kind == "cuda" and here > found.count:
-        _check_sharing(options, here, replicas, found)
+    if available.kind == "cuda" and local_ranks > available.count:
+        _check_sharing(options, local_ranks, replicas, available)
     parallel = ParallelConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         stages=_cut_layers(arch.num_layers, options),
         executor=executor,
-        device=found.kind,
-        nodes=options.nnodes if placed is None else len(placed.shares),
+        device=available.kind,
+        nodes=options.nnodes if placement is None else len(placement.shares),
         node=options.node_rank,
         master=(options.master_addr, options.master_port),
-        devices=found.order,
-        shares=() if placed is None else placed.shares,
-        ray=None if placed is None else placed.place,
+        devices=available.order,
+        shares=() if placement is None else placement.shares,
+        ray=None if placement is None else placement.place,
         timeout=options.distributed_timeout_seconds,
         custom_all_reduce=not options.disable_custom_all_reduce,
         replicas=options.data_parallel_size,
@@ -84,17 +84,17 @@ def resolve(
         local_replicas=replicas,
         experts=_experts(options, arch, options.data_parallel_size * world_size // options.pipeline_parallel_size),
     )
-    return replace(parallel, links=_links(parallel, found))
+    return replace(parallel, links=_links(parallel, available))
 
 
-def _check_sharing(options: EngineOptions, ranks: int, replicas: range, found: Devices) -> None:
+def _check_sharing(options: EngineOptions, ranks: int, replicas: range, available: Devices) -> None:
     """Raise `ConfigError` unless so many ranks, more than there are GPUs, may share them, and know of each other."""
     of_replicas = f" × {len(replicas)} replicas (--data-parallel-size)" * (len(replicas) > 1)
     needs = (
         f"--tensor-parallel-size {options.tensor_parallel_size} × --pipeline-parallel-size "
-        f"{options.pipeline_parallel_size}{of_replicas} needs {ranks} GPUs on this host; it shows {found.count}"
+        f"{options.pipeline_parallel_size}{of_replicas} needs {ranks} GPUs on this host; it shows {available.count}"
     )
-    if not found.order:
+    if not available.order:
         raise ConfigError(f"{needs} (to try the layout out, and not to serve, {SHARE}=1 has ranks share a GPU)")
     if options.nnodes > 1 or len(replicas) < options.data_parallel_size:
         raise ConfigError(f"{needs}; {SHARE} is for the ranks of a single host: leave the other hosts out")
@@ -105,44 +105,44 @@ def _check_sharing(options: EngineOptions, ranks: int, replicas: range, found: D
         )
 
 
-def _links(parallel: ParallelConfig, found: Devices) -> topology.CrossedLinks:
+def _links(parallel: ParallelConfig, available: Devices) -> topology.CrossedLinks:
     network = topology.fast_network() if parallel.nodes > 1 else None
-    if not found.order or parallel.ranks_per_device > 1:
+    if not available.order or parallel.ranks_per_device > 1:
         return topology.CrossedLinks(network=network)
     groups = groups_of(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
-    everywhere = groups * len(parallel.local_replicas)
-    return replace(topology.crossed(found.links, found.order, everywhere, len(groups)), network=network)
+    all_groups = groups * len(parallel.local_replicas)
+    return replace(topology.crossed(available.links, available.order, all_groups, len(groups)), network=network)
 
 
-def lines(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
+def plan_lines(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
     """The grid as `serve` prints it: hosts, what each group crosses, replicas and experts; nothing of a single rank."""
     return [
-        *_hosts(parallel),
-        *_sharing(parallel),
-        *_crossings(parallel),
-        *_replicas(parallel),
-        *_spread(parallel, arch),
+        *_hosts_text(parallel),
+        *_sharing_text(parallel),
+        *_links_text(parallel),
+        *_replicas_text(parallel),
+        *_experts_text(parallel, arch),
     ]
 
 
-def _hosts(parallel: ParallelConfig) -> list[str]:
+def _hosts_text(parallel: ParallelConfig) -> list[str]:
     if parallel.nodes == 1:
         return []
     parts = [
-        f"{_numbers('rank', ranks)} on host {node}{_which(parallel, node)}"
+        f"{_numbers('rank', ranks)} on host {node}{_host_suffix(parallel, node)}"
         for node in range(parallel.nodes)
         if (ranks := parallel.ranks_of(node))
     ]
     return [f"  {len(parts)} hosts: {', '.join(parts)}"]
 
 
-def _which(parallel: ParallelConfig, node: int) -> str:
+def _host_suffix(parallel: ParallelConfig, node: int) -> str:
     if parallel.ray is not None:
         return f" ({parallel.ray.nodes[node - 1][1]})"  # node 0 is the core's
     return " (this one)" * (node == parallel.node)
 
 
-def _sharing(parallel: ParallelConfig) -> list[str]:
+def _sharing_text(parallel: ParallelConfig) -> list[str]:
     if parallel.ranks_per_device == 1:
         return []
     ranks, gpus = len(parallel.devices), len(set(parallel.devices))
@@ -150,7 +150,7 @@ def _sharing(parallel: ParallelConfig) -> list[str]:
     return [f"  {ranks} ranks share {which} ({SHARE}), by gloo: to try a layout out, and slow"]
 
 
-def _crossings(parallel: ParallelConfig) -> list[str]:
+def _links_text(parallel: ParallelConfig) -> list[str]:
     """Which links tensor and pipeline parallelism cross, and a warning where that is too slow."""
     tp, links, is_cpu = parallel.tensor_parallel_size, parallel.links, parallel.device == "cpu"
     shared = " through its memory" * (parallel.ranks_per_device > 1)
@@ -159,14 +159,14 @@ def _crossings(parallel: ParallelConfig) -> list[str]:
     is_cut = any(ranks.start % tp or ranks.stop % tp for ranks in hosts)
     parts, warnings = [], []
     if tp > 1:
-        inside = " over shared memory" if is_cpu else shared or _over(links.tensor)
+        inside = " over shared memory" if is_cpu else shared or _over_link(links.tensor)
         parts.append(f"tensor parallel {f'across hosts {network}' if is_cut else f'inside a host{inside}'}")
         if is_cut and not links.network:
-            fitting = max(size for size in range(1, tp) if not any(n % size for n in (tp, *map(len, hosts))))
+            suggested = max(size for size in range(1, tp) if not any(n % size for n in (tp, *map(len, hosts))))
             warnings.append(
                 f"warning: tensor parallel crosses hosts, in every layer, and no fast network (InfiniBand, RoCE) is "
-                f"active here: use --tensor-parallel-size {fitting} --pipeline-parallel-size "
-                f"{parallel.world_size // fitting}"
+                f"active here: use --tensor-parallel-size {suggested} --pipeline-parallel-size "
+                f"{parallel.world_size // suggested}"
             )
         if not is_cut and links.tensor is topology.LinkType.SOCKETS:
             warnings.append(
@@ -174,24 +174,24 @@ def _crossings(parallel: ParallelConfig) -> list[str]:
                 "--tensor-parallel-size with more --pipeline-parallel-size may be faster"
             )
     if parallel.pipeline_parallel_size > 1:
-        inside = " over loopback" if is_cpu else shared or _over(links.pipeline)
+        inside = " over loopback" if is_cpu else shared or _over_link(links.pipeline)
         parts.append(f"pipeline {f'across hosts {network}' if len(hosts) > 1 else f'inside a host{inside}'}")
     return [f"  {'; '.join(parts)}"] * bool(parts) + warnings
 
 
-def _over(link: topology.LinkType | None) -> str:
+def _over_link(link: topology.LinkType | None) -> str:
     return "" if link is None else f" over {link.text}"
 
 
-def _replicas(parallel: ParallelConfig) -> list[str]:
+def _replicas_text(parallel: ParallelConfig) -> list[str]:
     if parallel.replicas == 1:
         return []
-    here, step = parallel.local_replicas, "step together" if parallel.is_coupled else "run free of each other"
-    on_host = _numbers("replica", here) if len(here) else "none"
+    local_ranks, step = parallel.local_replicas, "step together" if parallel.is_coupled else "run free of each other"
+    on_host = _numbers("replica", local_ranks) if len(local_ranks) else "none"
     return [f"  {parallel.replicas} replicas, which {step}: {on_host} on this host, each with the ranks below"]
 
 
-def _spread(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
+def _experts_text(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
     """How experts lie on the ranks."""
     if (experts := parallel.experts) is None:
         return []
@@ -279,12 +279,12 @@ def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParal
                 f"{count * (ranks - 1)} copies"
             )
         if (count + options.num_redundant_experts) % ranks:
-            least = math.ceil(count / ranks) * ranks - count
+            missing = math.ceil(count / ranks) * ranks - count
             raise ConfigError(
                 f"--enable-expert-parallel: {count} experts"
                 + f" and {options.num_redundant_experts} copies" * bool(options.num_redundant_experts)
                 + f" cannot be spread evenly over {ranks} ranks (--data-parallel-size × --tensor-parallel-size); "
-                f"--enable-eplb --num-redundant-experts {least} would make them even"
+                f"--enable-eplb --num-redundant-experts {missing} would make them even"
             )
     return ExpertParallelConfig(
         placement=options.expert_placement_strategy,

@@ -1,7 +1,7 @@
-"""How a prompt's hidden states become one vector, as a sentence-transformers folder declares it. No torch here.
+"""Pooling: how a prompt's hidden states become one vector, as configured in a sentence-transformers folder. No torch.
 
-The format is what `SentenceTransformer.save` writes (https://sbert.net): modules.json lists the modules and the folders
-that their configurations are in; sentence_bert_config.json and config_sentence_transformers.json are about the text.
+The format is that of `SentenceTransformer.save` (https://sbert.net): modules.json lists the modules and the folders of
+their configurations; sentence_bert_config.json and config_sentence_transformers.json configure the input text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from quire.engine.config.model_files import read_json, read_json_list
 from quire.engine.protocol.errors import ConfigError
 
 MODULES = "modules.json"
-"""Makes a model folder one of sentence-transformers."""
+"""The file that marks a sentence-transformers folder."""
 
 Mode = Literal["cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""In the order in which the vectors of several modes are joined."""
+"""In the order in which the vectors of several modes are concatenated."""
 _FLAGS: dict[str, Mode] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -29,15 +29,15 @@ _FLAGS: dict[str, Mode] = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 DenseActivation = Literal["Identity", "Tanh", "ReLU", "GELU", "Sigmoid"]
-"""torch's names."""
+"""Names of torch classes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dense:
-    """A linear layer and an activation, behind the pooling."""
+    """A linear layer and an activation after the pooling."""
 
     folder: str
-    """With its weights."""
+    """Folder of its weights."""
     in_features: int
     out_features: int
     bias: bool
@@ -46,29 +46,29 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True)
 class Pooling:
-    """From the last hidden states of a prompt to its vector, and what is done to the text before."""
+    """How the last hidden states of a prompt become its vector, and how the input text is prepared."""
 
     modes: tuple[Mode, ...]
-    """More than one: their vectors are joined."""
+    """The vectors of several modes are concatenated."""
     modules: tuple[Dense | Literal["normalize"], ...] = ()
-    """Behind that, in their order."""
+    """The modules after the pooling, in order."""
     size: int
-    """Numbers in a vector."""
+    """Dimensions of a vector."""
     is_matryoshka: bool = False
-    """Whether the first numbers of a vector are a vector (Kusupati et al. 2022)."""
+    """Whether a vector can be truncated to its first dimensions (Kusupati et al. 2022)."""
     dimensions: tuple[int, ...] = ()
-    """Of a Matryoshka model: how many of them may be asked for; empty: any number."""
+    """Numbers of dimensions that a Matryoshka model supports; empty: any number."""
     max_length: int | None = None
-    """Tokens of a prompt that the model was made for; None: as many as it has positions."""
+    """Maximum prompt tokens that the model was trained for; None: the number of its positions."""
     lower_case: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Texts that go before the input, by the name that a request may call them by."""
+    """Texts that a request can have prepended to its input, by name."""
     default_prompt: str | None = None
-    """The name of the one that goes before inputs for which none is named."""
+    """The name of the prompt that is prepended by default."""
     pools_prompts: bool = True
-    """Whether the tokens of such a text are pooled, too."""
+    """Whether the tokens of the prepended text are pooled too."""
     similarity: str = "cosine"
-    """How vectors are to be compared."""
+    """The similarity function for comparing vectors."""
 
     @property
     def dense(self) -> list[Dense]:
@@ -76,16 +76,16 @@ class Pooling:
 
     @property
     def is_normalized(self) -> bool:
-        """Whether the vector is brought to length 1 in the end."""
+        """Whether the final vector is normalized to length 1."""
         return self.modules[-1:] == ("normalize",)
 
     @property
     def needs_all_tokens(self) -> bool:
-        """Whether the hidden states of all tokens are needed, or the last one's only."""
+        """Whether pooling needs the hidden states of all tokens, or only of the last one."""
         return self.modes != ("lasttoken",)
 
     def text(self) -> str:
-        """For the printed plan."""
+        """Return the description in the printed plan."""
         modules = [module if isinstance(module, str) else f"dense to {module.out_features}" for module in self.modules]
         steps = [f"{' and '.join(self.modes)} pooling", *modules]
         shorter = ""
@@ -95,9 +95,9 @@ class Pooling:
 
 
 def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: Mode) -> Pooling:
-    """The pooling of a model folder: as modules.json says, or else by `default`, and normalized.
+    """Read the pooling of a model folder from modules.json; without it, pooling is `default` with normalization.
 
-    `config` is config.json, which may call the vectors Matryoshka. Raises `ConfigError` for what is not served.
+    `config` is config.json, which may declare Matryoshka dimensions. Raises `ConfigError` for unsupported settings.
     """
     dimensions = tuple(sorted(int(each) for each in config.get("matryoshka_dimensions") or ()))
     is_matryoshka = bool(dimensions or config.get("is_matryoshka"))
@@ -108,15 +108,15 @@ def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: 
     modes: tuple[Mode, ...] = ()
     modules: list[Dense | Literal["normalize"]] = []
     size = hidden_size
-    for at, module in enumerate(read_json_list(path)):
+    for index, module in enumerate(read_json_list(path)):
         kind, place = str(module.get("type", "")).rpartition(".")[2], str(module.get("path", ""))
         match kind:
-            case "Transformer" if at == 0:
+            case "Transformer" if index == 0:
                 if place:
                     raise ConfigError(
-                        f"{path}: the transformer is in the folder {place!r}; only at the top it is served"
+                        f"{path}: a Transformer in the subfolder {place!r} is not supported; it must be at the top"
                     )
-            case "Pooling" if at == 1:
+            case "Pooling" if index == 1:
                 settings = read_json(folder / place / "config.json")
                 modes = _modes(settings, folder / place)
                 size *= len(modes)
@@ -125,7 +125,7 @@ def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: 
                 dense = _dense(folder, place)
                 if dense.in_features != size:
                     raise ConfigError(
-                        f"{folder / place}: in_features is {dense.in_features}, but {size} numbers come in"
+                        f"{folder / place}: in_features is {dense.in_features}, but the input has size {size}"
                     )
                 modules.append(dense)
                 size = dense.out_features
@@ -133,32 +133,32 @@ def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: 
                 modules.append("normalize")
             case _:
                 raise ConfigError(
-                    f"{path}: {kind or 'a module without a type'} in place {at} is not served; served are Transformer, "
-                    "then Pooling, then Dense and Normalize"
+                    f"{path}: {kind or 'a module without a type'} at index {index} is not supported; supported are "
+                    "Transformer, then Pooling, then Dense and Normalize"
                 )
     if not modes:
-        raise ConfigError(f"{path}: there is no Pooling, so that a prompt has no one vector; that is not served")
-    pooling = Pooling(modes=modes, modules=tuple(modules), size=size, **common, **_about_text(folder))
+        raise ConfigError(f"{path}: models without a Pooling module are not supported")
+    pooling = Pooling(modes=modes, modules=tuple(modules), size=size, **common, **_text_settings(folder))
     if pooling.default_prompt is not None and not pooling.pools_prompts:
         raise ConfigError(
-            f"{folder}: a default prompt whose tokens are not pooled (include_prompt false) is not served"
+            f"{folder}: a default prompt whose tokens are not pooled (include_prompt false) is not supported"
         )
     return pooling
 
 
 def _modes(settings: Mapping[str, Any], folder: Path) -> tuple[Mode, ...]:
-    """Newer folders name the mode (or several), older ones have a switch for each."""
-    asked = settings.get("pooling_mode")
-    if asked is None:
+    """Read the pooling modes: newer folders name them, older ones have a flag for each."""
+    requested = settings.get("pooling_mode")
+    if requested is None:
         switched = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
-        asked = [_FLAGS.get(name, name) for name in switched]
-    elif isinstance(asked, str):
-        asked = [asked]
-    if bad := [mode for mode in asked if mode not in MODES]:
-        raise ConfigError(f"{folder}: {bad[0]} is not served; served are {', '.join(MODES)}")
-    if not asked:
-        raise ConfigError(f"{folder}/config.json names no pooling mode; served are {', '.join(MODES)}")
-    return tuple(mode for mode in MODES if mode in asked)
+        requested = [_FLAGS.get(name, name) for name in switched]
+    elif isinstance(requested, str):
+        requested = [requested]
+    if unsupported := [mode for mode in requested if mode not in MODES]:
+        raise ConfigError(f"{folder}: {unsupported[0]} is not supported; supported are {', '.join(MODES)}")
+    if not requested:
+        raise ConfigError(f"{folder}/config.json has no pooling mode; supported are {', '.join(MODES)}")
+    return tuple(mode for mode in MODES if mode in requested)
 
 
 def _dense(folder: Path, place: str) -> Dense:
@@ -166,39 +166,44 @@ def _dense(folder: Path, place: str) -> Dense:
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if activation not in get_args(DenseActivation):
         raise ConfigError(
-            f"{folder / place}: the activation {activation} is not served; served are "
+            f"{folder / place}: the activation {activation} is not supported; supported are "
             f"{', '.join(get_args(DenseActivation))}"
         )
     for name in ("module_input_name", "module_output_name"):
-        if (given := settings.get(name)) not in (None, "sentence_embedding"):
-            raise ConfigError(f"{folder / place}: {name} {given!r} is not served; only sentence_embedding is")
+        if (value := settings.get(name)) not in (None, "sentence_embedding"):
+            raise ConfigError(f"{folder / place}: {name} {value!r} is not supported; use sentence_embedding")
     try:
         return Dense(
             folder=place,
             in_features=int(settings["in_features"]),
             out_features=int(settings["out_features"]),
             bias=bool(settings.get("bias", True)),
-            activation=activation,  # type: ignore[arg-type]  # is one of these
+            activation=activation,  # type: ignore[arg-type]  # checked above
         )
     except KeyError as missing:
         raise ConfigError(f"{folder / place}/config.json lacks {missing}") from None
 
 
-def _about_text(folder: Path) -> dict[str, Any]:
-    """What goes before the model, and how its vectors are compared."""
-    found: dict[str, Any] = {}
-    # Named after the kind of the model in old folders: sentence_roberta_config.json and so on.
+def _text_settings(folder: Path) -> dict[str, Any]:
+    """Read the settings of the input text and the similarity function."""
+    settings_found: dict[str, Any] = {}
+    # In old folders the name contains the model type: sentence_roberta_config.json and so on.
     for path in sorted(folder.glob("sentence_*_config.json")):
         settings = read_json(path)
         if (length := settings.get("max_seq_length")) is not None:
-            found["max_length"] = int(length)
-        found["lower_case"] = bool(settings.get("do_lower_case", False))
+            settings_found["max_length"] = int(length)
+        settings_found["lower_case"] = bool(settings.get("do_lower_case", False))
     path = folder / "config_sentence_transformers.json"
     if path.exists():
         settings = read_json(path)
-        found["prompts"] = {str(name): str(text) for name, text in (settings.get("prompts") or {}).items()}
-        found["default_prompt"] = settings.get("default_prompt_name")
-        if found["default_prompt"] is not None and found["default_prompt"] not in found["prompts"]:
-            raise ConfigError(f"{path}: default_prompt_name {found['default_prompt']!r} is none of its prompts")
-        found["similarity"] = settings.get("similarity_fn_name") or "cosine"
-    return found
+        settings_found["prompts"] = {str(name): str(text) for name, text in (settings.get("prompts") or {}).items()}
+        settings_found["default_prompt"] = settings.get("default_prompt_name")
+        if (
+            settings_found["default_prompt"] is not None
+            and settings_found["default_prompt"] not in settings_found["prompts"]
+        ):
+            raise ConfigError(
+                f"{path}: default_prompt_name {settings_found['default_prompt']!r} is not one of its prompts"
+            )
+        settings_found["similarity"] = settings.get("similarity_fn_name") or "cosine"
+    return settings_found

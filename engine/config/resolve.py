@@ -1,4 +1,4 @@
-"""`EngineOptions` → `EngineConfig`: every size is known, and every misfit refused, before a weight is read."""
+"""`EngineOptions` → `EngineConfig`: computes every size, and rejects what does not fit, before weights are read."""
 
 from __future__ import annotations
 
@@ -37,64 +37,65 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
-"""The most that a tuned step computes, and what its workspace is made for: larger steps are hardly cheaper by token."""
+_MAX_TUNED_TOKENS = {"cpu": 512, "cuda": 8192}
+"""Maximum tokens of a step with automatic size, for which the workspace is sized. Larger steps are hardly cheaper per
+token."""
 _FP8_CAPABILITY = (8, 9)
-"""Compute capability from which on NVIDIA GPUs have instructions to read 8-bit floats."""
+"""First compute capability of NVIDIA GPUs with instructions to read 8-bit floats."""
 _CPU_KV_CACHE_BYTES = 4 << 30
-"""On CPU the KV cache of all ranks together stops here unless --kv-cache-memory-bytes asks for more."""
+"""Default limit of the KV cache of all ranks together on CPU, without --kv-cache-memory-bytes."""
 
 
-def resolve(options: EngineOptions, placed: RayResources | None = None) -> EngineConfig:
-    """Fix every open choice; raises `ConfigError` with numbers and a remedy for what cannot be served.
+def resolve(options: EngineOptions, placement: RayResources | None = None) -> EngineConfig:
+    """Resolve all options. Raises `ConfigError` with numbers and a remedy if the configuration is not supported.
 
-    `placed` is for a node of a Ray cluster: where the ranks are has been found on another.
+    `placement` is given on nodes of a Ray cluster: another node has already determined where the ranks are.
     """
     _check_ranges(options)
-    if placed is None:
-        from quire.engine.cluster import ray_cluster  # which the commands that ask a running server do without
+    if placement is None:
+        from quire.engine.cluster import ray_cluster  # imported here so that client commands need not
 
-        placed = ray_cluster.find(options)
-    found = placed.devices if placed is not None else None
-    found = found or devices.find(options.device, parallel_config.groups_here(options, placed))
-    model = _resolve_model(options, found)
-    parallel = parallel_config.resolve(options, model.architecture, found, placed)
-    held = parallel_config.on_a_rank(model.architecture, parallel)
-    held.check_divides(options.tensor_parallel_size)
-    _check_quantization(model, held, options.tensor_parallel_size, found)
-    _check_attention(options, model, found)
-    scheduler = _resolve_scheduler(options, model, found)
+        placement = ray_cluster.find(options)
+    available = placement.devices if placement is not None else None
+    available = available or devices.find(options.device, parallel_config.groups_here(options, placement))
+    model = _resolve_model(options, available)
+    parallel = parallel_config.resolve(options, model.architecture, available, placement)
+    rank_arch = parallel_config.on_a_rank(model.architecture, parallel)
+    rank_arch.check_divides(options.tensor_parallel_size)
+    _check_quantization(model, rank_arch, options.tensor_parallel_size, available)
+    _check_attention(options, model, available)
+    scheduler = _resolve_scheduler(options, model, available)
     kv_dtype: str = options.kv_cache_dtype
     if kv_dtype == "auto":
-        # Beside quantized weights, its rounding is not to be seen, and decodes read half as much.
+        # The rounding is negligible compared with that of the quantized weights, and decodes read half as much.
         kv_dtype = "bfloat16" if model.quantization and model.dtype == "float32" else model.dtype
     kv_dtype = kv_dtype.removesuffix("_e4m3")
-    if found.kind == "cuda" and (placed is None or placed.devices is None):
-        _check_cache(options, kv_dtype, found)
+    if available.kind == "cuda" and (placement is None or placement.devices is None):
+        _check_kv_cache_dtype(options, kv_dtype, available)
     specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len)
-    longest, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
+    max_len, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
     cache = CacheConfig(
         block_size=options.block_size,
         num_blocks=0,
         dtype=kv_dtype,
-        enable_prefix_caching=options.enable_prefix_caching and _may_reuse_prefixes(model),
-        groups=group_layers(specs, parallel.stages, lambda group: group.most_blocks(longest, row, size)),
+        enable_prefix_caching=options.enable_prefix_caching and _supports_prefix_caching(model),
+        groups=group_layers(specs, parallel.stages, lambda group: group.most_blocks(max_len, row, size)),
     )
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     config = EngineConfig(
         model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs, options=options
     )
-    return replace(config, cache=replace(cache, num_blocks=_count_blocks(options, config, found)))
+    return replace(config, cache=replace(cache, num_blocks=_count_blocks(options, config, available)))
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
-    """See that the weights are there and whole; those of a Hugging Face repository are downloaded, with a bar.
+    """Check that the weights are complete; downloads those of a Hugging Face repository, with a progress bar.
 
-    Apart from `resolve`, so that everything else is checked, and the plan shown, before a large download.
+    Separate from `resolve`, so that everything else is checked, and the plan printed, before a large download.
     """
     if (load_format := config.model.load_format) != "dummy":
-        pools = config.model.pooling
-        inner = [dense.folder for dense in pools.dense] if pools is not None else []
+        pooler = config.model.pooling
+        inner = [dense.folder for dense in pooler.dense] if pooler is not None else []
         model_files.fetch_weights(options.model, options.revision, config.model.path, load_format, inner)
         for folder in ("", *inner):
             model_files.check_weights(config.model.path / folder, load_format)
@@ -102,14 +103,14 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes on one rank of each stage."""
+    """Memory of one rank, in bytes; tuples have one entry per stage."""
 
     weights: tuple[int, ...]
     kv_block: tuple[int, ...]
     workspace: int
     """Activations and logits of the largest step, estimated."""
     graphs: int
-    """CUDA graphs, or a CPU's tapes, estimated."""
+    """CUDA graphs, or op replay on CPU, estimated."""
 
     @staticmethod
     def of(config: EngineConfig) -> Sizes:
@@ -117,56 +118,59 @@ class Sizes:
         arch = parallel_config.on_a_rank(model.architecture, config.parallel)
         stages = range(config.parallel.pipeline_parallel_size)
         specs = cache_specs(arch, tp, model.max_model_len)
-        attending = max(layer.attention.workspace(model.max_model_len, tp) for layer in arch.layers)
+        attention = max(layer.attention.workspace(model.max_model_len, tp) for layer in arch.layers)
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
         logits *= model.pooling is None
         return Sizes(
             weights=tuple(_weight_bytes(model, config.parallel, stage) for stage in stages),
             kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
-            workspace=(_activations(config, arch) + attending) * DTYPE_BYTES[model.dtype]
+            workspace=(_activations(config, arch) + attention) * DTYPE_BYTES[model.dtype]
             + logits
-            + _moving_bytes(config, arch),
+            + _eplb_buffer_bytes(config, arch),
             graphs=cuda_graph_sizes.estimate(config, arch),
         )
 
 
 def _activations(config: EngineConfig, arch: ModelSpec) -> int:
-    """Numbers that a rank holds of the largest step's tokens; its experts may be those of every replica's tokens."""
+    """Number of activation values on a rank in the largest step; its experts may get tokens of every replica."""
     parallel, tokens, tp = (
         config.parallel,
         config.scheduler.max_num_batched_tokens,
         config.parallel.tensor_parallel_size,
     )
-    coming = tokens * parallel.replicas if parallel.is_coupled else tokens
+    incoming = tokens * parallel.replicas if parallel.is_coupled else tokens
     inner = max(
-        each.width(tp) * (coming if isinstance(each, ExpertParallelMoESpec) else tokens)
+        each.width(tp) * (incoming if isinstance(each, ExpertParallelMoESpec) else tokens)
         for each in {layer.feed_forward for layer in arch.layers}
     )
     count = 6 * tokens * arch.hidden_size + 3 * inner
     if parallel.is_coupled:
-        most = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))
-        leaving = tokens // tp * min(most, parallel.expert_ranks)  # each token to every rank where it has an expert
-        count += 8 * max(coming, leaving) * arch.hidden_size
+        max_top_k = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))
+        outgoing = (
+            tokens // tp * min(max_top_k, parallel.expert_ranks)
+        )  # each token goes to every rank with one of its experts
+        count += 8 * max(incoming, outgoing) * arch.hidden_size
     return count
 
 
-def _moving_bytes(config: EngineConfig, arch: ModelSpec) -> int:
-    """Room for the experts of a layer that change places: one that leaves, one that comes, one laid beside."""
+def _eplb_buffer_bytes(config: EngineConfig, arch: ModelSpec) -> int:
+    """Bytes of the buffers in which EPLB moves experts: one sent, one received, one staged."""
     if config.parallel.experts is None or not config.parallel.experts.is_balanced:
         return 0
-    alone = {
+    layouts = {
         replace(each.feed_forward, shared=None, places=1)
         for each in arch.layers
         if isinstance(each.feed_forward, ExpertParallelMoESpec)
     }
     width, quantization = DTYPE_BYTES[config.model.dtype], config.model.quantization
     return 3 * max(
-        sum(packed_bytes(*each[:2], quantization, width) for each in one.matrices(arch.hidden_size, 1)) for one in alone
+        sum(packed_bytes(*each[:2], quantization, width) for each in one.matrices(arch.hidden_size, 1))
+        for one in layouts
     )
 
 
 def _kv_block_bytes(cache: CacheConfig, planes: Counter[KVCacheShape]) -> int:
-    """Bytes of a block: room for the layers of any group."""
+    """Bytes of a block, which has room for the layers of any group."""
     width = DTYPE_BYTES.get(cache.dtype, 1)
     scale = 0 if cache.dtype in DTYPE_BYTES else 4
     rows = {shape: shape.sides * shape.heads * cache.block_size for shape in planes}
@@ -174,7 +178,7 @@ def _kv_block_bytes(cache: CacheConfig, planes: Counter[KVCacheShape]) -> int:
 
 
 def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
-    """Bytes of one rank's weights as they are held: linear layers and head packed, the rest in the model's type."""
+    """Bytes of one rank's weights: linear layers and head packed, the rest in the model's data type."""
     arch, stages, tp = (
         parallel_config.on_a_rank(model.architecture, parallel),
         parallel.stages,
@@ -184,29 +188,29 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     matrices = [each for number in stages[stage] for each in arch.layers[number].matrices(arch.hidden_size, tp)]
     head = MatrixShape(arch.vocab_per_rank(tp), arch.hidden_size)
     embedded = stage == 0 and arch.tie_embeddings
-    kept = arch.stage_parameters(stages, stage, tp) - sum(math.prod(each) for each in matrices)
-    kept -= math.prod(head) * (last and not embedded)
+    unpacked = arch.stage_parameters(stages, stage, tp) - sum(math.prod(each) for each in matrices)
+    unpacked -= math.prod(head) * (last and not embedded)
     packed = sum(each.number * packed_bytes(*each[:2], model.quantization, width) for each in matrices)
-    # Vectors are made without a head; on CUDA a tied one needs no copy.
+    # Embedding models have no head; on CUDA a tied head needs no copy.
     if last and model.pooling is None and not (embedded and parallel.device == "cuda"):
         packed += packed_bytes(*head[:2], model.quantization and "int8", width)
     mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
     wide = sum(mixture.wide(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
-    return kept * width + wide * (4 - width) + packed
+    return unpacked * width + wide * (4 - width) + packed
 
 
-def _as_stored(model: ModelConfig, parallel: ParallelConfig) -> str:
-    """How the checkpoint is quantized; for fp8, about what a rank would hold if that could be served."""
+def _checkpoint_format(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """Return the checkpoint's quantization method; for fp8 also the size of its weights on a rank."""
     assert model.quantized is not None
     if model.quantized.method != "fp8":
         return model.quantized.method
-    kept = replace(model, quantization="int8")
-    most = max(_weight_bytes(kept, parallel, stage) for stage in range(len(parallel.stages)))
-    return f"fp8 (which would be {human(most)} a rank, and is not served as it is)"
+    unpacked = replace(model, quantization="int8")
+    max_bytes = max(_weight_bytes(unpacked, parallel, stage) for stage in range(len(parallel.stages)))
+    return f"fp8 (which would be {human(max_bytes)} per rank; running fp8 weights directly is not supported)"
 
 
 def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:
-    """Bytes of a weight `[rows, columns]` as `kernels.pack_linear` keeps it."""
+    """Bytes of a weight `[rows, columns]` as packed by `kernels.pack_linear`."""
     match quantization:
         case "int8":
             return rows * columns + 8 * rows
@@ -217,12 +221,12 @@ def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) 
 
 
 def plan_text(config: EngineConfig) -> str:
-    """The resolved plan as `serve` prints it."""
+    """Return the resolved plan as `serve` prints it."""
     model, parallel, cache = config.model, config.parallel, config.cache
     arch, sizes = model.architecture, Sizes.of(config)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
-    stored = f", dequantized from {_as_stored(model, parallel)} while loading," if model.quantized else ""
+    stored = f", dequantized from {_checkpoint_format(model, parallel)} while loading," if model.quantized else ""
     weights = f" with {model.quantization} weights" if model.quantization else ""
     limits = (
         f"at most {config.scheduler.max_num_seqs} run at once, "
@@ -232,7 +236,7 @@ def plan_text(config: EngineConfig) -> str:
         f"{arch.name} from {model.path}{', by transformers' * isinstance(arch, TransformersModelSpec)}",
         f"{model.dtype}{stored}{weights} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
         f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
-        *parallel_config.lines(parallel, arch),
+        *parallel_config.plan_lines(parallel, arch),
     ]
     if not parallel.local_replicas:
         return f"{lines[0]}\n  {parallel.replicas} replicas, none of them on this host"
@@ -254,35 +258,35 @@ def plan_text(config: EngineConfig) -> str:
         lines.append(f"  {graphs}")
     windows = Counter(group.window for group in cache.groups)
     if any(windows):
-        kept = [
+        unpacked = [
             f"{number} for layers that keep {'all' if window is None else f'a window of {window:,}'} tokens"
             for window, number in windows.items()
         ]
-        lines.append(f"  block tables: {', '.join(kept)}")
+        lines.append(f"  block tables: {', '.join(unpacked)}")
     about = ", about, until it has been measured what the rest takes" * (parallel.device == "cuda")
     lines.append(f"{cache_text(config)}{about}; {limits}")
     return "\n".join(lines)
 
 
 def cache_text(config: EngineConfig) -> str:
-    """How much the KV cache holds."""
-    tokens, longest = _tokens_held(config), config.model.max_model_len
-    return f"KV cache holds {tokens:,} tokens: {tokens / longest:.1f} requests at the full length of {longest:,}"
+    """Return a line about the capacity of the KV cache."""
+    tokens, max_len = _tokens_in_cache(config), config.model.max_model_len
+    return f"KV cache holds {tokens:,} tokens: {tokens / max_len:.1f} requests at the full length of {max_len:,}"
 
 
-def _tokens_held(config: EngineConfig) -> int:
-    """Tokens that the KV cache holds of requests at full length.
+def _tokens_in_cache(config: EngineConfig) -> int:
+    """Capacity of the KV cache, in tokens of requests at full length.
 
-    Behind their windows they hold nothing; a chunk of a prompt takes its room besides, but only one of a step.
+    Tokens outside a request's windows take no blocks. One prompt chunk per step takes additional blocks.
     """
-    longest, cache, row = config.model.max_model_len, config.cache, config.scheduler.max_num_batched_tokens
-    one = cache.most_blocks(longest, 1)
-    chunk = cache.most_blocks(longest, row) - one
-    return (cache.num_blocks - chunk) * -(-longest // cache.block_size) * cache.block_size // one
+    max_len, cache, row = config.model.max_model_len, config.cache, config.scheduler.max_num_batched_tokens
+    one = cache.most_blocks(max_len, 1)
+    chunk = cache.most_blocks(max_len, row) - one
+    return (cache.num_blocks - chunk) * -(-max_len // cache.block_size) * cache.block_size // one
 
 
 def human(count: int) -> str:
-    """Bytes for people: 1.5 GiB."""
+    """Format a number of bytes: 1.5 GiB."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -328,10 +332,10 @@ def _check_ranges(options: EngineOptions) -> None:
         )
 
 
-def _resolve_model(options: EngineOptions, found: Devices) -> ModelConfig:
+def _resolve_model(options: EngineOptions, available: Devices) -> ModelConfig:
     path = model_files.locate(options.model, options.revision)
     hf_config = model_files.read_json(path / "config.json")
-    arch, pools = _architecture(options, path, hf_config)
+    arch, pooler = _architecture(options, path, hf_config)
     tokenizer = path
     if options.tokenizer is not None:
         tokenizer = model_files.locate(options.tokenizer, None)
@@ -339,49 +343,49 @@ def _resolve_model(options: EngineOptions, found: Devices) -> ModelConfig:
         path=path,
         tokenizer=tokenizer,
         architecture=arch,
-        dtype=_choose_dtype(options, found, hf_config),
+        dtype=_choose_dtype(options, available, hf_config),
         quantization=options.quantization,
-        max_model_len=_choose_length(options, arch, pools),
+        max_model_len=_choose_max_model_len(options, arch, pooler),
         load_format="safetensors" if options.load_format == "auto" else options.load_format,
         quantized=None if options.load_format == "dummy" else quantized(hf_config),
         eos_token_ids=_eos_token_ids(path, hf_config),
         trust_remote_code=options.trust_remote_code,
         seed=options.seed,
         max_logprobs=options.max_logprobs,
-        pooling=pools,
+        pooling=pooler,
     )
 
 
 def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> tuple[ModelSpec, Pooling | None]:
-    """What the model is, and how it embeds if it does."""
+    """Return the model's architecture, and its pooling if it is an embedding model."""
     names = hf_config.get("architectures") or []
-    # A decoder without its head, as AutoModel saves it, is named so: Qwen3Model.
-    whole = [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
-    is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in whole)
-    arch = _implementation(options, path, {**hf_config, "architectures": whole} if is_headless else hf_config)
+    # AutoModel saves a decoder without its head under a name such as Qwen3Model.
+    full_names = [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
+    is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in full_names)
+    arch = _model_spec(options, path, {**hf_config, "architectures": full_names} if is_headless else hf_config)
     if isinstance(arch, EncoderSpec):
         if options.runner == "generate":
-            raise ConfigError(f"{arch.name} is an encoder and cannot generate text; leave --runner generate out")
+            raise ConfigError(f"{arch.name} is an encoder and cannot generate text; omit --runner generate")
         if options.pipeline_parallel_size > 1:
             raise ConfigError(
-                f"--pipeline-parallel-size {options.pipeline_parallel_size}: {arch.name} is an encoder, whose layers "
-                "are not cut into stages; use --tensor-parallel-size"
+                f"--pipeline-parallel-size {options.pipeline_parallel_size}: pipeline parallelism is not supported for "
+                f"encoders such as {arch.name}; use --tensor-parallel-size"
             )
         return arch, pooling.read(path, hf_config, arch.hidden_size, default="mean")
     if options.runner == "generate" and is_headless:
-        raise ConfigError(f"{', '.join(names)} has no head to generate text with; it can embed (--runner pooling)")
+        raise ConfigError(f"{', '.join(names)} has no head to generate text; use it with --runner pooling")
     if options.runner == "generate" or (
         options.runner == "auto" and not is_headless and not (path / pooling.MODULES).exists()
     ):
         return arch, None
     if hf_config.get("is_causal") is False or hf_config.get("use_bidirectional_attention"):
-        raise ConfigError(f"{arch.name}: a decoder whose tokens see those behind them (is_causal false) is not served")
+        raise ConfigError(f"{arch.name}: bidirectional attention in decoders (is_causal false) is not supported")
     return arch, pooling.read(path, hf_config, arch.hidden_size, default="lasttoken")
 
 
-def _implementation(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> ModelSpec:
-    """The model by our own families, or as transformers builds it."""
-    ours = None
+def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> ModelSpec:
+    """Return the model's spec for Quire's own implementation, or else for transformers'."""
+    native_error = None
     names = hf_config.get("architectures") or []
     if options.model_impl != "transformers":
         try:
@@ -389,7 +393,7 @@ def _implementation(options: EngineOptions, path: Path, hf_config: dict[str, Any
         except ConfigError as error:
             if options.model_impl == "quire":
                 raise
-            ours = error
+            native_error = error
     quantized(hf_config)
     request = transformers_backend.DescribeRequest(
         path=path,
@@ -401,85 +405,87 @@ def _implementation(options: EngineOptions, path: Path, hf_config: dict[str, Any
     try:
         arch = transformers_backend.describe(request)
     except ConfigError as error:
-        theirs = f"{', '.join(names) or 'it'} is not served by transformers' implementation: {error}"
-        raise ConfigError(theirs if ours is None else f"{ours}; and {theirs}") from None
-    if ours is not None:
-        reason = f"{ours}" if arch.name in FAMILIES else f"{arch.name} has no implementation of Quire's own"
-        logger.warning("%s; transformers' serves it (--model-impl transformers)", reason)
+        reason = f"{', '.join(names) or 'it'} is not supported by transformers' implementation: {error}"
+        raise ConfigError(reason if native_error is None else f"{native_error}; and {reason}") from None
+    if native_error is not None:
+        reason = f"{native_error}" if arch.name in FAMILIES else f"{arch.name} has no implementation of Quire's own"
+        logger.warning("%s; using transformers' implementation (--model-impl transformers)", reason)
     return arch
 
 
-def _may_reuse_prefixes(model: ModelConfig) -> bool:
-    """Whether what the prefix cache spares is not needed: pooling may want the hidden states of all tokens."""
+def _supports_prefix_caching(model: ModelConfig) -> bool:
+    """Whether the model can use the prefix cache; pooling may need the hidden states of all tokens."""
     if isinstance(model.architecture, EncoderSpec):
         return False
     return model.pooling is None or not model.pooling.needs_all_tokens
 
 
-def _check_attention(options: EngineOptions, model: ModelConfig, found: Devices) -> None:
-    """What is known of --attention-backend before a rank tries it."""
+def _check_attention(options: EngineOptions, model: ModelConfig, available: Devices) -> None:
+    """Check what can be checked of --attention-backend before the ranks start."""
     backend = options.attention_backend
     if backend == "auto":
         return
-    asked = f"--attention-backend {backend}"
+    requested = f"--attention-backend {backend}"
     if isinstance(model.architecture, EncoderSpec):
-        raise ConfigError(f"{asked}: encoders, which keep no KV, have one implementation of attention; leave it out")
-    if found.kind == "cpu" and backend != "reference":
-        raise ConfigError(f"{asked} needs a GPU; leave it out for the CPU's own kernels, or compare with reference")
+        raise ConfigError(f"{requested} is not supported for encoders, which have a single implementation; omit it")
+    if available.kind == "cpu" and backend != "reference":
+        raise ConfigError(f"{requested} needs a GPU; omit it to use the CPU kernels")
     if backend == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
-        raise ConfigError(f"{asked}: it is not installed; pip install 'quire[flashinfer]', or leave it out")
+        raise ConfigError(
+            f"{requested}: flashinfer is not installed; run pip install 'quire[flashinfer]', or omit the flag"
+        )
 
 
-def _check_cache(options: EngineOptions, dtype: str, found: Devices) -> None:
-    """That this host's GPUs read the KV cache's type; those of other hosts are for their ranks to check."""
+def _check_kv_cache_dtype(options: EngineOptions, dtype: str, available: Devices) -> None:
+    """Check that this host's GPUs support the data type of the KV cache; ranks on other hosts check theirs."""
     if dtype != "fp8" or options.attention_backend == "reference":
         return
     for number, (major, minor) in enumerate(devices.gpu_capabilities()):
-        if (major, minor) < _FP8_CAPABILITY and (not found.order or number in found.order):
-            least = "{}.{}".format(*_FP8_CAPABILITY)
+        if (major, minor) < _FP8_CAPABILITY and (not available.order or number in available.order):
+            minimum = "{}.{}".format(*_FP8_CAPABILITY)
             raise ConfigError(
-                f"--kv-cache-dtype {options.kv_cache_dtype} needs GPUs of compute capability {least} or more, and GPU "
-                f"{number} has {major}.{minor}; use --kv-cache-dtype int8, or auto"
+                f"--kv-cache-dtype {options.kv_cache_dtype} needs GPUs of compute capability {minimum} or higher, but "
+                f"GPU {number} has {major}.{minor}; use --kv-cache-dtype int8 or auto"
             )
 
 
-def _check_quantization(model: ModelConfig, arch: ModelSpec, tp: int, found: Devices) -> None:
-    """`arch` is that of a rank."""
+def _check_quantization(model: ModelConfig, arch: ModelSpec, tp: int, available: Devices) -> None:
+    """Check --quantization; `arch` has the sizes of a rank."""
     if model.quantization is None:
         return
-    if found.kind != "cpu":
-        raise ConfigError(f"--quantization {model.quantization} is served on CPU only so far; leave it out")
+    if available.kind != "cpu":
+        raise ConfigError(f"--quantization {model.quantization} is only supported on CPU; omit it")
     for _, columns, _ in {each for layer in set(arch.layers) for each in layer.matrices(arch.hidden_size, tp)}:
         if model.quantization == "int4" and columns % INT4_GROUPS[-1]:
             raise ConfigError(
-                f"--quantization int4 needs linear layers whose input is a multiple of {INT4_GROUPS[-1]}; with "
-                f"--tensor-parallel-size {tp} one of this model's has {columns}; use int8"
+                f"--quantization int4 needs linear layers whose input size is a multiple of {INT4_GROUPS[-1]}; with "
+                f"--tensor-parallel-size {tp} a layer of this model has {columns}; use int8"
             )
 
 
-def _choose_dtype(options: EngineOptions, found: Devices, hf_config: dict[str, Any]) -> str:
+def _choose_dtype(options: EngineOptions, available: Devices, hf_config: dict[str, Any]) -> str:
     if options.dtype != "auto":
         return options.dtype
-    if found.kind == "cpu":
+    if available.kind == "cpu":
         return "float32"
-    named = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    return named if named in DTYPE_BYTES else "bfloat16"
+    checkpoint_dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return checkpoint_dtype if checkpoint_dtype in DTYPE_BYTES else "bfloat16"
 
 
-def _choose_length(options: EngineOptions, arch: ModelSpec, pools: Pooling | None) -> int:
-    """The model's own length, unless a shorter one is asked for; for vectors, what they are made for."""
-    asked = options.max_model_len
-    if asked is not None and asked > arch.max_position:
-        raise ConfigError(f"--max-model-len {asked} is more than the model's {arch.max_position} positions")
-    made_for = pools.max_length if pools is not None else None
-    length = asked or min(arch.max_position, made_for or arch.max_position)
-    if pools is None and length < 2:
-        raise ConfigError(f"--max-model-len {length} has no room for a prompt and a token behind it; use 2 or more")
+def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooling | None) -> int:
+    """Return --max-model-len, or else the model's length; for embedding models, the length they were trained for."""
+    requested = options.max_model_len
+    if requested is not None and requested > arch.max_position:
+        raise ConfigError(f"--max-model-len {requested} is more than the model's {arch.max_position} positions")
+    trained_length = pooler.max_length if pooler is not None else None
+    length = requested or min(arch.max_position, trained_length or arch.max_position)
+    if pooler is None and length < 2:
+        raise ConfigError(f"--max-model-len {length} has no room for a prompt and an output token; use 2 or more")
     return length
 
 
 def _eos_token_ids(path: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids, from generation_config.json before config.json."""
+    """Return the end-of-sequence ids of generation_config.json, or else of config.json."""
     generation = path / "generation_config.json"
     eos = model_files.read_json(generation).get("eos_token_id") if generation.exists() else None
     eos = hf_config.get("eos_token_id") if eos is None else eos
@@ -488,108 +494,109 @@ def _eos_token_ids(path: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
     return tuple(eos) if isinstance(eos, list) else (eos,)
 
 
-def _resolve_scheduler(options: EngineOptions, model: ModelConfig, found: Devices) -> SchedulerConfig:
-    # The tokens of an encoder see all of their prompt, which therefore goes into one step.
+def _resolve_scheduler(options: EngineOptions, model: ModelConfig, available: Devices) -> SchedulerConfig:
+    # Tokens of an encoder attend to the whole prompt, which therefore must be in one step.
     is_chunked = options.enable_chunked_prefill and not isinstance(model.architecture, EncoderSpec)
-    least = 1 if is_chunked else model.max_model_len
-    asked = options.max_num_batched_tokens
-    budget = max(_STEP_TOKENS[found.kind], least) if asked == "auto" else asked
-    if budget < least:
+    minimum = 1 if is_chunked else model.max_model_len
+    requested = options.max_num_batched_tokens
+    budget = max(_MAX_TUNED_TOKENS[available.kind], minimum) if requested == "auto" else requested
+    if budget < minimum:
         why = "an encoder" if isinstance(model.architecture, EncoderSpec) else "--no-enable-chunked-prefill"
         raise ConfigError(
-            f"{why} needs --max-num-batched-tokens of at least the model length ({least}), "
+            f"{why} needs --max-num-batched-tokens of at least the model length ({minimum}), "
             f"got {budget}; or lower --max-model-len"
         )
-    is_tuned = asked == "auto" and is_chunked
+    is_tuned = requested == "auto" and is_chunked
     if options.itl_target_ms is not None and not is_tuned:
         raise ConfigError(
-            "--itl-target-ms sizes prompt chunks: it needs --max-num-batched-tokens auto and chunked prefill"
+            "--itl-target-ms needs --max-num-batched-tokens auto and chunked prefill, because it sizes prompt chunks"
         )
     return SchedulerConfig(
-        max_num_seqs=min(options.max_num_seqs, budget),  # so that every decode finds room in every step
+        max_num_seqs=min(options.max_num_seqs, budget),  # so that all decodes fit into every step
         max_num_batched_tokens=budget,
         enable_chunked_prefill=is_chunked,
         policy=options.scheduling_policy,
-        depth=_choose_depth(options, found),
+        depth=_choose_depth(options, available),
         is_tuned=is_tuned,
         itl_target=None if options.itl_target_ms is None else options.itl_target_ms / 1000,
     )
 
 
-def _choose_depth(options: EngineOptions, found: Devices) -> int:
-    """Plans in flight: one for each stage; on a single stage one more, so that it never waits for the core.
+def _choose_depth(options: EngineOptions, available: Devices) -> int:
+    """Return the number of plans in flight: one per stage; with a single stage one more, to schedule ahead.
 
-    With several stages the plans in flight hide the core already. A single rank on CPU lives in the core's process and
-    computes with every core that there is: the core has none to hide on, and a thread brought nothing (measured with
-    models of 1 to 100 ms a step: 0.83 to 1.10, most below 1).
+    With several stages the plans in flight already hide the core's work. A single rank on CPU runs in the core's
+    process and uses all processors, so scheduling ahead in a thread gains nothing (measured with models of 1 to 100 ms
+    per step: 0.83 to 1.10 times the throughput, mostly below 1).
     """
     stages = options.pipeline_parallel_size
     if stages > 1:
         return stages
     in_process = parallel_config.choose_executor(options) == "uni"
-    return 1 if in_process and found.kind == "cpu" else 2
+    return 1 if in_process and available.kind == "cpu" else 2
 
 
-def _count_blocks(options: EngineOptions, config: EngineConfig, found: Devices) -> int:
-    """KV blocks of each rank: what memory leaves, but no more than all requests at full length can use.
+def _count_blocks(options: EngineOptions, config: EngineConfig, available: Devices) -> int:
+    """Return the KV blocks of each rank: what fits into memory, but no more than all requests at full length can use.
 
-    A host without replicas has none, whatever fits there.
+    Returns 0 on a host without replicas.
     """
     model, parallel, cache, scheduler = config.model, config.parallel, config.cache, config.scheduler
     if not parallel.local_replicas:
         return 0
     sizes, row = Sizes.of(config), scheduler.max_num_batched_tokens
     blocks_per_request = cache.most_blocks(model.max_model_len, row)
-    sharing = max(1, parallel.ranks_here) if found.kind == "cpu" else parallel.ranks_per_device
-    whole = found.memory // sharing
-    share = int(whole * options.gpu_memory_utilization)
+    sharing = max(1, parallel.ranks_here) if available.kind == "cpu" else parallel.ranks_per_device
+    per_rank = available.memory // sharing
+    budget_bytes = int(per_rank * options.gpu_memory_utilization)
     fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]
-    if max(fixed) > share:
-        quantize = " or --quantization" * (found.kind == "cpu" and model.quantization is None)
-        stored = f" ({model.dtype}, dequantized from {_as_stored(model, parallel)})" if model.quantized else ""
-        kept = "tapes" if found.kind == "cpu" else "CUDA graphs"
+    if max(fixed) > budget_bytes:
+        quantize = " or --quantization" * (available.kind == "cpu" and model.quantization is None)
+        stored = f" ({model.dtype}, dequantized from {_checkpoint_format(model, parallel)})" if model.quantized else ""
+        replayed = "op replay" if available.kind == "cpu" else "CUDA graphs"
         raise ConfigError(
-            f"the model does not fit: weights {human(max(sizes.weights))}{stored} + workspace {human(sizes.workspace)} "
-            f"{f'+ {kept} {human(sizes.graphs)} ' * (sizes.graphs > 0)}per rank, and {human(share)} there "
-            f"({options.gpu_memory_utilization:g} of {human(found.memory)} free"
+            f"Not enough memory: needs {human(max(fixed))} per rank (weights {human(max(sizes.weights))}{stored} + "
+            f"workspace {human(sizes.workspace)}{f' + {replayed} {human(sizes.graphs)}' * (sizes.graphs > 0)}), "
+            f"{human(budget_bytes)} available ({options.gpu_memory_utilization:g} of {human(available.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
             f"--dtype{quantize}, or a lower --max-num-batched-tokens"
         )
     if not max(sizes.kv_block):
         return 0
-    asked = options.kv_cache_memory_bytes
-    if asked is not None:
-        if asked > whole - max(fixed):
+    requested = options.kv_cache_memory_bytes
+    if requested is not None:
+        if requested > per_rank - max(fixed):
             raise ConfigError(
-                f"--kv-cache-memory-bytes {asked} ({human(asked)}) does not fit: {human(whole - max(fixed))} is left "
-                f"per rank beside weights and workspace; ask for less, or use more ranks (-tp, -pp)"
+                f"--kv-cache-memory-bytes {requested} ({human(requested)}) does not fit: "
+                f"{human(per_rank - max(fixed))} per rank is available after weights and workspace; use a smaller "
+                "value, or more ranks (-tp, -pp)"
             )
-        blocks = asked // max(sizes.kv_block)
+        blocks = requested // max(sizes.kv_block)
     else:
-        blocks = min((share - taken) // block for taken, block in zip(fixed, sizes.kv_block, strict=True))
-        if found.kind == "cpu":
-            modest = _CPU_KV_CACHE_BYTES // sharing // max(sizes.kv_block)
-            blocks = min(blocks, max(modest, blocks_per_request))
+        blocks = min((budget_bytes - used) // block for used, block in zip(fixed, sizes.kv_block, strict=True))
+        if available.kind == "cpu":
+            capped = _CPU_KV_CACHE_BYTES // sharing // max(sizes.kv_block)
+            blocks = min(blocks, max(capped, blocks_per_request))
     return limit_blocks(config, blocks, max(sizes.kv_block))
 
 
-def limit_blocks(config: EngineConfig, blocks: int, block_bytes: int, beside: str = "") -> int:
-    """Of the `blocks` that there is room for, no more than all requests at full length can use, unless asked for.
+def limit_blocks(config: EngineConfig, blocks: int, block_bytes: int, context: str = "") -> int:
+    """Limit `blocks` to what all requests at full length can use, unless --kv-cache-memory-bytes is given.
 
-    Raises `ConfigError` where one request has not enough; the text says what the room is left `beside`.
+    Raises `ConfigError` if they are too few for one request; `context` is added to its text.
     """
     model, cache, scheduler = config.model, config.cache, config.scheduler
-    row, asked = scheduler.max_num_batched_tokens, config.options.kv_cache_memory_bytes
+    row, requested = scheduler.max_num_batched_tokens, config.options.kv_cache_memory_bytes
     blocks_per_request = cache.most_blocks(model.max_model_len, row)
     if blocks < blocks_per_request:
-        fitting = range(1, model.max_model_len)
-        longest = bisect_right(fitting, blocks, key=lambda length: cache.most_blocks(length, row))
+        lengths = range(1, model.max_model_len)
+        max_len = bisect_right(lengths, blocks, key=lambda length: cache.most_blocks(length, row))
         chunked = cache.most_blocks(model.max_model_len, 1) < blocks_per_request
         raise ConfigError(
-            f"a KV cache of {human(max(0, blocks) * block_bytes if asked is None else asked)} per rank holds "
-            f"{longest:,} tokens, less than one request of {model.max_model_len:,} "
-            f"({human(blocks_per_request * block_bytes)}){beside}; use --max-model-len {max(1, longest)} or less, "
+            f"a KV cache of {human(max(0, blocks) * block_bytes if requested is None else requested)} per rank holds "
+            f"{max_len:,} tokens, less than one request of {model.max_model_len:,} "
+            f"({human(blocks_per_request * block_bytes)}){context}; use --max-model-len {max(1, max_len)} or less, "
             f"{f'--max-num-batched-tokens below {row}, ' * chunked}more memory (--kv-cache-memory-bytes, "
             "--gpu-memory-utilization), or more ranks (-tp, -pp)"
         )
-    return blocks if asked is not None else min(blocks, scheduler.max_num_seqs * blocks_per_request)
+    return blocks if requested is not None else min(blocks, scheduler.max_num_seqs * blocks_per_request)

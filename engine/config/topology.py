@@ -85,18 +85,18 @@ def arrange(links: Links, groups: Sequence[int]) -> tuple[int, ...]:
     A group takes the devices whose slowest pair is fastest, and of those the ones that the rest will miss least. So
     the slow links are left to lie between groups. Larger groups choose first; `sum(groups)` devices are there.
     """
-    left = list(range(len(links)))
+    remaining = list(range(len(links)))
     chosen: dict[int, tuple[int, ...]] = {}
     for number in sorted(range(len(groups)), key=lambda number: -groups[number]):
-        best = min(combinations(left, groups[number]), key=lambda devices: _cost(links, devices, left))
+        best = min(combinations(remaining, groups[number]), key=lambda devices: _cost(links, devices, remaining))
         chosen[number] = best
-        left = [device for device in left if device not in best]
+        remaining = [device for device in remaining if device not in best]
     return tuple(device for number in range(len(groups)) for device in chosen[number])
 
 
-def _cost(links: Links, devices: tuple[int, ...], left: Sequence[int]) -> tuple[int, int, int, tuple[int, ...]]:
+def _cost(links: Links, devices: tuple[int, ...], remaining: Sequence[int]) -> tuple[int, int, int, tuple[int, ...]]:
     inside = [links[one][other] for one, other in combinations(devices, 2)]
-    outside = [links[one][other] for one in devices for other in left if other not in devices]
+    outside = [links[one][other] for one in devices for other in remaining if other not in devices]
     return -min(inside, default=0), -sum(inside), sum(outside), devices
 
 
@@ -116,12 +116,12 @@ def crossed(links: Links, order: Sequence[int], groups: Sequence[int], stages: i
 
 def fast_network(folder: Path = _INFINIBAND) -> str | None:
     """The fastest active port that other hosts can be reached by without their processors (InfiniBand, RoCE)."""
-    found: list[tuple[float, str]] = []
+    ports: list[tuple[float, str]] = []
     for port in folder.glob("*/ports/*"):
         try:
             state, rate = ((port / name).read_text().strip() for name in ("state", "rate"))
         except OSError:
             continue
         if state.endswith("ACTIVE"):
-            found.append((float(rate.split()[0]), f"{port.parent.parent.name} ({' '.join(rate.split()[:2])})"))
-    return max(found)[1] if found else None
+            ports.append((float(rate.split()[0]), f"{port.parent.parent.name} ({' '.join(rate.split()[:2])})"))
+    return max(ports)[1] if ports else None

@@ -1,7 +1,7 @@
-"""The engine-core process: two I/O threads around one loop.
+"""The engine-core process: one busy loop and two I/O threads.
 
-Started by `launch.start_core` as `python -m quire.engine.core.engine_core`, it reads its configuration from standard
-input and ends when standard input closes, so it never outlives the process that started it.
+`launch.start_core` starts it as `python -m quire.engine.core.engine_core`. It reads its configuration from standard
+input and exits when standard input closes, so it never outlives the process that started it.
 """
 
 from __future__ import annotations
@@ -57,25 +57,25 @@ from quire.engine.scheduler.scheduler import Scheduler
 logger = logging.getLogger("quire.engine.core.engine_core")
 
 _STATS_SECONDS = 1.0
-_COMPILERS = 8
-"""Threads that compile grammars: more than there are processors, so that quick ones do not wait for slow ones."""
-_LEAVE_SECONDS = 5.0
-"""Longest that a core which is to stop steps on without work, for replicas that share its experts."""
-_HEAR_SECONDS = 4.0
-"""Longest that a core waits to hear from the others why the replicas have lost touch."""
+_COMPILE_THREADS = 8
+"""Threads that compile grammars: more than there are processors, so that fast grammars do not wait for slow ones."""
+_STOP_TIMEOUT = 5.0
+"""Seconds for which a stopping core keeps stepping without work, for the replicas that share its experts."""
+_CAUSE_TIMEOUT = 4.0
+"""Seconds for which a core waits for the other cores to report why the replicas lost their connection."""
 _SHUTDOWN_GRACE = 10.0
-"""Seconds that an orphaned core may take to end by itself, a model half loaded included."""
+"""Seconds after which an orphaned core is killed if it has not exited, even if it is still loading the model."""
 
 
 class RankEnded:
-    """To the loop, from the executor's watch."""
+    """Sent to the loop by the executor: a rank has exited."""
 
 
 @dataclass(frozen=True)
 class GrammarCompiled:
-    """To the loop, from the thread that compiled a request's grammar; or could not, and this is why."""
+    """Sent to the loop by the thread that compiled a request's grammar: the grammar, or an error message."""
 
-    submit: EngineCoreRequest
+    request: EngineCoreRequest
     grammar: Grammar | str
 
 
@@ -83,15 +83,15 @@ Inbound = ToCore | GrammarCompiled | RankEnded | Exception
 
 
 class EngineCoreIO:
-    """The sockets of the core, each owned by one thread; the loop sees two queues."""
+    """The sockets of the core, each owned by one thread; the loop uses two queues."""
 
     def __init__(self, endpoints: Endpoints, replica: int = 0) -> None:
         self.peers = tuple(number for number in range(len(endpoints.requests)) if number != replica)
-        """The other replicas, whose cores may be written to."""
+        """The numbers of the other replicas."""
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
         self._endpoints = endpoints
         self._outbox: SimpleQueue[tuple[str, ToServer | StartWave | ReplicaFailed] | None] = SimpleQueue()
-        """Addresses, and what is for them."""
+        """(address, message) pairs to send."""
         self._context = zmq.Context()
         self.num_clients = len(endpoints.responses)
         threading.Thread(target=self._receive, args=(endpoints.requests[replica],), daemon=True, name="wire-in").start()
@@ -102,7 +102,7 @@ class EngineCoreIO:
         self._outbox.put((self._endpoints.responses[client], message))
 
     def send_peers(self, message: StartWave | ReplicaFailed) -> None:
-        """To the cores of all other replicas."""
+        """Send a message to the cores of all other replicas."""
         for replica in self.peers:
             self._outbox.put((self._endpoints.requests[replica], message))
 
@@ -111,7 +111,7 @@ class EngineCoreIO:
             self.send(client, message)
 
     def close(self) -> None:
-        """Send what is queued, then stop."""
+        """Send all queued messages, then stop."""
         self._outbox.put(None)
         self._sender.join()
 
@@ -121,7 +121,7 @@ class EngineCoreIO:
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            return self.inbox.put(ConfigError(f"requests cannot be taken at {address}: {error.strerror}"))
+            return self.inbox.put(ConfigError(f"cannot bind {address} to receive requests: {error.strerror}"))
         decode = msgspec.msgpack.Decoder(ToCore).decode
         while True:
             try:
@@ -145,97 +145,102 @@ class EngineCoreIO:
 
 
 class EngineCore:
-    """The loop of one replica: requests in, plans to the workers, outputs out."""
+    """The busy loop of one replica: receives requests, sends plans to the workers, returns outputs."""
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, wire: EngineCoreIO, ready: EngineReady | None = None
+        self, config: EngineConfig, executor: Executor, io: EngineCoreIO, ready: EngineReady | None = None
     ) -> None:
         self.replica = config.parallel.replica
         self.ready = ready or EngineReady({}, self.replica)
         self.scheduler = Scheduler(config)
         self.ready.stats = self.snapshot()
         self.executor = executor
-        self.wire = wire
+        self.io = io
         self.depth = config.scheduler.depth
         self.in_flight: deque[tuple[SchedulerOutput, StepFuture, float]] = deque()
-        """Plans in their order, and when they were handed out (`time.perf_counter`)."""
-        self.result_taken = 0.0
+        """Plans in order, and when they were submitted (`time.perf_counter`)."""
+        self.last_result_at = 0.0
         self.outputs: dict[int, EngineCoreOutputs] = {}
-        """Outputs of this turn, by API process."""
-        self.stats_sent = time.monotonic()
+        """Outputs to send in this iteration, by API process."""
+        self.last_stats_at = time.monotonic()
         self.expert_load: ExpertLoad | None = None
-        """The newest, until it is sent with the stats."""
+        """The latest value, until it is sent with the stats."""
         self.probes: list[Probe] = []
         self.compiling: dict[str, EngineCoreRequest] = {}
-        """Requests whose grammar is not there yet; they join the scheduler with it."""
-        self._compilers = ThreadPoolExecutor(_COMPILERS, "compile")
+        """Requests whose grammar is being compiled; they are added to the scheduler with it."""
+        self._compile_pool = ThreadPoolExecutor(_COMPILE_THREADS, "compile")
         self.wave = Wave(self.depth) if config.parallel.is_coupled else None
-        """None: this replica steps by itself."""
+        """None: this replica steps independently."""
         self.stopping = False
-        self.leave_at = 0.0
+        self.stop_deadline = 0.0
 
     def run(self) -> None:
-        """Serve until `Shutdown`; raises `WorkerError` when a rank fails."""
-        while not (self.stopping and self.may_leave):
+        """Run until `Shutdown`; raises `WorkerError` when a rank fails."""
+        while not (self.stopping and self.may_stop):
             self.receive()
             plan = self.schedule()
             if plan is not None:
-                begun = time.perf_counter()
-                self.in_flight.append((plan, self.executor.submit(plan), begun))
+                submitted_at = time.perf_counter()
+                self.in_flight.append((plan, self.executor.submit(plan), submitted_at))
             if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
-                self.take_result()
+                self.process_result()
                 self.answer_probes()
             self.send()
 
-    def take_result(self) -> None:
-        """The oldest plan's. Its step took the time since it was handed out, or since the one before it ended."""
+    def process_result(self) -> None:
+        """Wait for the oldest plan's result and process it.
+
+        The step time is counted from the later of the plan's submission and the previous result.
+        """
         is_full = len(self.in_flight) == self.depth
-        plan, pending, begun = self.in_flight.popleft()
-        result = pending.result()
+        plan, future, submitted_at = self.in_flight.popleft()
+        result = future.result()
         self.expert_load = result.expert_load or self.expert_load
         now = time.perf_counter()
-        # A pipeline that fills or drains shows no stage's time.
-        shows = (is_full or self.scheduler.stages == 1) and not result.failure
-        self.scheduler.token_budget.learn(plan, now - max(begun, self.result_taken) if shows else None)
-        self.result_taken = now
+        # While a pipeline fills or drains, the time between results is not the time of a stage.
+        is_representative = (is_full or self.scheduler.stages == 1) and not result.failure
+        self.scheduler.token_budget.learn(
+            plan, now - max(submitted_at, self.last_result_at) if is_representative else None
+        )
+        self.last_result_at = now
         if self.wave is not None:
-            self.wave.take(is_active=result.is_wave_active)
-        self.deliver(self.scheduler.update(plan, result))
+            self.wave.on_result(is_active=result.is_wave_active)
+        self.add_outputs(self.scheduler.update(plan, result))
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next plan; with nothing to run, a sign of life if somebody asks for one."""
+        """Return the next plan; with nothing to run, a heartbeat if there is an unanswered probe."""
         if self.wave is not None:
-            return self.schedule_together(self.wave)
+            return self.schedule_wave(self.wave)
         plan = self.scheduler.schedule()
         if plan is None and self.probes and not self.in_flight:
             plan = self.scheduler.heartbeat()
         return plan
 
-    def schedule_together(self, wave: Wave) -> SchedulerOutput | None:
-        """The next plan of the wave, without rows if there is nothing to run; None while none is under way."""
+    def schedule_wave(self, wave: Wave) -> SchedulerOutput | None:
+        """Return the next plan of the wave, without rows if there is nothing to run; None if no wave is running."""
         has_work = self.scheduler.has_requests and not self.stopping
-        if wave.begin(has_work=has_work or bool(self.probes)):
-            self.wire.send_peers(StartWave(wave.number))
-        if not wave.goes_on:
+        if wave.start(has_work=has_work or bool(self.probes)):
+            self.io.send_peers(StartWave(wave.number))
+        if not wave.is_running:
             return None
-        wave.hand_out()
+        wave.on_submit()
         plan = (self.scheduler.schedule() if has_work else None) or self.scheduler.heartbeat()
         plan.has_work = has_work
         return plan
 
     @property
-    def may_leave(self) -> bool:
-        """Whether nobody waits for this replica's steps; or has waited too long for the others' end."""
-        return self.wave is None or self.wave.is_asleep or time.monotonic() > self.leave_at
+    def may_stop(self) -> bool:
+        """Whether no other replica needs this one's steps, or the deadline for them has passed."""
+        return self.wave is None or self.wave.is_idle or time.monotonic() > self.stop_deadline
 
     def receive(self) -> None:
-        """Take in all that has arrived; with nothing to do, wait for something."""
+        """Handle all received messages; when idle, wait for one."""
         idle = not (self.in_flight or self.scheduler.has_requests or self.probes)
         if self.wave is not None:
-            idle = idle and self.wave.is_asleep
+            idle = idle and self.wave.is_idle
         with contextlib.suppress(Empty):
             while not self.stopping or self.wave is not None:
-                self.handle(self.wire.inbox.get(block=idle))
+                self.handle(self.io.inbox.get(block=idle))
                 idle = False
 
     def handle(self, message: Inbound) -> None:
@@ -244,166 +249,171 @@ class EngineCore:
                 self.compile(message)
             case EngineCoreRequest():
                 self.add(message)
-            case GrammarCompiled(submit=submit):
-                if self.compiling.get(submit.request_id) is submit:
-                    del self.compiling[submit.request_id]
-                    self.add(submit, message.grammar)
+            case GrammarCompiled(request=request):
+                if self.compiling.get(request.request_id) is request:
+                    del self.compiling[request.request_id]
+                    self.add(request, message.grammar)
             case AbortRequests():
                 self.abort(message.request_ids)
             case Join():
-                self.abort([submit.request_id for submit in self.submits() if submit.client == message.client])
-                self.outputs.pop(message.client, None)  # nobody is there any more to hear it
-                self.wire.send(message.client, msgspec.structs.replace(self.ready, stats=self.snapshot()))
+                self.abort(
+                    [request.request_id for request in self.pending_requests() if request.client == message.client]
+                )
+                self.outputs.pop(message.client, None)  # the process that they were for has ended
+                self.io.send(message.client, msgspec.structs.replace(self.ready, stats=self.snapshot()))
             case Probe():
                 self.probes.append(message)
             case StartWave(wave=number):
                 assert self.wave is not None
                 self.wave.wake(number)
             case ReplicaFailed():
-                self.wire.inbox.put(message)  # for `first_cause`
+                self.io.inbox.put(message)  # `root_cause` reads it
                 raise WorkerError(LOST_REPLICAS)
             case Shutdown():
                 self.stopping = True
-                self.leave_at = time.monotonic() + _LEAVE_SECONDS
+                self.stop_deadline = time.monotonic() + _STOP_TIMEOUT
             case RankEnded():
                 self.executor.check()
             case Exception():
-                raise message  # somebody waits for an answer to what could not be read
+                raise message  # a client waits for an answer to the message that could not be decoded
 
-    def add(self, submit: EngineCoreRequest, grammar: Grammar | str | None = None) -> None:
-        """Hand a request to the scheduler; a grammar that could not be compiled ends it."""
+    def add(self, request: EngineCoreRequest, grammar: Grammar | str | None = None) -> None:
+        """Add a request to the scheduler. `grammar` is the compiled grammar, or an error that ends the request."""
         if isinstance(grammar, str):
-            refusal: EngineCoreOutput | None = EngineCoreOutput(
-                submit.request_id, [], finish_reason="error", error=grammar
+            rejection: EngineCoreOutput | None = EngineCoreOutput(
+                request.request_id, [], finish_reason="error", error=grammar
             )
         else:
-            refusal = self.scheduler.add(submit, grammar)
-        if refusal is not None:
-            self.tell(submit.client, refusal)
+            rejection = self.scheduler.add(request, grammar)
+        if rejection is not None:
+            self.add_output(request.client, rejection)
 
-    def compile(self, submit: EngineCoreRequest) -> None:
-        """Have a request's grammar compiled in a thread, while the others go on."""
-        outputs, grammars, inbox = submit.params.structured_outputs, self.scheduler.grammars, self.wire.inbox
+    def compile(self, request: EngineCoreRequest) -> None:
+        """Compile a request's grammar in a thread; other requests keep running."""
+        outputs, grammars, inbox = request.params.structured_outputs, self.scheduler.grammars, self.io.inbox
         assert outputs is not None
-        if submit.request_id in self.compiling:
-            return self.add(submit, f"request id {submit.request_id!r} is in use")
-        self.compiling[submit.request_id] = submit
+        if request.request_id in self.compiling:
+            return self.add(request, f"request id {request.request_id!r} is in use")
+        self.compiling[request.request_id] = request
 
         def work() -> None:
             try:
-                inbox.put(GrammarCompiled(submit, grammars.compile(outputs)))
+                inbox.put(GrammarCompiled(request, grammars.compile(outputs)))
             except GrammarError as error:
-                inbox.put(GrammarCompiled(submit, f"structured output: {error}"))
+                inbox.put(GrammarCompiled(request, f"structured output: {error}"))
             except BaseException as error:  # the client waits for an answer
-                inbox.put(GrammarCompiled(submit, f"structured output: {type(error).__name__}: {error}"))
+                inbox.put(GrammarCompiled(request, f"structured output: {type(error).__name__}: {error}"))
 
-        self._compilers.submit(work)
+        self._compile_pool.submit(work)
 
     def abort(self, request_ids: list[str]) -> None:
-        """End these requests, those that wait for their grammar included; unknown ids are ignored."""
+        """Abort these requests, including those whose grammar is being compiled; unknown ids are ignored."""
         for request_id in request_ids:
-            if (submit := self.compiling.pop(request_id, None)) is not None:
-                self.tell(submit.client, EngineCoreOutput(request_id, [], finish_reason="abort"))
+            if (request := self.compiling.pop(request_id, None)) is not None:
+                self.add_output(request.client, EngineCoreOutput(request_id, [], finish_reason="abort"))
             ended = self.scheduler.abort(request_id)
             if ended is not None:
-                self.tell(ended[0].client, ended[1])
+                self.add_output(ended[0].client, ended[1])
 
-    def submits(self) -> list[EngineCoreRequest]:
-        """Every request that has had no terminal message yet."""
-        return [*(request.submit for request in self.scheduler.requests.values()), *self.compiling.values()]
+    def pending_requests(self) -> list[EngineCoreRequest]:
+        """Return every request without a terminal message."""
+        return [*(each.core_request for each in self.scheduler.requests.values()), *self.compiling.values()]
 
-    def tell(self, client: int, output: EngineCoreOutput) -> None:
+    def add_output(self, client: int, output: EngineCoreOutput) -> None:
         self.outputs.setdefault(client, EngineCoreOutputs()).outputs.append(output)
 
-    def deliver(self, news: dict[int, EngineCoreOutputs]) -> None:
-        """The outputs of a step, beside what this turn has told already."""
-        for client, outputs in news.items():
+    def add_outputs(self, step_outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Append the outputs of a step to those of this iteration."""
+        for client, outputs in step_outputs.items():
             if (earlier := self.outputs.get(client)) is not None:
                 outputs.outputs = earlier.outputs + outputs.outputs
             self.outputs[client] = outputs
 
     def answer_probes(self) -> None:
         for probe in self.probes:
-            self.wire.send(probe.client, ProbeReply(probe.probe_id, self.replica))
+            self.io.send(probe.client, ProbeReply(probe.probe_id, self.replica))
         self.probes.clear()
 
     def send(self) -> None:
-        """One message for each API process that has outputs, however many requests they are of.
+        """Send one message with all new outputs to each API process.
 
-        Every `_STATS_SECONDS` of work all get the stats, outputs or not.
+        Every `_STATS_SECONDS`, all API processes get the stats, even without outputs.
         """
         now = time.monotonic()
-        if now - self.stats_sent >= _STATS_SECONDS:
-            self.stats_sent = now
-            for client in range(self.wire.num_clients):
+        if now - self.last_stats_at >= _STATS_SECONDS:
+            self.last_stats_at = now
+            for client in range(self.io.num_clients):
                 self.outputs.setdefault(client, EngineCoreOutputs()).expert_load = self.expert_load
             self.expert_load = None
         if self.outputs:
             stats = self.snapshot()
             for client, outputs in self.outputs.items():
                 outputs.stats, outputs.replica = stats, self.replica
-                self.wire.send(client, outputs)
+                self.io.send(client, outputs)
             self.outputs = {}
 
     def snapshot(self) -> EngineStats:
-        """The scheduler's numbers, which it changes no more."""
+        """Return a copy of the scheduler's stats."""
         return msgspec.structs.replace(self.scheduler.snapshot())
 
     def end(self, reason: str) -> None:
-        """Give every request its terminal message."""
-        self._compilers.shutdown(wait=False, cancel_futures=True)
-        for submit in self.submits():
-            self.tell(submit.client, EngineCoreOutput(submit.request_id, [], finish_reason="error", error=reason))
+        """End every request with an error and send its terminal message."""
+        self._compile_pool.shutdown(wait=False, cancel_futures=True)
+        for request in self.pending_requests():
+            self.add_output(
+                request.client, EngineCoreOutput(request.request_id, [], finish_reason="error", error=reason)
+            )
         self.send()
 
 
 def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
-    """Run the core; returns the exit code. Whatever goes wrong reaches every API process as `EngineDead`."""
+    """Run the core; returns the exit code. Any failure is sent to every API process as `EngineDead`."""
     age, started = process.age(), time.perf_counter()
     replica = config.parallel.replica
-    wire = EngineCoreIO(endpoints, replica)
-    threading.Thread(target=_watch_stdin, args=(wire,), daemon=True, name="stdin-watch").start()
+    io = EngineCoreIO(endpoints, replica)
+    threading.Thread(target=_watch_stdin, args=(io,), daemon=True, name="stdin-watch").start()
     executor: Executor | None = None
     core: EngineCore | None = None
-    problem: str | None = None
+    failure: str | None = None
     try:
-        executor = factory.start(config, log_level, on_end=lambda: wire.inbox.put(RankEnded()))
+        executor = factory.start(config, log_level, on_end=lambda: io.inbox.put(RankEnded()))
         seconds = {"start engine": age, **executor.seconds}
-        core = EngineCore(executor.config, executor, wire, EngineReady(seconds, replica))
+        core = EngineCore(executor.config, executor, io, EngineReady(seconds, replica))
         gc.collect()
         gc.freeze()
         seconds["engine in all"] = time.perf_counter() - started + age
-        wire.broadcast(core.ready)
+        io.broadcast(core.ready)
         core.run()
     except (ConfigError, WorkerError) as error:
-        problem = str(error)
+        failure = str(error)
     except Exception as error:
         logger.error("engine core failed:\n%s", traceback.format_exc())
-        problem = f"engine core failed: {type(error).__name__}: {error}"
-    if problem is not None and config.parallel.is_coupled:
-        problem = first_cause(problem, wire, replica)
-    if core is not None and (problem is None or config.parallel.replicas == 1):
-        core.end(problem or "the engine was shut down")  # else `EngineDead` alone: what runs here may go on at another
-    if problem is not None:
-        wire.broadcast(EngineDead(problem, replica))
-    wire.close()
+        failure = f"engine core failed: {type(error).__name__}: {error}"
+    if failure is not None and config.parallel.is_coupled:
+        failure = root_cause(failure, io, replica)
+    if core is not None and (failure is None or config.parallel.replicas == 1):
+        core.end(failure or "the engine was shut down")  # otherwise other replicas may continue the requests
+    if failure is not None:
+        io.broadcast(EngineDead(failure, replica))
+    io.close()
     if executor is not None:
-        executor.close(problem or "")
-    return 0 if problem is None else 1
+        executor.close(failure or "")
+    return 0 if failure is None else 1
 
 
-def first_cause(problem: str, wire: EngineCoreIO, replica: int) -> str | None:
-    """What has ended the replicas that share experts, as all are told; None if they are being shut down.
+def root_cause(failure: str, io: EngineCoreIO, replica: int) -> str | None:
+    """Return why the replicas that share experts failed; None if they are being shut down.
 
-    The one with the cause says it to the others, which have only lost touch. Whoever says nothing has it.
+    The replica that failed first reports the cause to the others, which have only lost the connection. If a replica
+    does not report, it is the cause.
     """
-    wire.send_peers(ReplicaFailed(replica, problem))
-    if LOST_REPLICAS not in problem:
-        return f"replica {replica}: {problem}"
-    silent, deadline = set(wire.peers), time.monotonic() + _HEAR_SECONDS
+    io.send_peers(ReplicaFailed(replica, failure))
+    if LOST_REPLICAS not in failure:
+        return f"replica {replica}: {failure}"
+    silent, deadline = set(io.peers), time.monotonic() + _CAUSE_TIMEOUT
     while silent and (seconds := deadline - time.monotonic()) > 0:
         with contextlib.suppress(Empty):
-            match wire.inbox.get(timeout=seconds):
+            match io.inbox.get(timeout=seconds):
                 case ReplicaFailed(replica=other, reason=reason):
                     if LOST_REPLICAS not in reason:
                         return f"replica {other}: {reason}"
@@ -411,21 +421,21 @@ def first_cause(problem: str, wire: EngineCoreIO, replica: int) -> str | None:
                 case Shutdown():
                     return None
     if not silent:
-        return f"replica {replica}: {problem}"
-    return f"replica{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))} ended or hung: {problem}"
+        return f"replica {replica}: {failure}"
+    return f"replica{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))} ended or hung: {failure}"
 
 
-def _watch_stdin(wire: EngineCoreIO) -> None:
-    """Standard input closes when the starting process ends, however it ends."""
+def _watch_stdin(io: EngineCoreIO) -> None:
+    """Stop the core when standard input closes, as it does when the parent process exits for any reason."""
     while os.read(0, 4096):
         pass
-    wire.inbox.put(WorkerError("the server process has ended"))
+    io.inbox.put(WorkerError("the server process has ended"))
     time.sleep(_SHUTDOWN_GRACE)
     os._exit(1)
 
 
 def main() -> None:
-    # The terminal's Ctrl-C is for the API process, which then sends Shutdown.
+    # Ctrl-C in the terminal is handled by the API process, which sends Shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process.share_cores()
     config, endpoints, log_level = pickle.load(sys.stdin.buffer)

@@ -1,63 +1,64 @@
-"""When replicas that share experts step: together, in waves, and not at all while nobody has work.
+"""Waves: replicas that share experts run their steps together, and run none while no replica has work.
 
-Every step of one is a step of all, since each brings the tokens of the others to its experts. The cores do not wait for
-one another to agree on that; each follows a rule that comes to the same everywhere, as the result of a step says to all
-of them whether anybody had work in it:
+Every step of one replica is a step of all, because each brings the tokens of the others to its experts. The cores do
+not synchronize to agree on this. Each follows a rule with the same outcome everywhere, because the result of a step
+tells all of them whether any replica had work in it:
 
-- A wave begins at a core that has work, which wakes the others (`StartWave`), or with being woken.
-- Its first `depth` steps are run by all. After them, step n is run if somebody had work in step n - depth: that result
-  is the last one that a core has when it is about to hand out step n.
-- So all end a wave after the same step. Who is woken for the next wave before it has taken the last results of this one
-  begins when it has.
+- A core with work starts a wave and wakes the others (`StartWave`), which join it.
+- All cores run its first `depth` steps. After them, step n is run if any replica had work in step n - depth: that is
+  the last result that a core has when it submits step n.
+- All cores therefore end a wave after the same step. A core that is woken for the next wave before it has the last
+  results of the current one starts the next wave after it has them.
 """
 
 from __future__ import annotations
 
 
 class Wave:
-    """Where one core stands. It hands out a step whenever `goes_on`, and takes a result once `depth` are in flight."""
+    """The wave state of one core, which submits steps while `is_running`, and takes a result when `depth` are in
+    flight."""
 
     def __init__(self, depth: int) -> None:
         self.number = 0
-        """Of the wave under way, or of the last one."""
+        """Number of the running wave, or of the last one."""
         self._depth = depth
-        self._is_called = False
-        """Somebody has begun the wave after this one."""
+        self._is_next_started = False
+        """Another core has started the next wave."""
         self._in_flight = 0
-        """Steps handed out that have not come back."""
+        """Steps submitted whose results have not arrived."""
         self._has_ended = True
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the next step is run."""
+    def is_running(self) -> bool:
+        """Whether the next step is to be run."""
         return not self._has_ended
 
     @property
-    def is_asleep(self) -> bool:
-        """Whether nothing is under way and nobody has called."""
-        return self._has_ended and not self._in_flight and not self._is_called
+    def is_idle(self) -> bool:
+        """Whether no step is in flight and no wave is about to start."""
+        return self._has_ended and not self._in_flight and not self._is_next_started
 
-    def begin(self, *, has_work: bool) -> bool:
-        """Begin the next wave if it is time to; whether the others are to be woken for it (as number `number`)."""
-        if not self._has_ended or self._in_flight or not (has_work or self._is_called):
+    def start(self, *, has_work: bool) -> bool:
+        """Start the next wave if needed; returns whether to wake the other cores for it (with `number`)."""
+        if not self._has_ended or self._in_flight or not (has_work or self._is_next_started):
             return False
-        wakes = not self._is_called
+        is_first = not self._is_next_started
         self.number += 1
-        self._has_ended = self._is_called = False
-        return wakes
+        self._has_ended = self._is_next_started = False
+        return is_first
 
     def wake(self, number: int) -> None:
-        """Somebody has begun wave `number`. It may have been joined already; it cannot lie beyond the next."""
+        """Record that another core has started wave `number`, which is the next one or one already joined."""
         if number == self.number + 1:
-            self._is_called = True
+            self._is_next_started = True
 
-    def hand_out(self) -> None:
-        """A step goes out."""
-        assert self.goes_on
+    def on_submit(self) -> None:
+        """Record that a step is submitted."""
+        assert self.is_running
         assert self._in_flight < self._depth
         self._in_flight += 1
 
-    def take(self, *, is_active: bool) -> None:
-        """The oldest result is there: whether anybody had work in that step."""
+    def on_result(self, *, is_active: bool) -> None:
+        """Record the oldest result; `is_active`: whether any replica had work in that step."""
         self._in_flight -= 1
         self._has_ended = self._has_ended or not is_active

@@ -1,4 +1,4 @@
-"""Who runs the ranks. One narrow verb: `submit(plan)` now, `result()` later, in order."""
+"""The executor interface: `submit(plan)` starts a step, `result()` waits for it, in order."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from quire.engine.config.options import EngineConfig
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 STEP_TIMEOUT = 600.0
-"""Seconds that a step may compute; a rank alone that takes longer counts as hung."""
+"""Maximum seconds of computation in a step; a single rank that takes longer counts as hung."""
 HEARTBEAT_TIMEOUT = 15.0
-"""The same for a plan without rows, which costs nothing."""
-_LATER = 5.0
-"""Seconds that ranks which give up an exchange have to say so (see `quire.engine.distributed.watchdog`), and in which a
-GPU has computed what comes before it."""
+"""The same for a heartbeat, which needs almost no computation."""
+_TIMEOUT_MARGIN = 5.0
+"""Seconds for a rank to report a collective that timed out (see `quire.engine.distributed.watchdog`), including what
+its GPU computes before the collective."""
 
 
 class WorkerError(RuntimeError):
-    """A rank died, hung or failed; the text names it."""
+    """A rank died, hung or failed; the text names the rank."""
 
 
 def step_timeout(plan: SchedulerOutput, config: EngineConfig) -> float:
-    """Seconds after which a step that does not come back counts as hung.
+    """Return the seconds after which a step without a result counts as hung.
 
-    Ranks that wait for others give up before, whatever they have computed until then: their errors name the exchange
-    and who was missing, where the core could only guess.
+    The timeout is longer than that of collectives, because errors of collectives name the missing ranks, which the core
+    cannot know.
     """
     parallel = config.parallel
-    if plan.has_work is None:  # else, rows or none, it takes as long as the longest of all replicas
+    if plan.has_work is None:  # otherwise a step takes as long as the slowest replica's
         if not plan.num_rows:
             return HEARTBEAT_TIMEOUT
         if parallel.world_size == 1:
             return STEP_TIMEOUT
-    # On a GPU a step takes well below a second, and nothing else bounds what waits inside CUDA graphs.
-    return parallel.timeout + _LATER + (0.0 if parallel.device == "cuda" else STEP_TIMEOUT)
+    # On a GPU a step takes well below a second, and nothing else limits waiting inside CUDA graphs.
+    return parallel.timeout + _TIMEOUT_MARGIN + (0.0 if parallel.device == "cuda" else STEP_TIMEOUT)
 
 
 class StepFuture(Protocol):
-    """A step under way."""
+    """A submitted step."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for it; raises `WorkerError`."""
+        """Wait for the result; raises `WorkerError`."""
 
 
 class Executor(Protocol):
     """The ranks of one replica, loaded and ready."""
 
     config: EngineConfig
-    """What it came to: the KV cache is as large as that of the rank with the least room for it."""
+    """The final configuration, with the number of KV blocks that fits on every rank."""
     seconds: dict[str, float]
-    """Where their start-up time went."""
+    """Duration of each phase of their start-up."""
 
     def submit(self, plan: SchedulerOutput) -> StepFuture:
-        """Hand a plan to every rank. Results are to be taken in the same order."""
+        """Send a plan to every rank. Results must be taken in the same order."""
 
     def check(self) -> None:
-        """Raise `WorkerError` if a rank has ended."""
+        """Raise `WorkerError` if a rank has exited."""
 
     def close(self, reason: str = "") -> None:
-        """End every rank; `reason` is the trouble, if there was any."""
+        """Stop every rank; `reason` is the error after a failure."""

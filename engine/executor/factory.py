@@ -1,4 +1,4 @@
-"""Which executor a configuration asks for."""
+"""Creates the executor of a configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.engine.protocol.errors import ConfigError
 def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> Executor:
     """Start the ranks and load the model; raises `WorkerError` or `ConfigError`.
 
-    `on_end` is called, in some thread, as soon as a rank's process ends, in idle times too.
+    `on_end` is called, in any thread, as soon as a rank's process exits, even when idle.
     """
     if config.parallel.node:
         raise ConfigError(

@@ -1,7 +1,7 @@
-"""Ranks as processes on this host: plans go out through a shared-memory ring, results come back by pipe.
+"""Ranks as processes on this host: plans are sent by shared-memory broadcast, results come back through pipes.
 
-The processes come from a fork server that has imported torch once, so that many start as quickly as one. Nothing of
-the engine core is inherited by them, and no device is touched before they are apart.
+The processes are forked from a fork server that has imported torch once, so that many start as fast as one. They
+inherit nothing from the engine core, and no device is used before the fork.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
 
 _GRACE = 1.0
-"""Seconds to look for the rank that died first, once the first trouble shows: its neighbours complain too."""
+"""Seconds to look for the rank that died first after the first error, because its neighbours fail too."""
 
 _ABORTED = (
     "its last words are in the log above; those of NCCL's watchdog name the exchange that others did not come to "
@@ -37,7 +37,7 @@ _ABORTED = (
 
 
 def _run(*arguments: Any) -> None:
-    """A rank's process. Torch is imported there alone: a process that does so gives no signs of life for a while."""
+    """Run a rank's process. Torch is imported only there, because the import blocks heartbeats for a while."""
     from quire.engine.worker.worker import main
 
     main(*arguments)
@@ -45,7 +45,7 @@ def _run(*arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class LocalStepFuture:
-    """A step under way. `receive` takes the next result that comes, as steps are asked for in their order."""
+    """A step in flight. `receive` returns the next result, because results are taken in order."""
 
     receive: Callable[[int, float], ModelRunnerOutput]
     step: int
@@ -53,12 +53,12 @@ class LocalStepFuture:
 
     def result(self) -> ModelRunnerOutput:
         result = self.receive(self.step, self.timeout)
-        assert result.step == self.step, "results are to be taken in the order of plans"
+        assert result.step == self.step, "results must be taken in the order of plans"
         return result
 
 
 class RankFailed(WorkerError):
-    """A rank of this host is in trouble; the cause is certain when it was killed, else it may lie with another."""
+    """A rank of this host failed. The cause is certain if it was killed; otherwise another rank may be the cause."""
 
     def __init__(self, reason: str, *, is_certain: bool) -> None:
         super().__init__(reason)
@@ -71,23 +71,23 @@ class LocalRanks:
     def __init__(
         self, config: EngineConfig, ranks: range, init_method: str, log_level: str, on_end: Callable[[], None]
     ) -> None:
-        """Start them, which does not wait until they are loaded (see `is_ready`).
+        """Start the processes without waiting until they have loaded the model (see `is_ready`).
 
-        `on_end` is called, in some thread, as soon as one of them ends. All ranks of the grid meet at `init_method`.
+        `on_end` is called, in any thread, as soon as one of them exits. `init_method` is torch.distributed's.
         """
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["quire.engine.worker.worker", __name__])
         self.ranks = ranks
         self.arrived: deque[ModelRunnerOutput] = deque()
         self.seconds: dict[str, float] = {}
-        """Of the slowest rank that is loaded."""
+        """Start-up durations of the slowest rank."""
         self.num_blocks = 0
-        """KV blocks of every rank, once all are loaded; 0: those of the configuration."""
+        """KV blocks of every rank, once all are loaded; 0: as configured."""
         self._loading = set(ranks)
         self._ring = ShmBroadcast(context, readers=len(ranks))
         self._progress = context.RawArray("q", [-1] * len(ranks))
-        """What each rank has come to, written by the rank: 2 × step of the oldest plan under way; when none is, one
-        more than that of the last."""
+        """Progress of each rank, written by the rank: 2 × step of the oldest plan in flight; if there is none, 2 × last
+        step + 1."""
         self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | ModelRunnerOutput] = (
             msgspec.msgpack.Decoder(WorkerReady | WorkerFailed | ModelRunnerOutput)
         )
@@ -95,11 +95,11 @@ class LocalRanks:
         self._pipes: list[Connection] = []
         self._selector = selectors.DefaultSelector()
         try:
-            for place, rank in enumerate(ranks):
+            for index, rank in enumerate(ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_run,
-                    args=(config, rank, place, init_method, self._ring, self._progress, sender, log_level),
+                    args=(config, rank, index, init_method, self._ring, self._progress, sender, log_level),
                     name=f"quire-rank-{rank}",
                     daemon=True,
                 )
@@ -120,60 +120,60 @@ class LocalRanks:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `poll` has heard that all are loaded."""
+        """Whether all ranks have reported that they are loaded."""
         return not self._loading
 
     @property
     def progress(self) -> list[int]:
-        """Of each rank, in their order: 2 × step of the oldest plan under way; when none is, one more than the last."""
+        """Progress of each rank: 2 × step of the oldest plan in flight; if there is none, 2 × last step + 1."""
         return list(self._progress)
 
     def listen(self, fd: int, callback: Callable[[], None]) -> None:
-        """Have `poll` call this, too, when something can be read there; what it raises comes out of `poll`."""
+        """Let `poll` also call `callback` when `fd` is readable; `poll` raises its exceptions."""
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def write(self, plan: bytes, while_waiting: Callable[[], object]) -> None:
-        """Hand an encoded plan to every rank; `while_waiting` is called now and then when they are far behind."""
+        """Send an encoded plan to every rank; `while_waiting` is called repeatedly while the buffer is full."""
         self._ring.write(plan, while_waiting)
 
     def poll(self, timeout: float | None) -> bool:
-        """Take in what the ranks have sent, waiting for the first; False when nothing has come in time.
+        """Wait for messages of the ranks and handle them; returns False on a timeout.
 
-        Raises `RankFailed` when a rank has failed or ended, `ConfigError` when it could not load the model.
+        Raises `RankFailed` if a rank has failed or exited, `ConfigError` if it could not load the model.
         """
         events = self._selector.select(timeout)
         ended: int | None = None
-        has_news = False
+        is_message_received = False
         for key, _ in events:
             if callable(key.data):
                 key.data()
-                has_news = True
+                is_message_received = True
             elif isinstance(key.fileobj, Connection):
                 try:
                     message = self._decoder.decode(key.fileobj.recv_bytes())
                 except EOFError:
                     ended = key.data
                     continue
-                has_news = True
+                is_message_received = True
                 match message:
                     case ModelRunnerOutput():
                         self.arrived.append(message)
                     case WorkerReady(seconds, num_blocks):
-                        self.num_blocks = num_blocks  # all ranks of a replica say the same
+                        self.num_blocks = num_blocks  # the same for all ranks of a replica
                         self._loading.discard(key.data)
                         self.seconds = max(self.seconds, seconds, key=lambda each: sum(each.values()))
                     case WorkerFailed(reason, user_error=True):
                         raise ConfigError(reason)
                     case WorkerFailed(reason):
-                        raise self._blame(key.data, reason)
+                        raise self._root_cause(key.data, reason)
             else:
                 ended = key.data
-        if ended is not None and not has_news:
-            raise self._blame(ended, None)
+        if ended is not None and not is_message_received:
+            raise self._root_cause(ended, None)
         return bool(events)
 
     def killed(self, seconds: float) -> RankFailed | None:
-        """The rank that was killed, if there is one or comes to be one in this time."""
+        """Return the rank that was killed, waiting for up to `seconds`; None if there is none."""
         deadline = time.monotonic() + seconds
         while True:
             for rank, process in self._processes.items():
@@ -184,27 +184,27 @@ class LocalRanks:
             if time.monotonic() >= deadline:
                 return None
 
-    def _blame(self, rank: int, reason: str | None) -> RankFailed:
-        """The error for a rank in trouble, naming the one that was killed rather than those that noticed.
+    def _root_cause(self, rank: int, reason: str | None) -> RankFailed:
+        """Return the error for a failed rank, or for the rank that was killed and caused the failure.
 
-        A rank whose neighbour vanishes fails too, or aborts inside the communication library.
+        If a rank dies, its neighbours fail too, or abort inside the communication library.
         """
         if (killed := self.killed(_GRACE)) is not None:
             return killed
         if reason is not None:
-            return RankFailed(f"rank {rank} failed: {reason}{self._behind(rank)}", is_certain=False)
+            return RankFailed(f"rank {rank} failed: {reason}{self._stragglers_text(rank)}", is_certain=False)
         code = self._processes[rank].exitcode
-        words = f"ended with exit code {code}" if code != -signal.SIGABRT else f"aborted: {_ABORTED}"
-        return RankFailed(f"rank {rank} {words}{self._behind(rank)}", is_certain=False)
+        text = f"ended with exit code {code}" if code != -signal.SIGABRT else f"aborted: {_ABORTED}"
+        return RankFailed(f"rank {rank} {text}{self._stragglers_text(rank)}", is_certain=False)
 
-    def _behind(self, rank: int) -> str:
-        """Who has not come to the step that this one is at."""
+    def _stragglers_text(self, rank: int) -> str:
+        """Return a text that names the ranks that have not reached the step of this rank."""
         progress = dict(zip(self.ranks, self.progress, strict=True))
-        late = [other for other, come_to in progress.items() if come_to // 2 < progress[rank] // 2]
+        late = [other for other, position in progress.items() if position // 2 < progress[rank] // 2]
         return f" ({ranks_text(late)} had not come to that step)" if late else ""
 
     def close(self) -> None:
-        """Ask every rank to end, and kill those that do not."""
+        """Stop every rank, and kill those that do not exit."""
         try:
             self.write(b"", while_waiting=lambda: self.poll(0))
         except (WorkerError, ConfigError):
@@ -215,7 +215,7 @@ class LocalRanks:
         self.kill()
 
     def kill(self) -> None:
-        """End every rank now."""
+        """Kill every rank."""
         self._selector.close()
         for process in self._processes.values():
             if process.is_alive() and process.pid is not None:
@@ -225,13 +225,13 @@ class LocalRanks:
             pipe.close()
 
 
-def describe_late(progress: dict[int, int], step: int) -> list[int]:
-    """The ranks that keep a step from its result: those that never took its plan, else those that have not run it.
+def find_stragglers(progress: dict[int, int], step: int) -> list[int]:
+    """Return the ranks that delay a step: those that have not received its plan, or else those that have not run it.
 
-    All, where each has handed it to its GPU and none of these comes to the end.
+    Returns all ranks if each has launched the step on its GPU and none of the GPUs finishes.
     """
-    late = [rank for rank, come_to in progress.items() if come_to < 2 * step]
-    return late or [rank for rank, come_to in progress.items() if come_to < 2 * step + 1] or list(progress)
+    late = [rank for rank, position in progress.items() if position < 2 * step]
+    return late or [rank for rank, position in progress.items() if position < 2 * step + 1] or list(progress)
 
 
 def ranks_text(ranks: list[int]) -> str:

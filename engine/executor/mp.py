@@ -1,4 +1,4 @@
-"""All ranks of a replica as processes on this host."""
+"""The executor that runs all ranks of a replica as processes on this host."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import msgspec
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.executor.base import WorkerError, step_timeout
-from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, describe_late, ranks_text
+from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, find_stragglers, ranks_text
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 
 class MpExecutor:
-    """`tp × pp` worker processes of this host."""
+    """Runs `tp × pp` worker processes on this host."""
 
     def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
         self.config = config
-        # All ranks are on this host, whatever its name resolves to and whichever networks it has.
+        # All ranks are on this host, so gloo must not depend on its host name and networks.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         self._encode = msgspec.msgpack.Encoder().encode
         with tempfile.TemporaryDirectory(prefix="quire-") as folder:
@@ -36,26 +36,26 @@ class MpExecutor:
         self.seconds = self._ranks.seconds
 
     def submit(self, plan: SchedulerOutput) -> LocalStepFuture:
-        # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
+        # A rank that waits to send a result does not read plans, so results are received while writing.
         self._ranks.write(self._encode(plan), while_waiting=self.check)
         return LocalStepFuture(self.receive, plan.step, step_timeout(plan, self.config))
 
     def close(self, reason: str = "") -> None:
-        """Ask every rank to end, and kill those that do not; in trouble, kill them all at once."""
+        """Stop every rank, and kill those that do not exit; after a failure, kill all at once."""
         if reason:
             self._ranks.kill()
         else:
             self._ranks.close()
 
     def receive(self, step: int, timeout: float) -> ModelRunnerOutput:
-        """The next result; raises `WorkerError` when a rank dies, fails or hangs instead."""
+        """Return the next result; raises `WorkerError` if a rank dies, fails or hangs."""
         arrived = self._ranks.arrived
         if not arrived and not self._ranks.poll(timeout):
-            late = describe_late(dict(enumerate(self._ranks.progress)), step)
+            late = find_stragglers(dict(enumerate(self._ranks.progress)), step)
             raise WorkerError(f"{ranks_text(late)} did not answer within {timeout:.0f} s")
         return arrived.popleft()
 
     def check(self) -> None:
-        """Raise `WorkerError` if a rank has ended."""
+        """Raise `WorkerError` if a rank has exited."""
         while self._ranks.poll(0):
             pass

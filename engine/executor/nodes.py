@@ -1,9 +1,9 @@
-"""The ranks of one replica on several hosts, without Ray.
+"""The executor that runs the ranks of one replica on several hosts, without Ray.
 
-Node 0 has the engine core. The others join it (`quire.engine.cluster.control_plane`), and `serve_node` runs their
-ranks. Plans and results go over that connection, hidden states over torch.distributed. Every node resolves the options
-for itself, as its model folder and its memory are its own; what comes of them must be the same but for the number of KV
-blocks, of which all use the least.
+Node 0 runs the engine core. The other nodes join it (`quire.engine.cluster.control_plane`), and `serve_node` runs their
+ranks. Plans and results use that connection, hidden states torch.distributed. Every node resolves the options itself,
+because its model folder and its memory may differ. The results must be equal except for the number of KV blocks, of
+which all nodes use the minimum.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from quire.engine.cluster.ray_cluster import RayResources
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.executor.base import WorkerError, step_timeout
-from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, RankFailed, describe_late, ranks_text
+from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, RankFailed, find_stragglers, ranks_text
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 _GRACE = 2.0
-"""Seconds to find out whose trouble came first, when it may have spread: a node takes a second for its own ranks."""
-_FAREWELL = 10.0
-"""Seconds that a node waits to be told why all end, after it has told that its ranks cannot go on."""
-_TELLING = 5.0
-"""Seconds that a node tries to tell the others that it cannot even begin."""
+"""Seconds to find the first failure after one is reported: a node needs a second to check its own ranks."""
+_REASON_TIMEOUT = 10.0
+"""Seconds for which a node whose ranks have failed waits for node 0 to send the cause."""
+_REPORT_TIMEOUT = 5.0
+"""Seconds for which a node that cannot start tries to report it to node 0."""
 _PROGRESS_SECONDS = 1.0
 
 _NODES_OWN = frozenset(
@@ -51,19 +51,19 @@ _NODES_OWN = frozenset(
         *("distributed_timeout_seconds", "gpu_memory_utilization", "kv_cache_memory_bytes"),
     }
 )
-"""Options that may differ from node to node."""
+"""Options that may differ between nodes."""
 
 logger = logging.getLogger("quire.engine.executor.nodes")
 
 
 class NodeOffer(msgspec.Struct, kw_only=True):
-    """What a node can do, in its `Hello`."""
+    """A node's resolved configuration, sent in its `Hello`."""
 
     terms: dict[str, str] = {}
-    """By option, what it came to; the same on all nodes."""
+    """Resolved value of each option; must be the same on all nodes."""
     num_blocks: int = 0
     error: str = ""
-    """Why it cannot begin at all."""
+    """Why the node cannot start."""
 
 
 class NodeStart(msgspec.Struct):
@@ -74,7 +74,7 @@ class NodeStart(msgspec.Struct):
 
 
 class NodeReady(msgspec.Struct, tag=True, array_like=True):
-    """The node's ranks are loaded."""
+    """The node's ranks have loaded the model."""
 
     seconds: dict[str, float]
     num_blocks: int = 0
@@ -82,13 +82,13 @@ class NodeReady(msgspec.Struct, tag=True, array_like=True):
 
 
 class NodeProgress(msgspec.Struct, tag=True, array_like=True):
-    """What its ranks have come to, as `LocalRanks.progress` says it."""
+    """Progress of the node's ranks (see `LocalRanks.progress`)."""
 
     progress: list[int]
 
 
 class NodeFailed(msgspec.Struct, tag=True, array_like=True):
-    """Its ranks cannot go on. If this is certain, nothing else was the cause; `user_error` is for the user alone."""
+    """The node's ranks have failed. `is_certain`: they are the cause; `user_error`: the user can fix the cause."""
 
     reason: str
     is_certain: bool
@@ -96,7 +96,7 @@ class NodeFailed(msgspec.Struct, tag=True, array_like=True):
 
 
 class NodeLost(msgspec.Struct):
-    """The node itself is gone."""
+    """The connection to the node is lost."""
 
     reason: str
 
@@ -105,20 +105,20 @@ FromNode = NodeReady | NodeProgress | NodeFailed | ModelRunnerOutput
 
 
 class MultiNodeExecutor:
-    """The ranks of node 0, and through their nodes those of the others."""
+    """Runs the ranks of node 0 directly, and the others through their nodes."""
 
     def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
-        parallel, begun = config.parallel, time.monotonic()
-        self.mine = introduce(config.options, offer(config), config)
+        parallel, started = config.parallel, time.monotonic()
+        self.hello = make_hello(config.options, offer(config), config)
         set_interfaces(config)
         self._on_end = on_end
         self._inbox: SimpleQueue[tuple[int, FromNode | NodeLost]] = SimpleQueue()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._arrived: deque[ModelRunnerOutput] = deque()
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
-        self._names = {0: self.mine.name}
+        self._names = {0: self.hello.name}
         self._ranks: LocalRanks | None = None
         self._leader = Leader(
             parallel.master[1],
@@ -130,14 +130,14 @@ class MultiNodeExecutor:
             self._start_nodes(config, log_level)
             hellos = self._leader.wait(parallel.timeout)
             self._names |= {number: hello.name for number, hello in hellos.items()}
-            num_blocks = self._agree(config, hellos)
+            num_blocks = self._check_offers(config, hellos)
             self.config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
             joined = time.monotonic()
-            init_method = self._meeting_point(config)
+            init_method = self._init_method(config)
             for number in hellos:
                 self._leader.send(number, msgspec.msgpack.encode(NodeStart(num_blocks, init_method)))
             self._ranks = LocalRanks(self.config, parallel.ranks_of(0), init_method, log_level, on_end)
-            self._ranks.listen(self._bell, self._take)
+            self._ranks.listen(self._wake_fd, self._handle_inbox)
             self._loading = set(hellos)
             self.seconds: dict[str, float] = {}
             while self._loading or not self._ranks.is_ready:
@@ -147,31 +147,31 @@ class MultiNodeExecutor:
             raise
         self.config = self.config.with_blocks(self._ranks.num_blocks)
         slowest = max(self.seconds, self._ranks.seconds, key=lambda each: sum(each.values()))
-        self.seconds = {"join nodes": joined - begun, **slowest}
+        self.seconds = {"join nodes": joined - started, **slowest}
 
     def _start_nodes(self, config: EngineConfig, log_level: str) -> None:
-        """The user does: each joins by itself."""
+        """Do nothing: the user starts the nodes, which join by themselves."""
 
-    def _meeting_point(self, config: EngineConfig) -> str:
-        """Where torch.distributed has its store: on the host of rank 0."""
+    def _init_method(self, config: EngineConfig) -> str:
+        """Return the address of torch.distributed's store, on the host of rank 0."""
         return f"tcp://{_bracketed(config.parallel.master[0])}:{_free_port()}"
 
-    def _agree(self, config: EngineConfig, hellos: dict[int, Hello]) -> int:
-        """The KV blocks that every node has; raises `ConfigError` for a node that cannot serve, or not the same."""
+    def _check_offers(self, config: EngineConfig, hellos: dict[int, Hello]) -> int:
+        """Return the number of KV blocks of every node; raises `ConfigError` if a node cannot start or differs."""
         offers = {0: offer(config)}
         for number, hello in sorted(hellos.items()):
             offers[number] = theirs = msgspec.msgpack.decode(hello.body, type=NodeOffer)
-            for name, ours in self.mine.versions.items():
+            for name, ours in self.hello.versions.items():
                 if hello.versions.get(name) != ours:
-                    self._leader.check(self.mine, hello)
+                    self._leader.check(self.hello, hello)
             if theirs.error:
                 raise ConfigError(f"{hello.name}: {theirs.error}")
-            self._leader.check(self.mine, hello)
+            self._leader.check(self.hello, hello)
             for option, here in offers[0].terms.items():
                 if (there := theirs.terms.get(option)) != here:
                     flag = f"--{option.replace('_', '-')}"
                     raise ConfigError(
-                        f"{hello.name} was started with {flag} {there}, and {self.mine.name} with {here}; give every "
+                        f"{hello.name} was started with {flag} {there}, and {self.hello.name} with {here}; give every "
                         "node the same"
                     )
             if _is_loopback(config.parallel.master[0]) and not _is_loopback(_address(hello)):
@@ -179,13 +179,13 @@ class MultiNodeExecutor:
                     f"--master-addr {config.parallel.master[0]}: {hello.name} cannot reach that address of "
                     "node 0; start every node with one that it can"
                 )
-        least = min(offers, key=lambda number: offers[number].num_blocks)
-        if (num_blocks := offers[least].num_blocks) < config.cache.num_blocks:
+        smallest = min(offers, key=lambda number: offers[number].num_blocks)
+        if (num_blocks := offers[smallest].num_blocks) < config.cache.num_blocks:
             logger.warning(
                 "the KV cache has %s blocks on every node instead of %s: no more fit on %s",
                 f"{num_blocks:,}",
                 f"{config.cache.num_blocks:,}",
-                self._names[least],
+                self._names[smallest],
             )
         return num_blocks
 
@@ -194,36 +194,36 @@ class MultiNodeExecutor:
         encoded = self._encode(plan)
         for number in range(1, self.config.parallel.nodes):
             self._leader.send(number, encoded)
-        # A rank that waits to hand a result over does not read plans, so results are taken in meanwhile.
+        # A rank that waits to send a result does not read plans, so results are received while writing.
         self._ranks.write(encoded, while_waiting=self.check)
         return LocalStepFuture(self.receive, plan.step, step_timeout(plan, self.config))
 
     def receive(self, step: int, timeout: float) -> ModelRunnerOutput:
-        """The next result; raises `WorkerError` when a rank or a node dies, fails or hangs instead."""
+        """Return the next result; raises `WorkerError` if a rank or a node dies, fails or hangs."""
         deadline = time.monotonic() + timeout
         while not self._arrived:
             if not self._poll(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                raise WorkerError(f"{self._late(step)} did not answer within {timeout:.0f} s")
+                raise WorkerError(f"{self._stragglers(step)} did not answer within {timeout:.0f} s")
         return self._arrived.popleft()
 
     def check(self) -> None:
-        """Raise `WorkerError` if a rank has ended, or a node."""
+        """Raise `WorkerError` if a rank or a node has exited."""
         while self._poll(0):
             pass
 
     def close(self, reason: str = "") -> None:
-        """End every rank of every node."""
+        """Stop every rank on every node."""
         self._leader.close(reason)
         if self._ranks is not None:
             self._ranks.kill() if reason else self._ranks.close()
             self._ranks = None
-            os.close(self._bell)
+            os.close(self._wake_fd)
 
     def _put(self, number: int, message: FromNode | NodeLost) -> None:
-        """From the leader's thread. A core that is idle is told of trouble besides."""
+        """Queue a message, from the leader's thread. Failures also wake an idle core."""
         self._inbox.put((number, message))
         with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
+            os.eventfd_write(self._wake_fd, 1)
         if isinstance(message, NodeFailed | NodeLost):
             self._on_end()
 
@@ -232,14 +232,14 @@ class MultiNodeExecutor:
         try:
             has_news = self._ranks.poll(timeout)
         except RankFailed as failure:
-            raise WorkerError(self._blame(0, failure)) from None
+            raise WorkerError(self._root_cause(0, failure)) from None
         self._arrived += self._ranks.arrived
         self._ranks.arrived.clear()
         return has_news
 
-    def _take(self) -> None:
-        """What other nodes have sent; raises `WorkerError` and `ConfigError` for those in trouble."""
-        os.eventfd_read(self._bell)
+    def _handle_inbox(self) -> None:
+        """Handle the messages of other nodes; raises `WorkerError` or `ConfigError` if one has failed."""
+        os.eventfd_read(self._wake_fd)
         while True:
             try:
                 number, message = self._inbox.get_nowait()
@@ -250,27 +250,27 @@ class MultiNodeExecutor:
                     self._arrived.append(message)
                 case NodeReady(seconds, num_blocks):
                     self._loading.discard(number)
-                    self.config = self.config.with_blocks(num_blocks)  # all ranks of a replica say the same
+                    self.config = self.config.with_blocks(num_blocks)  # the same for all ranks of a replica
                     self.seconds = max(self.seconds, seconds, key=lambda each: sum(each.values()))
                 case NodeProgress(progress):
                     self._progress |= zip(self.config.parallel.ranks_of(number), progress, strict=True)
                 case NodeFailed(reason, user_error=True):
                     raise ConfigError(f"{self._names[number]}: {reason}")
                 case NodeFailed(reason, is_certain):
-                    raise WorkerError(self._blame(number, RankFailed(reason, is_certain=is_certain)))
+                    raise WorkerError(self._root_cause(number, RankFailed(reason, is_certain=is_certain)))
                 case NodeLost(reason):
                     raise WorkerError(reason)
 
-    def _blame(self, number: int, failure: RankFailed) -> str:
-        """The text for a rank in trouble on a node, or for what was its cause.
+    def _root_cause(self, number: int, failure: RankFailed) -> str:
+        """Return the error text for a failed rank, or for the failure that caused it.
 
-        When a rank or a node goes, the ranks that were talking to it fail on every node.
+        If a rank or a node dies, the ranks that communicate with it fail on every node.
         """
         assert self._ranks is not None
         deadline = time.monotonic() + _GRACE
-        unheard = set(range(self.config.parallel.nodes)) - {number}
-        while not failure.is_certain and unheard and time.monotonic() < deadline:
-            if 0 in unheard and (killed := self._ranks.killed(0.0)) is not None:
+        pending_nodes = set(range(self.config.parallel.nodes)) - {number}
+        while not failure.is_certain and pending_nodes and time.monotonic() < deadline:
+            if 0 in pending_nodes and (killed := self._ranks.killed(0.0)) is not None:
                 number, failure = 0, killed
                 break
             with contextlib.suppress(Empty):
@@ -278,16 +278,16 @@ class MultiNodeExecutor:
                     case other, NodeLost(reason):
                         return reason
                     case other, NodeFailed(reason, is_certain):
-                        unheard.discard(other)
+                        pending_nodes.discard(other)
                         if is_certain:
                             number, failure = other, RankFailed(reason, is_certain=True)
         return f"{failure} on {self._names[number]}"
 
-    def _late(self, step: int) -> str:
-        """The ranks that keep a step from its result, with their nodes."""
+    def _stragglers(self, step: int) -> str:
+        """Return a text that names the ranks that delay a step, with their nodes."""
         assert self._ranks is not None
         self._progress |= zip(self._ranks.ranks, self._ranks.progress, strict=True)
-        late, parallel = describe_late(self._progress, step), self.config.parallel
+        late, parallel = find_stragglers(self._progress, step), self.config.parallel
         texts = []
         for number, name in sorted(self._names.items()):
             if theirs := [rank for rank in late if rank in parallel.ranks_of(number)]:
@@ -296,17 +296,16 @@ class MultiNodeExecutor:
 
 
 def serve_node(options: EngineOptions, log_level: str, placed: RayResources | None = None) -> int:
-    """Run the ranks of node `options.node_rank` until node 0 ends; returns the exit code, 1 when there was trouble.
+    """Run the ranks of node `options.node_rank` until node 0 ends; returns the exit code, 1 after a failure.
 
-    `placed` says which they are, where Ray has chosen. Raises `ConfigError` when they cannot begin;
-    node 0 is told, too.
+    `placed` is Ray's placement of the ranks. Raises `ConfigError` if the ranks cannot start, and reports it to node 0.
     """
     try:
         config = resolve(options, placed)
         fetch_weights(options, config)
         set_interfaces(config)
     except ConfigError as error:
-        _tell(options, str(error))
+        _report_error(options, str(error))
         raise
     try:
         node = Node(config, log_level)
@@ -326,7 +325,7 @@ def serve_node(options: EngineOptions, log_level: str, placed: RayResources | No
 
 
 class Node:
-    """The ranks of a host that follows node 0."""
+    """Runs the ranks of a host other than node 0."""
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
         self._config, self._log_level = config, log_level
@@ -334,13 +333,13 @@ class Node:
         self._failure: NodeFailed | None = None
         self._is_over = threading.Event()
         self._results: threading.Thread | None = None
-        self._farewell = "it was stopped"
+        self._close_reason = "it was stopped"
         self._follower = _join(
-            config.options, introduce(config.options, offer(config), config), config.parallel.timeout
+            config.options, make_hello(config.options, offer(config), config), config.parallel.timeout
         )
 
     def serve(self) -> None:
-        """Returns never; raises `LinkEnded`."""
+        """Run until `LinkEnded` is raised; never returns."""
         begin = msgspec.msgpack.decode(self._follower.receive(None), type=NodeStart)
         config = replace(self._config, cache=replace(self._config.cache, num_blocks=begin.num_blocks))
         ranks = config.parallel.ranks_of(config.parallel.node)
@@ -356,28 +355,28 @@ class Node:
                 self._ranks.write(plan, while_waiting=self._check)
 
     def _check(self) -> None:
-        """Raise `LinkEnded` once node 0 has ended, or was told that our ranks have and did not answer."""
+        """Raise `LinkEnded` if node 0 has ended, or if the ranks have failed and node 0 does not answer the report."""
         if (ended := self._follower.ended) is not None:
             raise ended
         if self._failure is not None:
-            deadline = time.monotonic() + _FAREWELL
+            deadline = time.monotonic() + _REASON_TIMEOUT
             with contextlib.suppress(TimeoutError):
                 while (left := deadline - time.monotonic()) > 0:
                     self._follower.receive(left)
-            self._farewell = self._failure.reason
+            self._close_reason = self._failure.reason
             raise LinkEnded(self._failure.reason)
 
     def _send_results(self, ranks: LocalRanks) -> None:
-        """In a thread: whatever the ranks say goes to node 0."""
+        """Forward the messages of the ranks to node 0; runs in a thread."""
         encode, send = msgspec.msgpack.Encoder().encode, self._follower.send
-        progress, has_told_ready, next_look = list[int](), False, 0.0
+        progress, is_ready_sent, next_look = list[int](), False, 0.0
         try:
             while not self._is_over.is_set():
                 ranks.poll(_PROGRESS_SECONDS)
                 while ranks.arrived:
                     send(encode(ranks.arrived.popleft()))
-                if ranks.is_ready and not has_told_ready:
-                    has_told_ready = True
+                if ranks.is_ready and not is_ready_sent:
+                    is_ready_sent = True
                     send(encode(NodeReady(ranks.seconds, ranks.num_blocks)))
                 if (now := time.monotonic()) >= next_look and ranks.progress != progress:
                     progress, next_look = ranks.progress, now + _PROGRESS_SECONDS
@@ -393,17 +392,17 @@ class Node:
             send(encode(self._failure))
 
     def close(self) -> None:
-        """End the ranks, and leave."""
+        """Stop the ranks, and disconnect."""
         self._is_over.set()
         if self._results is not None:
             self._results.join(2 * _PROGRESS_SECONDS)
         if self._ranks is not None:
             self._ranks.kill()
-        self._follower.close(self._farewell)
+        self._follower.close(self._close_reason)
 
 
 def offer(config: EngineConfig) -> NodeOffer:
-    """What this node can do."""
+    """Return this node's resolved configuration."""
     options, model = config.options, config.model
     terms = {
         field.name: getattr(options, field.name)
@@ -424,8 +423,8 @@ def offer(config: EngineConfig) -> NodeOffer:
     return NodeOffer(terms={name: str(value) for name, value in terms.items()}, num_blocks=config.cache.num_blocks)
 
 
-def introduce(options: EngineOptions, offered: NodeOffer, config: EngineConfig | None) -> Hello:
-    """This node, as the others know it; without a `config` it cannot begin. Raises as `address_towards`."""
+def make_hello(options: EngineOptions, offered: NodeOffer, config: EngineConfig | None) -> Hello:
+    """Return this node's `Hello`; `config` is None if it cannot start. Raises like `address_towards`."""
     return Hello(
         name=f"node {options.node_rank} ({control_plane.address_towards(options.master_addr)})",
         number=options.node_rank,
@@ -436,10 +435,10 @@ def introduce(options: EngineOptions, offered: NodeOffer, config: EngineConfig |
 
 
 def set_interfaces(config: EngineConfig) -> None:
-    """Have gloo and NCCL use the interface that reaches node 0, unless the user has chosen one.
+    """Let gloo and NCCL use the interface that reaches node 0, unless the user has set one.
 
-    gloo would take the address of the host's name, which often is 127.0.0.1. Raises `ConfigError` when this host has no
-    such interface. Processes that are started later inherit it.
+    By default gloo uses the address of the host name, which is often 127.0.0.1. Raises `ConfigError` if this host has
+    no such interface. Processes started later inherit the setting.
     """
     own = control_plane.address_towards(config.parallel.master[0])
     interface = control_plane.interface_of(own)
@@ -455,12 +454,12 @@ def _join(options: EngineOptions, hello: Hello, seconds: float) -> Follower:
     return Follower(address, port, hello, seconds=seconds, on_lost=lambda reason: None, leader=leader)
 
 
-def _tell(options: EngineOptions, error: str) -> None:
-    """Let node 0 know why this one cannot begin, if it is there."""
+def _report_error(options: EngineOptions, error: str) -> None:
+    """Report to node 0 why this node cannot start, if node 0 can be reached."""
     with contextlib.suppress(ConfigError, LinkEnded):
-        follower = _join(options, introduce(options, NodeOffer(error=error), None), _TELLING)
+        follower = _join(options, make_hello(options, NodeOffer(error=error), None), _REPORT_TIMEOUT)
         try:
-            follower.receive(_TELLING)
+            follower.receive(_REPORT_TIMEOUT)
         except TimeoutError:
             pass
         finally:
@@ -489,7 +488,7 @@ def _free_port() -> int:
 
 
 def main() -> int:
-    """The process of `quire serve --headless` on another node than 0; its options come by standard input."""
+    """Run `quire serve --headless` on a node other than 0; the options are read from standard input."""
     process.share_cores()
     options, log_level = pickle.load(sys.stdin.buffer)
     log.setup(log_level, f"node {options.node_rank}")

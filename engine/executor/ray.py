@@ -1,8 +1,8 @@
-"""Ranks on the nodes of a Ray cluster. Ray places and starts them, and tells of their death; that is all it does.
+"""The executor for Ray clusters. Ray only places and starts the ranks, and reports when they die.
 
-Each rank's device is a bundle of one placement group, and held by an actor. One actor of a node runs the node's
-process, which joins the leader as a host without Ray would (`quire.engine.executor.nodes`): plans and results go that
-way. The process ends with its actor, because its standard input closes.
+Each rank's device is a bundle of one placement group, reserved by an actor. One actor per node runs the node's process,
+which joins the leader as without Ray (`quire.engine.executor.nodes`) and gets plans and sends results that way. The
+process exits with its actor, because its standard input closes.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from quire.engine.executor.nodes import MultiNodeExecutor, NodeLost, serve_node
 from quire.engine.protocol.errors import ConfigError
 
 GROUP_SECONDS = 15.0
-"""For a placement group whose devices were free a moment ago."""
+"""Timeout for a placement group whose devices were free a moment ago."""
 ACTORS_SECONDS = 60.0
-"""For all actors to be started."""
+"""Timeout for starting all actors."""
 _CLOSE_SECONDS = 5.0
-_CARRIED = ("NCCL_", "GLOO_", "QUIRE_", "HF_TOKEN", "OMP_NUM_THREADS")
-"""Variables of this process that nodes get too, unless they have their own."""
-_OWN = ("QUIRE_HOST_IP", "QUIRE_API_KEY", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-"""But not these."""
+_FORWARDED = ("NCCL_", "GLOO_", "QUIRE_", "HF_TOKEN", "OMP_NUM_THREADS")
+"""Environment variables of this process that are set on nodes too, unless already set there."""
+_NOT_FORWARDED = ("QUIRE_HOST_IP", "QUIRE_API_KEY", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Exceptions to `_FORWARDED`."""
 
 logger = logging.getLogger(__name__)
 
 
-class _Told(NamedTuple):
-    """What an actor says of itself."""
+class _ActorInfo(NamedTuple):
+    """Information about an actor."""
 
     node: str
-    """Ray's id of it."""
+    """Ray's id of its node."""
     gpu: str
-    """As CUDA_VISIBLE_DEVICES names it; empty: none."""
+    """Name of its GPU in CUDA_VISIBLE_DEVICES; empty: none."""
     port: int
-    """A free one there."""
+    """A free port on its node."""
 
 
 class RayExecutor(MultiNodeExecutor):
-    """The ranks of a replica on nodes that Ray has started. Node 0 is the core, and has no ranks."""
+    """Runs the ranks of a replica on nodes of a Ray cluster. Node 0 is the core and has no ranks."""
 
     def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
         place = config.parallel.ray
@@ -74,8 +74,8 @@ class RayExecutor(MultiNodeExecutor):
             placed = RayResources(parallel.ray, parallel.shares, None)
             self._actors.run(node, (options, log_level, placed), self._node_ended)
 
-    def _meeting_point(self, config: EngineConfig) -> str:
-        return self._actors.meeting_point
+    def _init_method(self, config: EngineConfig) -> str:
+        return self._actors.init_method
 
     def _node_ended(self, node: int, reason: str) -> None:
         self._leader.give_up(node, reason)
@@ -88,10 +88,10 @@ class RayExecutor(MultiNodeExecutor):
 
 
 class Actors:
-    """The actors of one engine, each with its device; on each node the first runs a process of ours."""
+    """The actors of one engine, each with a device; the first one on each node runs the node's process."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start them; raises `ConfigError` when Ray does not, within `GROUP_SECONDS` and `ACTORS_SECONDS`."""
+        """Start the actors; raises `ConfigError` if Ray does not within `GROUP_SECONDS` and `ACTORS_SECONDS`."""
         os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # each line names its node
         import ray
 
@@ -101,12 +101,12 @@ class Actors:
         self._place: RayPlacement = parallel.ray
         self._resource = "GPU" if parallel.device == "cuda" else "CPU"
         self._node_of = [node for node in range(1, parallel.nodes) for _ in parallel.ranks_of(node)]
-        """Of each rank."""
+        """Node number of each rank."""
         self._own_group: Any = None
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self.is_closing = False
-        """That a node ends is no news any more."""
+        """Whether the end of a node is expected."""
         ray_cluster.connect(ray, self._place.address, log_to_driver=True)
         try:
             self._reported = self._start()
@@ -115,19 +115,23 @@ class Actors:
             raise
 
     @property
-    def meeting_point(self) -> str:
-        """A free port of the host of rank 0, for torch.distributed."""
+    def init_method(self) -> str:
+        """Address with a free port on the host of rank 0, for torch.distributed."""
         address = self._place.nodes[0][1]
         return f"tcp://{f'[{address}]' if ':' in address else address}:{self._reported[0].port}"
 
     def name(self, node: int) -> str:
-        """As errors say it."""
+        """Return the name of a node in error messages."""
         return f"node {node} ({self._place.nodes[node - 1][1]})"
 
     def run(self, node: int, body: object, on_end: Callable[[int, str], None]) -> None:
-        """Have the node's process run `main` with `body`; `on_end` is called, in some thread, when it has ended."""
+        """Run `main` with `body` in the node's process; `on_end` is called, in any thread, when it has exited."""
         first = self._node_of.index(node)
-        env = {name: value for name, value in os.environ.items() if name.startswith(_CARRIED) and name not in _OWN}
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
+        }
         gpus = [reported.gpu for reported, its in zip(self._reported, self._node_of, strict=True) if its == node]
         visible = ",".join(gpus) if self._resource == "GPU" else None
         run = self._actors[first].run.remote(pickle.dumps(body), env, visible)
@@ -135,7 +139,7 @@ class Actors:
         threading.Thread(target=self._watch, args=(node, run, on_end), daemon=True, name=f"ray-node-{node}").start()
 
     def close(self) -> None:
-        """End all actors, and give the devices back. A cluster that is gone is not waited for."""
+        """Stop all actors and release the devices, without waiting for an unreachable cluster."""
         self.is_closing = True
         thread = threading.Thread(target=self._close, daemon=True, name="ray-close")
         thread.start()
@@ -152,8 +156,8 @@ class Actors:
                 self._ray.util.remove_placement_group(self._own_group)
         self._ray.shutdown()
 
-    def _start(self) -> list[_Told]:
-        """The actors, one for each rank; returns what they tell."""
+    def _start(self) -> list[_ActorInfo]:
+        """Start an actor for each rank; returns their information."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         ray = self._ray
@@ -163,9 +167,9 @@ class Actors:
         else:
             group, bundles = self._make_group(), list(range(size))
         takes = {"num_cpus": 0, "num_gpus": 1} if self._resource == "GPU" else {"num_cpus": 1}
-        keeper = ray.remote(max_restarts=0, max_task_retries=0, **takes)(_keeper())
+        actor_class = ray.remote(max_restarts=0, max_task_retries=0, **takes)(_actor_class())
         self._actors = [
-            keeper.options(
+            actor_class.options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
             ).remote()
             for bundle in bundles
@@ -182,7 +186,7 @@ class Actors:
         answers = []
         for rank, each in enumerate(reported):
             try:
-                answers.append(_Told(*ray.get(each)))
+                answers.append(_ActorInfo(*ray.get(each)))
             except ray.exceptions.RayError as error:
                 raise ConfigError(
                     f"{self.name(self._node_of[rank])}: Ray could not start a worker: {_line(error)}"
@@ -191,7 +195,7 @@ class Actors:
         return answers
 
     def _make_group(self) -> Any:
-        """A placement group whose bundles are on the nodes that were chosen."""
+        """Create a placement group whose bundles are on the chosen nodes."""
         ray = self._ray
         ids = [self._place.nodes[node - 1][0] for node in self._node_of]
         group = self._own_group = ray.util.placement_group(
@@ -223,12 +227,12 @@ class Actors:
             on_end(node, f"{self.name(node)} {reason}")
 
 
-def _keeper() -> type:
-    """The class of the actors; it travels as it is, so that it needs nothing of its node but Ray and Quire."""
+def _actor_class() -> type:
+    """Return the actors' class, which Ray sends by value, so that nodes need only Ray and Quire."""
 
     class Keeper:
         def tell(self) -> tuple[str, str, int]:
-            """As `_Told`."""
+            """As `_ActorInfo`."""
             import socket
 
             import ray
@@ -240,14 +244,14 @@ def _keeper() -> type:
                 return context.get_node_id(), gpus[0] if gpus else "", free.getsockname()[1]
 
         def run(self, body: bytes, env: dict[str, str], visible: str | None) -> tuple[int, str]:
-            """Run the node's process to its end; returns its exit code and the last line that it said."""
+            """Run the node's process until it exits; returns its exit code and the last line of its output."""
             import os
             import subprocess
             import sys
 
             import ray
 
-            # OMP_NUM_THREADS is Ray's there, not the user's.
+            # On the node, OMP_NUM_THREADS is set by Ray, not by the user.
             own = env | {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
             address: Any = ray.util.get_node_ip_address
             own["QUIRE_HOST_IP"] = address()
@@ -270,7 +274,7 @@ def _keeper() -> type:
 
 
 def main() -> int:
-    """A node's process, of which an actor holds the standard input."""
+    """Run a node's process, whose standard input is held open by an actor."""
     options, log_level, placed = pickle.load(sys.stdin.buffer)
     log.setup(log_level, f"node {options.node_rank}")
     process.set_name(f"quire-node-{options.node_rank}")

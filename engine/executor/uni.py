@@ -1,4 +1,4 @@
-"""One rank, in the engine-core process itself."""
+"""The executor that runs a single rank in the engine-core process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _GRACE = 5.0
-"""Seconds that the step under way may take to end when the executor is closed."""
+"""Seconds for the step in flight to finish when the executor is closed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FinishedStep:
 
 @dataclass(frozen=True)
 class RunningStep:
-    """A step that the rank's thread launches; what goes wrong comes out of `result`."""
+    """A step launched by the rank's thread; `result` raises its errors."""
 
     future: Future[ModelRunnerOutput | None]
     timeout: float
@@ -46,20 +46,20 @@ class RunningStep:
             result = self.future.result(self.timeout)
         except TimeoutError:
             if self.future.done():
-                raise  # the step's own
+                raise  # a TimeoutError of the step itself
             raise WorkerError(f"rank 0 did not answer within {self.timeout:.0f} s") from None
         assert result is not None
         return result
 
 
 class UniExecutor:
-    """Runs plans inside `submit`; or, when several may be in flight, in a thread that all of the rank lives in.
+    """Runs plans inside `submit`, or, if several plans can be in flight, in a thread that owns the rank.
 
-    Another thread then waits for the device, while the rank's launches what comes next.
+    A second thread then waits for the device, while the first one launches the next step.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         self.config = config
         from quire.engine.worker.worker import Worker
 
@@ -76,7 +76,7 @@ class UniExecutor:
                 self._threads[-1].start()
             self._worker = self._in_thread(load).result()
         self.config = config.with_blocks(self._worker.num_blocks)
-        self.seconds = {"import torch": imported - begun, **self._worker.seconds}
+        self.seconds = {"import torch": imported - started, **self._worker.seconds}
 
     def submit(self, plan: SchedulerOutput) -> StepFuture:
         if self._threads:
@@ -88,10 +88,10 @@ class UniExecutor:
         return FinishedStep(result)
 
     def check(self) -> None:
-        """The rank lives as long as this process."""
+        """Do nothing: the rank lives as long as this process."""
 
     def close(self, reason: str = "") -> None:
-        """A thread that hangs is left to the end of the process."""
+        """Stop the threads. A thread that hangs ends with the process."""
         if self._threads:
             self._work.put(None)
             deadline = time.monotonic() + _GRACE

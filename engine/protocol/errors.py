@@ -1,14 +1,14 @@
-"""The two errors a person can cause. Their text is shown alone, without a traceback."""
+"""The two errors that a user can cause. Their text is shown without a traceback."""
 
 
 class ConfigError(ValueError):
-    """A model or a flag that cannot be served as asked; the text carries the numbers and a remedy."""
+    """A model or a flag that is not supported or does not fit; the text states the numbers and a remedy."""
 
 
 class InvalidParameter(ValueError):
-    """A request parameter that is wrong or not implemented.
+    """A request parameter that is invalid or not implemented.
 
-    `param` is the name the client used; the server puts it into the OpenAI error object.
+    `param` is the name that the client used; the server puts it into the OpenAI error object.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:

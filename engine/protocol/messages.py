@@ -1,4 +1,4 @@
-"""The structs that cross a process: server ⇄ engine core ⇄ workers. Token ids and numbers only; no torch here."""
+"""The messages between processes: server ⇄ engine core ⇄ workers. Token ids and numbers only; no torch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from quire.engine.protocol.errors import InvalidParameter
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-LOST_REPLICAS = "lost touch with the other replicas"
-"""What a rank says when an exchange with them fails: the cause is elsewhere."""
+LOST_REPLICAS = "lost the connection to the other replicas"
+"""A rank's reason when a collective with other replicas fails: the cause is elsewhere."""
 MAX_STOP_STRINGS = 16
 MAX_TEXT = 16_384
-"""Characters of all stop strings, and of all bad words."""
+"""Maximum characters of all stop strings together, and of all bad words together."""
 MAX_N = 128
 MAX_BAD_WORDS = 1024
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the output must be, by exactly one of these; names and meanings are vLLM's.
+    """The constraint on the output: exactly one of these fields. Names and meanings are vLLM's.
 
-    Raises `InvalidParameter` when there is none, or more than one.
+    Raises `InvalidParameter` if no field is set, or more than one.
     """
 
     json: str | dict[str, Any] | None = None
-    """A JSON schema, as an object or as its text."""
+    """A JSON schema, as an object or as JSON text."""
     json_object: bool | None = None
     """Any JSON object."""
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    """A context-free grammar in Lark's notation."""
+    """A context-free grammar in Lark notation."""
 
     def __post_init__(self) -> None:
         given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
@@ -51,63 +51,63 @@ def _shown(value: object) -> str:
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """How to continue a prompt; names and meanings are those of the OpenAI API and of vLLM.
+    """Sampling parameters of a request; names and meanings are those of the OpenAI API and of vLLM.
 
-    `stop` and `skip_special_tokens` concern text and stay in the server: `for_engine` clears them.
-    Raises `InvalidParameter`, which names the field.
+    `stop` and `skip_special_tokens` apply to text and are handled by the server: `for_engine` clears them.
+    Raises `InvalidParameter` with the name of the invalid field.
     """
 
     n: int = 1
-    """Independent outputs for the prompt."""
+    """Number of independent outputs for the prompt."""
     temperature: float = 1.0
-    """Divides the logits; 0: always the likeliest token."""
+    """The logits are divided by it; 0: greedy sampling."""
     top_k: int = 0
-    """Keep the k likeliest tokens; 0 and -1 keep all."""
+    """Sample from the k most likely tokens; 0 and -1: from all."""
     top_p: float = 1.0
-    """Keep the likeliest tokens that together have this probability."""
+    """Sample from the most likely tokens whose probabilities add up to this."""
     min_p: float = 0.0
-    """Keep the tokens that are at least this probable, as a share of the likeliest one's probability."""
+    """Sample from tokens with at least this probability, relative to that of the most likely token."""
     seed: int | None = None
-    """The same seed, the same output; None: another one for each request."""
+    """The same seed gives the same output; None: a random seed for each request."""
     max_tokens: int | None = 16
-    """Output tokens at most; None: up to the model's length; 0: the prompt is only computed, and scored if asked."""
+    """Maximum output tokens; None: up to the model's length; 0: compute only the prompt (for `prompt_logprobs`)."""
     min_tokens: int = 0
-    """Output tokens before which nothing ends the output: no end of sequence, stop token or stop string."""
+    """Minimum output tokens before an end of sequence, a stop token or a stop string can end the output."""
     stop: list[str] = []
-    """Strings that end the output, which does not show them; one string stands for a list of it."""
+    """Strings that end the output and are not part of it; a single string is accepted too."""
     stop_token_ids: list[int] = []
-    """Tokens that end the output, beside the model's end of sequence."""
+    """Tokens that end the output, in addition to the model's end of sequence."""
     include_stop_str_in_output: bool = False
-    """Show the stop string or stop token that ended the output."""
+    """Include in the output the stop string or stop token that ended it."""
     ignore_eos: bool = False
-    """Go on past the model's end of sequence."""
+    """Continue after the model's end of sequence."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that stand in the output."""
+    """Subtracted from the logits of tokens that occur in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of tokens once for each time that they stand in the output."""
+    """Subtracted from the logits of tokens once for each occurrence in the output."""
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens that stand in prompt or output, and multiplies the negative ones."""
+    """Divides the positive logits of tokens that occur in prompt or output, and multiplies the negative ones."""
     logit_bias: dict[int, float] = {}
     """Added to the logits of these token ids."""
     allowed_token_ids: list[int] | None = None
-    """The only tokens that may be sampled; None: all."""
+    """Sample only from these tokens; None: from all."""
     bad_words: list[str] = []
-    """Texts that must not be generated: a word's last token is forbidden where the output ends in those before it."""
+    """Texts that are not generated: a word's last token is forbidden if the output ends in the tokens before it."""
     bad_word_ids: list[list[int]] = []
-    """The token ids of `bad_words`, which the server fills in."""
+    """The token ids of `bad_words`, set by the server."""
     logprobs: int | None = None
-    """None: none; k: the sampled token's log-probability and the k likeliest tokens'."""
+    """k: return the log-probabilities of the sampled token and of the k most likely tokens; None: return none."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first. The prefix cache spares such a request nothing."""
+    """The same for each token of the prompt except the first. Such a request does not use the prefix cache."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
     structured_outputs: StructuredOutputs | None = None
-    """What the output is held to."""
+    """The constraint on the output."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        for name, good, expected in (
+        for name, is_valid, expected in (
             ("n", 1 <= self.n <= MAX_N, f"from 1 to {MAX_N}"),
             ("temperature", 0.0 <= self.temperature <= 100.0, "from 0 to 100"),
             ("top_k", self.top_k >= -1, "-1, 0 (both: all) or a positive number"),
@@ -139,13 +139,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
             ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0"),
         ):
-            if not good:
+            if not is_valid:
                 raise InvalidParameter(f"{name} must be {expected}, got {_shown(getattr(self, name))}", name)
 
     def for_engine(self, seed: int) -> SamplingParams:
-        """What one of the `n` sequences takes to the engine: no text, and a seed of its own.
+        """Return the parameters that the engine needs for one of the `n` outputs, with its own seed and without text.
 
-        A prompt that is only to be computed ends with a token too, which the server leaves out.
+        With `max_tokens` 0 the engine samples one token, which the server drops.
         """
         return msgspec.structs.replace(
             self,
@@ -159,7 +159,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         )
 
     def bad_tokens(self, output: list[int]) -> set[int]:
-        """The tokens that would complete a bad word behind these output tokens."""
+        """Return the tokens that would complete a bad word after these output tokens."""
         return {last for *first, last in self.bad_word_ids if not first or output[-len(first) :] == first}
 
 
@@ -167,54 +167,54 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
-    """A request. The answer is any number of `EngineCoreOutput`s, the last one with a finish reason.
+    """A request. The engine answers with one or more `EngineCoreOutput`s, the last one with a finish reason.
 
-    A model that embeds answers with one, and no parameter concerns it.
+    An embedding model answers with exactly one, and ignores the sampling parameters.
     """
 
     client: int
-    """Which API process gets the answer."""
+    """Number of the API process that gets the outputs."""
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
     cache_salt: bytes = b""
-    """Requests share cached prefixes only with those of the same salt."""
+    """Requests share cached prefixes only with requests of the same salt."""
     output_token_ids: list[int] = []
-    """Output that another replica has given before it died: it goes on behind them, and does not tell them again."""
+    """Output tokens sent by another replica before it died: generation continues after them without sending them."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True):
-    """The client went away, or its stop string was found: free everything. Unknown ids are ignored."""
+    """Abort requests: the client disconnected, or a stop string was found. Unknown ids are ignored."""
 
     request_ids: list[str]
 
 
 class Probe(msgspec.Struct, tag=True, array_like=True):
-    """Are the loop and every rank alive? Answered with `ProbeReply` once every rank has done a step."""
+    """Health check of the loop and every rank. Answered with `ProbeReply` when every rank has completed a step."""
 
     client: int
     probe_id: int
 
 
 class Join(msgspec.Struct, tag=True, array_like=True):
-    """An API process has begun: abort what one before it in this place has left, and answer with `EngineReady`."""
+    """An API process has started: abort the requests of its predecessor, and answer with `EngineReady`."""
 
     client: int
 
 
 class Shutdown(msgspec.Struct, tag=True, array_like=True):
-    """Stop the engine core; what still runs is aborted."""
+    """Stop the engine core; running requests are aborted."""
 
 
 class StartWave(msgspec.Struct, tag=True, array_like=True):
-    """From one core to the others whose replicas share its experts: begin to step, as wave number `wave`."""
+    """Sent by a core to the other replicas that share its experts: start wave number `wave`."""
 
     wave: int
 
 
 class ReplicaFailed(msgspec.Struct, tag=True, array_like=True):
-    """From one core to the others whose replicas share its experts: it ends, and they cannot go on without it."""
+    """Sent by a core to the other replicas that share its experts: it has failed, and they cannot continue."""
 
     replica: int
     reason: str
@@ -227,24 +227,24 @@ ToCore = EngineCoreRequest | AbortRequests | Probe | Join | Shutdown | StartWave
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Natural log-probabilities at one position, of the model's own distribution (before temperature)."""
+    """Natural log-probabilities at one position, from the model's distribution before temperature."""
 
     logprob: float
-    """Of the sampled token, or of the prompt's."""
+    """Log-probability of the sampled token, or of the prompt token."""
     rank: int
-    """1 for the likeliest token."""
+    """1 for the most likely token."""
     top_ids: list[int]
     top_logprobs: list[float]
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True):
-    """What `TokenLogprobs` says, for consecutive tokens of a prompt: columns of machine numbers, not objects.
+    """`TokenLogprobs` of consecutive prompt tokens, as packed columns instead of objects.
 
-    A row for each token; the first token of a prompt has none, as nothing stands before it.
+    There is one row per token, but none for the first token of the prompt.
     """
 
     num_top: int
-    """Likeliest tokens in each row."""
+    """Number of most likely tokens in each row."""
     logprobs: bytes
     """float32 `[rows]`"""
     ranks: bytes
@@ -258,7 +258,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
         return len(self.logprobs) // 4
 
     def extend(self, more: PromptLogprobs) -> None:
-        """Append the tokens that follow."""
+        """Append the rows of the following tokens."""
         assert more.num_top == self.num_top
         self.logprobs += more.logprobs
         self.ranks += more.ranks
@@ -266,14 +266,14 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
         self.top_logprobs += more.top_logprobs
 
     def behind(self, count: int) -> PromptLogprobs:
-        """The same without the first `count` tokens."""
+        """Return the rows after the first `count`."""
         row, top = 4 * count, 4 * count * self.num_top
         return PromptLogprobs(
             self.num_top, self.logprobs[row:], self.ranks[row:], self.top_ids[top:], self.top_logprobs[top:]
         )
 
     def rows(self) -> list[TokenLogprobs]:
-        """The same as objects."""
+        """Return the rows as objects."""
         logprobs, tops = array("f", self.logprobs), array("f", self.top_logprobs).tolist()
         ranks, ids = array("i", self.ranks), array("i", self.top_ids).tolist()
         cuts = (slice(at * self.num_top, (at + 1) * self.num_top) for at in range(len(self)))
@@ -289,21 +289,21 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    """One for each of `token_ids`, when asked for."""
+    """One for each of `token_ids`, if requested."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The token of `stop_token_ids` (or end of sequence) that ended it; it is the last of `token_ids`."""
+    """The stop token (or end of sequence) that ended the output; it is the last of `token_ids`."""
     error: str | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache spared, known from the first output on."""
+    """Prompt tokens that came from the prefix cache; set from the first output on."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the prompt tokens that follow those told of before; all are told of before the first of `token_ids`."""
+    """For the prompt tokens after those already sent; all are sent before the first of `token_ids`."""
     vector: bytes | None = None
-    """Of a model that embeds, in the only output: float32, before it is normalized in the end."""
+    """Embedding models: float32, before the final normalization."""
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """Gauges now, and counters since the start."""
+    """Current gauges, and counters since the start."""
 
     running: int = 0
     waiting: int = 0
@@ -311,55 +311,55 @@ class EngineStats(msgspec.Struct, array_like=True):
     kv_blocks_used: int = 0
     steps: int = 0
     idle_stage_steps: int = 0
-    """Stage-steps left empty although some request could have filled them."""
+    """Stage-steps left idle although a request could have used them."""
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     started: int = 0
-    """When that start was, in milliseconds since 1970: a replica may have more than one."""
+    """Start time in milliseconds since 1970; it changes when a replica restarts."""
 
 
 class ExpertLoad(msgspec.Struct, array_like=True):
-    """How evenly the experts of all replicas that share them are used; told now and then, by each of them alike."""
+    """How evenly the shared experts are used. Every replica sends the same values from time to time."""
 
     layers: dict[int, int]
-    """The layers that have experts, by their numbers in the model, and how many experts each has."""
+    """Number of experts of each MoE layer, by layer number."""
     tokens: bytes
-    """int64, expert by expert and layer by layer: tokens that have gone there since the start."""
+    """int64, layer by layer and expert by expert: tokens routed to it since the start."""
     imbalance: float
-    """Of late, what the busiest rank of each layer had to do over the mean of the ranks: 1 is even."""
+    """Recent load of the busiest rank of each layer divided by the mean load of the ranks; 1 is balanced."""
     moved: int
-    """Experts that were put in another's place since the start."""
+    """Experts moved since the start."""
 
 
 class EngineReady(msgspec.Struct, tag=True, array_like=True):
-    """The model is loaded and the workers answer."""
+    """The model is loaded and the workers respond."""
 
     seconds: dict[str, float]
-    """Where the start-up time went."""
+    """Duration of each phase of the start-up."""
     replica: int = 0
     stats: EngineStats | None = None
-    """As they are now: the KV cache may be larger or smaller than it was planned."""
+    """Current stats: the KV cache can be larger or smaller than planned."""
 
 
 class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
-    """What a step brought to this API process; one message, however many requests.
+    """The outputs of a step for one API process: one message for all its requests.
 
-    A request stands either in `outputs` or, where it has one more token and nothing else to tell, in the two columns.
+    A request is either in `outputs` or, if its output is one token and nothing else, in the two columns.
     """
 
     outputs: list[EngineCoreOutput] = []
     """First and last outputs, and those with log-probabilities."""
     stats: EngineStats | None = None
-    """None: as before."""
+    """None: unchanged."""
     request_ids: list[str] = []
     token_ids: list[int] = []
-    """One more token for each of `request_ids`."""
+    """One new token for each of `request_ids`."""
     replica: int = 0
     expert_load: ExpertLoad | None = None
-    """None: as before, or there is none."""
+    """None: unchanged or not available."""
 
 
 class ProbeReply(msgspec.Struct, tag=True, array_like=True):
@@ -370,7 +370,7 @@ class ProbeReply(msgspec.Struct, tag=True, array_like=True):
 
 
 class EngineDead(msgspec.Struct, tag=True, array_like=True):
-    """The engine cannot go on; the reason names the rank. Nothing follows."""
+    """The engine has failed; the reason names the rank. This is the last message."""
 
     reason: str
     replica: int = 0
@@ -383,39 +383,40 @@ ToServer = EngineReady | EngineCoreOutputs | ProbeReply | EngineDead
 
 
 class NewRequestData(msgspec.Struct, array_like=True):
-    """A request travels whole, once: when it is first scheduled, and again after a preemption."""
+    """A complete request, sent when it is first scheduled, and again after a preemption."""
 
     slot: int
-    """Row of the workers' request state, < max_num_seqs; free again once it stands in `SchedulerOutput.released`."""
+    """Row in the workers' request state, < max_num_seqs; freed by `SchedulerOutput.released`."""
     token_ids: list[int]
-    """Prompt, and what was generated before a preemption."""
+    """The prompt, and the tokens generated before a preemption."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """Tokens whose KV is already in `block_ids`, by prefix hits."""
+    """Tokens whose KV is already in `block_ids`: prefix cache hits."""
     block_ids: list[int]
-    """Those of all groups of layers for the first tokens, then for the next; any block where nobody looks any more."""
+    """Blocks of all groups of layers for the first `block_size` tokens, then for the next; arbitrary outside windows.
+    """
     params: SamplingParams
     num_scored_tokens: int = 0
-    """With `params.prompt_logprobs`: prompt tokens after the first that are scored already, before a preemption."""
+    """With `params.prompt_logprobs`: prompt tokens after the first that were already scored before a preemption."""
 
 
 class CachedRequestData(msgspec.Struct, array_like=True):
-    """A row with something new: `num_tokens` more tokens of a request, and what changed since it was last planned."""
+    """A row with changes: `num_tokens` more tokens of a known request, and what changed since it was last scheduled."""
 
     slot: int
     num_tokens: int
     new_token_ids: list[int]
-    """Sampled tokens that the workers do not know; they extend the request's tokens."""
+    """Sampled tokens that the workers do not have yet; appended to the request's tokens."""
     new_block_ids: list[int]
-    """As `NewRequestData.block_ids`, which they extend."""
+    """Appended to `NewRequestData.block_ids`, in the same order."""
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
-    """What every rank does next. Apply `released`, then `new`, then run the rows: `decodes` first, then `scheduled`.
+    """The plan of a step. Each rank applies `released`, then `new`, then runs the rows: `decodes`, then `scheduled`.
 
-    A row samples when its computed tokens reach its known tokens. With a single stage the workers keep what they
-    sample: it counts as known from then on, and does not come back with a plan. A plan without rows is a sign of
-    life: every rank passes it on.
+    A row samples when its computed tokens reach its known tokens. With a single stage the workers keep the tokens that
+    they sample; these are known from then on, and plans do not contain them. A plan without rows is a heartbeat, which
+    every rank passes on.
     """
 
     step: int
@@ -423,15 +424,15 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     new: list[NewRequestData]
     scheduled: list[CachedRequestData]
     decodes: list[int] = []
-    """Slots of the rows of one token that need nothing new: no block, and no token but the last one sampled."""
+    """Slots of one-token rows without changes: no new block, and no new token except the last one sampled."""
     token_ids: list[int] = []
-    """The last token of each of `decodes`; empty where the workers have kept it."""
+    """The last token of each of `decodes`; empty if the workers keep sampled tokens."""
     masks: dict[int, bytes] = {}
-    """By slot, which tokens a row of `scheduled` may sample: bit `i % 32` of the int32 `i // 32` for token `i`."""
+    """By slot, the tokens that a row of `scheduled` may sample: bit `i % 32` of int32 `i // 32` for token `i`."""
     has_work: bool | None = None
-    """Of a replica that shares experts: whether it has requests. None: it steps by itself."""
+    """Replicas that share experts: whether this one has requests. None: it steps independently."""
     resumes: bool = False
-    """The core knows that a step has failed, and which were skipped behind it: from this one on they run again."""
+    """After a failed step: the workers stop skipping plans and run this one."""
 
     @property
     def num_rows(self) -> int:
@@ -443,35 +444,35 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, tag=True, array_like=True):
-    """From the first TP rank of the last stage, row for row of the plan."""
+    """The result of a step, from the first TP rank of the last stage, one entry per row of the plan."""
 
     step: int
     token_ids: list[int]
-    """The sampled token; -1 for a row that did not sample."""
+    """The sampled token of each row; -1 for a row that did not sample."""
     logprobs: list[TokenLogprobs | None] = []
-    """Empty when no row asked for them."""
+    """Empty if no row requests them."""
     prompt_logprobs: dict[int, PromptLogprobs] = {}
-    """Of rows, by number, whose tokens stand before prompt tokens that are to be scored."""
+    """By row number, for rows of requests with prompt log-probabilities."""
     vectors: dict[int, bytes] = {}
-    """Of a model that embeds: of rows, by number, that end their prompt; float32. No row samples."""
+    """Embedding models: by row number, float32, for rows that complete their prompt. No row samples."""
     is_wave_active: bool = False
-    """Of replicas that share experts: whether any of them had requests as this step was planned."""
+    """Replicas that share experts: whether any of them had requests when this step was scheduled."""
     expert_load: ExpertLoad | None = None
-    """Of a model whose experts are spread over the ranks: not with every step."""
+    """Expert parallelism: present in some steps only."""
     failure: str = ""
-    """Why nothing of this step counts. Those behind it that were under way are skipped, and say the same."""
+    """Why the step failed; its results are invalid. Steps in flight after it are skipped and report the same reason."""
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True):
-    """A rank is loaded."""
+    """A rank has loaded the model."""
 
     seconds: dict[str, float]
     num_blocks: int = 0
-    """KV blocks that all ranks of the replica have, as they have agreed; 0: those of the configuration."""
+    """KV blocks of every rank of the replica, as agreed among them; 0: as configured."""
 
 
 class WorkerFailed(msgspec.Struct, tag=True, array_like=True):
-    """A rank cannot go on. `user_error`: the reason is for the user alone, such as a missing tensor."""
+    """A rank has failed. `user_error`: the user can fix the cause, such as a missing tensor; no traceback is logged."""
 
     reason: str
     user_error: bool

@@ -1,8 +1,8 @@
-"""Which tokens a structured output may go on with: grammars that llguidance compiles, and where each request is.
+"""Grammars of structured outputs, compiled by llguidance, and the state of each output in its grammar.
 
-Both ends use it, the server to refuse what cannot be enforced before anything runs, the core to enforce it. llguidance
-is imported with the first structured request; it brings no torch. Building its view of the vocabulary holds the
-interpreter for up to a second where there are 150,000 tokens, once in a process; compiling and masks run without it.
+The server uses this module to reject grammars that cannot be enforced, the core to enforce them. llguidance is imported
+with the first structured request and does not import torch. Building its tokenizer holds the GIL for up to a second for
+150,000 tokens, once per process; compiling and computing masks release the GIL.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ JSON_OPTIONS: dict[str, Any] = {
     "lenient": False,
     "coerce_one_of": False,
 }
-"""Between the tokens of JSON: nothing, a space, or a new line with its indentation, so that a model cannot go on with
-white space for ever. In its strings no escape by number, as that would spell a property's name so that its schema is
-passed by (and could be half of a surrogate pair)."""
+"""White space between JSON tokens is empty, one space, or a new line with indentation, so that a model cannot generate
+white space forever. Strings have no numeric escapes: one could spell a property's name and bypass its schema, or be
+half of a surrogate pair."""
 
-_KEPT = 128
-"""Compiled grammars that are remembered, the latest used: some tens of kilobytes each."""
+_MAX_COMPILED = 128
+"""Size of the LRU cache of compiled grammars, each some tens of kilobytes."""
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled, or that leaves no token to go on with; the text says why."""
+    """A grammar that cannot be compiled, or that allows no next token."""
 
 
 class Grammar:
-    """Where one output stands in its grammar. Not to be used by two threads at once."""
+    """The state of one output in its grammar. Not thread-safe."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos: Words) -> None:
         self._matcher = matcher
@@ -55,25 +55,25 @@ class Grammar:
 
     @property
     def is_complete(self) -> bool:
-        """Nothing can follow but the end."""
+        """Whether only the end can follow."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
     def advance(self, token_ids: list[int]) -> None:
-        """Go on by these tokens; raises `GrammarError` where the grammar does not allow them."""
+        """Advance by these tokens; raises `GrammarError` if the grammar does not allow them."""
         if not self._matcher.consume_tokens(token_ids):
             raise self._error()
 
     def forced(self) -> list[int]:
-        """The tokens that come next whatever is sampled, tokenized as the tokenizer would."""
+        """Return the next tokens if the grammar allows only one continuation, tokenized canonically."""
         forced: list[int] = self._matcher.compute_ff_tokens()
         beyond = (at for at, token in enumerate(forced) if token >= self._vocab_size)
         return forced[: next(beyond, None)]
 
     def restricted(self, mask: Words, params: SamplingParams, output: list[int]) -> bytes:
-        """A row of `masks` without the tokens that the other parameters forbid behind this output.
+        """Return a row of `masks` without the tokens that other parameters forbid after this output.
 
-        The end is kept where nothing else can follow: `min_tokens` and `ignore_eos` give way to the grammar.
-        Raises `GrammarError` when no token is left.
+        End of sequence stays allowed if nothing else can follow: the grammar overrides `min_tokens` and `ignore_eos`.
+        Raises `GrammarError` if no token is allowed.
         """
         if self._matcher.is_error():
             raise self._error()
@@ -89,8 +89,8 @@ class Grammar:
         if not allowed.any():
             allowed = mask & self._eos if not (mask & ~self._eos).any() else allowed
         if not allowed.any():
-            by_itself = "the grammar" if not mask.any() else "the grammar together with the other parameters"
-            raise GrammarError(f"structured output: after {len(output)} tokens {by_itself} allows no token")
+            cause = "the grammar" if not mask.any() else "the grammar together with the other parameters"
+            raise GrammarError(f"structured output: after {len(output)} tokens {cause} allows no token")
         return allowed.tobytes()
 
     def _error(self) -> GrammarError:
@@ -98,7 +98,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """The grammars of one model. Any thread may compile; the compiled ones are shared by all who ask for the same."""
+    """Compiles and caches the grammars of one model. Thread-safe."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._model = model
@@ -112,7 +112,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
-        """The grammar at its start. Raises `GrammarError` for what is wrong with it, or if there is no first token."""
+        """Return the grammar in its initial state. Raises `GrammarError` if it is invalid or allows no first token."""
         source = notation(outputs)
         with self._lock:
             matcher = self._compiled.get(source)
@@ -122,12 +122,12 @@ class GrammarCompiler:
             matcher = self._compile(source)
             with self._lock:
                 self._compiled[source] = matcher
-                if len(self._compiled) > _KEPT:
+                if len(self._compiled) > _MAX_COMPILED:
                     self._compiled.popitem(last=False)
         return Grammar(matcher.deep_copy(), self._vocab_size, self._eos)
 
     def problem(self, outputs: StructuredOutputs) -> str | None:
-        """Why this cannot be enforced, or None. Nothing is remembered."""
+        """Return why this cannot be enforced, or None. Does not use the cache."""
         try:
             self._compile(notation(outputs))
         except GrammarError as error:
@@ -135,7 +135,7 @@ class GrammarCompiler:
         return None
 
     def masks(self, grammars: Sequence[Grammar]) -> Words:
-        """The tokens that each may go on with, `[grammars, words]`; many are computed side by side."""
+        """Return the bit masks of allowed next tokens, `[grammars, words]`, computed in parallel."""
         from llguidance import LLExecutor
 
         matchers = [grammar._matcher for grammar in grammars]
@@ -160,7 +160,7 @@ class GrammarCompiler:
         first = matcher.deep_copy()  # also fills the tables that every copy shares
         first.compute_ff_tokens()
         if not np.frombuffer(first.compute_bitmask(), np.uint8).any() or first.is_error():
-            raise GrammarError("it can never be satisfied: there is no first token")
+            raise GrammarError("it can never be satisfied: it allows no first token")
         return matcher
 
     def _vocabulary(self) -> LLTokenizer:
@@ -171,14 +171,14 @@ class GrammarCompiler:
 
 
 def notation(outputs: StructuredOutputs) -> str:
-    """The grammar in llguidance's own notation; raises `GrammarError`."""
+    """Return the grammar in llguidance's own notation; raises `GrammarError`."""
     from llguidance import LLMatcher, grammar_from
 
     try:
         if outputs.regex is not None:
             return LLMatcher.grammar_from_regex(outputs.regex)
         if outputs.choice is not None:
-            # Of all control characters JSON leaves one as it is, and Lark takes none.
+            # JSON does not escape DEL, and Lark accepts no control characters.
             choices = (json.dumps(one, ensure_ascii=False).replace("\x7f", r"\u007f") for one in outputs.choice)
             return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
         if outputs.grammar is not None:
@@ -190,7 +190,7 @@ def notation(outputs: StructuredOutputs) -> str:
 
 
 def _load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> LLTokenizer:
-    """llguidance's view of tokenizer.json, with the tokens that only tokenizer_config.json adds."""
+    """Build llguidance's tokenizer from tokenizer.json and the tokens that only tokenizer_config.json adds."""
     from llguidance import LLTokenizer
 
     path = folder / "tokenizer.json"
@@ -216,7 +216,7 @@ def _load_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Iterable[int])
 
 
 def _bits(token_ids: Iterable[int], words: int) -> Words:
-    """A mask of these tokens; ids beyond it are left out."""
+    """Return a bit mask of these tokens; ids beyond its size are ignored."""
     bits = np.zeros(words * 32, np.uint8)
     ids = np.fromiter(token_ids, np.int64)
     bits[ids[ids < len(bits)]] = 1

@@ -1,4 +1,4 @@
-"""Requests in the order in which they go: sorted lists of those that run, and the heap of those that wait."""
+"""Request order: sorted lists for running requests, and a heap for waiting ones."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ def order(request: Request) -> tuple[int, int]:
 
 
 def insert(queue: list[Request], request: Request) -> None:
-    """Put a request into a list that is sorted by `order`."""
+    """Insert a request into a list sorted by `order`."""
     insort(queue, request, key=order)
 
 
 def discard(queue: list[Request], request: Request) -> bool:
-    """Take a request out of a list that is sorted by `order`; False if it is not there."""
+    """Remove a request from a list sorted by `order`; returns False if it is not in the list."""
     index = bisect_left(queue, request.order, key=order)
-    found = index < len(queue) and queue[index] is request
-    if found:
+    is_present = index < len(queue) and queue[index] is request
+    if is_present:
         del queue[index]
-    return found
+    return is_present
 
 
 class RequestQueue:
-    """Requests that wait to be admitted. Those that end meanwhile stay in the heap until they are met."""
+    """Requests waiting for admission. A request that ends while waiting is removed from the heap lazily."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Request]] = []
@@ -46,23 +46,23 @@ class RequestQueue:
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> None:
-        """Take the `first` out."""
+        """Remove the `first` request."""
         heapq.heappop(self._heap)
         self._count -= 1
 
     def end_one(self) -> None:
-        """One of those that wait has ended."""
+        """Count one waiting request as ended."""
         self._count -= 1
         if len(self._heap) > 2 * self._count + 64:
             self._heap = [entry for entry in self._heap if entry[1].finish_reason is None]
             heapq.heapify(self._heap)
 
-    def pending(self, most: int) -> int:
-        """Tokens of about the first `most` that are to be computed."""
-        return sum(request.num_pending_tokens for _, request in self._heap[:most] if request.finish_reason is None)
+    def pending(self, limit: int) -> int:
+        """Pending tokens of approximately the first `limit` requests."""
+        return sum(request.num_pending_tokens for _, request in self._heap[:limit] if request.finish_reason is None)
 
     def check_integrity(self) -> list[Request]:
-        """Assert that the count is right; returns those that wait."""
+        """Assert that the count is right; returns the waiting requests."""
         waiting = [request for _, request in self._heap if request.finish_reason is None]
         assert self._count == len(waiting)
         return waiting

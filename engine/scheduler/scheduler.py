@@ -1,18 +1,18 @@
-"""Which tokens run next.
+"""The scheduler: decides which tokens run in the next step.
 
-Every turn makes one plan of at most `max_num_batched_tokens`: first the requests that wait for one token (decodes),
-then longer rests (prefill chunks), then new requests. Nothing here knows a phase: a row moves a request forward by some
-tokens, and the worker samples when it reaches the end of what is known. Decodes and chunks are kept apart only so that
-a step touches no more than what changes: a decode costs one comparison until it needs a block or may end.
+Each call to `schedule` makes one plan of at most `max_num_batched_tokens`: first decodes (requests with one pending
+token), then prefill chunks, then new requests. There are no phases: a row moves a request forward by some number of
+tokens, and the worker samples when the row reaches the request's last known token. Decodes and chunks are in separate
+lists only to keep a step cheap: a decode costs one comparison until it needs a block or reaches its length limit.
 
-With a single stage the workers keep what they sample, so the next token of a decode can be planned while the one before
-is still under way. Nothing is planned beyond a length limit, which is known beforehand; a stop token is not, and the
-row of a request that has met one is computed in vain. Its blocks may go to others at once, because workers run plans
-in order.
+With a single stage the workers keep the tokens that they sample, so the next token of a decode can be scheduled while
+the previous one is in flight. Nothing is scheduled beyond a length limit, which is known in advance. A stop token is
+not known in advance: if a request has sampled one, the result of its next row is discarded. Its blocks can be reused
+at once, because workers run plans in order.
 
-A structured output is held back until its token came back (see `quire.engine.scheduler.structured_output`). With
-pipeline stages, one plan for each is in flight, and a decode waits for its token. How many tokens a plan takes is
-decided in `quire.engine.scheduler.token_budget`.
+A request with structured output waits for each sampled token (see `quire.engine.scheduler.structured_output`). With
+pipeline stages, one plan per stage is in flight, and a decode waits for its token.
+`quire.engine.scheduler.token_budget` decides how many tokens a plan contains.
 """
 
 from __future__ import annotations
@@ -43,83 +43,84 @@ from quire.engine.scheduler.token_budget import TokenBudget
 
 
 class Scheduler:
-    """Owns the requests from `add` to their last output, and the KV blocks they hold."""
+    """Owns the requests from `add` to their last output, and their KV blocks."""
 
     def __init__(self, config: EngineConfig) -> None:
         cache = config.cache
         self.config = config.scheduler
         self.stages = config.parallel.pipeline_parallel_size
-        self.workers_keep = self.stages == 1
-        """The stage that samples is the one that reads tokens, so they need not be sent back to it."""
-        self.pools = config.model.pooling is not None
-        """The model embeds: a request ends when its prompt is computed, as if one token were to be sampled then."""
-        self.max_model_len = config.model.max_model_len + self.pools
-        """Tokens of prompt and output together. A prompt that is embedded may fill the model's length."""
+        self.workers_keep_tokens = self.stages == 1
+        """The stage that samples also embeds the tokens, so plans need not send them back to it."""
+        self.is_pooling = config.model.pooling is not None
+        """Embedding model: a request finishes when its prompt is computed, as if `max_tokens` were 1."""
+        self.max_model_len = config.model.max_model_len + self.is_pooling
+        """Limit of prompt and output tokens together. A prompt for an embedding model may use the full length."""
         self.eos_token_ids = frozenset(config.model.eos_token_ids)
         self.kv = KVCacheManager(cache.num_blocks, cache.block_size, cache.enable_prefix_caching, cache.groups)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        """Admitted, in the order of `Request.order`."""
+        """Admitted requests, sorted by `Request.order`."""
         self.prefilling: list[Request] = []
-        """Those with more known tokens than plans compute, in the same order."""
+        """Running requests with known tokens that are not scheduled yet, sorted the same way."""
         self.decoding: list[Request] = []
-        """Those that go on by one token, in the same order. Whose last token is under way is in neither list."""
+        """Running requests in decode, sorted the same way. A request whose last token is in flight is in neither."""
         self.grammars = GrammarCompiler(config.model)
-        self.structured_output = StructuredOutputManager(self.grammars, workers_keep=self.workers_keep)
-        """Those that go on by a grammar."""
+        self.structured_output = StructuredOutputManager(self.grammars, workers_keep_tokens=self.workers_keep_tokens)
+        """Running requests with structured output."""
         self.waiting = RequestQueue()
         self.token_budget = TokenBudget(self.config, self.stages)
         self._decode_context = 0
-        """Tokens computed of all that are decoding."""
+        """Sum of `num_computed_tokens` over `decoding`."""
         self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
-        self._arrivals = 0
+        self._num_added = 0
         self._step = 0
         self._done = -1
-        """The last step that came back: a request with a later `last_step` is in flight."""
-        self._rows: dict[int, list[Request]] = {}
-        """Requests of each plan in flight, row for row."""
+        """The last step whose result has arrived. A request with a later `last_step` is in flight."""
+        self._rows_in_flight: dict[int, list[Request]] = {}
+        """The requests of each plan in flight, row by row."""
         self._skipped_until = -1
-        """A plan that failed has made the workers skip those behind it up to this one."""
-        self._resumes = False
-        """The next plan is the first that they are to run again."""
+        """After a failed step, the workers skip the plans in flight up to this step."""
+        self._resume_next_plan = False
+        """The next plan is the first one that the workers run after a failure."""
         self._tokens_in_flight = 0
-        self._held: Request | None = None
-        """Left out of the plan being made, so that it can be preempted when it has come back."""
-        self._outgrown: list[Request] = []
-        """Those whose windows the last plan has moved by more than a token, if there are windows."""
+        self._next_victim: Request | None = None
+        """Left out of the current plan, so that it can be preempted when its result has arrived."""
+        self._window_moved: list[Request] = []
+        """With sliding windows: the requests that the last plan moved forward by more than one token."""
         self._free_slots = list(reversed(range(self.config.max_num_seqs)))
         self._released: list[int] = []
-        """Slots that the workers are to forget with the next plan."""
+        """Slots that the next plan tells the workers to free."""
 
     @property
     def has_requests(self) -> bool:
         return bool(self.requests)
 
-    # --- requests come and go ---------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------
 
-    def add(self, submit: EngineCoreRequest, grammar: Grammar | None = None) -> EngineCoreOutput | None:
-        """Queue a request; returns its terminal output at once if it can never run, or need not.
+    def add(self, core_request: EngineCoreRequest, grammar: Grammar | None = None) -> EngineCoreOutput | None:
+        """Queue a request. Returns its terminal output if the request can never run, or has nothing left to compute.
 
-        A request for structured output comes with its compiled grammar. One that comes with output goes on like one
-        that was preempted behind it: its prompt's log-probabilities have been told.
+        `grammar` is the compiled grammar of a request with structured output. A request that already has output tokens
+        continues after them like a preempted one; its prompt log-probabilities have already been sent.
         """
-        prompt, output = submit.prompt_token_ids, submit.output_token_ids
+        prompt, output = core_request.prompt_token_ids, core_request.output_token_ids
         error = None
-        if submit.request_id in self.requests:
-            error = f"request id {submit.request_id!r} is in use"
+        if core_request.request_id in self.requests:
+            error = f"request id {core_request.request_id!r} is in use"
         elif not prompt:
             error = "the prompt is empty"
         elif len(prompt) >= self.max_model_len:
-            error = f"the prompt has {len(prompt)} tokens; the model's length is {self.max_model_len - self.pools}"
+            maximum = self.max_model_len - self.is_pooling
+            error = f"the prompt has {len(prompt)} tokens; the maximum model length is {maximum}"
         if error:
-            return EngineCoreOutput(submit.request_id, [], finish_reason="error", error=error)
-        params = submit.params
-        limit = 1 if self.pools else params.max_tokens
+            return EngineCoreOutput(core_request.request_id, [], finish_reason="error", error=error)
+        params = core_request.params
+        limit = 1 if self.is_pooling else params.max_tokens
         request = Request(
-            submit=submit,
-            client=submit.client,
-            request_id=submit.request_id,
-            order=(submit.priority if self.config.policy == "priority" else 0, self._arrivals),
+            core_request=core_request,
+            client=core_request.client,
+            request_id=core_request.request_id,
+            order=(core_request.priority if self.config.policy == "priority" else 0, self._num_added),
             token_ids=prompt + output,
             max_tokens=self.max_model_len if limit is None else min(self.max_model_len, len(prompt) + limit),
             stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
@@ -127,23 +128,23 @@ class Scheduler:
             grammar=grammar,
         )
         if len(request.token_ids) >= request.max_tokens:
-            return EngineCoreOutput(submit.request_id, [], finish_reason="length")
-        if grammar is not None and (end := self.structured_output.begin(request)) is not None:
+            return EngineCoreOutput(core_request.request_id, [], finish_reason="length")
+        if grammar is not None and (end := self.structured_output.start(request)) is not None:
             return end
-        self._arrivals += 1
-        self.requests[submit.request_id] = request
+        self._num_added += 1
+        self.requests[core_request.request_id] = request
         self.waiting.push(request)
         return None
 
     def abort(self, request_id: str) -> tuple[Request, EngineCoreOutput] | None:
-        """End a request now; its blocks are free before the next plan is made. None if it has ended already."""
+        """Abort a request and free its blocks. Returns None if it has already ended."""
         request = self.requests.get(request_id)
         if request is None:
             return None
         return request, self._end(request, "abort")
 
     def _end(self, request: Request, reason: FinishReason) -> EngineCoreOutput:
-        """End a request without another token; returns its terminal output."""
+        """Finish a request without another token; returns its terminal output."""
         self._finish(request, reason)
         return EngineCoreOutput(
             request.request_id, [], finish_reason=reason, num_cached_tokens=request.num_cached_tokens or 0
@@ -155,107 +156,109 @@ class Scheduler:
         if request.slot is None:
             self.waiting.end_one()
         else:
-            self._leave(request)
+            self._remove_from_workers(request)
 
-    def _leave(self, request: Request) -> None:
-        """Take a running request off the workers: nothing of it stays but its tokens."""
+    def _remove_from_workers(self, request: Request) -> None:
+        """Free a running request's slot and blocks; only its tokens are kept."""
         assert request.slot is not None
         self._publish(request)
         discard(self.running, request)
         discard(self.prefilling, request)
-        self.structured_output.leave(request)
+        self.structured_output.remove(request)
         self._end_decode(request)
-        self.kv.release(self.kv.held(request.block_ids))
+        self.kv.free(self.kv.without_freed(request.block_ids))
         self._released.append(request.slot)
         self._free_slots.append(request.slot)
         request.slot = None
         request.block_ids = []
         request.num_computed_tokens = request.num_published = request.decode_until = 0
 
-    # --- a plan goes out --------------------------------------------------------------------------------------
+    # --- plans ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next plan, or None when nothing can run before a plan in flight comes back."""
+        """Return the next plan, or None if nothing can run until a plan in flight has finished."""
         plan = SchedulerOutput(step=self._step, released=[], new=[], scheduled=[])
         max_rows, tokens_left = self.token_budget.share(self.running, self.waiting, self._tokens_in_flight)
         preemptions = self.stats.preemptions
-        self._held = None
-        while self._outgrown:
-            self._give_back(self._outgrown.pop())
+        self._next_victim = None
+        while self._window_moved:
+            self._free_out_of_window(self._window_moved.pop())
 
-        rows = self._plan_decodes(plan, min(max_rows, tokens_left))
-        num_plain, context = len(rows), self._context_of(len(rows))
-        tokens_left = self._plan_chunks(plan, rows, self.structured_output.ready, max_rows, tokens_left - num_plain)
+        rows = self._schedule_decodes(plan, min(max_rows, tokens_left))
+        num_plain, context = len(rows), self._context_of_decodes(len(rows))
+        tokens_left = self._schedule_chunks(plan, rows, self.structured_output.ready, max_rows, tokens_left - num_plain)
         num_decodes = len(rows)
         context += sum(request.num_computed_tokens for request in rows[num_plain:])
-        most = self.token_budget.prompt_tokens(
+        limit = self.token_budget.max_prompt_tokens(
             num_decodes,
             context,
             self.prefilling,
             self.waiting,
             is_latency_bound=bool(self.decoding or self.structured_output),
         )
-        tokens_left = min(tokens_left, most)
-        tokens_left = self._plan_chunks(plan, rows, self.prefilling, max_rows, tokens_left)
+        tokens_left = min(tokens_left, limit)
+        tokens_left = self._schedule_chunks(plan, rows, self.prefilling, max_rows, tokens_left)
 
-        # Whoever was thrown out in this turn, or is about to be, would only come back to be thrown out again.
-        while len(rows) < max_rows and tokens_left and self.stats.preemptions == preemptions and self._held is None:
+        # After a preemption nothing is admitted: the preempted request would be admitted and preempted again.
+        while (
+            len(rows) < max_rows and tokens_left and self.stats.preemptions == preemptions and self._next_victim is None
+        ):
             admitted = self._admit(tokens_left)
             if admitted is None:
                 break
             request, count = admitted
-            plan.new.append(self._introduce(request))
-            self._plan_chunk(plan, request, count, self._needed(request, count))
+            plan.new.append(self._new_request_data(request))
+            self._schedule_chunk(plan, request, count, self._blocks_needed(request, count))
             rows.append(request)
             tokens_left -= count
 
         if rows:
             self.token_budget.on_scheduled(plan, rows, num_decodes, context)
-            return self._on_scheduled(plan, rows)
-        if self._rows and len(self.requests) >= self.stages:
-            self.stats.idle_stage_steps += max(0, self.stages - len(self._rows))
+            return self._finish_plan(plan, rows)
+        if self._rows_in_flight and len(self.requests) >= self.stages:
+            self.stats.idle_stage_steps += max(0, self.stages - len(self._rows_in_flight))
         return None
 
     def heartbeat(self) -> SchedulerOutput:
-        """A plan without rows, which every rank answers."""
-        return self._on_scheduled(SchedulerOutput(step=self._step, released=[], new=[], scheduled=[]), [])
+        """Return a plan without rows, which every rank answers."""
+        return self._finish_plan(SchedulerOutput(step=self._step, released=[], new=[], scheduled=[]), [])
 
-    def _on_scheduled(self, plan: SchedulerOutput, rows: list[Request]) -> SchedulerOutput:
+    def _finish_plan(self, plan: SchedulerOutput, rows: list[Request]) -> SchedulerOutput:
         plan.released, self._released = self._released, []
-        plan.resumes, self._resumes = self._resumes, False
-        self._rows[plan.step] = rows
+        plan.resumes, self._resume_next_plan = self._resume_next_plan, False
+        self._rows_in_flight[plan.step] = rows
         self._tokens_in_flight += plan.num_tokens
         self._step += 1
         self.stats.steps += 1
         return plan
 
-    def _context_of(self, decodes: int) -> int:
-        """KV tokens that so many of the decodes read."""
+    def _context_of_decodes(self, decodes: int) -> int:
+        """Estimated number of KV tokens that this many of the decodes read."""
         return self._decode_context * decodes // max(1, len(self.decoding))
 
-    def _plan_decodes(self, plan: SchedulerOutput, limit: int) -> list[Request]:
-        """One more token for each decode: a bare slot unless it needs a block. Returns the rows."""
-        steady: list[Request] = []
-        grown: list[Request] = []
-        ready = self.decoding if self.workers_keep else [r for r in self.decoding if r.last_step <= self._done]
+    def _schedule_decodes(self, plan: SchedulerOutput, limit: int) -> list[Request]:
+        """Schedule one token for each decode: only its slot number unless it needs a block. Returns the rows."""
+        unchanged: list[Request] = []
+        extended: list[Request] = []
+        ready = self.decoding if self.workers_keep_tokens else [r for r in self.decoding if r.last_step <= self._done]
         for request in ready[:limit]:
             computed = request.num_computed_tokens
             if computed < request.decode_until:
                 request.num_computed_tokens = computed + 1
                 request.last_step = plan.step
-                steady.append(request)
-            elif (row := self._grow(request)) is not None:
+                unchanged.append(request)
+            elif (row := self._extend_decode(request)) is not None:
                 plan.scheduled.append(row)
-                grown.append(request)
-        self._decode_context += len(steady)
-        plan.decodes = [request.slot for request in steady]  # type: ignore[misc]  # who decodes has a slot
-        if not self.workers_keep:
-            plan.token_ids = [request.token_ids[-1] for request in steady]
-        return steady + grown
+                extended.append(request)
+        self._decode_context += len(unchanged)
+        plan.decodes = [request.slot for request in unchanged]  # type: ignore[misc]  # a decode has a slot
+        if not self.workers_keep_tokens:
+            plan.token_ids = [request.token_ids[-1] for request in unchanged]
+        return unchanged + extended
 
-    def _grow(self, request: Request) -> CachedRequestData | None:
-        """The row of a decode at the end of its blocks, or None if it can not go on now."""
-        if request.slot is None or request is self._held:
+    def _extend_decode(self, request: Request) -> CachedRequestData | None:
+        """Return the row of a decode whose last block is full, or None if it cannot be scheduled now."""
+        if request.slot is None or request is self._next_victim:
             return None
         if request.num_computed_tokens >= request.max_tokens - 1:
             self._end_decode(request)
@@ -266,33 +269,35 @@ class Scheduler:
         new_blocks = self._advance(request, 1, needed)
         self._decode_context += 1
         request.decode_until = self._decode_until(request)
-        return CachedRequestData(request.slot, 1, [] if self.workers_keep else request.token_ids[-1:], new_blocks)
+        return CachedRequestData(
+            request.slot, 1, [] if self.workers_keep_tokens else request.token_ids[-1:], new_blocks
+        )
 
-    def _plan_chunks(
+    def _schedule_chunks(
         self, plan: SchedulerOutput, rows: list[Request], queue: list[Request], max_rows: int, tokens_left: int
     ) -> int:
-        """Rows for those of a queue that fit; returns the tokens that are left."""
+        """Schedule the requests of `queue` that fit; returns the tokens left in the budget."""
         for request in queue[:]:
             if len(rows) == max_rows or not tokens_left:
                 break
             count = self._chunk(request, tokens_left)
-            # A request without a slot was preempted by a row before it.
-            if not count or request.slot is None or request is self._held:
+            # A request without a slot was preempted by an earlier row.
+            if not count or request.slot is None or request is self._next_victim:
                 continue
             needed = self._make_room(request, count)
             if needed is not None:
-                self._plan_chunk(plan, request, count, needed)
+                self._schedule_chunk(plan, request, count, needed)
                 rows.append(request)
                 tokens_left -= count
         return tokens_left
 
-    def _plan_chunk(self, plan: SchedulerOutput, request: Request, count: int, needed: int) -> None:
-        """A row of a request with pending tokens; with its last chunk it becomes a decode, or takes its mask along."""
+    def _schedule_chunk(self, plan: SchedulerOutput, request: Request, count: int, needed: int) -> None:
+        """Add a row of pending tokens. After its last chunk a request becomes a decode, or sends its grammar mask."""
         assert request.slot is not None
         new_blocks = self._advance(request, count, needed)
         plan.scheduled.append(CachedRequestData(request.slot, count, request.unsent_to_workers, new_blocks))
         if self.kv.windows:
-            self._outgrown.append(request)
+            self._window_moved.append(request)
         if request.unsent_to_workers:
             request.unsent_to_workers = []
         if request.num_pending_tokens:
@@ -314,40 +319,40 @@ class Scheduler:
         return min(-(-request.num_computed_tokens // size) * size, request.max_tokens - 1)
 
     def _chunk(self, request: Request, tokens_left: int) -> int:
-        """How many of its pending tokens fit; without chunked prefill all or none."""
+        """Number of pending tokens that fit; without chunked prefill all or none."""
         pending = request.num_pending_tokens
         if pending <= tokens_left or self.config.enable_chunked_prefill:
             return min(pending, tokens_left)
         return 0
 
-    def _needed(self, request: Request, count: int) -> int:
-        """Blocks that `count` more tokens need beyond those it holds."""
-        return self.kv.blocks_for(request.num_computed_tokens + count) - len(request.block_ids)
+    def _blocks_needed(self, request: Request, count: int) -> int:
+        """Number of additional blocks needed for `count` more tokens."""
+        return self.kv.num_blocks_for(request.num_computed_tokens + count) - len(request.block_ids)
 
     def _make_room(self, request: Request, count: int) -> int | None:
-        """Preempt until `count` more tokens fit: the blocks that they need, which are free then.
+        """Preempt until `count` more tokens fit. Returns the number of blocks needed, which are then free.
 
-        None if those that go after this request do not suffice.
+        Returns None if preempting all requests of lower priority is not enough.
         """
         if self.kv.windows:
-            self._give_back(request)
-        needed = self._needed(request, count)
+            self._free_out_of_window(request)
+        needed = self._blocks_needed(request, count)
         while needed > self.kv.num_free:
-            if not self._preempt_below(request):
+            if not self._preempt_lower_priority(request):
                 return None
         return needed
 
-    def _give_back(self, request: Request) -> None:
-        """Release what lies behind its windows. It must not have a row in the plan that is being made.
+    def _free_out_of_window(self, request: Request) -> None:
+        """Free the blocks outside the request's windows. The request must not have a row in the current plan.
 
-        For all rows of a step write before any of them attends: a later row could write what this one still reads.
+        All rows of a step write KV before any row attends, so a later row could overwrite what this one still reads.
         """
         self._publish(request)
-        self.kv.give_back_behind(request.block_ids, request.num_computed_tokens)
+        self.kv.free_out_of_window(request.block_ids, request.num_computed_tokens)
 
     def _advance(self, request: Request, count: int, needed: int) -> list[int]:
-        """Move a request forward by `count` tokens; returns the `needed` blocks that it gets for them."""
-        new_blocks = self.kv.take(needed)
+        """Move a request forward by `count` tokens; returns the `needed` blocks allocated for them."""
+        new_blocks = self.kv.allocate(needed)
         request.block_ids += new_blocks
         request.num_computed_tokens += count
         request.last_step = self._step
@@ -355,13 +360,15 @@ class Scheduler:
         return new_blocks
 
     def _publish(self, request: Request) -> None:
-        """Let others find the blocks that are full of known tokens, once a plan computes them."""
+        """Add the request's full blocks of known, scheduled tokens to the prefix cache."""
         kv = self.kv
         if not kv.enable_prefix_caching:
             return
         full = min(request.num_computed_tokens, len(request.token_ids)) // kv.block_size * kv.num_groups
         if full > request.num_published:
-            extend_hashes(request.hashes, request.token_ids, kv.block_size, request.submit.cache_salt, kv.num_groups)
+            extend_hashes(
+                request.hashes, request.token_ids, kv.block_size, request.core_request.cache_salt, kv.num_groups
+            )
             step = request.last_step if request.last_step > self._done else None
             for index in range(request.num_published, full):
                 if (block := request.block_ids[index]) >= 0:
@@ -371,27 +378,29 @@ class Scheduler:
     def _admit(self, tokens_left: int) -> tuple[Request, int] | None:
         """Give the first waiting request a slot and its cached prefix; returns it and the size of its first chunk.
 
-        It is let in only if all its known tokens fit beside those that run, so that it is not thrown out at once.
+        It is admitted only if blocks for all its known tokens are free, so that it is not preempted at once.
         """
         request = self.waiting.first()
         if request is None or not self._free_slots:
             return None
         kv = self.kv
         if kv.enable_prefix_caching:
-            extend_hashes(request.hashes, request.token_ids, kv.block_size, request.submit.cache_salt, kv.num_groups)
-        # At least one token is computed: the logits of the last one are not in the cache.
-        cached = kv.match(request.hashes[: kv.full_blocks(request.num_reusable_tokens)])
-        held = kv.held(cached)
-        needed = kv.blocks_at_once(len(request.token_ids), self.config.max_num_batched_tokens, cached)
-        if not kv.can_take(needed, beside=held):
+            extend_hashes(
+                request.hashes, request.token_ids, kv.block_size, request.core_request.cache_salt, kv.num_groups
+            )
+        # At least one token is computed, because the logits of the last token are not cached.
+        cached = kv.match(request.hashes[: kv.num_full_blocks(request.num_reusable_tokens)])
+        without_freed = kv.without_freed(cached)
+        needed = kv.max_blocks_needed(len(request.token_ids), self.config.max_num_batched_tokens, cached)
+        if not kv.can_allocate(needed, cached_blocks=without_freed):
             return None
-        request.num_computed_tokens = kv.tokens_in(len(cached))
+        request.num_computed_tokens = kv.num_tokens_in(len(cached))
         count = self._chunk(request, tokens_left)
         if not count:
             request.num_computed_tokens = 0
             return None
         self.waiting.pop()
-        kv.hold(held)
+        kv.touch(without_freed)
         request.block_ids = cached
         request.num_published = len(cached)
         request.slot = self._free_slots.pop()
@@ -404,7 +413,7 @@ class Scheduler:
             self.stats.prompt_tokens += request.num_prompt_tokens
         return request, count
 
-    def _introduce(self, request: Request) -> NewRequestData:
+    def _new_request_data(self, request: Request) -> NewRequestData:
         assert request.slot is not None
         request.unsent_to_workers = []
         return NewRequestData(
@@ -412,129 +421,132 @@ class Scheduler:
             token_ids=list(request.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            block_ids=self.kv.table(request.block_ids),
-            params=request.submit.params,
+            block_ids=self.kv.block_table(request.block_ids),
+            params=request.core_request.params,
             num_scored_tokens=request.num_scored_tokens,
         )
 
-    def _preempt_below(self, request: Request) -> bool:
-        """Send the last request that goes after this one, and is not in flight, back to the queue.
+    def _preempt_lower_priority(self, request: Request) -> bool:
+        """Preempt the lowest-priority request after this one that is not in flight; returns whether there was one.
 
-        It will compute its tokens again, mostly from the prefix cache; its answer does not change. If all are in
-        flight, the last one is held back, to be preempted when it has come back.
+        The preempted request is queued again and recomputes its tokens, mostly from the prefix cache; its output does
+        not change. If all candidates are in flight, the last one is not scheduled again, so that it can be preempted
+        when its result has arrived.
         """
         for victim in reversed(self.running):
             if victim is request:
                 break
             if victim.last_step <= self._done:
-                self._leave(victim)
+                self._remove_from_workers(victim)
                 self.waiting.push(victim)
                 self.stats.preemptions += 1
                 return True
         if self.running[-1] is not request:
-            self._held = self.running[-1]
-            self._held.decode_until = 0
+            self._next_victim = self.running[-1]
+            self._next_victim.decode_until = 0
         return False
 
-    # --- a result comes back ----------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------------------
 
     def update(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs]:
-        """Take in the sampled tokens of a plan; returns what is new for each API process."""
+        """Process the sampled tokens of a plan; returns the new outputs by API process."""
         assert plan.step == result.step, f"result of step {result.step} for plan {plan.step}"
-        rows = self._rows.pop(plan.step)
-        news: dict[int, EngineCoreOutputs] = {}
+        rows = self._rows_in_flight.pop(plan.step)
+        outputs: dict[int, EngineCoreOutputs] = {}
         if result.failure and plan.step > self._skipped_until:
-            self._fail(rows, result.failure, news)
+            self._fail(rows, result.failure, outputs)
         self._done = plan.step
-        self.kv.written(plan.step)
+        self.kv.mark_written(plan.step)
         self._tokens_in_flight -= plan.num_tokens
         if result.prompt_logprobs:
-            self._tell_prompts(rows, result.prompt_logprobs, news)
+            self._emit_prompt_logprobs(rows, result.prompt_logprobs, outputs)
         if result.vectors:
-            self._tell_vectors(rows, result.vectors, news)
+            self._emit_embeddings(rows, result.vectors, outputs)
         structured_output: list[tuple[Request, EngineCoreOutput]] = []
-        client, mine = -1, EngineCoreOutputs()
-        columns = zip(rows, result.token_ids, result.logprobs or repeat(None), strict=False)  # the last may be endless
-        for request, token_id, logprobs in columns:
+        client, client_outputs = -1, EngineCoreOutputs()
+        results = zip(rows, result.token_ids, result.logprobs or repeat(None), strict=False)  # the last may be infinite
+        for request, token_id, logprobs in results:
             if token_id < 0 or request.finish_reason is not None:
                 continue
             if request.client != client:
                 client = request.client
-                mine = news.setdefault(client, EngineCoreOutputs())
+                client_outputs = outputs.setdefault(client, EngineCoreOutputs())
             tokens = request.token_ids
             tokens.append(token_id)
             if request.is_plain and len(tokens) < request.max_tokens and token_id not in request.stops:
-                mine.request_ids.append(request.request_id)
-                mine.token_ids.append(token_id)
+                client_outputs.request_ids.append(request.request_id)
+                client_outputs.token_ids.append(token_id)
             else:
-                output = self._tell(request, token_id, logprobs)
-                mine.outputs.append(output)
+                output = self._make_output(request, token_id, logprobs)
+                client_outputs.outputs.append(output)
                 if request.grammar is not None and output.finish_reason is None:
                     structured_output.append((request, output))
         if structured_output:
-            self._go_on(structured_output)
+            self._resume_structured(structured_output)
         self.stats.generated_tokens += sum(
-            len(each.token_ids) + sum(len(output.token_ids) for output in each.outputs) for each in news.values()
+            len(each.token_ids) + sum(len(output.token_ids) for output in each.outputs) for each in outputs.values()
         )
-        return news
+        return outputs
 
-    def _fail(self, rows: list[Request], reason: str, news: dict[int, EngineCoreOutputs]) -> None:
-        """End the requests of a plan that was not carried out. The plans behind it are not carried out either.
+    def _fail(self, rows: list[Request], reason: str, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """End the requests of a failed plan with an error. The plans in flight after it are skipped by the workers.
 
-        Whoever has rows in those alone is sent back to the queue, and computes its tokens again. Nobody else can have
-        found what the plans have published: whoever is admitted has a row in the plan that admits it.
+        Requests with rows only in the skipped plans are queued again and recompute their tokens. No other request can
+        have used the blocks that these plans published, because an admitted request has a row in the admitting plan.
         """
-        self._skipped_until, self._resumes = self._step - 1, True
+        self._skipped_until, self._resume_next_plan = self._step - 1, True
         for request in rows:
             if request.finish_reason is None:
                 output = self._end(request, "error")
                 output.error = reason
-                news.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
-        for request in {id(request): request for later in self._rows.values() for request in later}.values():
+                outputs.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
+        for request in {id(request): request for later in self._rows_in_flight.values() for request in later}.values():
             if request.slot is not None:
-                self._leave(request)
+                self._remove_from_workers(request)
                 self.waiting.push(request)
                 self.stats.preemptions += 1
         self.kv.unpublish_unwritten()
 
-    def _tell_prompts(
-        self, rows: list[Request], scores: dict[int, PromptLogprobs], news: dict[int, EngineCoreOutputs]
+    def _emit_prompt_logprobs(
+        self, rows: list[Request], scores: dict[int, PromptLogprobs], outputs: dict[int, EngineCoreOutputs]
     ) -> None:
-        """Pass on what a plan has scored of prompts; what has been told is not computed again."""
+        """Emit the prompt log-probabilities of a plan; they are not computed again after a preemption."""
         for row, scored in scores.items():
             request = rows[row]
             if request.finish_reason is None:
                 request.num_scored_tokens += len(scored)
                 output = EngineCoreOutput(request.request_id, [], prompt_logprobs=scored)
-                news.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
+                outputs.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
 
-    def _tell_vectors(self, rows: list[Request], vectors: dict[int, bytes], news: dict[int, EngineCoreOutputs]) -> None:
-        """End the requests whose prompts a plan has pooled."""
+    def _emit_embeddings(
+        self, rows: list[Request], vectors: dict[int, bytes], outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
+        """Finish the requests whose prompts were pooled, and emit their vectors."""
         for row, vector in vectors.items():
             request = rows[row]
             if request.finish_reason is None:
                 output = self._end(request, "stop")
                 output.vector = vector
-                news.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
+                outputs.setdefault(request.client, EngineCoreOutputs()).outputs.append(output)
 
-    def _tell(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
-        """The output of a request that has more to tell than a token; ends it if the token does."""
+    def _make_output(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> EngineCoreOutput:
+        """Return an output with more than a plain token; finishes the request if the token does."""
         reason: FinishReason | None = None
         error: str | None = None
-        reported = [*request.unsent_to_client, token_id]
+        new_tokens = [*request.unsent_to_client, token_id]
         if token_id in request.stops:
             reason = "stop"
         elif request.grammar is not None:
-            reason, error = self.structured_output.follow(request, token_id, reported)
+            reason, error = self.structured_output.advance(request, token_id, new_tokens)
         elif len(request.token_ids) >= request.max_tokens:
             reason = "length"
         if reason is not None:
             self._finish(request, reason)
         request.unsent_to_client = []
-        request.is_plain = request.submit.params.logprobs is None and request.grammar is None
+        request.is_plain = request.core_request.params.logprobs is None and request.grammar is None
         return EngineCoreOutput(
             request_id=request.request_id,
-            token_ids=reported,
+            token_ids=new_tokens,
             logprobs=None if logprobs is None else [logprobs],
             finish_reason=reason,
             stop_token_id=token_id if token_id in request.stops else None,
@@ -542,18 +554,18 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens or 0,
         )
 
-    def _go_on(self, structured_output: list[tuple[Request, EngineCoreOutput]]) -> None:
-        """Let structured outputs go on, or end those that cannot."""
-        errors = self.structured_output.go_on([request for request, _ in structured_output])
+    def _resume_structured(self, structured_output: list[tuple[Request, EngineCoreOutput]]) -> None:
+        """Make requests with structured output schedulable again, or end those whose grammar allows no token."""
+        errors = self.structured_output.resume([request for request, _ in structured_output])
         for (request, output), error in zip(structured_output, errors, strict=True):
             if error is not None:
                 output.finish_reason, output.error = "error", error
                 self._finish(request, "error")
 
-    # --- from outside -----------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> EngineStats:
-        """The gauges brought up to date, with the counters."""
+        """Return the counters and the updated gauges."""
         self.stats.running = len(self.running)
         self.stats.waiting = len(self.waiting)
         self.stats.kv_blocks_used = self.kv.num_blocks - self.kv.num_free
@@ -561,7 +573,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that requests, slots, blocks and queues agree. Called by tests after every step."""
-        self.kv.check_integrity(self.kv.held(request.block_ids) for request in self.running)
+        self.kv.check_integrity(self.kv.without_freed(request.block_ids) for request in self.running)
         self.structured_output.check_integrity(self._done)
         waiting = self.waiting.check_integrity()
         assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
@@ -570,11 +582,11 @@ class Scheduler:
         for queue in (self.running, self.prefilling, self.decoding, self.structured_output.ready):
             assert queue == sorted(queue, key=order)
         queued = self.prefilling + self.decoding + self.structured_output.ready
-        last_under_way = [r for r in self.running if r not in queued and r.grammar is None]
-        assert len(self.prefilling + self.decoding + last_under_way) + len(self.structured_output) == len(self.running)
+        in_last_step = [r for r in self.running if r not in queued and r.grammar is None]
+        assert len(self.prefilling + self.decoding + in_last_step) + len(self.structured_output) == len(self.running)
         assert all(r.num_pending_tokens for r in self.prefilling)
         assert self._decode_context == sum(r.num_computed_tokens for r in self.decoding)
-        assert all(r.num_computed_tokens == r.max_tokens - 1 for r in last_under_way)
+        assert all(r.num_computed_tokens == r.max_tokens - 1 for r in in_last_step)
         for request in self.running:
             self.kv.check_windows(request.block_ids, request.num_computed_tokens, self.config.max_num_batched_tokens)
             assert request.num_computed_tokens < len(request.token_ids) + self.config.depth

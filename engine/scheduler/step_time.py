@@ -1,9 +1,9 @@
-"""How long a step takes, learned from the steps that ran, and how many prompt tokens fit into one.
+"""The step-time model: predicts how long a step takes, and how many prompt tokens fit into a given time.
 
-The time is taken to be linear in what the step does. The coefficients are the non-negative least squares of the steps
-seen, old ones being forgotten. Steps with and without prompt tokens are forgotten apart: an hour of decodes must not
-wipe out what a prompt token costs. Errors count relative to the step's length, so that long steps do not drown short
-ones, and a step that was far too long by its prediction (a page fault, another process) counts as a shorter one.
+The time is modelled as linear in the step's load. The coefficients are the non-negative least-squares fit of the
+measured steps, with exponential decay. Steps with and without prompt tokens decay separately, so that an hour of
+decodes does not erase the cost of a prompt token. Errors are relative to the step's duration, so that long steps do not
+dominate short ones. Outliers (a page fault, another process) are clipped.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-_MEMORY = 0.98
-"""What is left of a step's weight after another of its kind: about the last 50 count."""
+_DECAY = 0.98
+"""Factor by which a step's weight decays with each later step of its kind: about the last 50 count."""
 _WARM_UP = 2
-"""First steps that are not learned from: they compile, allocate and read weights for the first time."""
-_SURPRISE = 3.0
-"""A step counts as at most so many times as long as it was predicted, unless several in a row took longer."""
-_SURPRISES = 4
-_SURPRISED_AFTER = 16
-_EVERY = 16
-"""Of steps in a row without prompt tokens, one in so many is learned from: they are alike, and learning takes time."""
+"""Number of initial steps to ignore: they compile, allocate and read weights for the first time."""
+_OUTLIER_FACTOR = 3.0
+"""A step's time is clipped to this multiple of its prediction, unless more than `_MAX_OUTLIERS` in a row exceed it."""
+_MAX_OUTLIERS = 4
+_OUTLIERS_AFTER = 16
+_DECODE_STRIDE = 16
+"""Of consecutive decode-only steps, only one in this many is learned from: they are alike, and learning takes time."""
 _SWEEPS = 8
 _SCALE = (1.0, 1 / 256, 1 / 32, 1 / 2**14, 1 / 2**18)
-"""Of the features, which brings them to the same order of magnitude."""
+"""Scale of each feature, which brings them to the same order of magnitude."""
 
 
 class StepLoad(NamedTuple):
-    """What a step does."""
+    """The amount of work in a step."""
 
     prompt_tokens: int
-    """Tokens of all rows but the decodes."""
+    """Tokens of all rows except decodes."""
     decodes: int
     decode_context: int
     """KV tokens that the decodes read."""
@@ -39,52 +39,56 @@ class StepLoad(NamedTuple):
 
 
 class StepTimeModel:
-    """Seconds of a step: fixed + so much for each count of its `StepLoad`."""
+    """Predicts the seconds of a step: a fixed cost plus a cost per unit of each `StepLoad` field."""
 
     def __init__(self) -> None:
         self._coefficients = [0.0] * len(_SCALE)
         self._sums = {kind: _Sums() for kind in (False, True)}
-        """Of the steps without and with prompt tokens."""
-        self.most_prompt_tokens = 0
-        """Of a step that was learned from: far beyond, predictions are guesses."""
-        self._seen = 0
-        self._surprises = 0
-        """Steps in a row that took far longer than predicted."""
-        self._without_prompts = 0
-        """Steps in a row."""
+        """Sums of the steps without (False) and with (True) prompt tokens."""
+        self.max_prompt_tokens_seen = 0
+        """Largest number of prompt tokens in a measured step; predictions far beyond it are unreliable."""
+        self._num_steps = 0
+        self._num_outliers = 0
+        """Consecutive steps that took far longer than predicted."""
+        self._num_decode_only = 0
+        """Consecutive steps without prompt tokens."""
         self._is_fitted = True
 
     @property
     def is_ready(self) -> bool:
-        """Whether it knows what prompt tokens cost."""
+        """Whether the cost of prompt tokens is known."""
         return self._sums[True].weight > 1.5
 
     def learn(self, load: StepLoad, seconds: float) -> None:
-        """A step with this load took so long."""
-        self._seen += 1
-        self._without_prompts = 0 if load.prompt_tokens else self._without_prompts + 1
-        is_alike = self._seen > _EVERY and self._without_prompts > 0 and self._without_prompts % _EVERY != 1
-        if self._seen <= _WARM_UP or seconds <= 0.0 or is_alike:
+        """Learn from a step with this load that took `seconds`."""
+        self._num_steps += 1
+        self._num_decode_only = 0 if load.prompt_tokens else self._num_decode_only + 1
+        is_alike = (
+            self._num_steps > _DECODE_STRIDE
+            and self._num_decode_only > 0
+            and self._num_decode_only % _DECODE_STRIDE != 1
+        )
+        if self._num_steps <= _WARM_UP or seconds <= 0.0 or is_alike:
             return
-        if self._seen > _SURPRISED_AFTER and 0.0 < (expected := _SURPRISE * self.predict(load)) < seconds:
-            self._surprises += 1
-            if self._surprises <= _SURPRISES:
+        if self._num_steps > _OUTLIERS_AFTER and 0.0 < (expected := _OUTLIER_FACTOR * self.predict(load)) < seconds:
+            self._num_outliers += 1
+            if self._num_outliers <= _MAX_OUTLIERS:
                 seconds = expected
         else:
-            self._surprises = 0
+            self._num_outliers = 0
         features = [count * scale for count, scale in zip((1, *load), _SCALE, strict=True)]
-        self.most_prompt_tokens = max(self.most_prompt_tokens, load.prompt_tokens)
+        self.max_prompt_tokens_seen = max(self.max_prompt_tokens_seen, load.prompt_tokens)
         self._sums[load.prompt_tokens > 0].add([feature / seconds for feature in features])
         self._is_fitted = False
 
     def predict(self, load: StepLoad) -> float:
-        """Seconds that such a step will take."""
+        """Return the predicted seconds of a step with this load."""
         self._fit()
         counts = zip(self._coefficients, (1, *load), _SCALE, strict=True)
         return sum(coefficient * count * scale for coefficient, count, scale in counts)
 
     def prompt_tokens_within(self, seconds: float, decodes: int, decode_context: int, position: int) -> float:
-        """Tokens of a prompt, from `position` on, that take so long at most beside these decodes; may be infinite."""
+        """Prompt tokens, starting at `position`, that fit into `seconds` next to these decodes; may be infinite."""
         left = seconds - self.predict(StepLoad(0, decodes, decode_context, 0.0))
         if left <= 0.0:
             return 0.0
@@ -94,14 +98,14 @@ class StepTimeModel:
         divisor = slope + math.sqrt(slope * slope + 2 * growth * left)
         return 2 * left / divisor if divisor else math.inf
 
-    def paying_prompt_tokens(self, overhead: float) -> float:
-        """The least tokens of a step of prompts alone of which the fixed cost is at most this share."""
+    def efficient_prompt_tokens(self, overhead: float) -> float:
+        """Minimum tokens of a prompt-only step at which the fixed cost is at most this share of its time."""
         self._fit()
         each = self._coefficients[1] * _SCALE[1]
         return self._coefficients[0] / each / overhead if each else math.inf
 
     def _fit(self) -> None:
-        """Coordinate descent from the last coefficients; none falls below 0."""
+        """Fit by coordinate descent from the previous coefficients, which stay non-negative."""
         if self._is_fitted:
             return
         self._is_fitted = True
@@ -118,7 +122,7 @@ class StepTimeModel:
 
 
 class _Sums:
-    """The normal equations of steps whose features are divided by their seconds, so that each right side is 1."""
+    """Normal equations of steps whose features are divided by their seconds, so that each right-hand side is 1."""
 
     def __init__(self) -> None:
         size = len(_SCALE)
@@ -127,7 +131,7 @@ class _Sums:
         self.vector = [0.0] * size
 
     def add(self, features: list[float]) -> None:
-        self.weight = self.weight * _MEMORY + 1.0
-        self.vector = [_MEMORY * total + x for total, x in zip(self.vector, features, strict=True)]
+        self.weight = self.weight * _DECAY + 1.0
+        self.vector = [_DECAY * total + x for total, x in zip(self.vector, features, strict=True)]
         for row, x in zip(self.matrix, features, strict=True):
-            row[:] = [_MEMORY * total + x * y for total, y in zip(row, features, strict=True)]
+            row[:] = [_DECAY * total + x * y for total, y in zip(row, features, strict=True)]

@@ -95,8 +95,8 @@ def core_with(
 
 
 def wire_of(core: EngineCore) -> FakeWire:
-    assert isinstance(core.wire, FakeWire)
-    return core.wire
+    assert isinstance(core.io, FakeWire)
+    return core.io
 
 
 def submit(client: int, request_id: str, prompt: list[int], max_tokens: int = 4) -> EngineCoreRequest:
@@ -239,7 +239,7 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
     core = core_with({}, [])
     core.handle(submit(0, "good", [2]))
     core.handle(structured("bad"))
-    core.handle(core.wire.inbox.get(timeout=30))
+    core.handle(core.io.inbox.get(timeout=30))
     core.send()
     (output,) = wire_of(core).outputs(0, "bad")
     assert output.finish_reason == "error"
@@ -266,8 +266,8 @@ def test_requests_that_are_compiling_can_be_aborted(monkeypatch: pytest.MonkeyPa
     core.handle(AbortRequests(["a"]))
     go_on.set()
     for _ in range(2):
-        message = core.wire.inbox.get(timeout=30)
-        if failure is not None or message.submit.request_id == "a":  # type: ignore[union-attr]
+        message = core.io.inbox.get(timeout=30)
+        if failure is not None or message.request.request_id == "a":  # type: ignore[union-attr]
             core.handle(message)
     core.send()
     ends = [(o.finish_reason, o.error) for o in wire_of(core).outputs(0, "a")]
@@ -289,15 +289,15 @@ def test_grammars_that_take_long_leave_room_for_others(monkeypatch: pytest.Monke
     quick = structured("quick")
     quick.params.structured_outputs = StructuredOutputs(regex="quick")
     core.handle(quick)
-    message = core.wire.inbox.get(timeout=30)
+    message = core.io.inbox.get(timeout=30)
     go_on.set()
     assert isinstance(message, GrammarCompiled)
-    assert message.submit is quick
+    assert message.request is quick
 
 
 def test_who_comes_anew_leaves_nothing_compiling_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_with({}, [])
-    monkeypatch.setattr(core._compilers, "submit", lambda work: None)
+    monkeypatch.setattr(core._compile_pool, "submit", lambda work: None)
     core.handle(structured("a"))
     core.handle(Join(0))
     core.send()
@@ -307,7 +307,7 @@ def test_who_comes_anew_leaves_nothing_compiling_behind(monkeypatch: pytest.Monk
 
 def test_requests_that_are_compiling_are_told_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_with({}, [])
-    monkeypatch.setattr(core._compilers, "submit", lambda work: None)
+    monkeypatch.setattr(core._compile_pool, "submit", lambda work: None)
     core.handle(structured("a"))
     core.end("the engine was shut down")
     (output,) = wire_of(core).outputs(0, "a")

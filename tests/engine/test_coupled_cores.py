@@ -12,7 +12,7 @@ import pytest
 
 from quire.engine.config.options import EngineConfig, ExpertParallelConfig
 from quire.engine.core import engine_core as cores
-from quire.engine.core.engine_core import EngineCore, first_cause
+from quire.engine.core.engine_core import EngineCore, root_cause
 from quire.engine.executor.base import Executor, WorkerError
 from quire.engine.protocol.messages import LOST_REPLICAS, ModelRunnerOutput, ReplicaFailed, SchedulerOutput, Shutdown
 from tests.engine.test_scheduler import continuation
@@ -123,7 +123,7 @@ def test_requests_at_any_replica_are_answered_and_then_all_sleep(replicas: int, 
                     assert them.wires[replica].answer(request_id) == continuation([1, 2, length], length)
         assert all(core.wave is not None and core.wave.number >= 1 for core in them.cores)
         waited = threading.Event()
-        while not all(core.wave and core.wave.is_asleep for core in them.cores):
+        while not all(core.wave and core.wave.is_idle for core in them.cores):
             waited.wait(0.005)
         steps = them.steps()
         assert len(set(steps)) == 1
@@ -157,16 +157,16 @@ def test_who_is_to_stop_steps_on_until_the_others_have_no_work() -> None:
 
 
 def test_who_waits_too_long_for_the_others_to_stop_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_LEAVE_SECONDS", 0.0)
+    monkeypatch.setattr(cores, "_STOP_TIMEOUT", 0.0)
     wire = LinkedWire(0, 2)
     config = engine_config(depth=2)
     parallel = replace(config.parallel, replicas=2, experts=ExpertParallelConfig())
     core = EngineCore(replace(config, parallel=parallel), None, wire)  # type: ignore[arg-type]
     assert core.wave is not None
-    core.wave.begin(has_work=True)
+    core.wave.start(has_work=True)
     wire.inbox.put(Shutdown())
     core.receive()
-    assert core.may_leave
+    assert core.may_stop
 
 
 # --- who was it? ----------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def reported(mine: str, *heard: ReplicaFailed | Shutdown, replicas: int = 3) -> 
     wires[0].wires = wires
     for message in heard:
         wires[0].inbox.put(message)
-    reason = first_cause(mine, wires[0], 0)  # type: ignore[arg-type]
+    reason = root_cause(mine, wires[0], 0)  # type: ignore[arg-type]
     reported = wires[1].inbox.get_nowait()
     assert isinstance(reported, ReplicaFailed)
     assert (reported.replica, reported.reason) == (0, mine)
@@ -191,7 +191,7 @@ def test_the_cause_is_named_by_the_replica_that_has_it() -> None:
 
 
 def test_who_says_nothing_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_HEAR_SECONDS", 0.05)
+    monkeypatch.setattr(cores, "_CAUSE_TIMEOUT", 0.05)
     lost = f"rank 0 failed: {LOST_REPLICAS}: Connection closed"
     assert reported(lost, ReplicaFailed(2, lost)) == f"replica 1 ended or hung: {lost}"
     assert reported(lost, ReplicaFailed(2, lost), ReplicaFailed(1, lost)) == f"replica 0: {lost}"
@@ -210,4 +210,4 @@ def test_a_core_ends_when_another_says_that_it_does() -> None:
     wire.inbox.put(ReplicaFailed(1, "rank 0 was killed by SIGKILL"))
     with pytest.raises(WorkerError) as caught:
         core.run()
-    assert first_cause(str(caught.value), wire, 0) == "replica 1: rank 0 was killed by SIGKILL"  # type: ignore[arg-type]
+    assert root_cause(str(caught.value), wire, 0) == "replica 1: rank 0 was killed by SIGKILL"  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ def test_the_end_stays_where_nothing_else_can_follow(grammars: GrammarCompiler) 
 
 
 def test_what_was_compiled_is_shared_and_does_not_interfere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_module, "_KEPT", 3)
+    monkeypatch.setattr(grammar_module, "_MAX_COMPILED", 3)
     grammars = GrammarCompiler(model(folder))
     compiled: list[str] = []
     compile = grammars._compile

@@ -32,33 +32,33 @@ def test_a_hash_stands_for_all_tokens_before_it() -> None:
 def test_a_released_prefix_is_found_until_its_blocks_are_needed() -> None:
     kv = KVCacheManager(num_blocks=4, block_size=4, enable_prefix_caching=True)
     hashes = hashes_of(list(range(12)))
-    blocks = kv.take(3)
+    blocks = kv.allocate(3)
     for block, digest in zip(blocks, hashes, strict=True):
         kv.publish(block, digest)
-    kv.release(blocks)
+    kv.free(blocks)
     assert kv.match(hashes) == blocks
-    assert kv.take(1) == [3]  # a block without content goes first
-    kv.take(1)
+    assert kv.allocate(1) == [3]  # a block without content goes first
+    kv.allocate(1)
     assert kv.match(hashes) == blocks[:2]  # then the end of the chain
-    kv.hold(blocks[:2])
+    kv.touch(blocks[:2])
     kv.check_integrity([[3], [blocks[2]], blocks[:2]])
     assert kv.num_free == 0
-    assert not kv.can_take(1)
+    assert not kv.can_allocate(1)
 
 
 def test_two_holders_of_a_block_are_counted() -> None:
     kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=True)
-    (block,) = kv.take(1)
-    kv.hold([block])
-    kv.release([block])
+    (block,) = kv.allocate(1)
+    kv.touch([block])
+    kv.free([block])
     kv.check_integrity([[block]])
-    kv.release([block])
+    kv.free([block])
     kv.check_integrity([])
 
 
 def test_of_two_equal_blocks_the_first_stays_known() -> None:
     kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=True)
-    first, second = kv.take(2)
+    first, second = kv.allocate(2)
     (digest,) = hashes_of([1, 2, 3, 4])
     kv.publish(first, digest)
     kv.publish(second, digest)
@@ -68,18 +68,18 @@ def test_of_two_equal_blocks_the_first_stays_known() -> None:
 
 def test_free_blocks_that_a_match_would_hold_are_not_counted_twice() -> None:
     kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=True)
-    blocks = kv.take(1)
+    blocks = kv.allocate(1)
     (digest,) = hashes_of([1, 2, 3, 4])
     kv.publish(blocks[0], digest)
-    kv.release(blocks)
-    assert kv.can_take(2)
-    assert kv.can_take(1, beside=blocks)
-    assert not kv.can_take(2, beside=blocks)
+    kv.free(blocks)
+    assert kv.can_allocate(2)
+    assert kv.can_allocate(1, cached_blocks=blocks)
+    assert not kv.can_allocate(2, cached_blocks=blocks)
 
 
 def test_check_integrity_notices_a_lost_block() -> None:
     kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=True)
-    kv.take(1)
+    kv.allocate(1)
     with pytest.raises(AssertionError, match="reference counts"):
         kv.check_integrity([])
 
@@ -87,7 +87,7 @@ def test_check_integrity_notices_a_lost_block() -> None:
 def test_without_prefix_caching_nothing_is_found() -> None:
     kv = KVCacheManager(num_blocks=2, block_size=4, enable_prefix_caching=False)
     (digest,) = hashes_of([1, 2, 3, 4])
-    kv.publish(kv.take(1)[0], digest)
+    kv.publish(kv.allocate(1)[0], digest)
     assert kv.match([digest]) == []
 
 
@@ -110,7 +110,7 @@ def test_a_prefix_counts_as_cached_if_what_the_next_token_sees_is(
     hashes: list[bytes] = []
     extend_hashes(hashes, list(range(length * 4)), 4, b"", stride)
     assert len(set(hashes)) == len(hashes) == length * stride
-    blocks = kv.take(length * stride)
+    blocks = kv.allocate(length * stride)
     for place, (block, digest) in enumerate(zip(blocks, hashes, strict=True)):
         if place not in lost:
             kv.publish(block, digest)
@@ -126,8 +126,8 @@ def test_a_prefix_counts_as_cached_if_what_the_next_token_sees_is(
     best = max(count for count in range(length + 1) if not seen(count) & lost)
     expected = [blocks[place] if place in seen(best) else FREED for place in range(best * stride)]
     assert kv.match(hashes) == expected
-    assert kv.held(expected) == [block for block in expected if block != FREED]
-    assert all(block >= 0 for block in kv.table(expected))
+    assert kv.without_freed(expected) == [block for block in expected if block != FREED]
+    assert all(block >= 0 for block in kv.block_table(expected))
 
 
 @given(Windows, st.lists(st.integers(1, 30), max_size=12), st.booleans())
@@ -140,15 +140,15 @@ def test_blocks_are_given_back_as_soon_as_nothing_sees_them(
     if from_cache:
         hashes: list[bytes] = []
         extend_hashes(hashes, list(range(12)), 4, b"", stride)
-        for block, digest in zip(kv.take(3 * stride), hashes, strict=True):
+        for block, digest in zip(kv.allocate(3 * stride), hashes, strict=True):
             kv.publish(block, digest)
         blocks = kv.match(hashes)
-    computed, before, largest = kv.tokens_in(len(blocks)), len(kv.held(blocks)), max(rows, default=0)
-    counted = kv.blocks_at_once(computed + sum(rows), largest, blocks)
+    computed, before, largest = kv.num_tokens_in(len(blocks)), len(kv.without_freed(blocks)), max(rows, default=0)
+    counted = kv.max_blocks_needed(computed + sum(rows), largest, blocks)
     for row in rows:
-        kv.give_back_behind(blocks, computed)
-        blocks += kv.take(kv.blocks_for(computed + row) - len(blocks))
-        assert len(kv.held(blocks)) - before <= counted
+        kv.free_out_of_window(blocks, computed)
+        blocks += kv.allocate(kv.num_blocks_for(computed + row) - len(blocks))
+        assert len(kv.without_freed(blocks)) - before <= counted
         kv.check_windows(blocks, computed, largest)
         for group, window in enumerate(windows):
             mine = blocks[group::stride]
@@ -160,26 +160,26 @@ def test_blocks_are_given_back_as_soon_as_nothing_sees_them(
 def test_a_block_that_was_given_back_is_found_until_it_is_taken() -> None:
     kv = grouped((4,), num_blocks=3)
     hashes = hashes_of(list(range(8)))
-    blocks = kv.take(2)
+    blocks = kv.allocate(2)
     for block, digest in zip(blocks, hashes, strict=True):
         kv.publish(block, digest)
     first, second = blocks
-    kv.give_back_behind(blocks, 8)
+    kv.free_out_of_window(blocks, 8)
     assert blocks == [FREED, second]
     assert kv.match(hashes[:1]) == [first]
     assert kv.match(hashes) == [FREED, second]
-    kv.check_integrity([kv.held(blocks)])
-    assert sorted(kv.take(2)) == [first, 2]
+    kv.check_integrity([kv.without_freed(blocks)])
+    assert sorted(kv.allocate(2)) == [first, 2]
     assert kv.match(hashes[:1]) == []
     assert kv.match(hashes) == [FREED, second]
 
 
 def test_check_windows_notices_what_is_given_back_too_early_or_kept() -> None:
     kv = grouped((None, 5))
-    blocks = kv.take(kv.blocks_for(40))
+    blocks = kv.allocate(kv.num_blocks_for(40))
     with pytest.raises(AssertionError, match="are kept"):
         kv.check_windows(blocks, 40, 4)
-    kv.give_back_behind(blocks, 40)
+    kv.free_out_of_window(blocks, 40)
     kv.check_windows(blocks, 40, 4)
     with pytest.raises(AssertionError, match="in the window"):
         kv.check_windows(blocks, 36, 4)

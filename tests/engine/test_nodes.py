@@ -30,7 +30,7 @@ from quire.engine.executor.nodes import (
     NodeProgress,
     NodeReady,
     NodeStart,
-    introduce,
+    make_hello,
     offer,
     set_interfaces,
 )
@@ -119,7 +119,7 @@ class Hosts:
     def start(self, offered: NodeOffer | None = None, **changes: Any) -> None:
         """Have both meet; raises what node 0 raises."""
         config = resolve(self.other)
-        hello = introduce(self.other, offered or offer(config), config)
+        hello = make_hello(self.other, offered or offer(config), config)
         hello = msgspec.structs.replace(hello, **changes)
 
         def lead() -> None:
@@ -433,7 +433,7 @@ def test_a_node_tells_of_its_trouble_and_hears_why_all_end(
 def test_a_node_that_is_not_answered_ends_with_its_own_trouble(
     follows: Follows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes, "_FAREWELL", 0.2)
+    monkeypatch.setattr(nodes, "_REASON_TIMEOUT", 0.2)
     follows.ranks.say(problem=RankFailed("rank 3 failed: closed", is_certain=False))
     assert follows.reason() == "rank 3 failed: closed"
     assert follows.lost.get(timeout=5) == "node 1 (127.0.0.1) has ended: rank 3 failed: closed"

@@ -84,7 +84,7 @@ def test_a_prompt_may_fill_the_length(num_blocks: int) -> None:
     engine.run()
     check(engine, "full", full)
     (refused,) = engine.outputs["long"]
-    assert refused.error == "the prompt has 129 tokens; the model's length is 128"
+    assert refused.error == "the prompt has 129 tokens; the maximum model length is 128"
     assert engine.ends("empty") == ["error"]
 
 

@@ -122,30 +122,30 @@ def test_everything_else(tmp_path: Path) -> None:
         (
             ((TRANSFORMER, "0_Transformer"), (POOLING, "1_Pooling")),
             {},
-            "the transformer is in the folder '0_Transformer'",
+            "a Transformer in the subfolder '0_Transformer'",
         ),
         (
             ((TRANSFORMER, ""), (POOLING, "1_Pooling")),
             {"pooling_mode_attention": True},
-            "pooling_mode_attention is not served",
+            "pooling_mode_attention is not supported",
         ),
         (
             ((TRANSFORMER, ""), (POOLING, "1_Pooling")),
             {"pooling_mode": "xpool"},
-            "xpool is not served; served are cls,",
+            "xpool is not supported; supported are cls,",
         ),
-        (((TRANSFORMER, ""), (POOLING, "1_Pooling")), {"word": 1}, "names no pooling mode"),
-        (((TRANSFORMER, ""),), {}, "there is no Pooling"),
-        ((("a.WordEmbeddings", ""), (POOLING, "1_Pooling")), {}, "WordEmbeddings in place 0 is not served"),
+        (((TRANSFORMER, ""), (POOLING, "1_Pooling")), {"word": 1}, "has no pooling mode"),
+        (((TRANSFORMER, ""),), {}, "without a Pooling module"),
+        ((("a.WordEmbeddings", ""), (POOLING, "1_Pooling")), {}, "WordEmbeddings at index 0 is not supported"),
         (
             ((TRANSFORMER, ""), (POOLING, "1_Pooling"), ("sentence_transformers.models.LSTM", "2")),
             {"pooling_mode": "mean"},
-            "LSTM in place 2 is not served",
+            "LSTM at index 2 is not supported",
         ),
         (
             ((TRANSFORMER, ""), (POOLING, "1_Pooling"), (DENSE, "2_Dense")),
             {"pooling_mode": ["mean", "max"]},
-            "in_features is 32, but 64 numbers come in",
+            "in_features is 32, but the input has size 64",
         ),
     ],
 )
@@ -162,8 +162,8 @@ def test_what_is_not_served_is_named(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"activation_function": "torch.nn.Softmax"}, "the activation Softmax is not served"),
-        ({"module_input_name": "token_embeddings"}, "module_input_name 'token_embeddings' is not served"),
+        ({"activation_function": "torch.nn.Softmax"}, "the activation Softmax is not supported"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name 'token_embeddings' is not supported"),
     ],
 )
 def test_dense_modules_of_another_kind_are_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_dense_modules_of_another_kind_are_refused(config: dict[str, Any], messa
 
 def test_a_default_prompt_must_be_one_and_pooled(tmp_path: Path) -> None:
     write_modules(tmp_path, prompts={"query": "q: "}, default_prompt_name="other")
-    with pytest.raises(ConfigError, match="default_prompt_name 'other' is none of its prompts"):
+    with pytest.raises(ConfigError, match="default_prompt_name 'other' is not one of its prompts"):
         read(tmp_path)
     write_modules(tmp_path, prompts={"query": "q: "}, default_prompt_name="query")
     module(tmp_path, "1_Pooling", pooling_mode="mean", include_prompt=False)
@@ -208,7 +208,7 @@ def test_an_encoder_runs_whole_prompts_and_keeps_nothing(tmp_path: Path) -> None
 
 
 def test_an_encoder_must_fit(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the model does not fit"):
+    with pytest.raises(ConfigError, match="Not enough memory: needs"):
         configure(bert(tmp_path, hidden_size=1 << 16, intermediate_size=1 << 20))
 
 
@@ -228,7 +228,7 @@ def test_who_embeds(tmp_path: Path) -> None:
     headless = configure(tmp_path)
     assert headless.model.pooling is not None
     assert headless.model.architecture == asked.model.architecture
-    with pytest.raises(ConfigError, match="LlamaModel has no head to generate text with"):
+    with pytest.raises(ConfigError, match="LlamaModel has no head to generate text; use it"):
         configure(tmp_path, runner="generate")
 
     path.write_text(json.dumps(llama))

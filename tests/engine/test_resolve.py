@@ -116,7 +116,7 @@ def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
         ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "3;3"}, r"as in 3,2,1"),
         ({"max_model_len": 4096}, r"more than the model's 2048 positions"),
         ({"kv_cache_memory_bytes": 100_000}, r"use --max-model-len \d+ or less"),
-        ({"kv_cache_memory_bytes": 1 << 40}, r"1.0 TiB\) does not fit: \S+ GiB is left"),
+        ({"kv_cache_memory_bytes": 1 << 40}, r"1.0 TiB\) does not fit: \S+ GiB per rank is available"),
         ({"gpu_memory_utilization": 1.5}, r"at most 1, got 1.5"),
         (
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
@@ -131,8 +131,8 @@ def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
         ),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"runs one rank, not 2"),
         ({"device": "cuda"}, r"no NVIDIA GPU is visible"),
-        ({"max_model_len": 1}, r"--max-model-len 1 has no room for a prompt and a token behind it; use 2 or more"),
-        ({"attention_backend": "triton"}, r"--attention-backend triton needs a GPU; leave it out for the CPU's own"),
+        ({"max_model_len": 1}, r"--max-model-len 1 has no room for a prompt and an output token; use 2 or more"),
+        ({"attention_backend": "triton"}, r"--attention-backend triton needs a GPU; omit it to use the CPU"),
         ({"attention_backend": "flashinfer"}, r"--attention-backend flashinfer needs a GPU"),
     ],
 )
@@ -184,7 +184,9 @@ def test_a_config_that_lacks_a_number_names_it(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_refused_with_its_size(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    with pytest.raises(ConfigError, match=r"does not fit: weights 263 GiB .* 7\.2 GiB there \(0.9 of 8 GiB free\)"):
+    with pytest.raises(
+        ConfigError, match=r"needs \S+ GiB per rank \(weights 263 GiB .*, 7\.2 GiB available \(0.9 of 8 GiB free\)"
+    ):
         resolve(options(str(tmp_path)))
 
 
@@ -352,7 +354,7 @@ def test_quantized_weights_make_a_smaller_plan(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     sizes: dict[str | None, float] = {}
     for quantization in (None, "int8", "int4"):
-        with pytest.raises(ConfigError, match="does not fit: weights") as error:
+        with pytest.raises(ConfigError, match="Not enough memory: needs") as error:
             resolve(options(str(tmp_path), quantization=quantization))
         sizes[quantization] = float(str(error.value).split("weights ")[1].split()[0])
     assert sizes == {None: 263, "int8": 68.7, "int4": 40.8}
@@ -422,7 +424,7 @@ def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(devices, "_free_host_memory", lambda: 1)
     config = resolve(options(folder(tmp_path), data_parallel_size=2, data_parallel_size_local=0))
     assert plan_text(config).splitlines()[-1] == "  2 replicas, none of them on this host"
-    with pytest.raises(ConfigError, match="the model does not fit"):
+    with pytest.raises(ConfigError, match="Not enough memory: needs"):
         resolve(options(folder(tmp_path), data_parallel_size=2))
 
 
@@ -459,8 +461,8 @@ def test_a_cache_that_the_gpus_cannot_read_is_refused(tmp_path: Path, monkeypatc
         assert asked(dtype, (8, 6), (8, 9), (9, 0)) == asked(dtype) == "fp8"
         with pytest.raises(
             ConfigError,
-            match=rf"--kv-cache-dtype {dtype} needs GPUs of compute capability 8.9 or more, and GPU 1 has 8.6; use "
-            "--kv-cache-dtype int8, or auto",
+            match=rf"--kv-cache-dtype {dtype} needs GPUs of compute capability 8.9 or higher, but GPU 1 has 8.6; use "
+            "--kv-cache-dtype int8 or auto",
         ):
             asked(dtype, (9, 0), (8, 6), (9, 0))
     old = [(7, 5)] * 3
@@ -489,9 +491,9 @@ def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypa
     assert sizes(cuda_graph_sizes="8, 1,8,20") == (1, 8, 20)
     assert sizes(enforce_eager=True) == ()
     for text in ("", "0", "1,,2", "-1", "a"):
-        with pytest.raises(ConfigError, match="--cuda-graph-sizes must be numbers above 0"):
+        with pytest.raises(ConfigError, match="--cuda-graph-sizes must be positive numbers"):
             sizes(cuda_graph_sizes=text)
-    with pytest.raises(ConfigError, match=r"--cuda-graph-sizes 9 is more than the 8 requests .*\(--max-num-seqs\)"):
+    with pytest.raises(ConfigError, match="--cuda-graph-sizes 9 is more than the 8 requests of --max-num-seqs"):
         sizes(cuda_graph_sizes="9", max_num_seqs=8)
 
 
@@ -510,10 +512,10 @@ def test_graphs_are_counted_and_the_plan_says_why_there_are_none(
     assert Sizes.of(eager).graphs == 0
     assert "no CUDA graphs: --enforce-eager" in plan_text(eager)
     pooling = resolve(options(folder(tmp_path), device="cuda", runner="pooling"))
-    assert pooling.graphs.why_none == "a model that embeds has no decode steps"
+    assert pooling.graphs.why_none == "embedding models have no decode steps"
     fits = Sizes.of(config).weights[0] + Sizes.of(config).workspace
     on_a_gpu(monkeypatch, int(fits / 0.9) + (1 << 16))
-    with pytest.raises(ConfigError, match=r"workspace .* \+ CUDA graphs .* per rank"):
+    with pytest.raises(ConfigError, match=r"per rank \(.*workspace .* \+ CUDA graphs"):
         resolve(asked)
 
 
@@ -536,4 +538,4 @@ def test_ranks_that_share_a_gpu_have_a_part_of_it_and_no_graphs(
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no wheel for this platform")
 def test_graphs_have_room_for_all_parts_of_a_decodes_keys() -> None:
     attention = importlib.import_module("quire.kernels.triton.attention")
-    assert max(map(attention._most_parts, (1 << power for power in range(24)))) == cuda_graph_sizes._PARTS
+    assert max(map(attention._most_parts, (1 << power for power in range(24)))) == cuda_graph_sizes._MAX_SPLITS

@@ -223,7 +223,7 @@ def test_what_has_been_scored_may_come_from_the_cache_again() -> None:
     for _ in range(2):
         engine.turn()
     (request,) = engine.scheduler.running
-    engine.scheduler._leave(request)
+    engine.scheduler._remove_from_workers(request)
     engine.scheduler.waiting.push(request)
     engine.add("plain", list(range(60)), max_tokens=2)
     engine.run()
@@ -335,7 +335,7 @@ def test_priority_goes_first_and_is_preempted_last() -> None:
     for index, priority in enumerate([5, 5, 1, -1]):
         engine.add(str(index), [index] * 8, priority, max_tokens=4)
     engine.turn()
-    assert {request.submit.request_id for request in engine.scheduler.running} == {"2", "3"}
+    assert {request.core_request.request_id for request in engine.scheduler.running} == {"2", "3"}
     engine.run()
 
 
@@ -346,7 +346,7 @@ def test_preemption_takes_the_last_arrival() -> None:
     victims = []
 
     def watch(turn: int) -> None:
-        running = {request.submit.request_id for request in engine.scheduler.running}
+        running = {request.core_request.request_id for request in engine.scheduler.running}
         if turn and "0" in engine.scheduler.requests:
             victims.append("0" not in running)
 
@@ -369,7 +369,7 @@ def test_first_come_first_served_does_not_look_at_priorities() -> None:
     engine.add("0", [1] * 8, priority=5, max_tokens=4)
     engine.add("1", [2] * 8, priority=-5, max_tokens=4)
     engine.turn()
-    assert [request.submit.request_id for request in engine.scheduler.running] == ["0"]
+    assert [request.core_request.request_id for request in engine.scheduler.running] == ["0"]
     engine.run()
 
 
@@ -501,7 +501,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
     engine.add("fits", [1] * 31, max_tokens=None)
     engine.run()
     assert engine.outputs["empty"][0].error == "the prompt is empty"
-    assert engine.outputs["long"][0].error == "the prompt has 32 tokens; the model's length is 32"
+    assert engine.outputs["long"][0].error == "the prompt has 32 tokens; the maximum model length is 32"
     assert len(engine.tokens("fits")) == 1
     assert engine.ends("fits") == ["length"]
 

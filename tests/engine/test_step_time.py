@@ -54,7 +54,7 @@ def test_prompt_tokens_fill_the_time_that_is_left() -> None:
 
 
 def test_the_fixed_cost_says_what_pays() -> None:
-    assert learned().paying_prompt_tokens(0.05) == pytest.approx(0.02 / 3e-4 / 0.05, rel=0.15)
+    assert learned().efficient_prompt_tokens(0.05) == pytest.approx(0.02 / 3e-4 / 0.05, rel=0.15)
 
 
 def test_no_coefficient_is_negative_where_the_data_mislead() -> None:
@@ -94,4 +94,4 @@ def test_before_anything_is_known_no_number_is_made_up() -> None:
     assert not step_time.is_ready
     step_time.learn(LOADS[1], 0.1)
     assert step_time.is_ready
-    assert step_time.most_prompt_tokens == 128
+    assert step_time.max_prompt_tokens_seen == 128

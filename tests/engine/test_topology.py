@@ -221,7 +221,7 @@ def plan(links: Links | None, **changes: Any) -> str:
     found = Devices("cpu", 8, 1 << 30)
     if links is not None:
         found = Devices("cuda", len(links), 80 << 30, arrange(links, groups), links)
-    return "\n".join(parallel_config.lines(parallel_config.resolve(asked, ARCH, found), ARCH))
+    return "\n".join(parallel_config.plan_lines(parallel_config.resolve(asked, ARCH, found), ARCH))
 
 
 def test_the_plan_names_the_links() -> None:
@@ -259,13 +259,13 @@ def test_the_plan_tells_of_replicas_and_experts() -> None:
     asked = EngineOptions(tensor_parallel_size=2, data_parallel_size=4, data_parallel_size_local=2)
     parallel = parallel_config.resolve(asked, ARCH, Devices("cpu", 8, 1 << 30))
     assert "  4 replicas, which run free of each other: replicas 0-1 on this host" in "\n".join(
-        parallel_config.lines(parallel, ARCH)
+        parallel_config.plan_lines(parallel, ARCH)
     )
     mixture = from_hf_config(
         LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
     )
     experts = ExpertParallelConfig(all2all="all_to_all", is_balanced=True, redundant=8, split_tokens=64)
-    text = "\n".join(parallel_config.lines(replace(parallel, experts=experts), mixture))
+    text = "\n".join(parallel_config.plan_lines(replace(parallel, experts=experts), mixture))
     assert "4 replicas, which step together" in text
     assert "8 experts a layer and 8 copies over 8 ranks (4 replicas × 2), 2 each, linear" in text
     assert "tokens reach them by all_to_all across hosts; moved every 3,000 steps; steps of 64 tokens" in text
@@ -312,7 +312,7 @@ def test_ranks_go_round_the_gpus_where_they_may_share_them(
     assert parallel.devices == order
     assert [parallel.device_of(rank) for rank in range(tp * pp)] == list(order)
     assert parallel.ranks_per_device == -(-tp * pp // count)
-    text = "\n".join(parallel_config.lines(parallel, ARCH))
+    text = "\n".join(parallel_config.plan_lines(parallel, ARCH))
     if tp * pp > count:
         which = "one GPU" if count == 1 else f"{count} GPUs"
         assert f"  {tp * pp} ranks share {which} (QUIRE_SHARE_GPU), by gloo: to try a layout out, and slow" in text

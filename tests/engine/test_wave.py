@@ -38,13 +38,13 @@ class World:
         heard = bool(core.inbox)
         while core.inbox and self.rng.random() < 0.5:  # the rest is still on its way
             core.wave.wake(core.inbox.popleft())
-        if core.wave.begin(has_work=core.work > 0):
+        if core.wave.start(has_work=core.work > 0):
             for other in self.cores:
                 if other is not core:
                     other.inbox.append(core.wave.number)
-        if len(core.steps) - core.taken == self.depth or not core.wave.goes_on:
+        if len(core.steps) - core.taken == self.depth or not core.wave.is_running:
             return self.take(core) or heard
-        core.wave.hand_out()
+        core.wave.on_submit()
         core.steps.append((core.wave.number, core.work > 0))
         if core.work and self.rng.random() < 0.7:  # else nothing could be planned just now
             core.work -= 1
@@ -57,7 +57,7 @@ class World:
         if any(len(each.steps) <= step for each in self.cores):
             return False
         core.taken += 1
-        core.wave.take(is_active=any(each.steps[step][1] for each in self.cores))
+        core.wave.on_result(is_active=any(each.steps[step][1] for each in self.cores))
         return True
 
     def finalize(self) -> None:
@@ -90,7 +90,7 @@ def test_all_run_the_same_steps_and_then_sleep(cores: int, depth: int) -> None:
         first = world.cores[0]
         for core in world.cores:
             assert core.work == 0, f"seed {seed}: work was left undone"
-            assert core.wave.is_asleep, f"seed {seed}: somebody waits for a step that nobody runs"
+            assert core.wave.is_idle, f"seed {seed}: somebody waits for a step that nobody runs"
             assert not core.inbox
             assert [wave for wave, _ in core.steps] == [wave for wave, _ in first.steps], f"seed {seed}"
         assert sum(core.done for core in world.cores) == asked
@@ -102,32 +102,32 @@ def test_all_run_the_same_steps_and_then_sleep(cores: int, depth: int) -> None:
 def test_a_wave_of_no_work_is_as_long_as_the_plans_in_flight() -> None:
     """So it is when only a sign of life is asked for."""
     wave = Wave(2)
-    assert wave.begin(has_work=True)
-    wave.hand_out()
-    wave.hand_out()
-    wave.take(is_active=False)
-    assert not wave.goes_on
-    assert not wave.is_asleep
-    wave.take(is_active=True)  # too late for this wave
-    assert not wave.goes_on
-    assert wave.is_asleep
+    assert wave.start(has_work=True)
+    wave.on_submit()
+    wave.on_submit()
+    wave.on_result(is_active=False)
+    assert not wave.is_running
+    assert not wave.is_idle
+    wave.on_result(is_active=True)  # too late for this wave
+    assert not wave.is_running
+    assert wave.is_idle
 
 
 def test_who_is_called_while_the_last_steps_come_back_begins_after_them_and_calls_nobody() -> None:
     wave = Wave(1)
-    wave.begin(has_work=True)
-    wave.hand_out()
+    wave.start(has_work=True)
+    wave.on_submit()
     wave.wake(1)  # it came late: the wave was joined already
-    wave.take(is_active=False)
-    assert wave.is_asleep
+    wave.on_result(is_active=False)
+    assert wave.is_idle
     wave.wake(2)
-    assert not wave.is_asleep
-    assert not wave.begin(has_work=False)
+    assert not wave.is_idle
+    assert not wave.start(has_work=False)
     assert wave.number == 2
-    assert wave.goes_on
+    assert wave.is_running
 
 
 def test_a_call_for_a_wave_that_cannot_be_next_is_of_a_core_that_is_gone() -> None:
     wave = Wave(1)
     wave.wake(7)
-    assert wave.is_asleep
+    assert wave.is_idle

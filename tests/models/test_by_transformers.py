@@ -111,7 +111,7 @@ def test_what_has_no_mapping_goes_to_transformers_with_a_line(tmp_path: Path, ca
     others.write("OLMo", tmp_path)
     config = configure(tmp_path)
     assert isinstance(config.model.architecture, TransformersModelSpec)
-    assert "OlmoForCausalLM has no implementation of Quire's own; transformers' serves it" in caplog.text
+    assert "OlmoForCausalLM has no implementation of Quire's own; using transformers' implementation" in caplog.text
     with pytest.raises(ConfigError, match="OlmoForCausalLM is not supported; supported: "):
         configure(tmp_path, model_impl="quire")
 

@@ -116,7 +116,8 @@ def test_the_plan_says_whether_16_devices_hold_it(name: str, memory: list[int], 
     real = REAL[name]
     if not real.fits:
         with pytest.raises(
-            ConfigError, match=r"does not fit: weights .* GiB \(bfloat16, dequantized from fp8 \(.* 4\d"
+            ConfigError,
+            match=r"Not enough memory: needs .* \(weights .* GiB \(bfloat16, dequantized from fp8 \(.* 4\d",
         ):
             configure(real, tmp_path)
         memory[:] = [141 * GIB] * TP * PP

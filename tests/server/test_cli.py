@@ -141,7 +141,7 @@ def test_the_users_mistakes_are_one_line(
     assert "--api-key-file" in serve(capsys, *model, "--api-key-file", str(tmp_path / "none"))
     assert "--tens" in serve(capsys, *model, "--tens", "2")
     assert "invalid int or auto value: 'many'" in serve(capsys, *model, "--max-num-batched-tokens", "many")
-    assert "--itl-target-ms sizes prompt chunks" in serve(
+    assert "--itl-target-ms needs --max-num-batched-tokens auto" in serve(
         capsys, *model, "--itl-target-ms", "50", "--max-num-batched-tokens", "512"
     )
     assert "--api-server-count 0" in serve(capsys, *model, "--api-server-count", "0")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from quire.engine.executor.local_ranks import describe_late
+from quire.engine.executor.local_ranks import find_stragglers
 from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.worker import worker as workers
 from quire.engine.worker.async_copies import AsyncOutput, AsyncRead
@@ -60,7 +60,7 @@ def test_results_follow_behind_the_launches() -> None:
         rank.launch(step, number)
     assert not rank.pipe.poll(0)
     assert rank.progress[1] == 0
-    assert describe_late({4: rank.progress[1]}, 0) == [4]  # it has taken plans 1 and 2, but not done step 0
+    assert find_stragglers({4: rank.progress[1]}, 0) == [4]  # it has taken plans 1 and 2, but not done step 0
     for number, step in enumerate(steps):
         step.may_go.set()
         assert rank.receive() == ModelRunnerOutput(number, [number])
