@@ -191,7 +191,7 @@ def test_the_cause_is_named_by_the_replica_that_has_it() -> None:
 
 
 def test_who_says_nothing_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_HEAR_SECONDS", 0.05)
+    monkeypatch.setattr(cores, "_CAUSE_TIMEOUT", 0.05)
     lost = f"rank 0 failed: {LOST_REPLICAS}: Connection closed"
     assert reported(lost, ReplicaFailed(2, lost)) == f"replica 1 ended or hung: {lost}"
     assert reported(lost, ReplicaFailed(2, lost), ReplicaFailed(1, lost)) == f"replica 0: {lost}"

@@ -122,7 +122,7 @@ def test_everything_else(tmp_path: Path) -> None:
         (
             ((TRANSFORMER, "0_Transformer"), (POOLING, "1_Pooling")),
             {},
-            "the transformer is in the folder '0_Transformer'",
+            "a Transformer in the subfolder '0_Transformer'",
         ),
         (
             ((TRANSFORMER, ""), (POOLING, "1_Pooling")),
@@ -228,7 +228,7 @@ def test_who_embeds(tmp_path: Path) -> None:
     headless = configure(tmp_path)
     assert headless.model.pooling is not None
     assert headless.model.architecture == asked.model.architecture
-    with pytest.raises(ConfigError, match="LlamaModel has no head to generate text with"):
+    with pytest.raises(ConfigError, match="LlamaModel has no head to generate text; use it"):
         configure(tmp_path, runner="generate")
 
     path.write_text(json.dumps(llama))
