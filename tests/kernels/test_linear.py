@@ -162,10 +162,10 @@ def test_compiled_packing_refuses_what_it_cannot_lay_out(implementation: str) ->
         pytest.skip("a property of the compiled kernels")
     weight = torch.zeros(5, 8, dtype=torch.uint8)
     for per_word in (0, 2, 4, 9):
-        with pytest.raises(RuntimeError, match=f"no tiles of Byte, {per_word} to a word"):
+        with pytest.raises(RuntimeError, match=f"tiles of Byte with {per_word} per word are not supported"):
             linear._pack_tiles(weight, per_word)
     for pack in (linear._pack_tiles, linear.pack_int8_tiles):
-        with pytest.raises(RuntimeError, match="as many ups as gates, got 5"):
+        with pytest.raises(RuntimeError, match="the numbers of gates and ups must be equal, got 5"):
             pack(weight.float(), gated=True)
 
 

@@ -126,7 +126,7 @@ def test_thousands_of_mixed_calls_back_to_back(size: int, start: int) -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2 did not come to a collective within 0.1 s"):
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 did not join a collective within 0.1 s"):
         shared.all_reduce(segment(2), 0, 2, 0.1, torch.ones(5))
 
 

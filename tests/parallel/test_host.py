@@ -172,7 +172,7 @@ def test_a_rank_that_is_killed_is_named_by_those_that_wait(tmp_path: Path) -> No
         killed.kill()
         killed.join()
         for _, pipe in started:
-            assert "rank 1 of 3 did not come to a collective within 5 s" in str(pipe.recv())
+            assert "rank 1 of 3 did not join a collective within 5 s" in str(pipe.recv())
         for process, _ in started:  # to leave the group they would wait for it
             process.kill()
             process.join()
