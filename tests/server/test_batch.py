@@ -292,7 +292,7 @@ def test_what_cannot_begin_is_one_line(capsys: pytest.CaptureFixture[str], tmp_p
         (("-i", source, "-o", source), "the same file"),
         (("-i", source, "-o", str(tmp_path)), f"-o {tmp_path}"),
         (("-i", source, "-o", target, "--max-concurrency", "0"), "--max-concurrency 0"),
-        (("-i", source, "-o", target, "--url", "localhost"), "--url localhost: a URL"),
+        (("-i", source, "-o", target, "--url", "localhost"), "--url localhost: expected a URL"),
         (("-i", source, "-o", target, "--url", "http://a:b"), "--url http://a:b: "),
         (("-i", source, "-o", target, "--url", "http://a", "-tp", "2"), "--tensor-parallel-size has no effect"),
         (

@@ -137,7 +137,7 @@ def test_what_goes_wrong_is_one_line(capsys: pytest.CaptureFixture[str], monkeyp
     assert "expected a URL such as http://localhost:8000" in failure("--url", "localhost:8000")
     for wrong in ("http://", "http://a:b", "http://a:99999", "http://[::1", "ftp://a", "http://a?b=c"):
         assert f"--url {wrong}: expected a URL such as http://localhost:8000" in failure("--url", wrong)
-    assert r"--url 'http://a\n': a URL" in failure("--url", "http://a\n")
+    assert r"--url 'http://a\n': expected a URL" in failure("--url", "http://a\n")
     assert "API key contains characters" in failure("--url", "http://a", "--api-key", "ключ")
 
 

@@ -327,5 +327,5 @@ async def test_a_template_without_documents_refuses_them(
             assert (await refused(server, "chat/completions", {"messages": says("x"), **body}))["param"] == param
     async with run_server(config, tool_call_parser="hermes") as server:
         error = await refused(server, "chat/completions", {"messages": says("x"), "tools": [F]})
-        assert "does not show them" in error["message"]
+        assert "does not support them" in error["message"]
         assert (await chat(server, "x", tools=[F], tool_choice="none"))["finish_reason"] == "stop"

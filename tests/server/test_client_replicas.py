@@ -275,12 +275,12 @@ async def test_the_queue_is_that_of_all_replicas(tmp_path: Path) -> None:
     async with scripted(tmp_path, max_num_seqs=2, max_queue=1) as engine:
         for number in range(5):
             engine.submit(str(number), [number])
-        with pytest.raises(QueueFull, match="1 requests wait"):
+        with pytest.raises(QueueFull, match="1 requests are waiting"):
             engine.submit("x", [1])
         engine.cores[0].tell(stats=EngineStats(running=1, waiting=2, steps=1))
         await until(lambda: engine.metrics.of(0).waiting)
         assert (engine.metrics.stats.running, engine.metrics.stats.waiting) == (1, 2)
-        with pytest.raises(QueueFull, match="2 requests wait"):
+        with pytest.raises(QueueFull, match="2 requests are waiting"):
             engine.submit("x", [1])
 
 

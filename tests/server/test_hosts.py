@@ -143,7 +143,7 @@ def test_who_does_not_come_is_named(site: Site) -> None:
 def test_an_api_that_does_not_come_is_named(site: Site) -> None:
     member = site.headless(site.config(2, 1, 1, distributed_timeout_seconds=1.0))
     with pytest.raises(
-        ConfigError, match=r"the host with the API \(127.0.0.1\) did not answer .* within 1 s; see that"
+        ConfigError, match=r"the host with the API \(127.0.0.1\) did not answer .* within 1 s; check that"
     ):
         member.result(30)
 

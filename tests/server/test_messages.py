@@ -339,7 +339,7 @@ async def test_an_error_about_a_message_names_the_turn(server: Server, monkeypat
             assert len(body.messages) == len(expected)
             raise InvalidParameter(f"continue_final_message: messages[{at}] is bad", f"messages[{at}]")
 
-        monkeypatch.setattr(ChatRequest, "refuse_unserved", refuse)
+        monkeypatch.setattr(ChatRequest, "reject_unsupported", refuse)
         error = await refused(server, body(system="be kind", messages=turns))
         assert error["message"] == f"continue_final_message: {place} is bad"
 

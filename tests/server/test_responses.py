@@ -388,7 +388,7 @@ async def test_an_error_about_a_message_names_the_item(server: Server, monkeypat
             assert len(body.messages) == len(expected)
             raise InvalidParameter(f"messages[{at}].content is bad", f"messages[{at}].content")
 
-        monkeypatch.setattr(ChatRequest, "refuse_unserved", refuse)
+        monkeypatch.setattr(ChatRequest, "reject_unsupported", refuse)
         response = await server.http.post("/v1/responses", json=fields)
         error = response.json()["error"]
         assert (error["param"], error["message"]) == (f"{place}.content", f"{place}.content is bad")

@@ -210,7 +210,7 @@ async def test_vertex(config: EngineConfig, core_mode: Callable[[str], None], mo
         ):
             assert (await post(server, "/predict", wrong, 400))["error"]["param"] == param
         assert (
-            "instances[1]: one of"
+            "instances[1]: expected one of"
             in (await post(server, "/predict", {"instances": [{"prompt": "a"}, {}]}, 400))["error"]["message"]
         )
         task = asyncio.create_task(server.http.post("/predict", json={"instances": [{"prompt": "a<hang>"}] * 3}))

@@ -92,11 +92,11 @@ def test_the_reference_serves_where_it_is_asked_for(tmp_path: Path, monkeypatch:
 
 def test_a_backend_that_fails_ends_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise backends.BackendUnavailable("--attention-backend triton: its kernel does not work")
+        raise backends.BackendUnavailable("--attention-backend triton: the kernel does not work")
 
     monkeypatch.setattr(backends, "choose", refuse)
     config = configure(write_checkpoint("qwen3", tmp_path), max_model_len=128)
-    with pytest.raises(ConfigError, match="--attention-backend triton: its kernel does not work"):
+    with pytest.raises(ConfigError, match="--attention-backend triton: the kernel does not work"):
         Worker(config, 0, None)
 
 
