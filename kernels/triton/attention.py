@@ -503,8 +503,8 @@ def paged_attention(
     }
     if tokens > requests:  # every request has at least one token, so some have several
         queries = most_rows // of_heads
-        # Triton 3.6 miscompiles warp-group products (64 rows or more) with 8-bit numbers in two pieces: on an H100 they
-        # read beyond shared memory or give wrong sums.
+        # Triton 3.6 miscompiles tiles of 64 rows or more over 8-bit numbers in two pieces: on an H100, heads of 80 read
+        # beyond shared memory or gave wrong sums.
         whole = _pieces(head_dim, in_one=is_quantized and most_rows >= 64)
         _prompts_kernel[tokens // queries + requests, kv_heads, triton.cdiv(group, of_heads)](
             *(*memory, sequence_lengths, query_starts, sinks_, slopes_, out, requests, group, *scores),
