@@ -75,7 +75,7 @@ class AsyncLLM:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> Frontend:
-        service = await Frontend.start(
+        frontend = await Frontend.start(
             self.config,
             name=str(self.config.model.path),
             formats=ChatFormats(self._chat_template),
@@ -83,11 +83,11 @@ class AsyncLLM:
             hosts=await asyncio.to_thread(meet, self.config),
         )
         try:
-            await service.ready()
+            await frontend.ready()
         except BaseException:
-            await service.close()
+            await frontend.close()
             raise
-        return service
+        return frontend
 
     async def generate(
         self,
@@ -101,8 +101,8 @@ class AsyncLLM:
         Leaving the loop, or cancelling its task, aborts the request. Raises `InvalidParameter`, `RequestFailed` and
         `EngineUnavailable`.
         """
-        service = await self.start()
-        request = _OfflineRequest(service, await _render(service, prompt, sampling_params), request_id, priority)
+        frontend = await self.start()
+        request = _OfflineRequest(frontend, await _render(frontend, prompt, sampling_params), request_id, priority)
         async for _ in request.run():
             yield request.result()
 
@@ -115,8 +115,8 @@ class AsyncLLM:
         **chat: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation; otherwise like `generate`. `chat` are the options of `LLM.chat`."""
-        service, how = await self.start(), _ChatPrompt.of(**chat)
-        request = _OfflineRequest(service, await how.render(service, messages, sampling_params), request_id, priority)
+        frontend, how = await self.start(), _ChatPrompt.of(**chat)
+        request = _OfflineRequest(frontend, await how.render(frontend, messages, sampling_params), request_id, priority)
         async for _ in request.run():
             yield request.result()
 
@@ -138,7 +138,7 @@ class AsyncLLM:
 
         Cancelling the task aborts the request. Raises the same errors as `generate`.
         """
-        service = await self.start()
+        frontend = await self.start()
         rendering = EmbeddingOptions(
             add_special_tokens=add_special_tokens,
             truncate=truncate_prompt_tokens,
@@ -146,7 +146,7 @@ class AsyncLLM:
             prompt_name=prompt_name,
         )
         vectors = VectorOptions(dimensions=dimensions, normalize=normalize)
-        return await _embed(service, prompt, rendering, vectors, request_id, priority)
+        return await _embed(frontend, prompt, rendering, vectors, request_id, priority)
 
     async def shutdown(self) -> None:
         """Abort running requests and stop the engine. If hosts share experts, wait until all of them shut down."""
@@ -187,7 +187,7 @@ class LLM:
         thread.start()
         self._finalizer = weakref.finalize(self, _stop, self._loop, thread, llm)
         try:
-            self._service = self._wait(llm.start())
+            self._frontend = self._wait(llm.start())
         except BaseException:
             self.shutdown()
             raise
@@ -205,7 +205,7 @@ class LLM:
         Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are then aborted.
         """
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        return self._wait(self._run_all(partial(_render, self._service), many, sampling_params, priority, use_tqdm))
+        return self._wait(self._run_all(partial(_render, self._frontend), many, sampling_params, priority, use_tqdm))
 
     def chat(
         self,
@@ -234,7 +234,7 @@ class LLM:
             continue_final_message=continue_final_message,
         )
         many: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
-        return self._wait(self._run_all(partial(how.render, self._service), many, sampling_params, None, use_tqdm))
+        return self._wait(self._run_all(partial(how.render, self._frontend), many, sampling_params, None, use_tqdm))
 
     def embed(
         self,
@@ -288,7 +288,7 @@ class LLM:
         with contextlib.ExitStack() as stack, tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
             requests = []
             for one, rank in zip(rendered, priorities, strict=True):
-                requests.append(_OfflineRequest(self._service, one, None, rank))
+                requests.append(_OfflineRequest(self._frontend, one, None, rank))
                 stack.callback(requests[-1].close)
             async with asyncio.TaskGroup() as group:
                 for request in requests:
@@ -301,7 +301,7 @@ class LLM:
         with tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
 
             async def one(prompt: PromptLike) -> EmbeddingRequestOutput:
-                result = await _embed(self._service, prompt, rendering, vectors)
+                result = await _embed(self._frontend, prompt, rendering, vectors)
                 bar.update()
                 return result
 
@@ -341,13 +341,13 @@ class _OfflineRequest:
 
     def __init__(
         self,
-        service: Frontend,
+        frontend: Frontend,
         prompt: _RenderedPrompt,
         request_id: str | None,
         priority: int,
     ) -> None:
         params = prompt.params
-        self._tokenizer = service.renderer.tokenizer
+        self._tokenizer = frontend.renderer.tokenizer
         self._id = request_id or uuid.uuid4().hex
         self._prompt = prompt.text
         self._ids = prompt.ids
@@ -355,7 +355,7 @@ class _OfflineRequest:
         self._reading = prompt.reading
         self._sequences = [TextDelta(index) for index in range(params.n)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self._generation = service.generate(self._id, [prompt.ids], params, priority, prompt.cache_salt)
+        self._generation = frontend.generate(self._id, [prompt.ids], params, priority, prompt.cache_salt)
 
     async def run(self) -> AsyncIterator[None]:
         """Yield whenever the sequences have grown."""
@@ -422,12 +422,12 @@ class _ChatPrompt:
         )
 
     async def render(
-        self, service: Frontend, messages: Sequence[Message], params: SamplingParams | None
+        self, frontend: Frontend, messages: Sequence[Message], params: SamplingParams | None
     ) -> _RenderedPrompt:
         """Render a conversation."""
-        renderer = service.renderer
+        renderer = frontend.renderer
         ids = await renderer.chat(messages, self.tools, self.options)
-        params = _given(service, params)
+        params = _given(frontend, params)
         reading, param = None, "structured_outputs"
         if self.use is not None:
             if params.structured_outputs is not None:
@@ -447,33 +447,33 @@ def _is_one_prompt(prompts: Any) -> bool:
     )
 
 
-def _given(service: Frontend, params: SamplingParams | None) -> SamplingParams:
-    return SamplingParams(**service.renderer.defaults) if params is None else params
+def _given(frontend: Frontend, params: SamplingParams | None) -> SamplingParams:
+    return SamplingParams(**frontend.renderer.defaults) if params is None else params
 
 
-async def _render(service: Frontend, prompt: PromptLike, params: SamplingParams | None) -> _RenderedPrompt:
+async def _render(frontend: Frontend, prompt: PromptLike, params: SamplingParams | None) -> _RenderedPrompt:
     given, salt = _taken_apart(prompt)
-    ids = await service.renderer.prompt(given)
-    resolved = await service.renderer.resolve(_given(service, params))
+    ids = await frontend.renderer.prompt(given)
+    resolved = await frontend.renderer.resolve(_given(frontend, params))
     return _RenderedPrompt(given if isinstance(given, str) else None, ids, resolved, salt)
 
 
 async def _embed(
-    service: Frontend,
+    frontend: Frontend,
     prompt: PromptLike,
     rendering: EmbeddingOptions,
     vectors: VectorOptions,
     request_id: str | None = None,
     priority: int = 0,
 ) -> EmbeddingRequestOutput:
-    service.check(embeds=True)
-    pooling = service.renderer.pooling
+    frontend.check(embeds=True)
+    pooling = frontend.renderer.pooling
     assert pooling is not None
     vectors.check(pooling)
     given, salt = _taken_apart(prompt)
-    (ids,) = await service.renderer.embeddings({"prompt": given}, rendering)
+    (ids,) = await frontend.renderer.embeddings({"prompt": given}, rendering)
     request_id = request_id or uuid.uuid4().hex
-    with service.embed(request_id, [ids], priority, salt) as embedding:
+    with frontend.embed(request_id, [ids], priority, salt) as embedding:
         (output,) = await embedding.vectors()
     return EmbeddingRequestOutput(
         request_id=request_id,

@@ -238,7 +238,7 @@ async def messages(body: MessagesRequest, request: Request, state: AppState) -> 
     """Generate an answer to a conversation, in Anthropic's format."""
     chat = await body.prepared(state)
     message_id = f"msg_{uuid.uuid4().hex}"
-    generation = state.service.generate(message_id, [chat.prompt], chat.params, reading=chat.reading)
+    generation = state.frontend.generate(message_id, [chat.prompt], chat.params, reading=chat.reading)
     message = _MessageFormatter(message_id, chat)
     if body.stream:
         return EventStreamResponse(generation, partial(message.write_events, generation), end=b"")

@@ -43,14 +43,14 @@ _RESTART_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
-def http_server(service: Frontend, options: ServerOptions, names: tuple[str, ...]) -> uvicorn.Server:
+def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ...]) -> uvicorn.Server:
     """Create the HTTP server of a frontend, the same in every API process. The caller handles signals."""
     from quire.server.app import create_app
     from quire.server.http.state import ServedModel
 
     http = uvicorn.Server(
         uvicorn.Config(
-            create_app(ServedModel(service, names, options.trust_request_chat_template), options),
+            create_app(ServedModel(frontend, names, options.trust_request_chat_template), options),
             log_config=None,
             access_log=options.log_level == "debug",
             http="httptools",
@@ -85,14 +85,14 @@ class ApiProcesses:
 
     def __init__(
         self,
-        service: Frontend,
+        frontend: Frontend,
         config: EngineConfig,
         options: ServerOptions,
         names: tuple[str, ...],
         listener: socket.socket,
     ) -> None:
-        self._order = _StartOrder(config, options, names, service.place, listener.fileno())
-        indexes = range(1, service.place.count)
+        self._order = _StartOrder(config, options, names, frontend.place, listener.fileno())
+        indexes = range(1, frontend.place.count)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._serving = {index: asyncio.Event() for index in indexes}
         self._keepers = [asyncio.create_task(self._keep(index)) for index in indexes]
@@ -154,14 +154,14 @@ class ApiProcesses:
 async def _serve(order: _StartOrder) -> None:
     options, place = order.options, order.place
     formats = ChatFormats.of(options)
-    service = await Frontend.join(
+    frontend = await Frontend.join(
         order.config, place, name=order.names[0], formats=formats, max_queue=options.queue_limit
     )
-    http = http_server(service, options, order.names)
+    http = http_server(frontend, options, order.names)
     stop = asyncio.Event()
-    threading.Thread(target=_listen, args=(asyncio.get_running_loop(), service, stop), daemon=True).start()
+    threading.Thread(target=_listen, args=(asyncio.get_running_loop(), frontend, stop), daemon=True).start()
     stopping = asyncio.create_task(stop.wait())
-    ready = asyncio.create_task(service.ready())
+    ready = asyncio.create_task(frontend.ready())
     await asyncio.wait((stopping, ready), return_when=asyncio.FIRST_COMPLETED)
     try:
         with contextlib.suppress(
@@ -174,19 +174,19 @@ async def _serve(order: _StartOrder) -> None:
                 serving = asyncio.create_task(http.serve([socket.socket(fileno=order.listener)]))
                 os.write(sys.stdout.fileno(), b"!")
                 await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
-                service.client.fail(SHUTTING_DOWN)
+                frontend.client.fail(SHUTTING_DOWN)
                 http.should_exit = True
                 await serving
         await stopping
     finally:
         ready.cancel()
-        await service.close()
+        await frontend.close()
 
 
-def _listen(loop: asyncio.AbstractEventLoop, service: Frontend, stop: asyncio.Event) -> None:
+def _listen(loop: asyncio.AbstractEventLoop, frontend: Frontend, stop: asyncio.Event) -> None:
     """Read messages of the first process until end of file."""
     for line in sys.stdin.buffer:
-        loop.call_soon_threadsafe(service.client.fail, line.decode().strip())
+        loop.call_soon_threadsafe(frontend.client.fail, line.decode().strip())
     loop.call_soon_threadsafe(stop.set)
     time.sleep(_SHUTDOWN_SECONDS)
     os._exit(1)

@@ -79,7 +79,7 @@ class BatchResults:
         """Append the response to a line, and flush it. Raises `OSError` with the file's name."""
         self._append(line, {"status_code": status, "request_id": request_id, "body": body}, None)
 
-    def refuse(self, line: BatchLine, problem: LineError) -> None:
+    def write_error(self, line: BatchLine, problem: LineError) -> None:
         """Append the error of an invalid line."""
         self._append(line, None, {"code": problem.code, "message": problem.message})
 

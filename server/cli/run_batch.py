@@ -63,7 +63,7 @@ class RunFailed(RuntimeError):
     """The run cannot continue with any line. Responses written so far are kept."""
 
 
-class BatchAnswer(NamedTuple):
+class BatchReply(NamedTuple):
     """The response of a route."""
 
     status: int
@@ -77,7 +77,7 @@ class BatchBackend(Protocol):
     def serves(self, url: str) -> bool:
         """Return whether this is a POST route."""
 
-    async def post(self, url: str, body: bytes) -> BatchAnswer:
+    async def post(self, url: str, body: bytes) -> BatchReply:
         """Send a request; raises `RunFailed` if every other request would fail as well."""
 
 
@@ -109,7 +109,7 @@ def run(parsed: argparse.Namespace) -> int:
             bar = tqdm(total=total, unit="line", disable=True if options.disable_tqdm else None)
             return BatchRun(read_lines(file, backend.serves), results, backend, bar)
 
-        asking = _ask_server(options, options.url, work) if options.url else _ask_engine(options, engine, work)
+        asking = _run_remote(options, options.url, work) if options.url else _run_in_process(options, engine, work)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(asking)
@@ -179,26 +179,26 @@ class BatchRun:
         for line in self._lines:
             if not self._results.has(line):
                 if line.problem is None:
-                    await self._ask(line)
+                    await self._post(line)
                 else:
-                    self._refuse(line, line.problem)
+                    self._write_error(line, line.problem)
                     await asyncio.sleep(0)
             self._show(line)
 
-    async def _ask(self, line: BatchLine) -> None:
+    async def _post(self, line: BatchLine) -> None:
         answer = await self._backend.post(line.url, line.body)
         try:
             content = msgspec.json.decode(answer.body)
         except msgspec.DecodeError:
             text = f"HTTP {answer.status} with a body that is not JSON: {answer.body[:200].decode(errors='replace')}"
-            return self._refuse(line, LineError("invalid_response", text))
+            return self._write_error(line, LineError("invalid_response", text))
         self._tokens += _output_tokens(content)
         self._failed += answer.status != 200
         self._results.answer(line, answer.status, answer.request_id, content)
 
-    def _refuse(self, line: BatchLine, problem: LineError) -> None:
+    def _write_error(self, line: BatchLine, problem: LineError) -> None:
         self._failed += 1
-        self._results.refuse(line, problem)
+        self._results.write_error(line, problem)
 
     def _show(self, line: BatchLine) -> None:
         seconds = max(time.monotonic() - self._begun, 1e-9)
@@ -222,7 +222,9 @@ def _output_tokens(content: Any) -> int:
 # --- with an engine in this process ---------------------------------------------------------------------------
 
 
-async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callable[[BatchBackend], BatchRun]) -> None:
+async def _run_in_process(
+    options: BatchOptions, engine: EngineOptions, work: Callable[[BatchBackend], BatchRun]
+) -> None:
     config = resolve(engine)
     print(plan_text(config), flush=True)
     fetch_weights(engine, config)
@@ -236,7 +238,7 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
     from quire.server.http.state import ServedModel
 
     names = options.served_model_name or (DEMO_NAME if engine.model == EngineOptions.model else engine.model,)
-    service = await Frontend.start(
+    frontend = await Frontend.start(
         config,
         name=names[0],
         formats=ChatFormats.of(options),
@@ -244,16 +246,16 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
         hosts=meet(config),
     )
     try:
-        await service.ready()
-        backend = InProcess(create_app(ServedModel(service, names, options.trust_request_chat_template)))
-        await work(backend).run(options.max_concurrency or _enough(config))
+        await frontend.ready()
+        backend = InProcess(create_app(ServedModel(frontend, names, options.trust_request_chat_template)))
+        await work(backend).run(options.max_concurrency or _default_concurrency(config))
     except EngineUnavailable as failure:
         raise RunFailed(str(failure)) from None
     finally:
-        await service.close(together=True)
+        await frontend.close(together=True)
 
 
-def _enough(config: EngineConfig) -> int:
+def _default_concurrency(config: EngineConfig) -> int:
     """Requests in flight: twice the batch size, so that each request that finishes has a successor."""
     return 2 * config.scheduler.max_num_seqs
 
@@ -268,12 +270,12 @@ class InProcess:
         self._post = in_process.post
         self.serves = lru_cache(maxsize=1024)(lambda url: in_process.serves(app, "POST", url))
 
-    async def post(self, url: str, body: bytes) -> BatchAnswer:
+    async def post(self, url: str, body: bytes) -> BatchReply:
         reply = await self._post(self._app, url, body)
         content = bytes(reply.body)
         if reply.status == 503:
             raise RunFailed(remote.error_text(content))
-        return BatchAnswer(reply.status, _request_id(), content)
+        return BatchReply(reply.status, _request_id(), content)
 
 
 def _request_id() -> str:
@@ -283,7 +285,7 @@ def _request_id() -> str:
 # --- with a running server ------------------------------------------------------------------------------------
 
 
-async def _ask_server(options: BatchOptions, url: str, work: Callable[[BatchBackend], BatchRun]) -> None:
+async def _run_remote(options: BatchOptions, url: str, work: Callable[[BatchBackend], BatchRun]) -> None:
     concurrency = options.max_concurrency or REMOTE_CONCURRENCY
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     timeout = httpx.Timeout(remote.CONNECT_SECONDS, read=None, pool=None)
@@ -303,7 +305,7 @@ class OverHttp:
         """Accept anything that looks like a route; the server checks it."""
         return url.startswith("/") and url.isascii() and url.isprintable()
 
-    async def post(self, url: str, body: bytes) -> BatchAnswer:
+    async def post(self, url: str, body: bytes) -> BatchReply:
         while True:
             try:
                 response = await self._client.post(url, content=body, headers={"Content-Type": "application/json"})
@@ -311,19 +313,17 @@ class OverHttp:
                 raise RunFailed(remote.unreachable(self._url, error)) from None
             if response.status_code != 429:
                 break
-            await asyncio.sleep(_patience(response.headers.get("retry-after", "")))
-        if response.status_code in (401, 403, 502, 503, 504) and not _is_its_own(response):
+            await asyncio.sleep(_retry_delay(response.headers.get("retry-after", "")))
+        if response.status_code in (401, 403, 502, 503, 504) and not _is_request_timeout(response):
             raise RunFailed(remote.refusal(self._url, response.status_code, response.content))
-        return BatchAnswer(
-            response.status_code, response.headers.get("x-request-id") or _request_id(), response.content
-        )
+        return BatchReply(response.status_code, response.headers.get("x-request-id") or _request_id(), response.content)
 
 
-def _is_its_own(response: httpx.Response) -> bool:
+def _is_request_timeout(response: httpx.Response) -> bool:
     """Return whether an error concerns this request only: the server's own time limit, not a gateway's."""
     return response.status_code == 504 and b'"request_timeout"' in response.content
 
 
-def _patience(retry_after: str) -> float:
+def _retry_delay(retry_after: str) -> float:
     """Seconds to wait before retrying with a busy server."""
     return min(float(retry_after), 60.0) if retry_after.isdigit() else 1.0

@@ -133,7 +133,7 @@ async def _serve(
     from quire.server.frontend.frontend import Frontend
     from quire.server.frontend.renderer import ChatFormats
 
-    service = await Frontend.start(
+    frontend = await Frontend.start(
         config,
         name=names[0],
         formats=ChatFormats.of(options),
@@ -145,8 +145,8 @@ async def _serve(
     # The engine core starts while the rest is imported.
     from quire.server.cli.api_process import ApiProcesses, http_server
 
-    http = http_server(service, options, names)
-    siblings = ApiProcesses(service, config, options, names, listener)
+    http = http_server(frontend, options, names)
+    siblings = ApiProcesses(frontend, config, options, names, listener)
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -160,7 +160,7 @@ async def _serve(
     serving = asyncio.create_task(http.serve([listener]))
     engine = asyncio.create_task(
         _until_the_engine_is_gone(
-            service, siblings, seconds, f"{', '.join(names)} on {address(listener, options.is_tls)}"
+            frontend, siblings, seconds, f"{', '.join(names)} on {address(listener, options.is_tls)}"
         )
     )
     try:
@@ -173,23 +173,23 @@ async def _serve(
             logger.info("shutting down")
         engine.cancel()
         asked_to_stop.cancel()
-        service.client.fail(SHUTTING_DOWN)
+        frontend.client.fail(SHUTTING_DOWN)
         http.should_exit = True
         try:
             await asyncio.gather(serving, siblings.close())
         finally:
-            await service.close()
+            await frontend.close()
 
 
 async def _until_the_engine_is_gone(
-    service: Frontend, siblings: ApiProcesses, seconds: dict[str, float], what: str
+    frontend: Frontend, siblings: ApiProcesses, seconds: dict[str, float], what: str
 ) -> int:
     """Log the start-up times and, if the engine dies, the reason; returns the exit code.
 
     Raises `EngineUnavailable` if the model cannot be loaded.
     """
-    spent = await service.ready()
-    gone = asyncio.create_task(service.client.failed())
+    spent = await frontend.ready()
+    gone = asyncio.create_task(frontend.client.failed())
     await asyncio.wait((gone, asyncio.create_task(siblings.ready())), return_when=asyncio.FIRST_COMPLETED)
     gc.collect()
     gc.freeze()

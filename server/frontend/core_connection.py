@@ -27,7 +27,7 @@ class CoreConnection:
     def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.number = number
         self.state: Literal["loading", "up", "dead"] = "loading"
-        self.has_served = False
+        self.has_been_ready = False
         """It has been ready before, so it is restarted if it dies."""
         self.is_silent = False
         """It has not answered a probe in time, and has sent nothing since."""
@@ -57,7 +57,7 @@ class CoreConnection:
             self._socket.close()
             self._socket = None
 
-    async def ended(self) -> str:
+    async def wait_exit(self) -> str:
         """Wait until the core's process exits, and return how. A core that is dead but does not exit is killed."""
         core, died = self.core, None
         assert core is not None

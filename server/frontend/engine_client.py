@@ -43,11 +43,11 @@ PROBE_SECONDS = 30.0
 """Timeout of a probe. A step can take long, especially on a CPU."""
 RESTART_SECONDS = (1.0, 60.0)
 """Delay from the death of a replica to its restart: the first delay, and the longest one if it dies repeatedly."""
-MOST_MOVES = 2
+MAX_RESUMES = 2
 """How many lost replicas a request may survive: it may itself be the cause of their deaths."""
 SHUTTING_DOWN = "the server is shutting down"
 """The reason of a regular shutdown."""
-TELL_SECONDS = 2.0
+NOTIFY_SECONDS = 2.0
 """How long to try to notify the other API processes of a death. A process that starts later asks for the state."""
 
 T = TypeVar("T")
@@ -68,20 +68,20 @@ class _RunningRequest:
     replica: int = 0
     submit: EngineCoreRequest | None = None
     """The original request, if another replica may resume it; the other fields hold the state to resume from."""
-    reported: list[int] = field(default_factory=list)
+    delivered: list[int] = field(default_factory=list)
     num_scored_tokens: int = 0
     """Prompt tokens whose log-probabilities have been delivered."""
     num_repeated: int = 0
     """How many of these the replica that resumed the request will send again."""
     num_cached_tokens: int | None = None
     """The value of the first output, repeated with the output of the replica that resumed the request."""
-    moves: int = 0
+    num_resumes: int = 0
 
     @property
-    def resumed(self) -> EngineCoreRequest:
+    def resume_request(self) -> EngineCoreRequest:
         """Return the request to send to another replica."""
         assert self.submit is not None
-        return msgspec.structs.replace(self.submit, output_token_ids=self.reported)
+        return msgspec.structs.replace(self.submit, output_token_ids=self.delivered)
 
 
 class EngineClient:
@@ -89,7 +89,7 @@ class EngineClient:
 
     `Router` chooses the replica of a request. If that dies, another replica resumes the request after the tokens
     delivered so far: the streams are the same as if nothing had happened. The request fails if no replica is left, or
-    if it has lost more than `MOST_MOVES` of them.
+    if it has lost more than `MAX_RESUMES` of them.
 
     With `max_queue`, requests are rejected beyond `max_num_seqs` per replica plus `max_queue`. The number of requests
     of other API processes comes from the engine's stats (see `check_queue`).
@@ -148,7 +148,7 @@ class EngineClient:
                 replica.send(Join(index))
         for number, core in (cores or {}).items():
             self._replicas[number].core = core
-            self._begin(self._keep(self._replicas[number]))
+            self._start_task(self._supervise(self._replicas[number]))
 
     async def ready(self) -> EngineReady:
         """Wait until the model is loaded; raises `EngineUnavailable` with the reason if that fails.
@@ -170,7 +170,7 @@ class EngineClient:
             raise self._failed.result()
         if not self._ready.done():
             raise EngineUnavailable("the model is still loading")
-        if not self._up():
+        if not self._live_replicas():
             raise EngineUnavailable("no replica is available; others are still loading")
 
     @property
@@ -204,7 +204,7 @@ class EngineClient:
         All live replicas are probed. One that does not answer gets no new requests while there are others.
         """
         self.check()
-        asked = [self._begin(self._probe(self._replicas[number])) for number in self._up()]
+        asked = [self._start_task(self._probe(self._replicas[number])) for number in self._live_replicas()]
         waiting: set[asyncio.Future[Any]] = {self._failed, *asked}
         while len(waiting) > 1 and not self._failed.done():
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -263,17 +263,17 @@ class EngineClient:
         for request_id in request_ids:
             running = self._running.pop(request_id, None)
             if running is not None:
-                self._forget(request_id, running, reason)
+                self._on_finished(request_id, running, reason)
                 ended.setdefault(running.replica, []).append(request_id)
         if not self._failed.done():
             for replica, ids in ended.items():
                 self._send(AbortRequests(ids), replica)
 
-    def _forget(self, request_id: str, running: _RunningRequest, reason: FinishReason) -> None:
+    def _on_finished(self, request_id: str, running: _RunningRequest, reason: FinishReason) -> None:
         """Update router and metrics for a request that has left `_running`."""
         self._metrics.finished(reason, time.monotonic() - running.arrived)
         if running.submit is not None:
-            self._router.ended(request_id, running.reported)
+            self._router.ended(request_id, running.delivered)
 
     def fail(self, reason: str) -> None:
         """Fail all open requests, abort them in the engine, and accept no new ones."""
@@ -306,10 +306,10 @@ class EngineClient:
     def replica_died(self, replica: int, reason: str) -> None:
         """Handle the death of a replica, on the event loop, and notify the other API processes."""
         if self._replicas[replica].state != "dead" and self._is_owner:
-            self._tell_others(EngineDead(reason, replica))
-        self._lose(self._replicas[replica], reason)
+            self._notify_clients(EngineDead(reason, replica))
+        self._on_dead(self._replicas[replica], reason)
 
-    def _lose(self, replica: CoreConnection, reason: str) -> None:
+    def _on_dead(self, replica: CoreConnection, reason: str) -> None:
         """Resume the requests of a dead replica on others, or fail them with the reason."""
         if replica.state == "dead" or self._failed.done():
             return
@@ -322,46 +322,47 @@ class EngineClient:
             if number == replica.number:
                 answer.cancel()
         reason = f"{self._name(replica)}{reason}"
-        is_left = any(other.state == "up" or self._is_awaited(other) for other in self._replicas.values())
+        is_left = any(other.state == "up" or self._is_first_load(other) for other in self._replicas.values())
         is_starting = self._is_owner and not self._ready.done()
         if not is_left or self._are_coupled or is_starting:  # report a failure to load immediately
             return self.fail(reason)
-        self._settle()
+        self._update_ready()
         moved = [(i, running) for i, running in self._running.items() if running.replica == replica.number]
-        lost = [i for i, running in moved if not self._move(running)]
+        lost = [i for i, running in moved if not self._resume(running)]
         for request_id in lost:
             running = self._running.pop(request_id)
-            self._forget(request_id, running, "error")
-            why = "no other replica is available" if not self._up() else f"it has lost {running.moves} replicas already"
-            error = f"{reason}; the request cannot go on, as {why}"
+            self._on_finished(request_id, running, "error")
+            lost_too_many = f"it has lost {running.num_resumes} replicas already"
+            cause = lost_too_many if self._live_replicas() else "no other replica is available"
+            error = f"{reason}; the request cannot go on, as {cause}"
             running.stream.put(EngineCoreOutput(request_id, [], finish_reason="error", error=error))
         self._router.lost(replica.number)  # last, as the tokens of finished requests are added to the replica's cache
         logger.error("%s; %d requests resumed on other replicas, %d failed", reason, len(moved) - len(lost), len(lost))
 
-    def _is_awaited(self, replica: CoreConnection) -> bool:
+    def _is_first_load(self, replica: CoreConnection) -> bool:
         """Return whether the replica is loading for the first time, so that the service need not fail yet."""
-        return replica.state == "loading" and not replica.has_served
+        return replica.state == "loading" and not replica.has_been_ready
 
-    def _move(self, running: _RunningRequest) -> bool:
+    def _resume(self, running: _RunningRequest) -> bool:
         """Resume a request on another replica; returns False if that is impossible."""
         assert running.submit is not None
-        running.moves += 1
-        if running.moves > MOST_MOVES or not (among := self._stats()):
+        running.num_resumes += 1
+        if running.num_resumes > MAX_RESUMES or not (among := self._stats()):
             return False
-        resumed = running.resumed
-        running.num_repeated = 0 if resumed.output_token_ids else running.num_scored_tokens
-        self._router.ended(resumed.request_id, [])
-        running.replica = self._router.place(resumed, among)
-        self._send(resumed, running.replica)
+        resume_request = running.resume_request
+        running.num_repeated = 0 if resume_request.output_token_ids else running.num_scored_tokens
+        self._router.ended(resume_request.request_id, [])
+        running.replica = self._router.place(resume_request, among)
+        self._send(resume_request, running.replica)
         return True
 
-    def _rise(self, replica: CoreConnection, ready: EngineReady) -> None:
+    def _on_ready(self, replica: CoreConnection, ready: EngineReady) -> None:
         """Handle a replica that has finished loading, or that this process has just learned of."""
         if replica.state == "up" or self._failed.done():
             return
-        if replica.has_served:
+        if replica.has_been_ready:
             logger.info("%sis ready again", self._name(replica))
-        replica.state, replica.has_served, replica.is_silent = "up", True, False
+        replica.state, replica.has_been_ready, replica.is_silent = "up", True, False
         replica.open()
         self._router.joined(replica.number)
         if self._is_owner:
@@ -369,42 +370,42 @@ class EngineClient:
         self._greeting = ready
         if ready.stats is not None:
             self._metrics.take(replica.number, ready.stats)
-        self._settle()
+        self._update_ready()
 
-    def _settle(self) -> None:
+    def _update_ready(self) -> None:
         """Become ready once all replicas are up, or once one is up if another process runs the engine."""
-        is_settled = not (self._is_owner and any(map(self._is_awaited, self._replicas.values())))
-        if is_settled and self._up() and not self._ready.done():
+        is_settled = not (self._is_owner and any(map(self._is_first_load, self._replicas.values())))
+        if is_settled and self._live_replicas() and not self._ready.done():
             self._ready.set_result(self._greeting)
 
-    def _up(self) -> list[int]:
+    def _live_replicas(self) -> list[int]:
         """The replicas that get requests. Silent ones are included only if there are no others."""
         up = [replica for replica in self._replicas.values() if replica.state == "up"]
         return [replica.number for replica in up if not replica.is_silent] or [replica.number for replica in up]
 
     def _stats(self) -> dict[int, EngineStats]:
         """The latest stats of the replicas that get requests."""
-        return {number: self._metrics.of(number) for number in self._up()}
+        return {number: self._metrics.of(number) for number in self._live_replicas()}
 
-    def _tell_others(self, message: EngineDead) -> None:
-        """Notify all other API processes. Those that are not connected within `TELL_SECONDS` miss it."""
+    def _notify_clients(self, message: EngineDead) -> None:
+        """Notify all other API processes. Those that are not connected within `NOTIFY_SECONDS` miss it."""
         frame = msgspec.msgpack.encode(message)
         for index, address in enumerate(self._endpoints.responses):
             if index != self.index:
                 with self._context.socket(zmq.PUSH) as socket:
-                    socket.setsockopt(zmq.LINGER, int(TELL_SECONDS * 1000))
+                    socket.setsockopt(zmq.LINGER, int(NOTIFY_SECONDS * 1000))
                     socket.connect(address)
                     socket.send(frame)
 
-    async def _keep(self, replica: CoreConnection) -> None:
+    async def _supervise(self, replica: CoreConnection) -> None:
         """Watch a core's process, and restart it after it exits, if it has been ready before."""
         least, most = RESTART_SECONDS
         delay = least
         while True:
             begun = time.monotonic()
-            how = await replica.ended()
+            how = await replica.wait_exit()
             self.replica_died(replica.number, f"the engine core {how}")
-            if self._restart is None or not replica.has_served or self._failed.done():
+            if self._restart is None or not replica.has_been_ready or self._failed.done():
                 return
             delay = least if time.monotonic() - begun > most else delay
             await asyncio.sleep(delay)
@@ -423,7 +424,7 @@ class EngineClient:
         """The prefix of log messages about this replica, if there are several."""
         return "" if self._only is not None else f"replica {replica.number}: "
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a background task that `close` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -439,7 +440,7 @@ class EngineClient:
         """Process all received messages. ZMQ_FD is edge-triggered: it signals new messages, not unread ones."""
         try:
             while True:
-                self._take(self._decoder.decode(self._responses.recv(zmq.NOBLOCK)))
+                self._handle(self._decoder.decode(self._responses.recv(zmq.NOBLOCK)))
         except zmq.Again:
             pass
         except Exception as error:  # a bug here must not leave requests waiting forever
@@ -447,7 +448,7 @@ class EngineClient:
             self.loop.remove_reader(self._responses.FD)
             self.fail(f"the connection to the engine failed: {error!r}")
 
-    def _take(self, message: ToServer) -> None:
+    def _handle(self, message: ToServer) -> None:
         """Process a message. Ignore unknown replicas, and everything from a dead one except that it is ready."""
         replica = self._replicas.get(message.replica)
         match message:
@@ -459,9 +460,9 @@ class EngineClient:
                 if (answer := self._probes.get((message.replica, probe_id))) is not None and not answer.done():
                     answer.set_result(None)
             case EngineReady() as ready if replica is not None:
-                self._rise(replica, ready)
+                self._on_ready(replica, ready)
             case EngineDead(reason) if replica is not None:
-                self._lose(replica, reason)
+                self._on_dead(replica, reason)
 
     def _deliver(self, news: EngineCoreOutputs) -> None:
         """Deliver a step's outputs. Drop those of requests that are unknown or have moved to another replica."""
@@ -478,7 +479,7 @@ class EngineClient:
                     earlier.append(running.last_output)
                 running.last_output = now
                 if running.submit is not None:
-                    running.reported.append(token_id)
+                    running.delivered.append(token_id)
                 running.stream.put_token(request_id, token_id)
         for last_output, count in Counter(earlier).items():  # most had their last output in the same step
             self._metrics.inter_token_latency.observe(now - last_output, count)
@@ -487,7 +488,7 @@ class EngineClient:
             if running is None or running.replica != news.replica:
                 continue
             if running.submit is not None:
-                self._remember(running, output)
+                self._record_progress(running, output)
             if output.token_ids:
                 if running.last_output is None:
                     self._metrics.time_to_first_token.observe(now - running.arrived)
@@ -496,10 +497,10 @@ class EngineClient:
                 running.last_output = now
             if output.finish_reason is not None:
                 del self._running[output.request_id]
-                self._forget(output.request_id, running, output.finish_reason)
+                self._on_finished(output.request_id, running, output.finish_reason)
             running.stream.put(output)
 
-    def _remember(self, running: _RunningRequest, output: EngineCoreOutput) -> None:
+    def _record_progress(self, running: _RunningRequest, output: EngineCoreOutput) -> None:
         """Store the state for resuming the request elsewhere, and remove what a previous replica has delivered."""
         if (scores := output.prompt_logprobs) is not None:
             repeated = min(running.num_repeated, len(scores))
@@ -510,5 +511,5 @@ class EngineClient:
             if running.num_cached_tokens is None:
                 running.num_cached_tokens = output.num_cached_tokens
             output.num_cached_tokens = running.num_cached_tokens
-            running.reported += output.token_ids
+            running.delivered += output.token_ids
             self._router.began(output.request_id)

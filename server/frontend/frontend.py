@@ -219,13 +219,13 @@ class Frontend:
 
         cores = {replica: start_replica(replica) for replica in config.parallel.local_replicas}
         restart = None if config.parallel.is_coupled else start_replica  # coupled replicas end together
-        service = Frontend._of(config, cores, metrics, place, formats or ChatFormats(), max_queue, restart)
-        service._ports = ports
-        service._remove_folder = weakref.finalize(service, shutil.rmtree, folder, ignore_errors=True)
+        frontend = Frontend._of(config, cores, metrics, place, formats or ChatFormats(), max_queue, restart)
+        frontend._ports = ports
+        frontend._remove_folder = weakref.finalize(frontend, shutil.rmtree, folder, ignore_errors=True)
         if hosts is not None:
-            service._hosts = hosts
-            hosts.watch(service.client)
-        return service
+            frontend._hosts = hosts
+            hosts.watch(frontend.client)
+        return frontend
 
     @staticmethod
     async def join(

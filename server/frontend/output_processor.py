@@ -47,20 +47,20 @@ class Detokenizer:
         self._skipped = tokenizer.special_ids - kept if kept else frozenset()
         self._context = self._prompt_context(prompt_ids)
         text = self._decode(self._context)
-        self._base = _settled(text)
-        self._owed = text[len(self._base) :]
+        self._base = _complete_text(text)
+        self._prompt_tail = text[len(self._base) :]
         """The prompt's own incomplete tail, which is not returned."""
         self._pending: list[int] = []
         self._pieces = tokenizer.pieces(skip_special_tokens)
-        self._is_even = not self._owed
+        self._is_flushed = not self._prompt_tail
         """All text of `_context` has been returned, and nothing is pending."""
 
     def feed(self, token_id: int) -> str:
         """Return the text that this token completes. A token that ends inside a character stays pending."""
-        if self._is_even and (piece := self._pieces[token_id]):
+        if self._is_flushed and (piece := self._pieces[token_id]):
             self._context, self._base = [token_id], piece
             return piece
-        self._is_even = False
+        self._is_flushed = False
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
         overdue = len(self._pending) >= _MAX_PENDING
@@ -71,15 +71,15 @@ class Detokenizer:
         if text.endswith(_REPLACEMENT) and not overdue:
             return ""
         new = self._after_base(text)
-        shown = _settled(new)
+        shown = _complete_text(new)
         self._context, self._pending = self._pending, []
         self._base = self._decode(self._context).removesuffix(new[len(shown) :])
-        self._is_even = shown == new
-        return self._without_owed(shown)
+        self._is_flushed = shown == new
+        return self._without_prompt_tail(shown)
 
     def flush(self) -> str:
         """Return the text of the pending tokens. `feed` must not be called afterwards."""
-        return self._without_owed(self._after_base(self._decode(self._context + self._pending)))
+        return self._without_prompt_tail(self._after_base(self._decode(self._context + self._pending)))
 
     def _prompt_context(self, prompt_ids: Sequence[int]) -> list[int]:
         """The shortest end of the prompt that decodes to some text and starts at a character boundary."""
@@ -100,13 +100,13 @@ class Detokenizer:
             return text[len(self._base) :]
         return self._decode(self._pending)
 
-    def _without_owed(self, new: str) -> str:
-        owed, self._owed = self._owed, ""
-        shared = min(len(owed), len(new) - len(new.lstrip(_REPLACEMENT)))
+    def _without_prompt_tail(self, new: str) -> str:
+        tail, self._prompt_tail = self._prompt_tail, ""
+        shared = min(len(tail), len(new) - len(new.lstrip(_REPLACEMENT)))
         return new[shared:]
 
 
-def _settled(text: str) -> str:
+def _complete_text(text: str) -> str:
     """The text without trailing U+FFFD (up to three) that may still become one character."""
     tail = len(text) - len(text.rstrip(_REPLACEMENT))
     return text[: len(text) - min(tail, 3)]
@@ -170,8 +170,8 @@ class TextDelta:
     @property
     def is_text(self) -> bool:
         """Whether there is nothing to show but text."""
-        beside = self.logprobs or self.finish_reason or self.prompt_logprobs or self.reasoning or self.tool_calls
-        return bool(self.text) and not beside
+        other = self.logprobs or self.finish_reason or self.prompt_logprobs or self.reasoning or self.tool_calls
+        return bool(self.text) and not other
 
     def extend(self, more: TextDelta) -> None:
         """Append the next delta of the same sequence."""
@@ -215,14 +215,14 @@ class OutputProcessor:
         index: int,
         prompt_ids: Sequence[int],
         params: SamplingParams,
-        reading: OutputFormat | None = None,
+        output_format: OutputFormat | None = None,
     ) -> None:
         self._index = index
         self._params = params
-        special = tokenizer.special_among(reading.markers) if reading and params.skip_special_tokens else {}
+        special = tokenizer.special_among(output_format.markers) if output_format and params.skip_special_tokens else {}
         kept = frozenset(special.values())
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens, kept)
-        self._parser: OutputParser | None = reading.parser(hidden=special) if reading else None
+        self._parser: OutputParser | None = output_format.parser(hidden=special) if output_format else None
         self._has_called = False
         self._stop = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._count = 0

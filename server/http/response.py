@@ -37,7 +37,7 @@ class Formatter(Protocol):
     """The `object` field of a full response."""
     chunk: str
     """The `object` field of a chunk."""
-    tells_tokens: bool
+    returns_token_ids: bool
     """Whether to send tokens without text."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -49,7 +49,7 @@ class Formatter(Protocol):
     def whole_choice(self, delta: TextDelta) -> dict[str, Any]:
         """A choice of a full response; `delta` is the complete sequence."""
 
-    def beside(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
+    def top_level_fields(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
         """Fields next to the choices: in a full response, and (without sequences) in the first chunks."""
 
 
@@ -135,15 +135,15 @@ class GenerationResponse:
     def _whole(self, sequences: list[TextDelta]) -> dict[str, Any]:
         sequences = self._choose(sequences)
         choices = [self._shape.whole_choice(sequence) for sequence in sequences]
-        beside = self._shape.beside(sequences)
-        return self._head(self._shape.whole) | {"choices": choices, "usage": self._usage.object(), **beside}
+        extra = self._shape.top_level_fields(sequences)
+        return self._head(self._shape.whole) | {"choices": choices, "usage": self._usage.object(), **extra}
 
     async def _write_events(self, generation: Generation, include_usage: bool, continuous: bool, send: Send) -> None:
         shape = self._shape
         head = b"data: " + _encode(self._head(shape.chunk))[:-1] + b',"choices":['
         tail = self._tail(include_usage, continuous)
         indices = range(self._usage.num_choices)
-        first_tail = b"]," + _encode(beside)[1:-1] + tail[1:] if (beside := shape.beside(())) else tail
+        first_tail = b"]," + _encode(extra)[1:-1] + tail[1:] if (extra := shape.top_level_fields(())) else tail
         openings = filter(None, map(shape.opening, indices))
         if events := b"".join(head + _encode(opening) + first_tail for opening in openings):
             await send(part(events))
@@ -158,7 +158,7 @@ class GenerationResponse:
                 if delta.is_text and (frame := frames[delta.index]) is not None:
                     before, after = frame
                     events += before + _encode(delta.text) + after
-                elif delta.has_content or (shape.tells_tokens and delta.token_ids):
+                elif delta.has_content or (shape.returns_token_ids and delta.token_ids):
                     events += head + _encode(shape.chunk_choice(delta)) + tail
             if events:
                 await send(part(events))

@@ -18,7 +18,7 @@ from quire.server.http.response_store import ResponseStore
 class ServedModel:
     """The served model. `model_names` are all its names, the main one first."""
 
-    service: Frontend
+    frontend: Frontend
     model_names: tuple[str, ...]
     trusts_templates: bool = False
     """Whether requests may contain a chat template."""

@@ -18,7 +18,7 @@ router = APIRouter()
 async def health(state: AppState) -> Response:
     """Check the engine: 200 if the engine loop and every rank of a replica respond, else 503 with the reason."""
     try:
-        await state.service.probe()
+        await state.frontend.probe()
     except EngineUnavailable as error:
         return json_response({"status": "unavailable", "reason": str(error)}, 503)
     return json_response({"status": "ok"})
@@ -27,13 +27,13 @@ async def health(state: AppState) -> Response:
 @router.get("/metrics")
 async def metrics(state: AppState) -> Response:
     """Metrics in the Prometheus format."""
-    return Response(state.service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+    return Response(state.frontend.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/load")
 async def load(state: AppState) -> Response:
     """Number of requests in progress in this process, including waiting ones; as in vLLM."""
-    return json_response({"server_load": state.service.client.num_open})
+    return json_response({"server_load": state.frontend.client.num_open})
 
 
 @router.get("/version")
@@ -60,5 +60,5 @@ def _model(state: ServedModel, name: str) -> dict[str, Any]:
         "object": "model",
         "created": state.created,
         "owned_by": "quire",
-        "max_model_len": state.service.config.model.max_model_len,
+        "max_model_len": state.frontend.config.model.max_model_len,
     }

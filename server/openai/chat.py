@@ -163,10 +163,10 @@ async def prepare(
     model = state.check_model(body.model)
     body.reject_unsupported()
     if generates:
-        state.service.check()
+        state.frontend.check()
     else:
-        state.service.check_loaded()
-    renderer = state.service.renderer
+        state.frontend.check_loaded()
+    renderer = state.frontend.renderer
     state.check_template(body.chat_template)
     use = body.tool_use()
     params = body.sampling_params(
@@ -200,10 +200,10 @@ async def chat_completions(body: ChatRequest, request: Request, state: AppState)
     """Generate an answer to a conversation."""
     chat = await prepare(state, body)
     request_id = body.response_id("chatcmpl")
-    generation = state.service.generate(
+    generation = state.frontend.generate(
         request_id, [chat.prompt], chat.params, body.priority or 0, body.cache_salt, chat.reading
     )
-    shape = _ChatFormatter(state.service.renderer.tokenizer, body, chat.prompt)
+    shape = _ChatFormatter(state.frontend.renderer.tokenizer, body, chat.prompt)
     answer = GenerationResponse(request_id, chat.model, shape, Usage([chat.prompt], chat.params.n))
     if body.stream:
         return answer.stream(generation, body.include_usage, body.include_continuous_usage)
@@ -222,10 +222,10 @@ class _ChatFormatter:
         self._name = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._prompt = prompt
         self._prompt_top = body.prompt_logprobs
-        self.tells_tokens = bool(body.return_token_ids)
+        self.returns_token_ids = bool(body.return_token_ids)
 
-    def beside(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
-        found: dict[str, Any] = {"prompt_token_ids": self._prompt} if self.tells_tokens else {}
+    def top_level_fields(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
+        found: dict[str, Any] = {"prompt_token_ids": self._prompt} if self.returns_token_ids else {}
         if sequences and self._prompt_top is not None and (scores := sequences[0].prompt_logprobs) is not None:
             found["prompt_logprobs"] = prompt_logprobs_object(self._tokenizer, self._prompt, scores, self._prompt_top)
         return found
@@ -233,7 +233,7 @@ class _ChatFormatter:
     def _ending(self, delta: TextDelta) -> dict[str, Any]:
         """The fields that end a choice, in a chunk or in a full response."""
         ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-        return ending | {"token_ids": delta.token_ids} if self.tells_tokens else ending
+        return ending | {"token_ids": delta.token_ids} if self.returns_token_ids else ending
 
     def opening(self, index: int) -> dict[str, Any]:
         return {

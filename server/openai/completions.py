@@ -89,8 +89,8 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
     """Complete one or more prompts."""
     model = state.check_model(body.model)
     body.reject_unsupported()
-    state.service.check()
-    renderer = state.service.renderer
+    state.frontend.check()
+    renderer = state.frontend.renderer
     params = body.params(renderer.defaults)
     last = renderer.truncation(body.truncate_prompt_tokens, params.max_tokens)
     special = body.add_special_tokens is not False
@@ -105,7 +105,7 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
 
     params = await renderer.resolve(params, body.structured_param)
     request_id = body.response_id("cmpl")
-    generation = state.service.generate(request_id, prompts, params, body.priority or 0, body.cache_salt)
+    generation = state.frontend.generate(request_id, prompts, params, body.priority or 0, body.cache_salt)
     shape = _CompletionFormatter(renderer.tokenizer, body, prompts, echoes)
     answer = GenerationResponse(request_id, model, shape, Usage(prompts, params.n), shape.best)
     if body.stream:
@@ -162,12 +162,12 @@ class _CompletionFormatter:
         self._name = TokenNames(tokenizer, as_ids=bool(body.return_tokens_as_token_ids), prefix="bytes:")
         self._spelled: dict[int, tuple[int, Detokenizer]] = {}
         """For each choice, the number of characters so far, and the detokenizer that continues them."""
-        self.tells_tokens = bool(body.return_token_ids)
+        self.returns_token_ids = bool(body.return_token_ids)
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The prompt's token ids, and its text unless that comes with log-probabilities."""
         echo = self._echo(index) if self._body.logprobs is None else None
-        if echo is None and not self.tells_tokens:
+        if echo is None and not self.returns_token_ids:
             return None
         return self._choice(TextDelta(index, "" if echo is None else echo.text), None) | self._prompt_ids(index)
 
@@ -183,7 +183,7 @@ class _CompletionFormatter:
             choice["prompt_logprobs"] = prompt_logprobs_object(self._tokenizer, prompt, delta.prompt_logprobs, top)
         return choice
 
-    def beside(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
+    def top_level_fields(self, sequences: Sequence[TextDelta]) -> dict[str, Any]:
         return {}
 
     def best(self, sequences: list[TextDelta]) -> list[TextDelta]:
@@ -202,7 +202,7 @@ class _CompletionFormatter:
         return None if self._echoes is None else self._echoes[index // self._n]
 
     def _prompt_ids(self, index: int) -> dict[str, Any]:
-        return {"prompt_token_ids": self._prompts[index // self._n]} if self.tells_tokens else {}
+        return {"prompt_token_ids": self._prompts[index // self._n]} if self.returns_token_ids else {}
 
     def _choice(self, delta: TextDelta, echo: _Echo | None) -> dict[str, Any]:
         choice = {
@@ -212,7 +212,7 @@ class _CompletionFormatter:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        return choice | {"token_ids": delta.token_ids} if self.tells_tokens else choice
+        return choice | {"token_ids": delta.token_ids} if self.returns_token_ids else choice
 
     def _logprobs(self, delta: TextDelta, echo: _Echo | None) -> dict[str, Any] | None:
         if delta.logprobs is None or self._body.logprobs is None:

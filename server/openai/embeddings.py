@@ -19,11 +19,11 @@ from quire.server.frontend.renderer import EmbeddingOptions, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.response import while_connected
 from quire.server.http.state import AppState
-from quire.server.openai.protocol import MAX_PROMPTS, Int64, LenientModel, ManyTokenIds, Texts, TokenIds, tell_others
+from quire.server.openai.protocol import MAX_PROMPTS, Int64, LenientModel, ManyTokenIds, Texts, TokenIds, schema_extra
 
 router = APIRouter()
 
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # vLLM's, with the values that have no effect
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
@@ -36,7 +36,7 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 class EmbeddingRequest(LenientModel):
     """What to embed, and how."""
 
-    model_config = ConfigDict(json_schema_extra=tell_others((), _NOT_SERVED))
+    model_config = ConfigDict(json_schema_extra=schema_extra((), _UNSUPPORTED))
 
     input: Annotated[
         str | Texts | TokenIds | ManyTokenIds,
@@ -76,9 +76,9 @@ class EmbeddingRequest(LenientModel):
     def reject_unsupported(self) -> None:
         """Raise `InvalidParameter` for the first field with an unsupported value."""
         for name, value in (self.model_extra or {}).items():
-            if name in _NOT_SERVED and (value is None or value in _NOT_SERVED[name]):
+            if name in _UNSUPPORTED and (value is None or value in _UNSUPPORTED[name]):
                 continue
-            why = "is not supported" if name in _NOT_SERVED else "is not a parameter of this API"
+            why = "is not supported" if name in _UNSUPPORTED else "is not a parameter of this API"
             raise InvalidParameter(f"{name} {why}", name)
         if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
             raise InvalidParameter("normalize and use_activation mean the same; send only one of them", "normalize")
@@ -114,15 +114,15 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) 
     """Compute the embedding vectors of one or more texts, with an embedding model."""
     model = state.check_model(body.model)
     body.reject_unsupported()
-    service = state.service
-    service.check(embeds=True)
-    pooling = service.renderer.pooling
+    frontend = state.frontend
+    frontend.check(embeds=True)
+    pooling = frontend.renderer.pooling
     assert pooling is not None
     vectors, rendering, inputs = body.vectors(), body.rendering(), body.inputs()
     vectors.check(pooling)
-    prompts = await service.renderer.embeddings(inputs, rendering)
+    prompts = await frontend.renderer.embeddings(inputs, rendering)
     request_id = f"embd-{body.request_id or uuid.uuid4().hex}"
-    with service.embed(request_id, prompts, body.priority or 0, body.cache_salt) as embedding:
+    with frontend.embed(request_id, prompts, body.priority or 0, body.cache_salt) as embedding:
         outputs = await while_connected(request.receive, embedding.vectors())
     data = await asyncio.to_thread(_data, outputs, pooling, vectors, body.encoding_format == "base64")
     tokens = sum(map(len, prompts))

@@ -16,7 +16,7 @@ from quire.engine.protocol.messages import MAX_N, MAX_STOP_STRINGS, SamplingPara
 _HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Accepted without effect on the answer: at OpenAI they identify users and guide caching."""
 
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # OpenAI's, with the values that have no effect
     "audio": (),
     "echo": (False,),
@@ -60,7 +60,7 @@ MAX_SEQUENCES = 4096
 """Prompts × n of a completion."""
 
 
-def tell_others(harmless: Iterable[str], refused: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
+def schema_extra(harmless: Iterable[str], refused: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
     """Make the `json_schema_extra` of a request, which lists the other accepted fields and the rejected ones.
 
     `refused` maps a field to the values that have no effect and are accepted. docs/api.md is generated from this.
@@ -151,7 +151,7 @@ class StructuredOutputsFormat(StrictModel):
 class GenerationRequest(LenientModel):
     """The common parameters of chat and completions. None: the model's default, or else the API's."""
 
-    model_config = ConfigDict(json_schema_extra=tell_others(_HARMLESS, _NOT_SERVED))
+    model_config = ConfigDict(json_schema_extra=schema_extra(_HARMLESS, _UNSUPPORTED))
 
     model: str | None = None
     """Optional, as the server has one model. Any of its names is accepted; the response repeats it."""
@@ -214,9 +214,9 @@ class GenerationRequest(LenientModel):
     def reject_unsupported(self) -> None:
         """Raise `InvalidParameter` for the first field with an unsupported value."""
         for name, value in (self.model_extra or {}).items():
-            if name in _HARMLESS or (name in _NOT_SERVED and (value is None or value in _NOT_SERVED[name])):
+            if name in _HARMLESS or (name in _UNSUPPORTED and (value is None or value in _UNSUPPORTED[name])):
                 continue
-            why = "is not supported" if name in _NOT_SERVED else "is not a parameter of this API"
+            why = "is not supported" if name in _UNSUPPORTED else "is not a parameter of this API"
             raise InvalidParameter(f"{name} {why}", name)
         if self.stream_options is not None and not self.stream:
             raise InvalidParameter("stream_options requires stream: true", "stream_options")

@@ -173,7 +173,7 @@ class ResponsesRequest(LenientModel):
             }
         )
 
-    def told_again(self) -> dict[str, Any]:
+    def echoed_fields(self) -> dict[str, Any]:
         """The fields of the response that repeat the request."""
         text, extra = self.text and self.text.format, self.model_extra or {}
         nothing = {"description": None, "parameters": None, "strict": False}
@@ -207,7 +207,7 @@ async def create_response(body: ResponsesRequest, request: Request, state: AppSt
     with renamed(_NAMES, body.places(turns)):
         chat = await prepare(state, asked)
     response = _ResponseFormatter(body, chat, turns.messages, state)
-    generation = state.service.generate(response.id, [chat.prompt], chat.params, reading=chat.reading)
+    generation = state.frontend.generate(response.id, [chat.prompt], chat.params, reading=chat.reading)
     if body.stream:
         return EventStreamResponse(generation, partial(response.write_events, generation), end=b"")
     with generation:
@@ -271,7 +271,7 @@ class _ResponseFormatter:
             "incomplete_details": None,
             "temperature": chat.params.temperature,
             "top_p": chat.params.top_p,
-            **body.told_again(),
+            **body.echoed_fields(),
         }
         try:
             _encode(self._fields)
@@ -387,7 +387,7 @@ class _ResponseFormatter:
         at: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
             at["content_index"] = 0
-        beside: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        top_level_fields: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         match event:
             case BlockOpened():
                 item = {"output_index": block.index, "item": self._item(block, "in_progress")}
@@ -396,12 +396,12 @@ class _ResponseFormatter:
                     return added
                 return added + self._sse("response.content_part.added", {**at, "part": _part(block)})
             case BlockDelta(text=text):
-                return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "delta": text, **beside})
+                return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "delta": text, **top_level_fields})
             case BlockClosed():
                 whole = {"text": block.text}
                 if block.kind == "call":
                     whole = {"name": block.name, "arguments": block.text}
-                done = self._sse(f"{_GROWS[block.kind]}.done", {**at, **whole, **beside})
+                done = self._sse(f"{_GROWS[block.kind]}.done", {**at, **whole, **top_level_fields})
                 if block.kind != "call":
                     done += self._sse("response.content_part.done", {**at, "part": _part(block)})
                 status = "completed" if self._status in ("in_progress", "completed") else "incomplete"
@@ -469,7 +469,7 @@ def _kept(response_id: str, state: ServedModel, param: str) -> StoredResponse:
 
 
 def _not_found(response_id: str, state: ServedModel, param: str) -> ResponseNotFound:
-    count = state.service.place.count
+    count = state.frontend.place.count
     others = f", and each of the {count} API processes has only its own" if count > 1 else ""
     return ResponseNotFound(
         f"response {response_id} not found: only the newest responses with store: true are kept, in memory{others}",

@@ -49,8 +49,8 @@ class DetokenizeRequest(StrictModel):
 async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
     """Return the token ids of a prompt or a chat, which may exceed the model's maximum length."""
     state.check_model(body.model)
-    state.service.check_loaded()
-    renderer = state.service.renderer
+    state.frontend.check_loaded()
+    renderer = state.frontend.renderer
     if (body.prompt is None) == (body.messages is None):
         raise InvalidParameter("expected either prompt or messages", "prompt")
     if body.prompt is not None:
@@ -75,5 +75,5 @@ async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
 async def detokenize(body: DetokenizeRequest, state: AppState) -> Response:
     """Return the text of token ids, including special tokens."""
     state.check_model(body.model)
-    state.service.check_loaded()
-    return json_response({"prompt": await state.service.renderer.detokenize(body.tokens, "tokens")})
+    state.frontend.check_loaded()
+    return json_response({"prompt": await state.frontend.renderer.detokenize(body.tokens, "tokens")})

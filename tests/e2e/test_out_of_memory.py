@@ -10,7 +10,7 @@ import pytest
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.server.frontend import frontend as service_module
+from quire.server.frontend import frontend as frontend_module
 from tests.fakes import scarce_core
 from tests.server.conftest import Server, run_server
 
@@ -22,7 +22,7 @@ REASON = r"out of memory on cpu in a step of .*; lower --max-num-batched-tokens,
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     monkeypatch.setattr(
-        service_module, "start_core", lambda config, ends, level: scarce_core.start(config, ends, level, MOST)
+        frontend_module, "start_core", lambda config, ends, level: scarce_core.start(config, ends, level, MOST)
     )
     options = EngineOptions(device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_memory_bytes=1 << 24)
     async with run_server(resolve(options)) as running:

@@ -17,7 +17,7 @@ import pytest
 from quire.engine.config.options import EngineConfig
 from quire.server.cli.api_process import http_server
 from quire.server.config import ServerOptions
-from quire.server.frontend import frontend as service_module
+from quire.server.frontend import frontend as frontend_module
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.renderer import ChatFormats
 from quire.server.frontend.tokenizer import Tokenizer
@@ -31,17 +31,17 @@ class Server:
     """A running server, and two clients of it."""
 
     url: str
-    service: Frontend
+    frontend: Frontend
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.service.renderer.tokenizer
+        return self.frontend.renderer.tokenizer
 
     async def until_idle(self) -> None:
         """Return when the core has said that it runs nothing; a hanging test otherwise."""
-        while self.service.metrics.stats.running or not self.service.metrics.stats.steps:
+        while self.frontend.metrics.stats.running or not self.frontend.metrics.stats.steps:
             await asyncio.sleep(0.01)
 
 
@@ -76,7 +76,7 @@ def core_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
     def choose(mode: str) -> None:
         monkeypatch.setattr(
-            service_module, "start_core", lambda config, ends, level: fake_core.start(config, ends, level, mode)
+            frontend_module, "start_core", lambda config, ends, level: fake_core.start(config, ends, level, mode)
         )
 
     choose("")
@@ -95,24 +95,24 @@ async def run_server(
     if api_key is not None:
         options["api_key"] = (api_key,)
     asked = ServerOptions(**options)
-    service = await Frontend.start(config, name=names[0], formats=ChatFormats.of(asked), max_queue=asked.queue_limit)
+    frontend = await Frontend.start(config, name=names[0], formats=ChatFormats.of(asked), max_queue=asked.queue_limit)
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = http_server(service, asked, names)
+    server = http_server(frontend, asked, names)
     serving = asyncio.create_task(server.serve([listener]))
     try:
         if wait:
-            await service.ready()
+            await frontend.ready()
         async with (
             httpx.AsyncClient(base_url=url) as http,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0) as client,
         ):
-            yield Server(url, service, client, http)
+            yield Server(url, frontend, client, http)
     finally:
-        service.client.fail("the test is over")
+        frontend.client.fail("the test is over")
         server.should_exit = True
         await serving
-        await service.close()
+        await frontend.close()
 
 
 @pytest.fixture

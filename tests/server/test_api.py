@@ -40,7 +40,7 @@ async def test_chat(server: Server) -> None:
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ECHO, "stop")
     assert answer.id.startswith("chatcmpl-")
     assert answer.object == "chat.completion"
-    prompt = await server.service.renderer.chat(USER)
+    prompt = await server.frontend.renderer.chat(USER)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
@@ -145,8 +145,8 @@ async def test_stop_string_ends_the_request_in_the_engine_too(server: Server, st
 
 async def test_parameters_reach_the_engine(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: Any = []
-    send = server.service.client._send
-    monkeypatch.setattr(server.service.client, "_send", lambda message, to: sent.append(message) or send(message, to))
+    send = server.frontend.client._send
+    monkeypatch.setattr(server.frontend.client, "_send", lambda message, to: sent.append(message) or send(message, to))
     given: dict[str, Any] = {
         "temperature": 0.5,
         "top_p": 0.9,
@@ -180,9 +180,9 @@ async def test_defaults_come_from_the_model(
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.25, "top_k": 5, "top_p": null}')
     async with run_server(replace(config, model=replace(config.model, path=tmp_path))) as server:
         sent: Any = []
-        send = server.service.client._send
+        send = server.frontend.client._send
         monkeypatch.setattr(
-            server.service.client, "_send", lambda message, to: sent.append(message) or send(message, to)
+            server.frontend.client, "_send", lambda message, to: sent.append(message) or send(message, to)
         )
         for body in ({}, {"temperature": 1.0, "min_tokens": 20}):
             response = await server.http.post("/v1/chat/completions", json={"messages": USER, **body})
@@ -206,11 +206,11 @@ async def test_a_client_that_leaves_frees_its_request(server: Server, stream: bo
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
         writer.write(b"Content-Length: %d\r\n\r\n%b" % (len(content), content))
         await writer.drain()
-        while not server.service.client._running:
+        while not server.frontend.client._running:
             await asyncio.sleep(0.001)
         writer.close()
         await writer.wait_closed()
-        while server.service.client._running:
+        while server.frontend.client._running:
             await asyncio.sleep(0.001)
     await server.until_idle()
 
@@ -296,7 +296,7 @@ async def test_bad_parameters_are_refused_by_name(server: Server) -> None:
         error = response.json()["error"]
         assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
         assert param.split(".")[-1].split("[")[0] in error["message"]
-    assert not server.service.client._running
+    assert not server.frontend.client._running
 
 
 async def test_values_that_ask_for_nothing_are_accepted(server: Server) -> None:
@@ -371,7 +371,7 @@ async def test_when_the_core_dies_every_request_and_health_say_so(server: Server
         return response.text
 
     waiting = asyncio.create_task(streamed())
-    while not server.service.client._running:
+    while not server.frontend.client._running:
         await asyncio.sleep(0.001)
     with pytest.raises(openai.InternalServerError, match=reason):
         await server.openai.completions.create(model="echo", prompt=command)
@@ -446,7 +446,7 @@ async def test_many_streams_at_once(server: Server) -> None:
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     assert await asyncio.gather(*map(one, texts)) == texts
-    assert not server.service.client._running
+    assert not server.frontend.client._running
 
 
 def test_the_echo_knows_the_commands() -> None:

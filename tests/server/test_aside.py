@@ -28,7 +28,7 @@ class Watch:
         self._backend = server.tokenizer.backend
         self.on_loop = 0
         """Characters and tokens that were worked on in the loop's thread."""
-        self.beside = 0
+        self.top_level_fields = 0
         monkeypatch.setattr(server.tokenizer, "backend", self)
 
     def __getattr__(self, name: str) -> Any:
@@ -46,16 +46,16 @@ class Watch:
         if threading.get_ident() == self._loop_thread:
             self.on_loop += size
         else:
-            self.beside += size
+            self.top_level_fields += size
             assert self._has_turned.wait(60), "the event loop does not turn"
 
     async def turn(self) -> None:
         """Another stream."""
         while True:
             turns = 0
-            while turns < TURNS or not self.beside:
+            while turns < TURNS or not self.top_level_fields:
                 await asyncio.sleep(0)
-                turns += bool(self.beside)
+                turns += bool(self.top_level_fields)
             self._has_turned.set()
             await asyncio.sleep(3600)
 
@@ -91,7 +91,7 @@ async def test_other_streams_go_on(watch: Watch, server: Server, path: str, body
     response = await server.http.post(path, json=body)
     assert response.status_code == (200 if size else 400), response.text  # some are too long for the model
     assert watch.on_loop <= renderer._SHORT
-    assert watch.beside >= (size or 3000)
+    assert watch.top_level_fields >= (size or 3000)
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt_name": "long"}])
@@ -108,7 +108,7 @@ async def test_an_embedding_prompt_counts_for_each_input(
         )
         other.cancel()
         assert response.status_code == 200, response.text
-        assert (watch.on_loop, watch.beside) == (0, 20 * 301)
+        assert (watch.on_loop, watch.top_level_fields) == (0, 20 * 301)
 
 
 async def test_short_texts_need_no_thread(watch: Watch, server: Server) -> None:
@@ -118,7 +118,7 @@ async def test_short_texts_need_no_thread(watch: Watch, server: Server) -> None:
         ("/tokenize", {"prompt": "hello", "return_token_strs": True}),
     ):
         assert (await server.http.post(path, json=body)).status_code == 200
-    assert watch.beside == 0
+    assert watch.top_level_fields == 0
     assert watch.on_loop > 0
 
 
@@ -131,7 +131,7 @@ async def test_the_tokenizer_leaves_the_interpreter_to_others(server: Server) ->
     most = 0
     for _ in range(20):
         turns = 0
-        encoding = asyncio.create_task(server.service.renderer.tokenize(text, add_special_tokens=False))
+        encoding = asyncio.create_task(server.frontend.renderer.tokenize(text, add_special_tokens=False))
         while not encoding.done():
             await asyncio.sleep(0)
             turns += 1

@@ -117,7 +117,7 @@ def test_half_a_line_is_cut_off_and_the_rest_is_known(tmp_path: Path) -> None:
     with BatchResults(str(path)) as results:
         assert not any(map(results.has, asked))
         results.answer(asked[0], 200, "r", {"text": "ü\n"})
-        results.refuse(asked[1], LineError("code", "text"))
+        results.write_error(asked[1], LineError("code", "text"))
         results.answer(asked[2], 400, "r", {})
     whole = path.read_bytes()
     starts = [0, *(at + 1 for at, byte in enumerate(whole) if byte == 10)]

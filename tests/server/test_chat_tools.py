@@ -152,8 +152,8 @@ async def test_parsers_can_be_chosen_and_turned_off(talking: EngineConfig) -> No
 
 async def test_grammars_reach_the_engine_where_they_must(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: Any = []
-    send = server.service.client._send
-    monkeypatch.setattr(server.service.client, "_send", lambda message, to: sent.append(message) or send(message, to))
+    send = server.frontend.client._send
+    monkeypatch.setattr(server.frontend.client, "_send", lambda message, to: sent.append(message) or send(message, to))
     guide = llguidance.LLTokenizer(server.tokenizer.backend.to_str(), eos_token=2)
 
     async def may_say(text: str, **body: Any) -> bool | None:
@@ -199,8 +199,8 @@ def in_format(schema: Any) -> Any:
 
 async def test_calls_or_an_answer_in_a_format(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: Any = []
-    send = server.service.client._send
-    monkeypatch.setattr(server.service.client, "_send", lambda message, to: sent.append(message) or send(message, to))
+    send = server.frontend.client._send
+    monkeypatch.setattr(server.frontend.client, "_send", lambda message, to: sent.append(message) or send(message, to))
     guide = llguidance.LLTokenizer(server.tokenizer.backend.to_str(), eos_token=2)
     lax, strict = tool("f", parameters=CITY), tool("f", parameters=CITY, strict=True)
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

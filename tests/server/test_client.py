@@ -24,7 +24,7 @@ from tests.server.conftest import Server
 
 
 async def test_outputs_that_nobody_reads_merge(server: Server) -> None:
-    stream = OutputStream(server.service.client.abort, ["a", "b"])
+    stream = OutputStream(server.frontend.client.abort, ["a", "b"])
     for count in range(1000):
         stream.put(EngineCoreOutput("a", [count], [TokenLogprobs(-1.0, 1, [], [])]))
         stream.put(EngineCoreOutput("b", [count]))
@@ -37,7 +37,7 @@ async def test_outputs_that_nobody_reads_merge(server: Server) -> None:
 
 
 async def test_tokens_alone_merge_with_full_outputs(server: Server) -> None:
-    stream = OutputStream(server.service.client.abort, ["a"])
+    stream = OutputStream(server.frontend.client.abort, ["a"])
     stream.put(EngineCoreOutput("a", [1], num_cached_tokens=7))
     stream.put_token("a", 2)
     (output,) = await stream.get()
@@ -50,8 +50,8 @@ async def test_tokens_alone_merge_with_full_outputs(server: Server) -> None:
 
 async def test_a_slow_reader_gets_all_of_its_text(server: Server) -> None:
     prompt = server.tokenizer.encode("hello 😀 world", add_special_tokens=False)
-    with server.service.generate("r", [prompt], SamplingParams(max_tokens=50)) as generation:
-        while server.service.client._running:
+    with server.frontend.generate("r", [prompt], SamplingParams(max_tokens=50)) as generation:
+        while server.frontend.client._running:
             await asyncio.sleep(0.01)
         deltas = [delta async for step in generation for delta in step]
     assert len(deltas) == 1
@@ -59,18 +59,18 @@ async def test_a_slow_reader_gets_all_of_its_text(server: Server) -> None:
 
 
 async def test_same_id_twice_is_refused(server: Server) -> None:
-    with server.service.generate("r", [[70]], SamplingParams(ignore_eos=True, max_tokens=None)):
+    with server.frontend.generate("r", [[70]], SamplingParams(ignore_eos=True, max_tokens=None)):
         with pytest.raises(InvalidParameter, match="is already running"):
-            server.service.generate("r", [[71]], SamplingParams())
-        assert len(server.service.client._running) == 1
-    assert not server.service.client._running
+            server.frontend.generate("r", [[71]], SamplingParams())
+        assert len(server.frontend.client._running) == 1
+    assert not server.frontend.client._running
     await server.until_idle()
 
 
 async def test_one_sequence_that_fails_ends_all_of_its_request(server: Server) -> None:
     fail = server.tokenizer.encode("<fail>", add_special_tokens=False)
     with (
-        server.service.generate("r", [[70], fail], SamplingParams(ignore_eos=True, max_tokens=None)) as generation,
+        server.frontend.generate("r", [[70], fail], SamplingParams(ignore_eos=True, max_tokens=None)) as generation,
         pytest.raises(RequestFailed, match="KV cache"),
     ):
         [_ async for _ in generation]
@@ -79,11 +79,11 @@ async def test_one_sequence_that_fails_ends_all_of_its_request(server: Server) -
 
 async def test_seeds_are_the_users_or_our_own(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     async def seeds() -> list[int]:
-        service = await Frontend.start(config, name="x")
+        frontend = await Frontend.start(config, name="x")
         try:
-            return [service._seed(5, 0), service._seed(5, 1), service._seed(None, 0), service._seed(None, 0)]
+            return [frontend._seed(5, 0), frontend._seed(5, 1), frontend._seed(None, 0), frontend._seed(None, 0)]
         finally:
-            await service.close()
+            await frontend.close()
 
     first, second = await seeds(), await seeds()
     assert first == second
@@ -94,13 +94,13 @@ async def test_seeds_are_the_users_or_our_own(config: EngineConfig, core_mode: C
 
 async def test_a_core_that_cannot_start_says_why(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     core_mode("dead")
-    service = await Frontend.start(config, name="x")
+    frontend = await Frontend.start(config, name="x")
     with pytest.raises(EngineUnavailable, match="the weights do not fit"):
-        await service.ready()
-    await service.close()
-    assert service.client._replicas[0].core is not None
-    assert service.client._replicas[0].core.returncode == 0
-    assert not Path(service.place.folder).exists()
+        await frontend.ready()
+    await frontend.close()
+    assert frontend.client._replicas[0].core is not None
+    assert frontend.client._replicas[0].core.returncode == 0
+    assert not Path(frontend.place.folder).exists()
 
 
 async def test_a_core_that_will_not_stop_is_killed(
@@ -108,18 +108,18 @@ async def test_a_core_that_will_not_stop_is_killed(
 ) -> None:
     core_mode("stubborn")
     monkeypatch.setattr("quire.server.frontend.core_connection.SHUTDOWN_SECONDS", 0.1)
-    service = await Frontend.start(config, name="x")
-    await service.ready()
-    await service.close()
-    assert service.client._replicas[0].core is not None
-    assert service.client._replicas[0].core.returncode == -9
+    frontend = await Frontend.start(config, name="x")
+    await frontend.ready()
+    await frontend.close()
+    assert frontend.client._replicas[0].core is not None
+    assert frontend.client._replicas[0].core.returncode == -9
 
 
 async def test_what_the_engine_tells_of_experts_is_in_the_metrics(server: Server) -> None:
-    server.service.client._deliver(
+    server.frontend.client._deliver(
         EngineCoreOutputs(expert_load=ExpertLoad({0: 2}, array("q", [3, 1]).tobytes(), 1.5, 2))
     )
-    server.service.client._deliver(EngineCoreOutputs())  # as before
-    exposition = server.service.metrics.exposition().decode()
+    server.frontend.client._deliver(EngineCoreOutputs())  # as before
+    exposition = server.frontend.metrics.exposition().decode()
     assert 'quire:expert_tokens_total{expert="0",layer="0",' in exposition
     assert "quire:expert_load_imbalance" in exposition

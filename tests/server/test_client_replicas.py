@@ -202,7 +202,7 @@ async def test_nothing_that_was_queued_for_the_dead_reaches_its_successor(tmp_pa
         assert kinds == [EngineCoreRequest] * 10 + [AbortRequests]
         assert engine.metrics.of(0).running == 0
         successor.say(EngineReady({}))
-        await until(lambda: engine.client._up() == [0, 1])
+        await until(lambda: engine.client._live_replicas() == [0, 1])
         engine.submit("new", [1])
         assert (await successor.hear(EngineCoreRequest)).request_id == "new"  # it has the least to do
 
@@ -231,12 +231,12 @@ async def test_a_request_that_kills_whoever_has_it_is_not_given_to_all(tmp_path:
             await core.hear(EngineCoreRequest)
             core.tell(EngineCoreOutput("poison", [token]))
             core.say(EngineDead("rank 0 was killed"))
-            await until(lambda core=core: core.replica not in engine.client._up())  # type: ignore[misc]
+            await until(lambda core=core: core.replica not in engine.client._live_replicas())  # type: ignore[misc]
         output = await whole(stream)
         assert output.finish_reason == "error"
         assert output.error is not None
         assert output.error.endswith("rank 0 was killed; the request cannot go on, as it has lost 3 replicas already")
-        assert len(engine.client._up()) == 1
+        assert len(engine.client._live_replicas()) == 1
         assert not any(load.cached for load in engine.client._router._loads.values())
         engine.client.check()
 
@@ -261,14 +261,14 @@ async def test_a_replica_that_answers_no_probe_is_avoided(tmp_path: Path, monkey
         probe = await good.hear(Probe)
         good.say(ProbeReply(probe.probe_id))
         await health  # one lives
-        await until(lambda: engine.client._up() == [1])
+        await until(lambda: engine.client._live_replicas() == [1])
         for number in range(4):
             engine.submit(str(number), [number])
             await good.hear(EngineCoreRequest)
         with pytest.raises(EngineUnavailable, match=r"not answered for 0\.5 seconds"):
             await engine.client.probe()
         silent.tell(stats=EngineStats(steps=1))  # it lives after all
-        await until(lambda: engine.client._up() == [0])
+        await until(lambda: engine.client._live_replicas() == [0])
 
 
 async def test_the_queue_is_that_of_all_replicas(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ async def test_killing_a_replica_loses_no_stream_of_any_api_process(
         try:
             for client in clients:
                 await client.ready()
-            await until(lambda: all(client._up() == [0, 1] for client in clients))
+            await until(lambda: all(client._live_replicas() == [0, 1] for client in clients))
             streams = [
                 clients[number % 2].submit([(str(number), prompt(number), LONG)], cache_salt=b"x")
                 for number in range(50)
@@ -368,7 +368,7 @@ async def test_killing_a_replica_loses_no_stream_of_any_api_process(
                 output = await whole(stream)
                 assert begun + output.token_ids == echoed(number)
                 assert output.finish_reason == "length"
-            await until(lambda: all(client._up() == [0, 1] for client in clients))
+            await until(lambda: all(client._live_replicas() == [0, 1] for client in clients))
             assert restarted == [0]
             again = [client.submit([(f"again {client.index}", prompt(1), LONG)]) for client in clients]
             assert [(await whole(stream)).token_ids for stream in again] == [echoed(1)] * 2
@@ -421,7 +421,7 @@ async def test_one_that_has_not_answered_yet_serves_when_the_only_other_has_died
         with pytest.raises(EngineUnavailable, match="still loading"):
             client.check()
         cores[1].say(EngineReady({}))
-        await until(lambda: client._up() == [1])
+        await until(lambda: client._live_replicas() == [1])
         client.check()
     finally:
         await client.close()
@@ -438,7 +438,7 @@ async def test_an_api_process_that_joins_asks_every_replica(tmp_path: Path) -> N
             await core.hear(Join)
         cores[1].say(EngineReady({}))
         await client.ready()
-        assert client._up() == [1]
+        assert client._live_replicas() == [1]
     finally:
         await client.close()
         assert all(core.is_quiet for core in cores)  # the engine is not its own to end

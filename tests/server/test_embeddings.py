@@ -53,13 +53,13 @@ async def server(config: EngineConfig, core_mode: Callable[[str], None]) -> Asyn
 def sent(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the engine is sent."""
     messages: list[Any] = []
-    send = server.service.client._send
+    send = server.frontend.client._send
 
     def watch(message: Any, to: int) -> None:
         messages.append(message)
         send(message, to)
 
-    monkeypatch.setattr(server.service.client, "_send", watch)
+    monkeypatch.setattr(server.frontend.client, "_send", watch)
     return messages
 
 
@@ -409,7 +409,7 @@ def test_llm_embeds(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:
     (query,) = llm.embed("fox", use_tqdm=False, prompt_name="query", normalize=False)
     assert query.prompt_token_ids == llm.embed("quick fox", use_tqdm=False)[0].prompt_token_ids
     close(query.outputs.embedding, expected(query.prompt_token_ids, normalize=False))
-    ids = llm._service.renderer.tokenizer.encode("ab", add_special_tokens=False)
+    ids = llm._frontend.renderer.tokenizer.encode("ab", add_special_tokens=False)
     (cut,) = llm.embed([ids], False, truncate_prompt_tokens=1, truncation_side="left", add_special_tokens=False)
     assert cut.prompt_token_ids == ids[-1:]
     assert llm.embed("a" * 50, False, truncate_prompt_tokens=4)[0].prompt_token_ids[3:] == [

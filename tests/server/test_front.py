@@ -38,7 +38,7 @@ async def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 async def until_open(server: Server, count: int) -> None:
-    while server.service.client.num_open != count:
+    while server.frontend.client.num_open != count:
         await asyncio.sleep(0.001)
 
 
@@ -216,7 +216,7 @@ async def test_a_request_that_takes_too_long(config: EngineConfig, core_mode: Ca
         assert (response.status_code, error["type"], error["code"]) == (504, "server_error", "request_timeout")
         assert "0.3 seconds" in error["message"]
         assert response.headers["x-should-retry"] == "false"
-        assert not server.service.client.num_open
+        assert not server.frontend.client.num_open
         stream = await server.http.post("/v1/completions", json=HANG)
         assert stream.status_code == 200
         *_, event, done = [line for line in stream.text.splitlines() if line]
@@ -226,7 +226,7 @@ async def test_a_request_that_takes_too_long(config: EngineConfig, core_mode: Ca
         parts = await server.http.post("/v1/completions", json={"prompt": ["hello", "a<hang>"], "stream": True})
         assert '"text":"h' in parts.text
         assert "request_timeout" in parts.text
-        assert not server.service.client.num_open
+        assert not server.frontend.client.num_open
         await server.until_idle()
 
 
@@ -332,7 +332,7 @@ async def test_so_many_may_wait_and_no_more(
 async def test_what_counts_as_waiting(
     server: Server, max_queue: int | None, num_open: int, running: int, waiting: int, is_full: bool
 ) -> None:
-    client = server.service.client
+    client = server.frontend.client
     client._max_queue, client._max_num_seqs = max_queue, 4
     client._metrics.take(0, EngineStats(running=running, waiting=waiting))
     client._running = dict.fromkeys(map(str, range(num_open)), SimpleNamespace())  # type: ignore[arg-type]

@@ -204,15 +204,15 @@ async def test_an_api_serves_replicas_of_other_hosts(
 
     hosts = [asyncio.create_task(asyncio.to_thread(host, replica)) for replica in range(2)]
     here = spread(config, 0, 0)
-    service = await Frontend.start(here, name="x", hosts=await asyncio.to_thread(meet, here))
+    frontend = await Frontend.start(here, name="x", hosts=await asyncio.to_thread(meet, here))
     try:
-        await asyncio.wait_for(service.ready(), 30)
-        with service.generate("r", [[70, 71, 72]] * 8, SamplingParams(max_tokens=20)) as generation:
+        await asyncio.wait_for(frontend.ready(), 30)
+        with frontend.generate("r", [[70, 71, 72]] * 8, SamplingParams(max_tokens=20)) as generation:
             deltas = [delta async for each in generation for delta in each]
         assert sorted(delta.index for delta in deltas if delta.finish_reason) == list(range(8))
-        await service.probe()
+        await frontend.probe()
     finally:
-        await service.close()
+        await frontend.close()
     for each in hosts:
         assert await asyncio.to_thread((await each).result.result, 30) is None
 

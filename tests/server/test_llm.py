@@ -64,7 +64,7 @@ def test_replicas_share_the_prompts(model_folder: Path, core_mode: Callable[[str
         prompts = [f"prompt {number}" for number in range(12)]
         results = llm.generate(prompts, SamplingParams(max_tokens=60), use_tqdm=False)
         assert [result.outputs[0].text for result in results] == prompts
-        metrics = llm._service.metrics
+        metrics = llm._frontend.metrics
         assert [metrics.of(replica).generated_tokens > 0 for replica in range(3)] == [True] * 3
 
 
@@ -102,7 +102,7 @@ def test_chat_with_tools(
         shown = llm.chat(says[1], params, chat_template="{{ messages[0].content | upper }}", use_tqdm=False)
         assert shown[0].outputs[0].text == "HELLO"
         asked: list[Any] = []
-        client = llm._service.client
+        client = llm._frontend.client
         send = client._send
 
         def watch(message: Any, to: int) -> None:
@@ -212,7 +212,7 @@ async def test_an_id_may_be_used_again_at_once(model_folder: Path, core_mode: Ca
 
 async def test_cancelling_aborts_in_the_engine(model_folder: Path, core_mode: Callable[[str], None]) -> None:
     async with AsyncLLM(str(model_folder), load_format="dummy", device="cpu") as llm:
-        service = await llm.start()
+        frontend = await llm.start()
 
         async def forever(prompt: str) -> None:
             async for _ in llm.generate(prompt, SamplingParams(max_tokens=None, ignore_eos=True)):
@@ -220,13 +220,13 @@ async def test_cancelling_aborts_in_the_engine(model_folder: Path, core_mode: Ca
 
         for prompt in ("a", "a<hang>"):
             task = asyncio.create_task(forever(prompt))
-            while not service.client._running:
+            while not frontend.client._running:
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait((task,))
             assert task.cancelled()
-            assert not service.client._running
-        while service.metrics.stats.running or not service.metrics.stats.steps:
+            assert not frontend.client._running
+        while frontend.metrics.stats.running or not frontend.metrics.stats.steps:
             await asyncio.sleep(0.01)
 
 
@@ -240,7 +240,7 @@ def test_a_script_needs_no_main_guard_and_cleans_up(model_folder: Path, tmp_path
             from quire import LLM
             llm = LLM({str(model_folder)!r}, load_format="dummy", device="cpu")
             print(llm.generate("hello", use_tqdm=False)[0].outputs[0].text)
-            print(llm._service._remove_folder.peek()[2][0], llm._service.client._replicas[0].core.pid)
+            print(llm._frontend._remove_folder.peek()[2][0], llm._frontend.client._replicas[0].core.pid)
         """)
     )
     done = subprocess.run([sys.executable, str(script)], env={"PYTHONPATH": "."}, capture_output=True, text=True)

@@ -120,7 +120,7 @@ async def test_text(server: Server) -> None:
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "echo")
     assert message["content"] == [{"type": "text", "text": "hello world"}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
-    prompt = await server.service.renderer.chat(says("hello world"))
+    prompt = await server.frontend.renderer.chat(says("hello world"))
     usage = message["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
     assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (1, len(prompt) + 1)
@@ -162,8 +162,8 @@ async def test_a_call_that_is_cut_off_has_what_was_complete(server: Server) -> N
 
 async def test_tool_choice(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: Any = []
-    submit = server.service.client._send
-    monkeypatch.setattr(server.service.client, "_send", lambda message, to: sent.append(message) or submit(message, to))
+    submit = server.frontend.client._send
+    monkeypatch.setattr(server.frontend.client, "_send", lambda *args: sent.append(args[0]) or submit(*args))
     for choice, is_held in (("auto", False), ("any", True), ("none", False)):
         response = await server.http.post("/v1/messages", json=body(tools=[F, G], tool_choice={"type": choice}))
         assert response.status_code == 200
@@ -390,9 +390,9 @@ async def test_errors_have_anthropics_shape(
 async def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> None:
     for text in ("hello<hang>", "<hang>"):
         request = asyncio.create_task(server.http.post("/v1/messages", json=body(text, stream=stream)))
-        while not server.service.client._running:
+        while not server.frontend.client._running:
             await asyncio.sleep(0.001)
         request.cancel()
-        while server.service.client._running:
+        while server.frontend.client._running:
             await asyncio.sleep(0.001)
     await server.until_idle()

@@ -127,7 +127,7 @@ async def test_text(server: Server) -> None:
     assert (response["status"], response["error"], response["incomplete_details"]) == ("completed", None, None)
     assert (response["metadata"], response["temperature"], response["max_output_tokens"]) == ({"a": "b"}, 0.5, 50)
     assert response["completed_at"] >= response["created_at"]
-    prompt = await server.service.renderer.chat([{"role": "user", "content": "hello world"}])
+    prompt = await server.frontend.renderer.chat([{"role": "user", "content": "hello world"}])
     assert response["usage"] == {
         "input_tokens": len(prompt),
         "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
@@ -295,7 +295,7 @@ async def test_a_running_response_can_be_ended(server: Server, end: str) -> None
     assert last.type == "response.incomplete"
     assert last.response.status == "cancelled"
     await server.until_idle()
-    assert not server.service.client._running
+    assert not server.frontend.client._running
 
 
 async def test_a_failure_is_told(server: Server) -> None:
@@ -312,10 +312,10 @@ async def test_a_failure_is_told(server: Server) -> None:
 async def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> None:
     body = {"input": "hello<hang>", "stream": stream}
     request = asyncio.create_task(server.http.post("/v1/responses", json=body))
-    while not server.service.client._running:
+    while not server.frontend.client._running:
         await asyncio.sleep(0.001)
     request.cancel()
-    while server.service.client._running:
+    while server.frontend.client._running:
         await asyncio.sleep(0.001)
     await server.until_idle()
 

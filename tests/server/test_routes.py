@@ -176,11 +176,11 @@ async def test_invocations_stream_and_end_with_the_client(server: Server) -> Non
     assert "".join(event["choices"][0]["text"] for event in events) == "hello"
     for stream in (False, True):
         task = asyncio.create_task(server.http.post("/invocations", json={"prompt": "a<hang>", "stream": stream}))
-        while not server.service.client.num_open:
+        while not server.frontend.client.num_open:
             await asyncio.sleep(0.001)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        while server.service.client.num_open:
+        while server.frontend.client.num_open:
             await asyncio.sleep(0.001)
 
 
@@ -214,11 +214,11 @@ async def test_vertex(config: EngineConfig, core_mode: Callable[[str], None], mo
             in (await post(server, "/predict", {"instances": [{"prompt": "a"}, {}]}, 400))["error"]["message"]
         )
         task = asyncio.create_task(server.http.post("/predict", json={"instances": [{"prompt": "a<hang>"}] * 3}))
-        while server.service.client.num_open < 3:
+        while server.frontend.client.num_open < 3:
             await asyncio.sleep(0.001)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        while server.service.client.num_open:
+        while server.frontend.client.num_open:
             await asyncio.sleep(0.001)
 
 
@@ -234,5 +234,5 @@ async def test_vertex_may_name_routes_that_are_there(
     for name in ("AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"):
         monkeypatch.setenv(name, "predict")
         with pytest.raises(ConfigError, match=f"{name}=predict"):
-            create_app(AppState(server.service, ("echo",)), ServerOptions())
+            create_app(AppState(server.frontend, ("echo",)), ServerOptions())
         monkeypatch.delenv(name)

@@ -500,18 +500,18 @@ async def test_a_refusal_names_the_parameter(server: Server, stream: bool) -> No
             )
             error = response.json()["error"]
             assert (response.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
-    assert not server.service.client._running
+    assert not server.frontend.client._running
 
 
 async def test_the_engine_gets_what_was_asked_for(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[SamplingParams] = []
-    submit = server.service.client.submit
+    submit = server.frontend.client.submit
 
     def spy(requests: Any, *args: Any) -> Any:
         seen.extend(params for _, _, params in requests)
         return submit(requests, *args)
 
-    monkeypatch.setattr(server.service.client, "submit", spy)
+    monkeypatch.setattr(server.frontend.client, "submit", spy)
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "description": "gone"}
     response_format: ResponseFormatJSONSchema = {
         "type": "json_schema",
