@@ -52,7 +52,7 @@ class _App(FastAPI):
             schemas.pop(name, None)
         schemas |= {"Error": errors.SCHEMA, "MessagesError": messages.ERROR_SCHEMA}
         for path, operations in document["paths"].items():
-            name = "MessagesError" if messages.is_ours(path) else "Error"
+            name = "MessagesError" if messages.ROUTE in path else "Error"
             content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
             for operation in operations.values():
                 if operation["responses"].pop("422", None):

@@ -8,7 +8,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -18,14 +18,17 @@ from tqdm import tqdm
 
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
+from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.conversation import ChatTemplateOptions, Message
 from quire.server.frontend.dp_coordinator import meet
 from quire.server.frontend.embedding_output import VectorOptions
 from quire.server.frontend.frontend import Frontend
+from quire.server.frontend.input_processor import InputProcessor
+from quire.server.frontend.inputs import ChatInput, EmbeddingOptions, GenerationInput, Prompt, RequestOptions
 from quire.server.frontend.output_processor import OutputProcessor, TextDelta
-from quire.server.frontend.renderer import ChatFormats, EmbeddingOptions, Prompt
-from quire.server.frontend.tools import ToolUse, read_choice, read_tools
+from quire.server.frontend.tools import read_tool_use
 from quire.server.llm_outputs import (
     CompletionOutput,
     EmbeddingOutput,
@@ -36,7 +39,6 @@ from quire.server.llm_outputs import (
     prompt_logprobs,
 )
 from quire.server.parsers.events import ToolCall
-from quire.server.parsers.output_parser import OutputFormat
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "EmbeddingRequestOutput", "Logprob", "RequestOutput", "ToolCall"]
 
@@ -78,7 +80,7 @@ class AsyncLLM:
         frontend = await Frontend.start(
             self.config,
             name=str(self.config.model.path),
-            formats=ChatFormats(self._chat_template),
+            formats=ChatFormats(self._chat_template, trust_request_chat_template=True),
             log_level=self._log_level,
             hosts=await asyncio.to_thread(meet, self.config),
         )
@@ -102,7 +104,7 @@ class AsyncLLM:
         `EngineUnavailable`.
         """
         frontend = await self.start()
-        request = _OfflineRequest(frontend, await _render(frontend, prompt, sampling_params), request_id, priority)
+        request = _OfflineRequest(frontend, *await _process(frontend, prompt, sampling_params, priority), request_id)
         async for _ in request.run():
             yield request.result()
 
@@ -115,8 +117,10 @@ class AsyncLLM:
         **chat: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Answer a conversation; otherwise like `generate`. `chat` are the options of `LLM.chat`."""
-        frontend, how = await self.start(), _ChatPrompt.of(**chat)
-        request = _OfflineRequest(frontend, await how.render(frontend, messages, sampling_params), request_id, priority)
+        frontend, given = await self.start(), replace(_chat_input(**chat), messages=messages)
+        request = _OfflineRequest(
+            frontend, *await _process_chat(frontend, given, sampling_params, priority), request_id
+        )
         async for _ in request.run():
             yield request.result()
 
@@ -205,7 +209,7 @@ class LLM:
         Raises `InvalidParameter`, `RequestFailed` and `EngineUnavailable`; the other requests are then aborted.
         """
         many: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
-        return self._wait(self._run_all(partial(_render, self._frontend), many, sampling_params, priority, use_tqdm))
+        return self._wait(self._run_all(partial(_process, self._frontend), many, sampling_params, priority, use_tqdm))
 
     def chat(
         self,
@@ -225,16 +229,17 @@ class LLM:
         The model may call `tools` (those of the OpenAI API), and must if `tool_choice` requires it. `tool_calls` of a
         result are its calls; its `text` is the complete output, including the text of calls.
         """
-        how = _ChatPrompt.of(
+        chat = _chat_input(
             tools,
             tool_choice,
             chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs,
+            chat_template_kwargs=chat_template_kwargs or {},
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
         many: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
-        return self._wait(self._run_all(partial(how.render, self._frontend), many, sampling_params, None, use_tqdm))
+        chats = [replace(chat, messages=each) for each in many]
+        return self._wait(self._run_all(partial(_process_chat, self._frontend), chats, sampling_params, None, use_tqdm))
 
     def embed(
         self,
@@ -273,7 +278,7 @@ class LLM:
 
     async def _run_all(
         self,
-        render: Callable[[Any, SamplingParams | None], Coroutine[Any, Any, _RenderedPrompt]],
+        process: Callable[[Any, SamplingParams | None, int], Coroutine[Any, Any, _ProcessedPrompt]],
         prompts: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
@@ -284,11 +289,11 @@ class LLM:
         for what, given in (("sampling_params", params), ("priority", priorities)):
             if len(given) != len(prompts):
                 raise ValueError(f"{what}: {len(given)} for {len(prompts)} prompts")
-        rendered = await asyncio.gather(*map(render, prompts, params))
+        processed = await asyncio.gather(*map(process, prompts, params, priorities))
         with contextlib.ExitStack() as stack, tqdm(total=len(prompts), desc="requests", disable=not use_tqdm) as bar:
             requests = []
-            for one, rank in zip(rendered, priorities, strict=True):
-                requests.append(_OfflineRequest(self._frontend, one, None, rank))
+            for each in processed:
+                requests.append(_OfflineRequest(self._frontend, *each))
                 stack.callback(requests[-1].close)
             async with asyncio.TaskGroup() as group:
                 for request in requests:
@@ -326,36 +331,26 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread, llm: AsyncL
     loop.close()
 
 
-class _RenderedPrompt(NamedTuple):
-    """A prompt: its text, if any, the engine's input, and how to parse tool calls in the answer."""
+class _ProcessedPrompt(NamedTuple):
+    """The engine's input, and the prompt's text, if it was one."""
 
-    text: str | None
-    ids: list[int]
-    params: SamplingParams
-    cache_salt: str | None = None
-    reading: OutputFormat | None = None
+    given: GenerationInput
+    text: str | None = None
 
 
 class _OfflineRequest:
     """A request of the Python API and its growing sequences. The constructor submits it."""
 
     def __init__(
-        self,
-        frontend: Frontend,
-        prompt: _RenderedPrompt,
-        request_id: str | None,
-        priority: int,
+        self, frontend: Frontend, given: GenerationInput, text: str | None, request_id: str | None = None
     ) -> None:
-        params = prompt.params
-        self._tokenizer = frontend.renderer.tokenizer
+        self._tokenizer = frontend.input_processor.tokenizer
         self._id = request_id or uuid.uuid4().hex
-        self._prompt = prompt.text
-        self._ids = prompt.ids
-        self._params = params
-        self._reading = prompt.reading
-        self._sequences = [TextDelta(index) for index in range(params.n)]
+        self._given = given
+        self._text = text
+        self._sequences = [TextDelta(index) for index in range(given.params.n)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        self._generation = frontend.generate(self._id, [prompt.ids], params, priority, prompt.cache_salt)
+        self._generation = frontend.generate(self._id, replace(given, output_format=None))  # the text has all output
 
     async def run(self) -> AsyncIterator[None]:
         """Yield whenever the sequences have grown."""
@@ -377,13 +372,14 @@ class _OfflineRequest:
 
     def result(self) -> RequestOutput:
         """Return all output so far."""
+        (ids,) = self._given.prompts
         scores = self._sequences[0].prompt_logprobs
         if scores is not None and self._prompt_logprobs is None:
-            self._prompt_logprobs = prompt_logprobs(self._tokenizer, self._ids, scores)
+            self._prompt_logprobs = prompt_logprobs(self._tokenizer, ids, scores)
         return RequestOutput(
             request_id=self._id,
-            prompt=self._prompt,
-            prompt_token_ids=self._ids,
+            prompt=self._text,
+            prompt_token_ids=ids,
             outputs=[completion(self._tokenizer, sequence, self._calls(sequence)) for sequence in self._sequences],
             finished=all(sequence.finish_reason is not None for sequence in self._sequences),
             num_cached_tokens=self._sequences[0].num_cached_tokens,
@@ -392,70 +388,68 @@ class _OfflineRequest:
 
     def _calls(self, sequence: TextDelta) -> list[ToolCall]:
         """Parse the tool calls of a finished answer; its text is not changed."""
-        if self._reading is None or sequence.finish_reason is None:
+        output_format = self._given.output_format
+        if output_format is None or output_format.tools is None or sequence.finish_reason is None:
             return []
         whole = EngineCoreOutput(self._id, list(sequence.token_ids), finish_reason="stop")
-        return OutputProcessor(self._tokenizer, 0, self._ids, self._params, self._reading).feed(whole).tool_calls
+        (ids,) = self._given.prompts
+        processor = OutputProcessor(self._tokenizer, 0, ids, self._given.params, output_format)
+        return processor.feed(whole).tool_calls
 
 
-@dataclass(frozen=True)
-class _ChatPrompt:
-    """How to render conversations, and which tools the model may call."""
+def _chat_input(
+    tools: Sequence[Mapping[str, Any]] = (), tool_choice: str | Mapping[str, Any] | None = None, **template: Any
+) -> ChatInput:
+    """Convert the options of `LLM.chat`, without messages; raises `InvalidParameter` for invalid tool options."""
+    tool_use = read_tool_use(tools or (), tool_choice)
+    return ChatInput(messages=(), tools=tools or (), tool_use=tool_use, template=ChatTemplateOptions(**template))
 
-    options: ChatTemplateOptions
-    tools: Sequence[Mapping[str, Any]]
-    use: ToolUse | None
 
-    @staticmethod
-    def of(
-        tools: Sequence[Mapping[str, Any]] = (),
-        tool_choice: str | Mapping[str, Any] | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> _ChatPrompt:
-        """Create from the options of `LLM.chat`; raises `InvalidParameter` for invalid tool options."""
-        use = read_choice(read_tools(tools or ()), tool_choice)
-        kwargs = chat_template_kwargs or {}
-        return _ChatPrompt(
-            ChatTemplateOptions(may_call=use is not None, chat_template_kwargs=kwargs, **options), tools or (), use
-        )
+async def _process(
+    frontend: Frontend, prompt: PromptLike, params: SamplingParams | None, priority: int
+) -> _ProcessedPrompt:
+    processor, (given, salt) = frontend.admit(), _taken_apart(prompt)
+    options = RequestOptions(priority=_integer(priority, "priority"), cache_salt=salt)
+    processed = await processor.process_prompts([given], _checked(processor, params), options)
+    return _ProcessedPrompt(processed, given if isinstance(given, str) else None)
 
-    async def render(
-        self, frontend: Frontend, messages: Sequence[Message], params: SamplingParams | None
-    ) -> _RenderedPrompt:
-        """Render a conversation."""
-        renderer = frontend.renderer
-        ids = await renderer.chat(messages, self.tools, self.options)
-        params = _given(frontend, params)
-        reading, param = None, "structured_outputs"
-        if self.use is not None:
-            if params.structured_outputs is not None:
-                await renderer.check_structured(params.structured_outputs, param)
-            continued = messages[-1].get("content") if self.options.continue_final_message else None
-            reading, grammar = renderer.reading(
-                ids, self.use, params.structured_outputs, continued=continued if isinstance(continued, str) else ""
-            )
-            if grammar is not None:
-                params, param = msgspec.structs.replace(params, structured_outputs=grammar), "tools"
-        return _RenderedPrompt(None, ids, await renderer.resolve(params, param), reading=reading)
+
+async def _process_chat(
+    frontend: Frontend, chat: ChatInput, params: SamplingParams | None, priority: int
+) -> _ProcessedPrompt:
+    processor, options = frontend.admit(), RequestOptions(priority=_integer(priority, "priority"))
+    return _ProcessedPrompt(await processor.process_chat(chat, _checked(processor, params), options))
+
+
+def _checked(processor: InputProcessor, params: SamplingParams | None) -> SamplingParams:
+    """Return a copy of `params` whose types and ranges are checked, since a struct made in Python may contain anything.
+
+    Structured outputs are validated later. Default: the model's own sampling parameters.
+    """
+    if params is None:
+        return SamplingParams(**processor.sampling_defaults)
+    try:
+        plain = msgspec.msgpack.encode(msgspec.structs.replace(params, structured_outputs=None))
+        checked: SamplingParams = msgspec.msgpack.decode(plain, type=SamplingParams)
+    except InvalidParameter:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidParameter(f"sampling parameters: {error}") from None
+    checked.structured_outputs = params.structured_outputs
+    return checked
+
+
+def _integer(value: Any, param: str) -> int:
+    try:
+        return msgspec.convert(value, int)
+    except msgspec.ValidationError as error:
+        raise InvalidParameter(f"{param}: {error}", param) from None
 
 
 def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, str | Mapping) or (
         isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
     )
-
-
-def _given(frontend: Frontend, params: SamplingParams | None) -> SamplingParams:
-    return SamplingParams(**frontend.renderer.defaults) if params is None else params
-
-
-async def _render(frontend: Frontend, prompt: PromptLike, params: SamplingParams | None) -> _RenderedPrompt:
-    given, salt = _taken_apart(prompt)
-    ids = await frontend.renderer.prompt(given)
-    resolved = await frontend.renderer.resolve(_given(frontend, params))
-    return _RenderedPrompt(given if isinstance(given, str) else None, ids, resolved, salt)
 
 
 async def _embed(
@@ -466,20 +460,17 @@ async def _embed(
     request_id: str | None = None,
     priority: int = 0,
 ) -> EmbeddingRequestOutput:
-    frontend.check(embeds=True)
-    pooling = frontend.renderer.pooling
-    assert pooling is not None
-    vectors.check(pooling)
-    given, salt = _taken_apart(prompt)
-    (ids,) = await frontend.renderer.embeddings({"prompt": given}, rendering)
+    processor, (given, salt) = frontend.admit(embeds=True), _taken_apart(prompt)
+    (ids,) = await processor.process_embeddings({"prompt": given}, rendering, vectors)
     request_id = request_id or uuid.uuid4().hex
-    with frontend.embed(request_id, [ids], priority, salt) as embedding:
+    with frontend.embed(request_id, [ids], _integer(priority, "priority"), salt) as embedding:
         (output,) = await embedding.vectors()
+    assert processor.pooling is not None
     return EmbeddingRequestOutput(
         request_id=request_id,
         prompt=given if isinstance(given, str) else None,
         prompt_token_ids=ids,
-        outputs=EmbeddingOutput(vectors.finish(output.vector or b"", pooling).tolist()),
+        outputs=EmbeddingOutput(vectors.finish(output.vector or b"", processor.pooling).tolist()),
         num_cached_tokens=output.num_cached_tokens,
     )
 

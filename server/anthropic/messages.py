@@ -21,7 +21,9 @@ from starlette.types import Message as AsgiMessage
 from starlette.types import Scope, Send
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.frontend import Generation
+from quire.server.frontend.generation import Generation
+from quire.server.frontend.input_processor import InputProcessor
+from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.content_blocks import (
     BlockClosed,
@@ -33,11 +35,14 @@ from quire.server.http.content_blocks import (
 )
 from quire.server.http.errors import describe, json_response
 from quire.server.http.response import EventStreamResponse, part, while_connected
-from quire.server.http.state import AppState, ServedModel
-from quire.server.openai.chat import ChatRequest, PreparedChat, prepare
+from quire.server.http.state import AppState
+from quire.server.openai.chat import ChatRequest
 from quire.server.openai.protocol import Int64, LenientModel, StrictModel, reject_extra, renamed, variant
 
 router = APIRouter()
+
+ROUTE = "/v1/messages"
+"""Errors on paths with this route use Anthropic's format."""
 
 _HARMLESS: Mapping[str, Any] = {
     "metadata": ...,
@@ -205,12 +210,12 @@ class CountTokensRequest(LenientModel):
     def _sampling(self) -> dict[str, Any]:
         return {}
 
-    async def prepared(self, state: ServedModel, *, generates: bool = True) -> PreparedChat:
-        """Render the request for the engine; raises `InvalidParameter`."""
+    async def process(self, processor: InputProcessor) -> GenerationInput:
+        """Process the request like a chat; raises `InvalidParameter`."""
         thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
         chat, places = self.as_chat(), [place for place, _ in self._conversation()]
         with renamed(_NAMES, places):
-            return await prepare(state, chat, thinking, generates=generates)
+            return await chat.process(processor, thinking)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -236,10 +241,11 @@ class MessagesRequest(CountTokensRequest):
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, in Anthropic's format."""
-    chat = await body.prepared(state)
+    model = state.check_model(body.model)
+    chat = await body.process(state.frontend.admit())
     message_id = f"msg_{uuid.uuid4().hex}"
-    generation = state.frontend.generate(message_id, [chat.prompt], chat.params, reading=chat.reading)
-    message = _MessageFormatter(message_id, chat)
+    generation = state.frontend.generate(message_id, chat)
+    message = _MessageFormatter(message_id, model, len(chat.prompts[0]))
     if body.stream:
         return EventStreamResponse(generation, partial(message.write_events, generation), end=b"")
     with generation:
@@ -251,31 +257,33 @@ async def count_tokens(body: CountTokensRequest, state: AppState) -> Response:
     """Count the tokens of a conversation, including its system prompt and tools; rejected if they exceed the model's
     maximum.
     """
-    return json_response({"input_tokens": len((await body.prepared(state, generates=False)).prompt)})
+    state.check_model(body.model)
+    chat = await body.process(state.frontend.input_processor)
+    return json_response({"input_tokens": len(chat.prompts[0])})
 
 
 class _MessageFormatter:
     """Formats a message while it is generated."""
 
-    def __init__(self, message_id: str, chat: PreparedChat) -> None:
+    def __init__(self, message_id: str, model: str, prompt_tokens: int) -> None:
         self._id = message_id
-        self._model = chat.model
-        self._prompt_tokens = len(chat.prompt)
-        self._said = ContentBlocks()
+        self._model = model
+        self._prompt_tokens = prompt_tokens
+        self._blocks = ContentBlocks()
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         async for deltas in generation:
-            for _ in self._said.feed(deltas):
+            for _ in self._blocks.feed(deltas):
                 pass
-        return self._object([_block(block) for block in self._said.blocks], self._stop())
+        return self._object([_block(block) for block in self._blocks.blocks], self._stop())
 
     async def write_events(self, generation: Generation, send: Send) -> None:
         """Send the events of a stream. It starts with the first tokens, when the number of cached tokens is known."""
-        said = self._said
+        blocks = self._blocks
         has_begun = False
         try:
             async for deltas in generation:
-                events = [_event(event) for event in said.feed(deltas)]
+                events = [_event(event) for event in blocks.feed(deltas)]
                 if not has_begun:
                     has_begun = True
                     nothing = {"stop_reason": None, "stop_sequence": None}
@@ -285,7 +293,7 @@ class _MessageFormatter:
         except (RequestFailed, EngineUnavailable) as error:
             await send(part(_sse("error", _error(*describe(error)))))
             return
-        events = [_event(event) for event in said.close()]
+        events = [_event(event) for event in blocks.close()]
         events.append(_sse("message_delta", {"delta": self._stop(), "usage": self._usage()}))
         events.append(_sse("message_stop", {}))
         await send(part(b"".join(events)))
@@ -295,18 +303,18 @@ class _MessageFormatter:
         return {**head, "content": content, **stop, "usage": self._usage()}
 
     def _stop(self) -> dict[str, Any]:
-        reason = _STOP_REASONS[self._said.finish_reason or "stop"]
-        if reason == "end_turn" and self._said.stop_string is not None:
-            return {"stop_reason": "stop_sequence", "stop_sequence": self._said.stop_string}
+        reason = _STOP_REASONS[self._blocks.finish_reason or "stop"]
+        if reason == "end_turn" and self._blocks.stop_string is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": self._blocks.stop_string}
         return {"stop_reason": reason, "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        cached = self._said.num_cached_tokens
+        cached = self._blocks.num_cached_tokens
         return {
             "input_tokens": self._prompt_tokens - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": self._said.num_tokens,
+            "output_tokens": self._blocks.num_tokens,
         }
 
 
@@ -462,14 +470,9 @@ ERROR_SCHEMA: dict[str, Any] = {
 """Schema of errors, for the OpenAPI document."""
 
 
-def is_ours(path: str) -> bool:
-    """Whether errors on this path use Anthropic's format."""
-    return "/v1/messages" in path
-
-
 def errors_in_shape(scope: Scope, send: Send) -> Send:
     """Wrap `send` to convert all errors on these routes, including those of the middleware, to Anthropic's format."""
-    if scope["type"] != "http" or not is_ours(scope["path"]):
+    if scope["type"] != "http" or ROUTE not in scope["path"]:
         return send
     start: AsgiMessage | None = None
     parts: list[bytes] = []

@@ -27,10 +27,10 @@ from quire.engine import log, process
 from quire.engine.config.options import EngineConfig
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config import ServerOptions
+from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.engine_client import SHUTTING_DOWN
 from quire.server.frontend.frontend import ApiProcessInfo, Frontend
 from quire.server.frontend.output_stream import EngineUnavailable
-from quire.server.frontend.renderer import ChatFormats
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients and load balancers keep idle connections, so that they do not reuse a connection that the server
@@ -50,7 +50,7 @@ def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ..
 
     http = uvicorn.Server(
         uvicorn.Config(
-            create_app(ServedModel(frontend, names, options.trust_request_chat_template), options),
+            create_app(ServedModel(frontend, names), options),
             log_config=None,
             access_log=options.log_level == "debug",
             http="httptools",

@@ -231,10 +231,10 @@ async def _run_in_process(
     # As in `quire serve`: keep transformers from importing torch in this process.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from quire.server.app import create_app
+    from quire.server.frontend.chat_formats import ChatFormats
     from quire.server.frontend.dp_coordinator import meet
     from quire.server.frontend.frontend import Frontend
     from quire.server.frontend.output_stream import EngineUnavailable
-    from quire.server.frontend.renderer import ChatFormats
     from quire.server.http.state import ServedModel
 
     names = options.served_model_name or (DEMO_NAME if engine.model == EngineOptions.model else engine.model,)
@@ -247,7 +247,7 @@ async def _run_in_process(
     )
     try:
         await frontend.ready()
-        backend = InProcess(create_app(ServedModel(frontend, names, options.trust_request_chat_template)))
+        backend = InProcess(create_app(ServedModel(frontend, names)))
         await work(backend).run(options.max_concurrency or _default_concurrency(config))
     except EngineUnavailable as failure:
         raise RunFailed(str(failure)) from None

@@ -129,9 +129,9 @@ async def _serve(
     seconds: dict[str, float],
     hosts: DPCoordinator | None,
 ) -> int:
+    from quire.server.frontend.chat_formats import ChatFormats
     from quire.server.frontend.engine_client import SHUTTING_DOWN
     from quire.server.frontend.frontend import Frontend
-    from quire.server.frontend.renderer import ChatFormats
 
     frontend = await Frontend.start(
         config,

@@ -9,7 +9,6 @@ from typing import Any
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.chat_template import ChatTemplate
-from quire.server.frontend.tools import for_template
 from quire.server.parsers.reasoning import detect_reasoning
 
 Message = Mapping[str, Any]
@@ -31,8 +30,6 @@ class ChatTemplateOptions:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    may_call: bool = False
-    """The model may call the tools, so the prompt must show them."""
 
     def variables(self, template: ChatTemplate) -> dict[str, Any]:
         """Return the template variables that the user sets; raises `InvalidParameter` for unused ones."""
@@ -44,61 +41,66 @@ class ChatTemplateOptions:
                 )
         if self.documents and "documents" not in template.reads:
             raise InvalidParameter("this model's chat template does not support documents", "documents")
-        return self._effort(template) | self._thinking(template) | dict(self.chat_template_kwargs)
-
-    def _effort(self, template: ChatTemplate) -> dict[str, Any]:
-        if self.reasoning_effort is None:
-            return {}
-        if "reasoning_effort" in template.reads:
-            return {"reasoning_effort": self.reasoning_effort}
-        switch = _thinking_switch(template)
-        if self.reasoning_effort == "none" and switch is not None:
-            return {switch: False}
-        remedy = f'; set {switch} with chat_template_kwargs, or send "none"' if switch is not None else ""
-        raise InvalidParameter(
-            f"this model's chat template does not support reasoning_effort{remedy}", "reasoning_effort"
-        )
-
-    def _thinking(self, template: ChatTemplate) -> dict[str, Any]:
-        if self.thinking is None:
-            return {}
-        if (switch := _thinking_switch(template)) is not None:
-            return {switch: self.thinking}
-        if not self.thinking and detect_reasoning(template.source) is not None:
-            raise InvalidParameter("thinking: this model's chat template cannot disable it", "thinking")
-        return {}
+        switch = next((name for name in ("enable_thinking", "thinking") if name in template.reads), None)
+        found: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            if "reasoning_effort" in template.reads:
+                found["reasoning_effort"] = self.reasoning_effort
+            elif self.reasoning_effort == "none" and switch is not None:
+                found[switch] = False
+            else:
+                remedy = f'; set {switch} with chat_template_kwargs, or send "none"' if switch is not None else ""
+                raise InvalidParameter(
+                    f"this model's chat template does not support reasoning_effort{remedy}", "reasoning_effort"
+                )
+        if self.thinking is not None:
+            if switch is not None:
+                found[switch] = self.thinking
+            elif not self.thinking and detect_reasoning(template.source) is not None:
+                raise InvalidParameter("thinking: this model's chat template cannot disable it", "thinking")
+        return found | dict(self.chat_template_kwargs)
 
 
-def _thinking_switch(template: ChatTemplate) -> str | None:
-    """The template variable that enables reasoning."""
-    return next((name for name in ("enable_thinking", "thinking") if name in template.reads), None)
-
-
-def text(
+def render(
     template: ChatTemplate,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]],
     options: ChatTemplateOptions,
+    may_call: bool,
 ) -> str:
-    """Render the prompt; raises `InvalidParameter` for anything that the template cannot express."""
+    """Render the prompt; raises `InvalidParameter` for anything that the template cannot express.
+
+    `may_call`: the model may call the tools, so the prompt must show them.
+    """
     if not messages:
         raise InvalidParameter("messages must not be empty", "messages")
-    if tools and options.may_call and "tools" not in template.reads:
+    if tools and may_call and "tools" not in template.reads:
         raise InvalidParameter(
             "tools: this model's chat template does not support them; start the server with a "
             '--chat-template that does, or send tool_choice: "none"',
             "tools",
         )
     variables = options.variables(template) | {
-        "tools": for_template(tools) or None,
+        "tools": [_tool_without_strict(tool) for tool in tools] or None,
         "documents": list(options.documents) or None,
         "add_generation_prompt": options.add_generation_prompt and not options.continue_final_message,
     }
     turns = [_message(message, template.source, at) for at, message in enumerate(messages)]
     if options.continue_final_message:
         turns[-1] = _to_be_continued(turns[-1], len(turns) - 1)
-    prompt = _render(template, turns, variables)
+    try:
+        prompt = template.render(turns, **variables)
+    except InvalidParameter:
+        if not any(turn.get("tool_calls") for turn in turns):
+            raise
+        # Most templates expect tool call arguments as objects, but some (DeepSeek-V3.1's) as JSON text.
+        prompt = template.render([_with_arguments_as_text(turn) for turn in turns], **variables)
     return _cut(prompt) if options.continue_final_message else prompt
+
+
+def _tool_without_strict(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool as the prompt shows it: `strict` is an option for the server."""
+    return {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
 
 
 def _message(message: Message, template: str, at: int) -> dict[str, Any]:
@@ -114,16 +116,6 @@ def _message(message: Message, template: str, at: int) -> dict[str, Any]:
     if calls := result.get("tool_calls"):
         result["tool_calls"] = [_tool_call(call, at) for call in calls]
     return result
-
-
-def _render(template: ChatTemplate, turns: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-    """Render the prompt. Templates expect tool call arguments as objects, but some (DeepSeek-V3.1's) as JSON text."""
-    try:
-        return template.render(turns, **variables)
-    except InvalidParameter:
-        if not any(turn.get("tool_calls") for turn in turns):
-            raise
-    return template.render([_with_arguments_as_text(turn) for turn in turns], **variables)
 
 
 def _with_arguments_as_text(turn: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import zmq
 
 from quire.engine.config.options import CacheConfig
 from quire.engine.core.launch import Endpoints
-from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import (
     AbortRequests,
     EngineCoreOutput,
@@ -92,7 +91,7 @@ class EngineClient:
     if it has lost more than `MAX_RESUMES` of them.
 
     With `max_queue`, requests are rejected beyond `max_num_seqs` per replica plus `max_queue`. The number of requests
-    of other API processes comes from the engine's stats (see `check_queue`).
+    of other API processes comes from the engine's stats (see `admit`).
     """
 
     def __init__(
@@ -178,16 +177,17 @@ class EngineClient:
         """Number of this process's unfinished requests."""
         return len(self._running)
 
-    def check_queue(self) -> None:
-        """Raise `QueueFull` if no more requests may wait.
+    def admit(self) -> None:
+        """Raise `EngineUnavailable` if no request can be accepted now, and `QueueFull` if no more may wait.
 
         A request counts as waiting if its replica's newest stats do not count it as running. If these stats count none
-        as waiting, each free place in the running batch admits one more. Never raised while this process has no open
-        requests, as the stats may be outdated then.
+        as waiting, each free place in the running batch admits one more. The queue is never full while this process has
+        no open requests, as the stats may be outdated then.
 
         Each API process counts its own open requests, and takes those of the others from the stats that the engine last
         sent to any of them. So several processes may accept more requests between two steps than one would.
         """
+        self.check()
         if self._max_queue is None or not self._running:
             return
         stats = self._stats().values()
@@ -234,15 +234,12 @@ class EngineClient:
         priority: int = 0,
         cache_salt: bytes = b"",
     ) -> OutputStream:
-        """Submit requests (id, prompt, params) with a common output stream.
+        """Submit requests (id, prompt, params) with a common output stream. No id may be used twice.
 
-        Raises `EngineUnavailable`, `QueueFull` (then none was submitted), and `InvalidParameter` if an id is in use.
+        Raises `EngineUnavailable` and `QueueFull`; then none was submitted.
         """
-        self.check()
-        self.check_queue()
+        self.admit()
         stream = OutputStream(self.abort, [request_id for request_id, _, _ in requests])
-        if taken := next((request_id for request_id, _, _ in requests if request_id in self._running), None):
-            raise InvalidParameter(f"a request with the id {taken} is already running", "request_id")
         now = time.monotonic()
         for request_id, prompt_ids, params in requests:
             running = self._running[request_id] = _RunningRequest(stream, now)
@@ -440,7 +437,11 @@ class EngineClient:
         """Process all received messages. ZMQ_FD is edge-triggered: it signals new messages, not unread ones."""
         try:
             while True:
-                self._handle(self._decoder.decode(self._responses.recv(zmq.NOBLOCK)))
+                message = self._decoder.decode(self._responses.recv(zmq.NOBLOCK))
+                if isinstance(message, EngineCoreOutputs):
+                    self._deliver(message)
+                else:
+                    self._handle(message)
         except zmq.Again:
             pass
         except Exception as error:  # a bug here must not leave requests waiting forever
@@ -448,13 +449,10 @@ class EngineClient:
             self.loop.remove_reader(self._responses.FD)
             self.fail(f"the connection to the engine failed: {error!r}")
 
-    def _handle(self, message: ToServer) -> None:
-        """Process a message. Ignore unknown replicas, and everything from a dead one except that it is ready."""
+    def _handle(self, message: EngineReady | EngineDead | ProbeReply) -> None:
+        """Process a message about a replica's state. Unknown replicas are ignored."""
         replica = self._replicas.get(message.replica)
         match message:
-            case EngineCoreOutputs() as outputs if replica is not None and replica.state != "dead":
-                replica.is_silent = False
-                self._deliver(outputs)
             case ProbeReply(probe_id) if replica is not None:
                 replica.is_silent = False
                 if (answer := self._probes.get((message.replica, probe_id))) is not None and not answer.done():
@@ -465,7 +463,11 @@ class EngineClient:
                 self._on_dead(replica, reason)
 
     def _deliver(self, news: EngineCoreOutputs) -> None:
-        """Deliver a step's outputs. Drop those of requests that are unknown or have moved to another replica."""
+        """Deliver a step's outputs. Drop those of a dead replica, and of requests that are unknown or have moved."""
+        replica = self._replicas.get(news.replica)
+        if replica is None or replica.state == "dead":
+            return
+        replica.is_silent = False
         now = time.monotonic()
         if news.stats is not None:
             self._metrics.take(news.replica, news.stats)

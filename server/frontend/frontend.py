@@ -1,4 +1,4 @@
-"""The text side of a model, which HTTP, `LLM` and `AsyncLLM` use: renderer, engine client, output processors."""
+"""The text side of a model, which all APIs share: input processor, engine client, output processors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from types import TracebackType
-
-import msgspec
 
 from quire.engine.config.options import EngineConfig
 from quire.engine.core.launch import (
@@ -31,14 +28,16 @@ from quire.engine.core.launch import (
     start_core,
 )
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
+from quire.engine.protocol.messages import SamplingParams
+from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.dp_coordinator import DPCoordinator, served
 from quire.server.frontend.engine_client import SHUTTING_DOWN, EngineClient
+from quire.server.frontend.generation import Embedding, Generation
+from quire.server.frontend.input_processor import InputProcessor
+from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.metrics import Metrics
-from quire.server.frontend.output_processor import OutputProcessor, TextDelta
-from quire.server.frontend.output_stream import EngineUnavailable, OutputStream, RequestFailed
-from quire.server.frontend.renderer import ChatFormats, Renderer
-from quire.server.parsers.output_parser import OutputFormat
+from quire.server.frontend.output_processor import OutputProcessor
+from quire.server.frontend.output_stream import EngineUnavailable, OutputStream
 
 logger = logging.getLogger(__name__)
 
@@ -48,94 +47,6 @@ _LEAVE_SECONDS = 0.05
 """Polling interval of hosts that shut down together."""
 _LONGEST_FOLDER = 90
 """In bytes. The path of a Unix socket inside must be shorter than 108 bytes (unix(7))."""
-
-
-class Generation:
-    """One request: prompts × n sequences, numbered prompt by prompt.
-
-    Iterating yields lists of `TextDelta`s until each sequence has its finish reason; raises `RequestFailed` and
-    `EngineUnavailable`. As a context manager, it aborts what is still running on exit.
-    """
-
-    def __init__(self, stream: OutputStream, sequences: dict[str, OutputProcessor]) -> None:
-        self._stream = stream
-        self._sequences = sequences
-
-    @property
-    def is_open(self) -> bool:
-        """Whether part of it may still be running."""
-        return bool(self._sequences)
-
-    def close(self) -> None:
-        """Abort what is still running in the engine."""
-        self._sequences.clear()
-        self._stream.close()
-
-    def __enter__(self) -> Generation:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def __aiter__(self) -> AsyncIterator[list[TextDelta]]:
-        while self._sequences:
-            deltas = []
-            for output in await self._stream.get():
-                if output.finish_reason in ("error", "abort"):
-                    raise RequestFailed(output.error or "the engine aborted the request")
-                delta = self._sequences[output.request_id].feed(output)
-                if delta.finish_reason is not None:
-                    del self._sequences[output.request_id]
-                    if output.finish_reason is None:
-                        self._stream.stop(output.request_id)
-                if delta.token_ids or delta.finish_reason is not None:  # otherwise only part of the prompt was scored
-                    deltas.append(delta)
-            if deltas:
-                yield deltas
-
-
-class Embedding:
-    """One request for the vectors of one or more prompts. As a context manager, it aborts what is still running on
-    exit.
-    """
-
-    def __init__(self, stream: OutputStream, request_ids: Sequence[str]) -> None:
-        self._stream = stream
-        self._places = {request_id: place for place, request_id in enumerate(request_ids)}
-
-    @property
-    def is_open(self) -> bool:
-        """Whether part of it may still be running."""
-        return bool(self._places)
-
-    async def vectors(self) -> list[EngineCoreOutput]:
-        """Return the engine's outputs, which contain the vectors, in the order of the prompts.
-
-        Raises `RequestFailed` and `EngineUnavailable`.
-        """
-        found: dict[int, EngineCoreOutput] = {}
-        while self._places:
-            for output in await self._stream.get():
-                if output.finish_reason in ("error", "abort"):
-                    raise RequestFailed(output.error or "the engine aborted the request")
-                assert output.vector is not None
-                found[self._places.pop(output.request_id)] = output
-        return [found[place] for place in sorted(found)]
-
-    def close(self) -> None:
-        """Abort what is still running in the engine."""
-        self._places.clear()
-        self._stream.close()
-
-    def __enter__(self) -> Embedding:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass(frozen=True)
@@ -157,11 +68,6 @@ class ApiProcessInfo:
     def metrics(self) -> str:
         return f"{self.folder}/metrics"
 
-    @property
-    def suffix(self) -> str:
-        """Makes request ids of the engine unique across processes."""
-        return f"@{self.index}" if self.index else ""
-
 
 class Frontend:
     """The running replicas and their text side. Call `start`, await `ready`, then `close`, all on one event loop."""
@@ -174,14 +80,14 @@ class Frontend:
         self.metrics = metrics
         self.place = place
         self._serials = itertools.count()
-        self._generations: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
+        self._open: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
         """By the caller's id."""
         self._seeds = random.Random(f"{config.model.seed}/{place.index}" if place.index else config.model.seed)
         self._remove_folder: weakref.finalize[[str], Frontend] | None = None
         self._hosts: DPCoordinator | None = None
         self._ports: list[socket.socket] = []
         self._seconds: dict[str, float] = {}
-        self._renderer = asyncio.create_task(asyncio.to_thread(self._load_renderer, formats))
+        self._loading = asyncio.create_task(asyncio.to_thread(self._load, formats))
 
     @staticmethod
     async def start(
@@ -196,7 +102,7 @@ class Frontend:
     ) -> Frontend:
         """Start this host's engine cores, and load the tokenizer meanwhile. `name` is a label of the metrics.
 
-        `count` is the number of API processes; the others call `join`. With `max_queue`, `check` and `generate` raise
+        `count` is the number of API processes; the others call `join`. With `max_queue`, `admit` and `generate` raise
         `QueueFull` when that many requests are waiting. `hosts` are the hosts of other replicas
         (`quire.server.frontend.dp_coordinator.meet`), which are closed with the frontend.
         """
@@ -264,7 +170,7 @@ class Frontend:
 
         Raises `ConfigError` for errors of the tokenizer and `EngineUnavailable` for errors of the engine.
         """
-        await asyncio.shield(self._renderer)
+        await asyncio.shield(self._loading)
         ready = await self.client.ready()
         if ready.stats is not None and ready.stats.kv_blocks != self.config.cache.num_blocks:
             from quire.engine.config.resolve import cache_text
@@ -272,79 +178,19 @@ class Frontend:
             logger.info("%s", cache_text(self.config.with_blocks(ready.stats.kv_blocks)))
         return self._seconds | ready.seconds
 
-    def check(self, *, embeds: bool = False) -> None:
-        """Raise `EngineUnavailable` or `QueueFull` if no request can be accepted now.
-
-        Raises `InvalidParameter` if the model does not support such requests (`embeds`: embeddings, otherwise
-        generation).
-        """
-        self._check_runner(embeds)
-        self.check_loaded()
-        self.client.check()
-        self.client.check_queue()
-
-    async def probe(self) -> None:
-        """Return when the engine loop and every rank have answered; raises `EngineUnavailable` if they do not."""
-        self.check_loaded()
-        await self.client.probe()
-
-    def check_loaded(self) -> None:
-        """Raise `EngineUnavailable` if there is no `renderer` yet."""
-        if not self._renderer.done():
-            raise EngineUnavailable("the model is still loading")
-
     @property
-    def renderer(self) -> Renderer:
-        """Available after `ready` has returned or `check` has passed."""
-        return self._renderer.result()
+    def input_processor(self) -> InputProcessor:
+        """Raises `EngineUnavailable` while the tokenizer is loading."""
+        if not self._loading.done():
+            raise EngineUnavailable("the model is still loading")
+        return self._loading.result()
 
-    def generate(
-        self,
-        request_id: str,
-        prompts: Sequence[list[int]],
-        params: SamplingParams,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        reading: OutputFormat | None = None,
-    ) -> Generation:
-        """Generate `params.n` sequences for each rendered prompt; `reading` says how to parse their text.
+    def admit(self, *, embeds: bool = False) -> InputProcessor:
+        """Return the input processor if a request can be accepted now, before anything is spent on it.
 
-        `params` come from `Renderer.resolve`. Cached prefixes are shared only among requests with the same
-        `cache_salt`.
-
-        Raises `InvalidParameter`, `QueueFull` and `EngineUnavailable` before anything has run.
+        Raises `EngineUnavailable` or `QueueFull` if none can, and `InvalidParameter` if the model does not support such
+        requests (`embeds`: embeddings, otherwise generation).
         """
-        self._check_runner(embeds=False)
-        self._check_request(request_id, priority)
-        tokenizer, serial = self.renderer.tokenizer, next(self._serials)
-        requests: list[tuple[str, list[int], SamplingParams]] = []
-        sequences: dict[str, OutputProcessor] = {}
-        for prompt in prompts:
-            for choice in range(params.n):
-                # Numbered, so that a late output of a finished request is not mistaken for one of a new request with
-                # the same id.
-                engine_id = f"{request_id}-{len(requests)}-{serial}{self.place.suffix}"
-                sequences[engine_id] = OutputProcessor(tokenizer, len(requests), prompt, params, reading)
-                requests.append((engine_id, prompt, params.for_engine(self._seed(params.seed, choice))))
-        generation = Generation(self.client.submit(requests, priority, _salt(cache_salt)), sequences)
-        self._generations[request_id] = generation
-        return generation
-
-    def embed(
-        self, request_id: str, prompts: Sequence[list[int]], priority: int = 0, cache_salt: str | None = None
-    ) -> Embedding:
-        """Compute a vector for each of the rendered prompts; otherwise like `generate`."""
-        self._check_runner(embeds=True)
-        self._check_request(request_id, priority)
-        serial = next(self._serials)
-        ids = [f"{request_id}-{number}-{serial}{self.place.suffix}" for number in range(len(prompts))]
-        requests = [(engine_id, prompt, _NO_PARAMS) for engine_id, prompt in zip(ids, prompts, strict=True)]
-        embedding = Embedding(self.client.submit(requests, priority, _salt(cache_salt)), ids)
-        self._generations[request_id] = embedding
-        return embedding
-
-    def _check_runner(self, embeds: bool) -> None:
-        """Reject requests that the model does not support."""
         if embeds and self.config.model.pooling is None:
             raise InvalidParameter(
                 "this model generates text and does not support embeddings; use an embedding model, or start the "
@@ -356,25 +202,70 @@ class Frontend:
                 "this model computes embeddings and does not generate text; use /v1/embeddings (in Python: LLM.embed)",
                 "model",
             )
+        self.client.admit()
+        return self.input_processor
 
-    def _check_request(self, request_id: str, priority: int) -> None:
-        try:
-            msgspec.convert(priority, int)
-        except msgspec.ValidationError as error:
-            raise InvalidParameter(f"priority: {error}", "priority") from None
+    async def probe(self) -> None:
+        """Return when the engine loop and every rank have answered; raises `EngineUnavailable` if they do not."""
+        _ = self.input_processor
+        await self.client.probe()
+
+    def generate(self, request_id: str, given: GenerationInput) -> Generation:
+        """Generate `given.params.n` sequences for each prompt.
+
+        Raises `InvalidParameter`, `QueueFull` and `EngineUnavailable` before anything has run.
+        """
+        sequences = [
+            (prompt, given.params.for_engine(self._seed(given.params.seed, choice)))
+            for prompt in given.prompts
+            for choice in range(given.params.n)
+        ]
+        stream, engine_ids = self._submit(request_id, sequences, given.priority, given.cache_salt)
+        tokenizer = self.input_processor.tokenizer
+        processors = {
+            engine_id: OutputProcessor(tokenizer, index, prompt, given.params, given.output_format)
+            for index, (engine_id, (prompt, _)) in enumerate(zip(engine_ids, sequences, strict=True))
+        }
+        generation = self._open[request_id] = Generation(stream, processors)
+        return generation
+
+    def embed(
+        self, request_id: str, prompts: Sequence[list[int]], priority: int = 0, cache_salt: str | None = None
+    ) -> Embedding:
+        """Compute a vector for each of the processed prompts; otherwise like `generate`."""
+        sequences = [(prompt, _NO_PARAMS) for prompt in prompts]
+        embedding = self._open[request_id] = Embedding(*self._submit(request_id, sequences, priority, cache_salt))
+        return embedding
+
+    def _submit(
+        self,
+        request_id: str,
+        sequences: Sequence[tuple[list[int], SamplingParams]],
+        priority: int,
+        cache_salt: str | None,
+    ) -> tuple[OutputStream, list[str]]:
+        """Submit the sequences of a request; returns their outputs and their ids."""
         if priority and self.config.scheduler.policy != "priority":
             raise InvalidParameter("priority requires a server started with --scheduling-policy priority", "priority")
-        if (earlier := self._generations.get(request_id)) is not None and earlier.is_open:
+        if (earlier := self._open.get(request_id)) is not None and earlier.is_open:
             raise InvalidParameter(f"a request with the id {request_id} is already running", "request_id")
+        # Numbered, and with the number of the process, so that a late output of a finished request is not mistaken for
+        # one of a new request with the same id.
+        serial = next(self._serials)
+        engine_ids = [f"{request_id}-{at}-{serial}@{self.place.index}" for at in range(len(sequences))]
+        # The engine sees no text: a salt has the length of a prefix cache hash.
+        salt = blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest() if cache_salt else b""
+        requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]
+        return self.client.submit(requests, priority, salt), engine_ids
 
     async def close(self, *, together: bool = False) -> None:
         """Abort running requests. The process that started the engine cores also stops them and removes the sockets.
 
         `together`: unless an error occurs, keep the cores running until no other host needs their experts.
         """
-        (renderer,) = await asyncio.gather(self._renderer, return_exceptions=True)
-        if isinstance(renderer, Renderer):
-            renderer.close()
+        (loaded,) = await asyncio.gather(self._loading, return_exceptions=True)
+        if isinstance(loaded, InputProcessor):
+            loaded.close()
         self.client.fail(SHUTTING_DOWN)
         if self._hosts is not None:
             reason = str(await self.client.failed())
@@ -389,11 +280,11 @@ class Frontend:
         if self._remove_folder is not None:
             self._remove_folder()
 
-    def _load_renderer(self, formats: ChatFormats) -> Renderer:
+    def _load(self, formats: ChatFormats) -> InputProcessor:
         begun = time.monotonic()
-        renderer = Renderer.load(self.config.model, formats)
+        processor = InputProcessor.load(self.config.model, formats)
         self._seconds["tokenizer"] = time.monotonic() - begun
-        return renderer
+        return processor
 
     def _seed(self, seed: int | None, choice: int) -> int:
         """The seed of one sequence: the user's for the first choice, a derived one for others; or the next internal
@@ -402,8 +293,3 @@ class Frontend:
         if seed is None:
             return self._seeds.getrandbits(63)
         return seed if choice == 0 else random.Random(f"{seed}/{choice}").getrandbits(63)
-
-
-def _salt(text: str | None) -> bytes:
-    """A salt with the length of a prefix cache hash; the engine sees no text."""
-    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest() if text else b""

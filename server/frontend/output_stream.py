@@ -46,6 +46,11 @@ class OutputStream:
         """The reader that waits in `get`."""
         self._timer: asyncio.TimerHandle | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a request may still be running."""
+        return bool(self._open)
+
     async def get(self) -> list[EngineCoreOutput]:
         """Return the outputs since the last call, at most one per request; wait for the first.
 

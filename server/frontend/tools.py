@@ -32,44 +32,32 @@ class ToolUse:
         return self.required or self.is_subset or any(tool.strict for tool in self.tools)
 
 
-def read_tools(tools: Sequence[Any]) -> list[GrammarTool]:
-    """Parse the functions in a request's `tools`; raises `InvalidParameter` that describes the error."""
+def read_tool_use(tools: Sequence[Any], choice: str | Mapping[str, Any] | None, several: bool = True) -> ToolUse | None:
+    """Parse a request's `tools` and `tool_choice`; returns None if no tool may be called.
+
+    Raises `InvalidParameter` that describes the error.
+    """
     if len(tools) > MAX_TOOLS:
         raise InvalidParameter(f"tools: at most {MAX_TOOLS} are allowed, got {len(tools)}", "tools")
-    read = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
-    names = [tool.name for tool in read]
+    known = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(tools)]
+    names = [tool.name for tool in known]
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
         raise InvalidParameter(f"tools: duplicate function name {twice}", "tools")
-    return read
-
-
-def read_choice(
-    tools: Sequence[GrammarTool], choice: str | Mapping[str, Any] | None, several: bool = True
-) -> ToolUse | None:
-    """Apply `tool_choice` to the tools; returns None if no tool may be called. Raises `InvalidParameter`."""
     if not tools and choice not in (None, "none", "auto"):
         raise InvalidParameter("tool_choice requires tools", "tool_choice")
     match choice:
         case None | "auto" | "required":
-            return ToolUse(tools=tuple(tools), required=choice == "required", several=several) if tools else None
+            return ToolUse(tools=tuple(known), required=choice == "required", several=several) if tools else None
         case "none":
             return None
         case {"type": "function", "function": {"name": str(name)}}:
-            return ToolUse(tools=(_named(tools, name),), required=True, several=False)
+            return ToolUse(tools=(_named(known, name),), required=True, several=False)
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*allowed]}}:
-            chosen = tuple(_allowed(tools, one) for one in allowed)
+            chosen = tuple(_allowed(known, one) for one in allowed)
             if not chosen:
                 raise InvalidParameter("tool_choice: allowed_tools names no tool", "tool_choice")
             return ToolUse(tools=chosen, required=mode == "required", several=several, is_subset=True)
     raise InvalidParameter(f"tool_choice must be {_CHOICES}", "tool_choice")
-
-
-def for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tools for the prompt: as given, without the options for the server."""
-    return [
-        {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
-        for tool in tools
-    ]
 
 
 def _allowed(tools: Sequence[GrammarTool], one: Any) -> GrammarTool:

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.engine_client import QueueFull
+from quire.server.frontend.inputs import ContextLengthExceeded
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed, RequestTimedOut
-from quire.server.frontend.renderer import ContextLengthExceeded
 
 RETRY_AFTER_SECONDS = 2
 """Value of the Retry-After header when the queue is full."""

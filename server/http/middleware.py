@@ -96,19 +96,14 @@ class LimitsMiddleware:
             deadline = Deadline(asyncio.get_running_loop().time() + self._timeout, self._timeout)
         DEADLINE.set(deadline)
         scope = {**scope, SCOPE_DEADLINE: deadline}
-        await self._app(scope, self._bounded(receive, deadline and deadline.at), send)
+        size, is_whole = 0, False
 
-    def _bounded(self, receive: Receive, deadline: float | None) -> Receive:
-        """Return a `receive` with limits until the last byte of the body."""
-        size = 0
-        is_whole = False
-
-        async def read() -> Message:
+        async def receive_within_limits() -> Message:
             nonlocal size, is_whole
             if is_whole:
                 return await receive()
             try:
-                async with asyncio.timeout_at(deadline):
+                async with asyncio.timeout_at(deadline and deadline.at):
                     message = await receive()
             except TimeoutError:
                 text = f"the body did not arrive within {self._timeout:g} seconds"
@@ -119,7 +114,7 @@ class LimitsMiddleware:
             is_whole = not message.get("more_body", False)
             return message
 
-        return read
+        await self._app(scope, receive_within_limits, send)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._max_body / MIB:g} MiB", "body_too_large")

@@ -10,19 +10,21 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from quire.server.frontend.frontend import Generation
+from quire.server.frontend.generation import Generation
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.errors import describe, json_response
 
 T = TypeVar("T")
+StreamUsage = Literal["none", "final", "continuous"]
+"""Where a stream has the usage: nowhere, in a last event, or in every event."""
 
 DIRECT_SEND = "quire.send"
 """Key in an ASGI scope: the server's `send`, without the wrappers of middleware, which have seen the response start."""
@@ -88,7 +90,7 @@ class GenerationResponse:
         self,
         request_id: str,
         model: str,
-        shape: Formatter,
+        formatter: Formatter,
         usage: Usage,
         choose: Callable[[list[TextDelta]], list[TextDelta]] = lambda sequences: sequences,
     ) -> None:
@@ -96,7 +98,7 @@ class GenerationResponse:
         self._choose = choose
         self._id = request_id
         self._model = model
-        self._shape = shape
+        self._formatter = formatter
         self._usage = usage
 
     async def whole(self, generation: Generation, request: Request) -> Response:
@@ -104,12 +106,9 @@ class GenerationResponse:
         with generation:
             return json_response(await while_connected(request.receive, self._collect(generation)))
 
-    def stream(self, generation: Generation, include_usage: bool, continuous: bool = False) -> Response:
-        """Return the response as server-sent events, one write for each engine step.
-
-        With `include_usage` it ends with the usage; with `continuous` every event has the usage so far.
-        """
-        return EventStreamResponse(generation, partial(self._write_events, generation, include_usage, continuous))
+    def stream(self, generation: Generation, usage: StreamUsage) -> Response:
+        """Return the response as server-sent events, one write for each engine step."""
+        return EventStreamResponse(generation, partial(self._write_events, generation, usage))
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -134,48 +133,48 @@ class GenerationResponse:
 
     def _whole(self, sequences: list[TextDelta]) -> dict[str, Any]:
         sequences = self._choose(sequences)
-        choices = [self._shape.whole_choice(sequence) for sequence in sequences]
-        extra = self._shape.top_level_fields(sequences)
-        return self._head(self._shape.whole) | {"choices": choices, "usage": self._usage.object(), **extra}
+        choices = [self._formatter.whole_choice(sequence) for sequence in sequences]
+        extra = self._formatter.top_level_fields(sequences)
+        return self._head(self._formatter.whole) | {"choices": choices, "usage": self._usage.object(), **extra}
 
-    async def _write_events(self, generation: Generation, include_usage: bool, continuous: bool, send: Send) -> None:
-        shape = self._shape
-        head = b"data: " + _encode(self._head(shape.chunk))[:-1] + b',"choices":['
-        tail = self._tail(include_usage, continuous)
+    async def _write_events(self, generation: Generation, usage: StreamUsage, send: Send) -> None:
+        formatter = self._formatter
+        head = b"data: " + _encode(self._head(formatter.chunk))[:-1] + b',"choices":['
+        tail = self._tail(usage)
         indices = range(self._usage.num_choices)
-        first_tail = b"]," + _encode(extra)[1:-1] + tail[1:] if (extra := shape.top_level_fields(())) else tail
-        openings = filter(None, map(shape.opening, indices))
+        first_tail = b"]," + _encode(extra)[1:-1] + tail[1:] if (extra := formatter.top_level_fields(())) else tail
+        openings = filter(None, map(formatter.opening, indices))
         if events := b"".join(head + _encode(opening) + first_tail for opening in openings):
             await send(part(events))
         # If every chunk has the usage, the text around a delta's text is never constant.
-        frames = [None if continuous else _frame(shape, index, head, tail) for index in indices]
+        frames = [None if usage == "continuous" else _frame(formatter, index, head, tail) for index in indices]
         async for deltas in generation:
             self._usage.add(deltas)
-            if continuous:
-                tail = self._tail(include_usage, continuous)
+            if usage == "continuous":
+                tail = self._tail(usage)
             events = b""
             for delta in deltas:
                 if delta.is_text and (frame := frames[delta.index]) is not None:
                     before, after = frame
                     events += before + _encode(delta.text) + after
-                elif delta.has_content or (shape.returns_token_ids and delta.token_ids):
-                    events += head + _encode(shape.chunk_choice(delta)) + tail
+                elif delta.has_content or (formatter.returns_token_ids and delta.token_ids):
+                    events += head + _encode(formatter.chunk_choice(delta)) + tail
             if events:
                 await send(part(events))
-        if include_usage:
+        if usage != "none":
             await send(part(head + b'],"usage":' + _encode(self._usage.object()) + b"}\n\n"))
 
-    def _tail(self, include_usage: bool, continuous: bool) -> bytes:
+    def _tail(self, usage: StreamUsage) -> bytes:
         """The end of a chunk with choices."""
-        if continuous:
+        if usage == "continuous":
             return b'],"usage":' + _encode(self._usage.object()) + b"}\n\n"
-        return b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+        return b'],"usage":null}\n\n' if usage == "final" else b"]}\n\n"
 
 
-def _frame(shape: Formatter, index: int, head: bytes, tail: bytes) -> tuple[bytes, bytes] | None:
+def _frame(formatter: Formatter, index: int, head: bytes, tail: bytes) -> tuple[bytes, bytes] | None:
     """The constant text before and after the delta's text in a text-only event; None if there is no such text."""
     mark = "\0"
-    one, other = (head + _encode(shape.chunk_choice(TextDelta(index, mark, ids))) + tail for ids in ([0], [1, 2]))
+    one, other = (head + _encode(formatter.chunk_choice(TextDelta(index, mark, ids))) + tail for ids in ([0], [1, 2]))
     before, _, after = one.partition(_encode(mark))
     return (before, after) if one == other else None
 

@@ -8,7 +8,6 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.frontend import Frontend
 from quire.server.http.errors import ModelNotFound
 from quire.server.http.response_store import ResponseStore
@@ -20,8 +19,6 @@ class ServedModel:
 
     frontend: Frontend
     model_names: tuple[str, ...]
-    trusts_templates: bool = False
-    """Whether requests may contain a chat template."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -32,13 +29,6 @@ class ServedModel:
                 f"the model {name!r} does not exist; available: {' or '.join(self.model_names)}", "model"
             )
         return name or self.model_names[0]
-
-    def check_template(self, template: str | None) -> None:
-        """Raise `InvalidParameter` if the request may not contain a chat template."""
-        if template is not None and not self.trusts_templates:
-            raise InvalidParameter(
-                "chat_template requires a server started with --trust-request-chat-template", "chat_template"
-            )
 
 
 async def _of(request: Request) -> ServedModel:

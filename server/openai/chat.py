@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.messages import TokenLogprobs
 from quire.server.frontend.conversation import ChatTemplateOptions
+from quire.server.frontend.input_processor import InputProcessor
+from quire.server.frontend.inputs import ChatInput, GenerationInput
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.frontend.tokenizer import Tokenizer
-from quire.server.frontend.tools import ToolUse, read_choice, read_tools
+from quire.server.frontend.tools import read_tool_use
 from quire.server.http.response import GenerationResponse, Usage
-from quire.server.http.state import AppState, ServedModel
+from quire.server.http.state import AppState
 from quire.server.openai.logprobs import LEAST_LOGPROB, TokenNames, prompt_logprobs_object
-from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, LenientModel
+from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, Int64, LenientModel
 from quire.server.parsers.events import ToolCall
-from quire.server.parsers.output_parser import OutputFormat
 
 router = APIRouter()
 
@@ -63,7 +62,8 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """Default: up to the model's maximum length. Takes precedence over `max_tokens`, which means the same."""
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Int64 | None = None
+    """At most `--max-logprobs`."""
     tools: list[dict[str, Any]] | None = None
     """Functions. The arguments follow the schema if the function is `strict`, required or named by `tool_choice`."""
     tool_choice: str | dict[str, Any] | None = None
@@ -112,102 +112,51 @@ class ChatRequest(GenerationRequest):
         """The maximum number of output tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages, without fields that are not set."""
-        return [message.model_dump(exclude_none=True) for message in self.messages]
-
-    def tool_use(self) -> ToolUse | None:
-        """Which tools the model may or must call, or None. Raises `InvalidParameter` for invalid tools."""
-        return read_choice(read_tools(self.tools or ()), self.tool_choice, self.parallel_tool_calls is not False)
-
-    def options(self, may_call: bool) -> ChatTemplateOptions:
-        """How to render the messages. `may_call`: the model may call tools."""
-        return ChatTemplateOptions(
+    def chat_input(self, thinking: bool | None = None) -> ChatInput:
+        """The conversation. `thinking` sets the template's switch for reasoning, unless it is None."""
+        template = ChatTemplateOptions(
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs or {},
             documents=self.documents or (),
             reasoning_effort=self.reasoning_effort,
+            thinking=thinking,
             add_generation_prompt=self.add_generation_prompt is not False,
             continue_final_message=bool(self.continue_final_message),
             add_special_tokens=bool(self.add_special_tokens),
-            may_call=may_call,
+        )
+        return ChatInput(
+            messages=[message.model_dump(exclude_none=True) for message in self.messages],
+            tools=self.tools or (),
+            tool_use=read_tool_use(self.tools or (), self.tool_choice, self.parallel_tool_calls is not False),
+            template=template,
+            shows_reasoning=self.include_reasoning is not False,
         )
 
-    @property
-    def continued(self) -> str:
-        """The text of the final message that the model continues, if it does."""
-        content = self.messages[-1].content if self.continue_final_message else None
-        return content if isinstance(content, str) else ""
-
-
-@dataclass(frozen=True)
-class PreparedChat:
-    """A rendered conversation, and how to parse the answer."""
-
-    model: str
-    """The model name for the response."""
-    prompt: list[int]
-    params: SamplingParams
-    """Returned by `Renderer.resolve`."""
-    reading: OutputFormat | None
-
-
-async def prepare(
-    state: ServedModel, body: ChatRequest, thinking: bool | None = None, *, generates: bool = True
-) -> PreparedChat:
-    """Prepare a chat request; all conversation APIs call this after converting their requests to chat.
-
-    `thinking` sets the template's switch for reasoning, unless it is None. Raises `InvalidParameter` and, if the
-    request is to generate, `EngineUnavailable` and `QueueFull`.
-    """
-    model = state.check_model(body.model)
-    body.reject_unsupported()
-    if generates:
-        state.frontend.check()
-    else:
-        state.frontend.check_loaded()
-    renderer = state.frontend.renderer
-    state.check_template(body.chat_template)
-    use = body.tool_use()
-    params = body.sampling_params(
-        renderer.defaults,
-        max_tokens=body.longest,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
-    renderer.check_logprobs(body.top_logprobs, "top_logprobs")
-    last = renderer.truncation(body.truncate_prompt_tokens, params.max_tokens)
-    options = replace(body.options(may_call=use is not None), thinking=thinking)
-    prompt = await renderer.chat(body.conversation(), body.tools or (), options, last=last)
-    answer, param = params.structured_outputs, body.structured_param
-    if use is not None and answer is not None:
-        await renderer.check_structured(answer, param)
-    reading, grammar = renderer.reading(
-        prompt,
-        use,
-        answer,
-        answer_param=param,
-        continued=body.continued,
-        shows_reasoning=body.include_reasoning is not False,
-    )
-    if grammar is not None:
-        params, param = msgspec.structs.replace(params, structured_outputs=grammar), "tools"
-    renderer.check_length(prompt, params.max_tokens, "messages")
-    return PreparedChat(model, prompt, await renderer.resolve(params, param), reading)
+    async def process(self, processor: InputProcessor, thinking: bool | None = None) -> GenerationInput:
+        """Process the request; all conversation APIs call this after converting their requests to chat."""
+        self.reject_unsupported()
+        params = self.sampling_params(
+            processor.sampling_defaults,
+            max_tokens=self.longest,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+        options = self.request_options(logprobs="top_logprobs")
+        return await processor.process_chat(self.chat_input(thinking), params, options)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation."""
-    chat = await prepare(state, body)
+    model = state.check_model(body.model)
+    processor = state.frontend.admit()
+    chat = await body.process(processor)
     request_id = body.response_id("chatcmpl")
-    generation = state.frontend.generate(
-        request_id, [chat.prompt], chat.params, body.priority or 0, body.cache_salt, chat.reading
-    )
-    shape = _ChatFormatter(state.frontend.renderer.tokenizer, body, chat.prompt)
-    answer = GenerationResponse(request_id, chat.model, shape, Usage([chat.prompt], chat.params.n))
+    generation = state.frontend.generate(request_id, chat)
+    formatter = _ChatFormatter(processor.tokenizer, body, chat.prompts[0])
+    response = GenerationResponse(request_id, model, formatter, Usage(chat.prompts, chat.params.n))
     if body.stream:
-        return answer.stream(generation, body.include_usage, body.include_continuous_usage)
-    return await answer.whole(generation, request)
+        return response.stream(generation, body.stream_usage)
+    return await response.whole(generation, request)
 
 
 class _ChatFormatter:
@@ -230,11 +179,6 @@ class _ChatFormatter:
             found["prompt_logprobs"] = prompt_logprobs_object(self._tokenizer, self._prompt, scores, self._prompt_top)
         return found
 
-    def _ending(self, delta: TextDelta) -> dict[str, Any]:
-        """The fields that end a choice, in a chunk or in a full response."""
-        ending = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-        return ending | {"token_ids": delta.token_ids} if self.returns_token_ids else ending
-
     def opening(self, index: int) -> dict[str, Any]:
         return {
             "index": index,
@@ -244,26 +188,27 @@ class _ChatFormatter:
         }
 
     def chunk_choice(self, delta: TextDelta) -> dict[str, Any]:
-        return {
-            "index": delta.index,
-            "delta": _said(delta),
-            "logprobs": self._logprobs(delta),
-            **self._ending(delta),
-        }
+        return self._choice(delta, "delta", _message_fields(delta))
 
     def whole_choice(self, delta: TextDelta) -> dict[str, Any]:
-        return {
-            "index": delta.index,
-            "message": {"role": "assistant", "content": None, "refusal": None} | _whole(delta),
-            "logprobs": self._logprobs(delta),
-            **self._ending(delta),
-        }
+        message = _message_fields(delta) or {"content": ""}  # null only if there are tool calls or reasoning
+        if delta.tool_calls:
+            message["tool_calls"] = [_call(call) for call in delta.tool_calls]
+        return self._choice(delta, "message", {"role": "assistant", "content": None, "refusal": None} | message)
 
-    def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        if delta.logprobs is None:
-            return None
+    def _choice(self, delta: TextDelta, name: str, message: dict[str, Any]) -> dict[str, Any]:
+        choice = {
+            "index": delta.index,
+            name: message,
+            "logprobs": None if delta.logprobs is None else self._logprobs(delta.token_ids, delta.logprobs),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        return choice | {"token_ids": delta.token_ids} if self.returns_token_ids else choice
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         content = []
-        for token_id, at in zip(delta.token_ids, delta.logprobs, strict=True):
+        for token_id, at in zip(token_ids, logprobs, strict=True):
             likeliest = list(zip(at.top_ids, at.top_logprobs, strict=True))[: self._top]
             top = [self._token(*entry) for entry in likeliest]
             content.append(self._token(token_id, at.logprob) | {"top_logprobs": top})
@@ -277,26 +222,16 @@ class _ChatFormatter:
         }
 
 
-def _said(delta: TextDelta) -> dict[str, Any]:
+def _message_fields(delta: TextDelta) -> dict[str, Any]:
     """The non-empty fields of a message. The reasoning has both names that clients use."""
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if delta.reasoning:
-        said["reasoning_content"] = said["reasoning"] = delta.reasoning
+        fields["reasoning_content"] = fields["reasoning"] = delta.reasoning
     if delta.text:
-        said["content"] = delta.text
+        fields["content"] = delta.text
     if delta.tool_calls:
-        said["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.tool_calls]
-    return said
-
-
-def _whole(delta: TextDelta) -> dict[str, Any]:
-    """The fields of a complete message. The content is null if there are only tool calls or reasoning."""
-    said = _said(delta)
-    if not said:
-        said["content"] = ""
-    if delta.tool_calls:
-        said["tool_calls"] = [_call(call) for call in delta.tool_calls]
-    return said
+        fields["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.tool_calls]
+    return fields
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

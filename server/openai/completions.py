@@ -11,8 +11,8 @@ from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import MAX_N, SamplingParams, TokenLogprobs
+from quire.server.frontend.inputs import Prompt
 from quire.server.frontend.output_processor import Detokenizer, TextDelta
-from quire.server.frontend.renderer import Prompt
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState
@@ -27,7 +27,7 @@ class CompletionRequest(GenerationRequest):
 
     prompt: str | Texts | TokenIds | ManyTokenIds
     """Text or token ids. Required, unlike in OpenAI's API."""
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Int64 | None = None
     """At most `--max-logprobs`."""
     best_of: Annotated[Int64 | None, Field(description=f"At most {MAX_N}. Streams require that it equals n.")] = None
     echo: bool | None = False
@@ -89,28 +89,24 @@ async def completions(body: CompletionRequest, request: Request, state: AppState
     """Complete one or more prompts."""
     model = state.check_model(body.model)
     body.reject_unsupported()
-    state.frontend.check()
-    renderer = state.frontend.renderer
-    params = body.params(renderer.defaults)
-    last = renderer.truncation(body.truncate_prompt_tokens, params.max_tokens)
-    special = body.add_special_tokens is not False
-    given = body.prompts()
-    prompts = await renderer.prompts(given, add_special_tokens=special, last=last)
-    for prompt in prompts:
-        renderer.check_length(prompt, params.max_tokens, "prompt")
+    processor = state.frontend.admit()
+    given, special = body.prompts(), body.add_special_tokens is not False
+    completion = await processor.process_prompts(
+        given, body.params(processor.sampling_defaults), body.request_options(), add_special_tokens=special
+    )
+    tokenizer, prompts = processor.tokenizer, completion.prompts
     echoes = None
     if body.echo:
-        texts = [prompt if isinstance(prompt, str) and last is None else None for prompt in given]
-        echoes = await asyncio.to_thread(_spell, renderer.tokenizer, prompts, texts, special, params)
-
-    params = await renderer.resolve(params, body.structured_param)
+        is_whole = body.truncate_prompt_tokens is None
+        texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
+        echoes = await asyncio.to_thread(_spell, tokenizer, prompts, texts, special, completion.params)
     request_id = body.response_id("cmpl")
-    generation = state.frontend.generate(request_id, prompts, params, body.priority or 0, body.cache_salt)
-    shape = _CompletionFormatter(renderer.tokenizer, body, prompts, echoes)
-    answer = GenerationResponse(request_id, model, shape, Usage(prompts, params.n), shape.best)
+    generation = state.frontend.generate(request_id, completion)
+    formatter = _CompletionFormatter(tokenizer, body, prompts, echoes)
+    response = GenerationResponse(request_id, model, formatter, Usage(prompts, completion.params.n), formatter.best)
     if body.stream:
-        return answer.stream(generation, body.include_usage, body.include_continuous_usage)
-    return await answer.whole(generation, request)
+        return response.stream(generation, body.stream_usage)
+    return await response.whole(generation, request)
 
 
 class _Echo(NamedTuple):

@@ -15,7 +15,7 @@ from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import EngineCoreOutput
 from quire.server.frontend.embedding_output import VectorOptions, to_json
-from quire.server.frontend.renderer import EmbeddingOptions, Prompt
+from quire.server.frontend.inputs import EmbeddingOptions, Prompt
 from quire.server.http.errors import json_response
 from quire.server.http.response import while_connected
 from quire.server.http.state import AppState
@@ -114,17 +114,13 @@ async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) 
     """Compute the embedding vectors of one or more texts, with an embedding model."""
     model = state.check_model(body.model)
     body.reject_unsupported()
-    frontend = state.frontend
-    frontend.check(embeds=True)
-    pooling = frontend.renderer.pooling
-    assert pooling is not None
-    vectors, rendering, inputs = body.vectors(), body.rendering(), body.inputs()
-    vectors.check(pooling)
-    prompts = await frontend.renderer.embeddings(inputs, rendering)
+    processor, vectors = state.frontend.admit(embeds=True), body.vectors()
+    prompts = await processor.process_embeddings(body.inputs(), body.rendering(), vectors)
     request_id = f"embd-{body.request_id or uuid.uuid4().hex}"
-    with frontend.embed(request_id, prompts, body.priority or 0, body.cache_salt) as embedding:
+    with state.frontend.embed(request_id, prompts, body.priority or 0, body.cache_salt) as embedding:
         outputs = await while_connected(request.receive, embedding.vectors())
-    data = await asyncio.to_thread(_data, outputs, pooling, vectors, body.encoding_format == "base64")
+    assert processor.pooling is not None
+    data = await asyncio.to_thread(_data, outputs, processor.pooling, vectors, body.encoding_format == "base64")
     tokens = sum(map(len, prompts))
     return json_response(
         {

@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
+from quire.server.frontend.inputs import RequestOptions
+from quire.server.http.response import StreamUsage
 
 _HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Accepted without effect on the answer: at OpenAI they identify users and guide caching."""
@@ -228,48 +230,41 @@ class GenerationRequest(LenientModel):
             )
 
     @property
-    def include_usage(self) -> bool:
-        """Whether the stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @property
-    def include_continuous_usage(self) -> bool:
-        """Whether every chunk of the stream has the usage so far."""
-        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+    def stream_usage(self) -> StreamUsage:
+        """Where the stream has the usage."""
+        if self.stream_options is None or not self.stream_options.include_usage:
+            return "none"
+        return "continuous" if self.stream_options.continuous_usage_stats else "final"
 
     def response_id(self, kind: str) -> str:
         """The id of the response: the request's own id, or a new one."""
         return f"{kind}-{self.request_id or uuid.uuid4().hex}"
 
     def sampling_params(self, defaults: dict[str, Any], **given: Any) -> SamplingParams:
-        """The engine's parameters. `given` overrides the request, which overrides `defaults`."""
+        """The sampling parameters. `given` overrides the request, which overrides `defaults`."""
         named = {name: getattr(self, name, None) for name in SamplingParams.__struct_fields__}
-        named["logit_bias"] = self._logit_bias()
-        named["structured_outputs"] = self._structured_outputs()
-        return SamplingParams(**{**defaults, **{n: value for n, value in named.items() if value is not None}, **given})
-
-    @property
-    def structured_param(self) -> str:
-        """The name of the parameter that requests structured output."""
-        return "structured_outputs" if self.structured_outputs is not None else "response_format"
-
-    def _structured_outputs(self) -> StructuredOutputs | None:
-        given = None if self.response_format is None else self.response_format.structured()
-        if self.structured_outputs is None:
-            return given
-        if given is not None:
+        try:
+            named["logit_bias"] = self.logit_bias and {int(token): bias for token, bias in self.logit_bias.items()}
+        except ValueError as error:
+            raise InvalidParameter(f"logit_bias: the keys must be token ids: {error}", "logit_bias") from None
+        format = None if self.response_format is None else self.response_format.structured()
+        if format is not None and self.structured_outputs is not None:
             raise InvalidParameter(
                 "structured_outputs and response_format exclude each other; send only one of them", "structured_outputs"
             )
-        return self.structured_outputs.structured()
+        named["structured_outputs"] = self.structured_outputs.structured() if self.structured_outputs else format
+        return SamplingParams(**{**defaults, **{n: value for n, value in named.items() if value is not None}, **given})
 
-    def _logit_bias(self) -> dict[int, float] | None:
-        if self.logit_bias is None:
-            return None
-        try:
-            return {int(token_id): bias for token_id, bias in self.logit_bias.items()}
-        except ValueError as error:
-            raise InvalidParameter(f"logit_bias: the keys must be token ids: {error}", "logit_bias") from None
+    def request_options(self, **param_names: str) -> RequestOptions:
+        """The options besides the prompt and the sampling parameters; `param_names` as in `RequestOptions`."""
+        if self.structured_outputs is None:
+            param_names["structured_outputs"] = "response_format"
+        return RequestOptions(
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            priority=self.priority or 0,
+            cache_salt=self.cache_salt,
+            param_names=param_names,
+        )
 
 
 M = TypeVar("M", bound=LenientModel)

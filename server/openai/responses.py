@@ -19,7 +19,8 @@ from pydantic import Field
 from starlette.types import Send
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.frontend.frontend import Generation
+from quire.server.frontend.generation import Generation
+from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 from quire.server.http.content_blocks import (
     BlockClosed,
@@ -33,7 +34,7 @@ from quire.server.http.errors import ResponseNotFound, json_response
 from quire.server.http.response import EventStreamResponse, part, while_connected
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import AppState, ServedModel
-from quire.server.openai.chat import ChatRequest, PreparedChat, prepare
+from quire.server.openai.chat import ChatRequest
 from quire.server.openai.protocol import Int64, LenientModel, StrictModel, reject_extra, renamed, variant
 from quire.server.openai.responses_input import InputTurns, is_json_object
 
@@ -202,12 +203,13 @@ class ResponsesRequest(LenientModel):
 @router.post("/v1/responses")
 async def create_response(body: ResponsesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, or continue an earlier response."""
+    model = state.check_model(body.model)
     turns = body.conversation(state)
     asked = body.as_chat(turns.messages)
     with renamed(_NAMES, body.places(turns)):
-        chat = await prepare(state, asked)
-    response = _ResponseFormatter(body, chat, turns.messages, state)
-    generation = state.frontend.generate(response.id, [chat.prompt], chat.params, reading=chat.reading)
+        chat = await asked.process(state.frontend.admit())
+    response = _ResponseFormatter(body, model, chat, turns.messages, state)
+    generation = state.frontend.generate(response.id, chat)
     if body.stream:
         return EventStreamResponse(generation, partial(response.write_events, generation), end=b"")
     with generation:
@@ -251,12 +253,17 @@ class _ResponseFormatter:
     """Formats a response while it is generated."""
 
     def __init__(
-        self, body: ResponsesRequest, chat: PreparedChat, conversation: list[dict[str, Any]], state: ServedModel
+        self,
+        body: ResponsesRequest,
+        model: str,
+        chat: GenerationInput,
+        conversation: list[dict[str, Any]],
+        state: ServedModel,
     ) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
         self._store = state.responses
-        self._prompt_tokens = len(chat.prompt)
-        self._said = ContentBlocks()
+        self._prompt_tokens = len(chat.prompts[0])
+        self._blocks = ContentBlocks()
         self._status: _Status = "in_progress"
         self._task: asyncio.Task[Any] | None = None
         self._number = 0
@@ -266,7 +273,7 @@ class _ResponseFormatter:
             "object": "response",
             "created_at": int(time.time()),
             "completed_at": None,
-            "model": chat.model,
+            "model": model,
             "error": None,
             "incomplete_details": None,
             "temperature": chat.params.temperature,
@@ -281,7 +288,7 @@ class _ResponseFormatter:
 
     def object(self) -> dict[str, Any]:
         """The response so far."""
-        blocks = self._said.blocks
+        blocks = self._blocks.blocks
         statuses = {"in_progress": "in_progress", "completed": "completed"}
         output = [self._item(block, "completed") for block in blocks[:-1]]
         output += [self._item(block, statuses.get(self._status, "incomplete")) for block in blocks[-1:]]
@@ -296,7 +303,7 @@ class _ResponseFormatter:
 
     async def whole(self, generation: Generation) -> dict[str, Any]:
         async for deltas in generation:
-            for _ in self._said.feed(deltas):
+            for _ in self._blocks.feed(deltas):
                 pass
         self._complete()
         return self.object()
@@ -309,7 +316,7 @@ class _ResponseFormatter:
             begun = {"response": self.object()}
             await send(part(self._sse("response.created", begun) + self._sse("response.in_progress", begun)))
             async for deltas in generation:
-                if events := b"".join(map(self._events, self._said.feed(deltas))):
+                if events := b"".join(map(self._events, self._blocks.feed(deltas))):
                     await send(part(events))
             self._complete()
         except (RequestFailed, EngineUnavailable) as error:
@@ -322,12 +329,12 @@ class _ResponseFormatter:
             assert self._task is not None
             self._task.uncancel()
             generation.close()
-        events = b"".join(map(self._events, self._said.close()))
+        events = b"".join(map(self._events, self._blocks.close()))
         last = self._status if self._status in ("completed", "failed") else "incomplete"
         await send(part(events + self._sse(f"response.{last}", {"response": self.object()})))
 
     def _complete(self) -> None:
-        if self._said.finish_reason == "length":
+        if self._blocks.finish_reason == "length":
             self._fields["incomplete_details"] = {"reason": "max_output_tokens"}
             self._end("incomplete")
         else:
@@ -346,7 +353,7 @@ class _ResponseFormatter:
     def _messages(self) -> list[dict[str, Any]]:
         """The output as chat messages, without an incomplete tool call."""
         turns = InputTurns([])
-        for block in self._said.blocks:
+        for block in self._blocks.blocks:
             match block.kind:
                 case "reasoning":
                     turns.think(block.text)
@@ -357,13 +364,13 @@ class _ResponseFormatter:
         return turns.messages
 
     def _usage(self) -> dict[str, Any]:
-        said = self._said
+        blocks = self._blocks
         return {
             "input_tokens": self._prompt_tokens,
-            "input_tokens_details": {"cached_tokens": said.num_cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": said.num_tokens,
-            "output_tokens_details": {"reasoning_tokens": said.num_reasoning_tokens},
-            "total_tokens": self._prompt_tokens + said.num_tokens,
+            "input_tokens_details": {"cached_tokens": blocks.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": blocks.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": blocks.num_reasoning_tokens},
+            "total_tokens": self._prompt_tokens + blocks.num_tokens,
         }
 
     def _item(self, block: ContentBlock, status: str) -> dict[str, Any]:

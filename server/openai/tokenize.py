@@ -49,25 +49,20 @@ class DetokenizeRequest(StrictModel):
 async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
     """Return the token ids of a prompt or a chat, which may exceed the model's maximum length."""
     state.check_model(body.model)
-    state.frontend.check_loaded()
-    renderer = state.frontend.renderer
+    processor = state.frontend.input_processor
     if (body.prompt is None) == (body.messages is None):
         raise InvalidParameter("expected either prompt or messages", "prompt")
     if body.prompt is not None:
         for name in body.model_extra or ():
             raise InvalidParameter(f"{name} is not a parameter of /tokenize with a prompt", name)
-        tokens = await renderer.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        tokens = await processor.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         chat = body.chat()
         chat.reject_unsupported()
-        state.check_template(chat.chat_template)
-        options = chat.options(may_call=chat.tool_use() is not None)
-        last = renderer.truncation(chat.truncate_prompt_tokens, chat.longest)
-        tokens = await renderer.tokenize_chat(chat.conversation(), chat.tools or (), options)
-        tokens = tokens if last is None else tokens[-last:]
-    strings = await renderer.names(tokens) if body.return_token_strs else None
+        tokens = await processor.tokenize_chat(chat.chat_input(), chat.truncate_prompt_tokens, chat.longest)
+    strings = await processor.names(tokens) if body.return_token_strs else None
     return json_response(
-        {"count": len(tokens), "max_model_len": renderer.max_model_len, "tokens": tokens, "token_strs": strings}
+        {"count": len(tokens), "max_model_len": processor.max_model_len, "tokens": tokens, "token_strs": strings}
     )
 
 
@@ -75,5 +70,4 @@ async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
 async def detokenize(body: DetokenizeRequest, state: AppState) -> Response:
     """Return the text of token ids, including special tokens."""
     state.check_model(body.model)
-    state.frontend.check_loaded()
-    return json_response({"prompt": await state.frontend.renderer.detokenize(body.tokens, "tokens")})
+    return json_response({"prompt": await state.frontend.input_processor.detokenize(body.tokens, "tokens")})

@@ -124,7 +124,7 @@ async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, 
             os.kill(running.cores[0].pid, signal.SIGKILL)
         await asyncio.gather(*reading)
         if kill:  # it serves again
-            while running.client._up() != [0, 1]:
+            while running.client._live_replicas() != [0, 1]:
                 await asyncio.sleep(0.05)
             streams = [running.client.submit([(f"again {n}", [n], params(0))]) for n in range(4)]
             outputs |= {f"again {n}": [] for n in range(4)}

@@ -18,8 +18,9 @@ from quire.engine.config.options import EngineConfig
 from quire.server.cli.api_process import http_server
 from quire.server.config import ServerOptions
 from quire.server.frontend import frontend as frontend_module
+from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.frontend import Frontend
-from quire.server.frontend.renderer import ChatFormats
+from quire.server.frontend.inputs import ChatInput
 from quire.server.frontend.tokenizer import Tokenizer
 from tests.fakes import fake_core
 from tests.fakes.configs import TINY, engine_config
@@ -37,7 +38,11 @@ class Server:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self.frontend.renderer.tokenizer
+        return self.frontend.input_processor.tokenizer
+
+    async def chat_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """The token ids that a conversation is rendered to."""
+        return await self.frontend.input_processor.tokenize_chat(ChatInput(messages=messages), None, None)
 
     async def until_idle(self) -> None:
         """Return when the core has said that it runs nothing; a hanging test otherwise."""

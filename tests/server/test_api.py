@@ -40,7 +40,7 @@ async def test_chat(server: Server) -> None:
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", ECHO, "stop")
     assert answer.id.startswith("chatcmpl-")
     assert answer.object == "chat.completion"
-    prompt = await server.frontend.renderer.chat(USER)
+    prompt = await server.chat_ids(USER)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(prompt)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens

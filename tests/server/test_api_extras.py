@@ -83,7 +83,7 @@ async def test_prompt_logprobs_have_vllms_shape(server: Server) -> None:
     assert one["prompt_logprobs"] == [None]
     assert "prompt_logprobs" not in (await post(server, "completions", prompt=[70]))["choices"][0]
     chat = await post(server, "chat/completions", messages=USER, prompt_logprobs=1, n=2)
-    prompt = await server.frontend.renderer.chat(USER)
+    prompt = await server.chat_ids(USER)
     assert [sorted(at) for at in chat["prompt_logprobs"][1:]] == [sorted(map(str, (t - 1, t))) for t in prompt[1:]]
     assert chat["prompt_logprobs"][0] is None
     assert all("prompt_logprobs" not in choice for choice in chat["choices"])
@@ -178,7 +178,7 @@ async def test_token_ids_come_along(server: Server) -> None:
     assert len(chunks) >= 2
     assert joined(await streamed(server, "completions", **body, echo=True))["text"] == "é 😀é 😀"
     chat = await post(server, "chat/completions", messages=USER, return_token_ids=True)
-    ids = await server.frontend.renderer.chat(USER)
+    ids = await server.chat_ids(USER)
     assert chat["prompt_token_ids"] == ids
     assert server.tokenizer.decode(chat["choices"][0]["token_ids"], skip_special_tokens=True) == ECHO
     options = {"stream_options": {"include_usage": True}}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config.options import EngineConfig
-from quire.server.frontend import renderer
+from quire.server.frontend import input_processor
 from tests.server.conftest import Server, run_server
 from tests.server.test_embeddings import embedding
 
@@ -90,7 +90,7 @@ TURN = {"role": "user", "content": "hello world " * 25}
 async def test_other_streams_go_on(watch: Watch, server: Server, path: str, body: Any, size: int | None) -> None:
     response = await server.http.post(path, json=body)
     assert response.status_code == (200 if size else 400), response.text  # some are too long for the model
-    assert watch.on_loop <= renderer._SHORT
+    assert watch.on_loop <= input_processor._SHORT
     assert watch.top_level_fields >= (size or 3000)
 
 
@@ -131,7 +131,7 @@ async def test_the_tokenizer_leaves_the_interpreter_to_others(server: Server) ->
     most = 0
     for _ in range(20):
         turns = 0
-        encoding = asyncio.create_task(server.frontend.renderer.tokenize(text, add_special_tokens=False))
+        encoding = asyncio.create_task(server.frontend.input_processor.tokenize(text, add_special_tokens=False))
         while not encoding.done():
             await asyncio.sleep(0)
             turns += 1

@@ -19,6 +19,7 @@ from quire.engine.protocol.messages import (
     TokenLogprobs,
 )
 from quire.server.frontend.frontend import Frontend
+from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_stream import EngineUnavailable, OutputStream, RequestFailed
 from tests.server.conftest import Server
 
@@ -50,7 +51,9 @@ async def test_tokens_alone_merge_with_full_outputs(server: Server) -> None:
 
 async def test_a_slow_reader_gets_all_of_its_text(server: Server) -> None:
     prompt = server.tokenizer.encode("hello 😀 world", add_special_tokens=False)
-    with server.frontend.generate("r", [prompt], SamplingParams(max_tokens=50)) as generation:
+    with server.frontend.generate(
+        "r", GenerationInput(prompts=[prompt], params=SamplingParams(max_tokens=50))
+    ) as generation:
         while server.frontend.client._running:
             await asyncio.sleep(0.01)
         deltas = [delta async for step in generation for delta in step]
@@ -59,9 +62,11 @@ async def test_a_slow_reader_gets_all_of_its_text(server: Server) -> None:
 
 
 async def test_same_id_twice_is_refused(server: Server) -> None:
-    with server.frontend.generate("r", [[70]], SamplingParams(ignore_eos=True, max_tokens=None)):
+    with server.frontend.generate(
+        "r", GenerationInput(prompts=[[70]], params=SamplingParams(ignore_eos=True, max_tokens=None))
+    ):
         with pytest.raises(InvalidParameter, match="is already running"):
-            server.frontend.generate("r", [[71]], SamplingParams())
+            server.frontend.generate("r", GenerationInput(prompts=[[71]], params=SamplingParams()))
         assert len(server.frontend.client._running) == 1
     assert not server.frontend.client._running
     await server.until_idle()
@@ -70,7 +75,9 @@ async def test_same_id_twice_is_refused(server: Server) -> None:
 async def test_one_sequence_that_fails_ends_all_of_its_request(server: Server) -> None:
     fail = server.tokenizer.encode("<fail>", add_special_tokens=False)
     with (
-        server.frontend.generate("r", [[70], fail], SamplingParams(ignore_eos=True, max_tokens=None)) as generation,
+        server.frontend.generate(
+            "r", GenerationInput(prompts=[[70], fail], params=SamplingParams(ignore_eos=True, max_tokens=None))
+        ) as generation,
         pytest.raises(RequestFailed, match="KV cache"),
     ):
         [_ async for _ in generation]

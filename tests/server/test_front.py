@@ -339,9 +339,9 @@ async def test_what_counts_as_waiting(
     try:
         if is_full:
             with pytest.raises(QueueFull):
-                client.check_queue()
+                client.admit()
         else:
-            client.check_queue()
+            client.admit()
     finally:
         client._running = {}
 

@@ -25,6 +25,7 @@ from quire.server.cli import headless
 from quire.server.cli.main import main
 from quire.server.frontend.dp_coordinator import DPMember, meet
 from quire.server.frontend.frontend import Frontend
+from quire.server.frontend.inputs import GenerationInput
 from tests.fakes import fake_core
 
 
@@ -207,7 +208,9 @@ async def test_an_api_serves_replicas_of_other_hosts(
     frontend = await Frontend.start(here, name="x", hosts=await asyncio.to_thread(meet, here))
     try:
         await asyncio.wait_for(frontend.ready(), 30)
-        with frontend.generate("r", [[70, 71, 72]] * 8, SamplingParams(max_tokens=20)) as generation:
+        with frontend.generate(
+            "r", GenerationInput(prompts=[[70, 71, 72]] * 8, params=SamplingParams(max_tokens=20))
+        ) as generation:
             deltas = [delta async for each in generation for delta in each]
         assert sorted(delta.index for delta in deltas if delta.finish_reason) == list(range(8))
         await frontend.probe()

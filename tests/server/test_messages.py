@@ -120,7 +120,7 @@ async def test_text(server: Server) -> None:
     assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "echo")
     assert message["content"] == [{"type": "text", "text": "hello world"}]
     assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
-    prompt = await server.frontend.renderer.chat(says("hello world"))
+    prompt = await server.chat_ids(says("hello world"))
     usage = message["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
     assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (1, len(prompt) + 1)

@@ -127,7 +127,7 @@ async def test_text(server: Server) -> None:
     assert (response["status"], response["error"], response["incomplete_details"]) == ("completed", None, None)
     assert (response["metadata"], response["temperature"], response["max_output_tokens"]) == ({"a": "b"}, 0.5, 50)
     assert response["completed_at"] >= response["created_at"]
-    prompt = await server.frontend.renderer.chat([{"role": "user", "content": "hello world"}])
+    prompt = await server.chat_ids([{"role": "user", "content": "hello world"}])
     assert response["usage"] == {
         "input_tokens": len(prompt),
         "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},

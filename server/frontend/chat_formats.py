@@ -1,0 +1,37 @@
+"""Which chat template, tool call format and reasoning format a server uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from quire.server.config import ModelOptions
+from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat, detect_reasoning
+from quire.server.parsers.tool_formats import TOOL_FORMATS, ToolFormat, detect_tools
+
+
+@dataclass(frozen=True)
+class ChatFormats:
+    """A model's chat template, and the formats of its tool calls and reasoning, by name or `auto` or `none`."""
+
+    chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    trust_request_chat_template: bool = False
+    """Whether a request may bring its own chat template."""
+
+    @staticmethod
+    def of(options: ModelOptions) -> ChatFormats:
+        """The formats set on the command line."""
+        return ChatFormats(**{field.name: getattr(options, field.name) for field in fields(ChatFormats)})
+
+    def tool_format(self, template: str) -> ToolFormat | None:
+        """Return the format of tool calls. Mistral's two formats share a name; the template selects one."""
+        name: str | None = self.tool_call_parser
+        if name == "auto" or (name == "mistral" and detect_tools(template) == "mistral_args"):
+            name = detect_tools(template)
+        return None if name in (None, "none") else TOOL_FORMATS[name]
+
+    def reasoning_format(self, template: str) -> ReasoningFormat | None:
+        """Return the format of reasoning."""
+        name = detect_reasoning(template) if self.reasoning_parser == "auto" else self.reasoning_parser
+        return None if name in (None, "none") else REASONING_FORMATS[name]

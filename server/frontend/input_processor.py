@@ -1,0 +1,433 @@
+"""The way in: renders and tokenizes the requests of all APIs, and validates them against the model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from quire.engine.config.model_files import read_json
+from quire.engine.config.options import ModelConfig
+from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
+from quire.server.frontend import conversation
+from quire.server.frontend.chat_formats import ChatFormats
+from quire.server.frontend.chat_template import ChatTemplate, ChatTemplates
+from quire.server.frontend.embedding_output import VectorOptions
+from quire.server.frontend.inputs import (
+    ChatInput,
+    ContextLengthExceeded,
+    EmbeddingOptions,
+    GenerationInput,
+    Prompt,
+    RequestOptions,
+)
+from quire.server.frontend.structured_outputs import StructuredOutputCheck
+from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.frontend.tools import ToolUse
+from quire.server.parsers.output_parser import OutputFormat
+from quire.server.parsers.tool_grammar import tool_grammar
+
+T = TypeVar("T")
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_SHORT = 2048
+"""Characters and token ids that are processed on the event loop. More are processed in a thread, so that other streams
+do not wait.
+"""
+_TAIL = 16
+"""Tokens at a prompt's end that may contain a marker that opens or closes reasoning."""
+
+
+_DEFAULT_OPTIONS = RequestOptions()
+
+
+class InputProcessor:
+    """Converts requests to the engine's input. Raises `InvalidParameter` for anything that the model cannot do.
+
+    `sampling_defaults` are the sampling parameters that the model's generation_config.json sets.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: ChatTemplates | None,
+        model: ModelConfig,
+        formats: ChatFormats,
+    ) -> None:
+        source = templates.choose(has_tools=True).source if templates else ""
+        self.tokenizer = tokenizer
+        self.tool_format = formats.tool_format(source)
+        self.reasoning_format = formats.reasoning_format(source)
+        self.max_model_len = model.max_model_len
+        self.pooling = model.pooling
+        self.sampling_defaults = _sampling_defaults(model.path)
+        self._templates = templates
+        self._trusts_templates = formats.trust_request_chat_template
+        self._structured = StructuredOutputCheck(model)
+        self._eos = model.eos_token_ids
+        self._vocab_size = model.architecture.vocab_size
+        self._max_logprobs = self._vocab_size if model.max_logprobs < 0 else min(model.max_logprobs, self._vocab_size)
+
+    @staticmethod
+    def load(model: ModelConfig, formats: ChatFormats) -> InputProcessor:
+        """Load tokenizer and chat template; raises `ConfigError`."""
+        tokenizer = Tokenizer.load(model.tokenizer, model.trust_remote_code)
+        templates = ChatTemplates.load(model.tokenizer, tokenizer, formats.chat_template)
+        return InputProcessor(tokenizer, templates, model, formats)
+
+    def close(self) -> None:
+        """Stop the process that compiles grammars."""
+        self._structured.close()
+
+    # --- generation ---------------------------------------------------------------------------------------------
+
+    async def process_prompts(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        options: RequestOptions = _DEFAULT_OPTIONS,
+        *,
+        add_special_tokens: bool = True,
+    ) -> GenerationInput:
+        """Process texts and token ids to continue. With `add_special_tokens`, texts get the tokenizer's."""
+        params = await self._validate(params, options.param_names)
+        last = self._num_kept(options.truncate_prompt_tokens, params.max_tokens)
+
+        def tokenize() -> list[list[int]]:
+            ids = [self._token_ids(prompt, "prompt", add_special_tokens) for prompt in prompts]
+            return [self._fit(each, "prompt", last, params.max_tokens) for each in ids]
+
+        tokenized = await run_in_thread(sum(map(len, prompts)), tokenize)
+        return GenerationInput(
+            prompts=tokenized, params=params, priority=options.priority, cache_salt=options.cache_salt
+        )
+
+    async def process_chat(
+        self, chat: ChatInput, params: SamplingParams, options: RequestOptions = _DEFAULT_OPTIONS
+    ) -> GenerationInput:
+        """Process a conversation. Raises `InvalidParameter` also if the model may call tools and their format is
+        unknown.
+        """
+        answer, params = params.structured_outputs, await self._validate(params, options.param_names)
+        last = self._num_kept(options.truncate_prompt_tokens, params.max_tokens)
+        prompt = await run_in_thread(
+            _length(chat.messages, chat.tools),
+            lambda: self._fit(self._render(chat), "messages", last, params.max_tokens),
+        )
+        output_format = self._output_format(chat, prompt)
+        if chat.tool_use is not None and (chat.tool_use.needs_grammar or answer is not None):
+            schema = None if answer is None else _schema_of(answer, _name("structured_outputs", options.param_names))
+            grammar = self._tool_grammar(chat.tool_use, output_format, schema)
+            params.structured_outputs = await self._structured.resolve_in_thread(grammar, "tools")
+        return GenerationInput(
+            prompts=[prompt],
+            params=params,
+            output_format=output_format,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+        )
+
+    async def _validate(self, params: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
+        """Return a copy of `params` for the engine: bad words as token ids, structured outputs as they are enforced.
+
+        `SamplingParams` itself checks the ranges that do not depend on the model.
+        """
+        for field_name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if count is not None and not 0 <= count <= self._max_logprobs:
+                name = _name(field_name, names)
+                raise InvalidParameter(
+                    f"{name} must be from 0 to {self._max_logprobs} (--max-logprobs), got {count}", name
+                )
+        given = (params.stop_token_ids, params.logit_bias, params.allowed_token_ids or (), *params.bad_words)
+        params = msgspec.structs.replace(params)
+        if any(given):
+            params.bad_word_ids = await run_in_thread(sum(map(len, given)), lambda: self._bad_word_ids(params))
+        if params.structured_outputs is not None:
+            params.structured_outputs = await self._structured.resolve_in_thread(
+                params.structured_outputs, _name("structured_outputs", names)
+            )
+        return params
+
+    def _num_kept(self, truncate: int | None, max_tokens: int | None) -> int | None:
+        """Resolve `truncate_prompt_tokens` to a number of prompt tokens; None: all of them."""
+        if truncate == -1:
+            return max(1, self.max_model_len - max(1, max_tokens or 1))
+        if truncate is not None and not 1 <= truncate <= self.max_model_len:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens must be -1 or from 1 to {self.max_model_len}, got {truncate}",
+                "truncate_prompt_tokens",
+            )
+        return truncate
+
+    def _render(self, chat: ChatInput) -> list[int]:
+        """Return the token ids of a conversation, by default up to the start of the assistant's answer."""
+        if (own := chat.template.chat_template) is not None:
+            if not self._trusts_templates:
+                raise InvalidParameter(
+                    "chat_template requires a server started with --trust-request-chat-template", "chat_template"
+                )
+            try:
+                template = ChatTemplate(own, self.tokenizer.special_tokens)
+            except ConfigError as error:
+                raise InvalidParameter(str(error), "chat_template") from None
+        elif self._templates is None:
+            raise InvalidParameter(
+                "this model has no chat template; start the server with --chat-template, or use /v1/completions",
+                "messages",
+            )
+        else:
+            template = self._templates.choose(bool(chat.tools))
+        text = conversation.render(template, chat.messages, chat.tools, chat.template, chat.tool_use is not None)
+        return self.tokenizer.encode(text, add_special_tokens=chat.template.add_special_tokens)
+
+    def _fit(self, ids: list[int], param: str, last: int | None, max_tokens: int | None) -> list[int]:
+        """Return the `last` token ids; rejects a prompt that is empty, or too long together with its output."""
+        if last is not None:
+            ids = ids[-last:]
+        if not ids:
+            raise InvalidParameter(f"{param} must not be empty: there is no token to continue from", param)
+        if len(ids) >= self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_model_len} tokens, output included, but the "
+                f"prompt has {len(ids)}",
+                param,
+            )
+        if max_tokens is not None and len(ids) + max_tokens > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_model_len} tokens, but the prompt has "
+                f"{len(ids)} and the output (max_tokens) {max_tokens}, {len(ids) + max_tokens} in total",
+                param,
+            )
+        self._check_ids(ids, param)
+        return ids
+
+    def _output_format(self, chat: ChatInput, prompt: Sequence[int]) -> OutputFormat | None:
+        """Return how to parse the answer, which depends on whether the prompt ends inside the model's reasoning."""
+        thoughts, use = self.reasoning_format, chat.tool_use
+        if use is not None and self.tool_format is None:
+            raise InvalidParameter(
+                "tools: the format of this model's tool calls could not be detected; set it with "
+                '--tool-call-parser when starting the server, or send tool_choice: "none"',
+                "tools",
+            )
+        is_thinking = False
+        if thoughts is not None:
+            final = chat.messages[-1].get("content") if chat.template.continue_final_message else None
+            continued = final if isinstance(final, str) else ""
+            tail = self.tokenizer.decode(list(prompt[-_TAIL:]), skip_special_tokens=False)
+            is_open = continued.rfind(thoughts.open) > continued.rfind(thoughts.close)
+            is_thinking = thoughts.is_opened_by(tail) or is_open
+            if not is_thinking and (thoughts.is_closed_by(tail) or continued):
+                thoughts = None
+        if use is None and thoughts is None:
+            return None
+        return OutputFormat(
+            reasoning=thoughts,
+            is_thinking=is_thinking,
+            shows_reasoning=chat.shows_reasoning,
+            tools=None if use is None else self.tool_format,
+            names=frozenset() if use is None else frozenset(tool.name for tool in use.tools),
+            limit=None if use is None or use.several else 1,
+        )
+
+    def _tool_grammar(self, use: ToolUse, output_format: OutputFormat | None, answer: Any) -> StructuredOutputs:
+        """Return the grammar for required or strict calls, or for calls or an answer with the schema `answer`."""
+        assert output_format is not None
+        assert output_format.tools is not None
+        grammar = tool_grammar(
+            output_format.tools,
+            use.tools,
+            self.tokenizer.added_id,
+            required=use.required,
+            several=use.several,
+            answer=None if use.required else answer,
+            reasoning=output_format.reasoning,
+            is_thinking=output_format.is_thinking,
+        )
+        return StructuredOutputs(grammar=grammar)
+
+    def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
+        """Return the token ids of `bad_words`; rejects unknown ids, and bad words that exclude every allowed token."""
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_ids(params.logit_bias, "logit_bias")
+        self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        bad = [ids for word in params.bad_words for ids in self._bad_word(word)]
+        forbidden = {ids[0] for ids in bad if len(ids) == 1}
+        if params.min_tokens:
+            forbidden.update(self._eos, params.stop_token_ids)
+        if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
+            raise InvalidParameter(
+                "allowed_token_ids: bad_words or min_tokens exclude all of them", "allowed_token_ids"
+            )
+        return bad
+
+    def _bad_word(self, word: str) -> list[list[int]]:
+        """Tokenize a word as at the start of a text and, if the result differs, as after a space."""
+        text = word.strip()
+        first, spaced = (self.tokenizer.encode(each, add_special_tokens=False) for each in (text, f" {text}"))
+        both = [first, spaced] if len(spaced) == len(first) and spaced[0] != first[0] else [first]
+        self._check_ids([*itertools.chain(*both)], "bad_words")
+        return [ids for ids in both if ids]
+
+    def _check_ids(self, ids: Collection[int], param: str) -> None:
+        """Reject ids outside of the model's vocabulary; a tokenizer may have more tokens than its model."""
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            bad = next(i for i in ids if not 0 <= i < self._vocab_size)
+            raise InvalidParameter(
+                f"{param}: token id {bad} is not in the model's vocabulary (0 to {self._vocab_size - 1})", param
+            )
+
+    def _token_ids(self, prompt: Prompt, param: str, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        try:
+            return [operator.index(token_id) for token_id in prompt]
+        except TypeError:
+            raise InvalidParameter(f"{param}: token ids must be integers", param) from None
+
+    # --- tokens -------------------------------------------------------------------------------------------------
+
+    async def tokenize_chat(self, chat: ChatInput, truncate: int | None, max_tokens: int | None) -> list[int]:
+        """Return a conversation's token ids as `process_chat` does, without a length limit."""
+        last = self._num_kept(truncate, max_tokens)
+        ids = await run_in_thread(_length(chat.messages, chat.tools), lambda: self._render(chat))
+        return ids if last is None else ids[-last:]
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return a text's token ids, without a length limit."""
+        return await run_in_thread(
+            len(text), lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        )
+
+    async def names(self, token_ids: Sequence[int]) -> list[str | None]:
+        """Return tokens as spelled in the vocabulary."""
+        return await run_in_thread(len(token_ids), lambda: list(map(self.tokenizer.backend.id_to_token, token_ids)))
+
+    async def detokenize(self, token_ids: list[int], param: str) -> str:
+        """Return the text of token ids, including special tokens; rejects ids that the model does not have."""
+        self._check_ids(token_ids, param)
+        return await asyncio.to_thread(self.tokenizer.decode, token_ids, skip_special_tokens=False)
+
+    # --- embeddings ---------------------------------------------------------------------------------------------
+
+    async def process_embeddings(
+        self, inputs: Mapping[str, Prompt], options: EmbeddingOptions, vectors: VectorOptions
+    ) -> list[list[int]]:
+        """Return the token ids of texts and token ids to embed, by their names for error messages.
+
+        Requires an embedding model, whose vectors must support `vectors`.
+        """
+        assert self.pooling is not None
+        vectors.check(self.pooling)
+        prefix = self._embedding_prefix(options.prompt_name)
+
+        def render() -> list[list[int]]:
+            return [self._embedding_ids(given, prefix, options, param) for param, given in inputs.items()]
+
+        return await run_in_thread(sum(len(given) + len(prefix) for given in inputs.values()), render)
+
+    def _embedding_ids(self, given: Prompt, prefix: str, options: EmbeddingOptions, param: str) -> list[int]:
+        assert self.pooling is not None
+        limit, side = options.truncate, options.truncation_side
+        if limit is not None and limit != -1 and not 1 <= limit <= self.max_model_len:
+            raise InvalidParameter(
+                f"truncate_prompt_tokens must be -1 or from 1 to {self.max_model_len}, got {limit}",
+                "truncate_prompt_tokens",
+            )
+        limit = self.max_model_len if limit == -1 else limit
+        if not given:
+            raise InvalidParameter(f"{param} must not be empty: there is nothing to embed", param)
+        if isinstance(given, str):
+            text = (prefix + given).lower() if self.pooling.lower_case else prefix + given
+            specials = options.add_special_tokens
+            if limit is None:
+                ids = self.tokenizer.encode(text, add_special_tokens=specials)
+            else:
+                ids = self.tokenizer.encode_within(text, limit=limit, add_special_tokens=specials, side=side)
+            if not ids:
+                raise InvalidParameter(f"{param} has no tokens: there is nothing to embed", param)
+        else:
+            ids = self._token_ids(given, param, False)
+            ids = ids if limit is None else ids[:limit] if side == "right" else ids[-limit:]
+        if len(ids) > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_model_len} tokens, but {param} has {len(ids)}; "
+                "shorten it, or send truncate_prompt_tokens: -1 to truncate it",
+                param,
+            )
+        self._check_ids(ids, param)
+        return ids
+
+    def _embedding_prefix(self, name: str | None) -> str:
+        """Return the text to put before each embedded text."""
+        assert self.pooling is not None
+        prompts, chosen = self.pooling.prompts, self.pooling.default_prompt if name is None else name
+        if chosen is None:
+            return ""
+        if chosen not in prompts:
+            known = f"it has {', '.join(prompts)}" if prompts else "it has none"
+            raise InvalidParameter(f"prompt_name: this model has no prompt {chosen!r}; {known}", "prompt_name")
+        if prompts[chosen] and not self.pooling.pools_prompts:
+            raise InvalidParameter(
+                "prompt_name: this model excludes prompts from pooling (include_prompt false), which is not supported",
+                "prompt_name",
+            )
+        return prompts[chosen]
+
+
+async def run_in_thread(size: int, work: Callable[[], T]) -> T:
+    """Return the result of work on so many characters or tokens: in a thread, unless there are few."""
+    return work() if size <= _SHORT else await asyncio.to_thread(work)
+
+
+def _length(*values: Any) -> int:
+    """The number of characters and items in these values; stops counting when there are many."""
+    count, ahead = 0, [*values]
+    while ahead and count <= _SHORT:
+        match ahead.pop():
+            case str(text):
+                count += len(text)
+            case Mapping() as each:
+                count += len(each)
+                ahead += each.values()
+            case Sequence() as each:
+                count += len(each)
+                ahead += each
+    return count
+
+
+def _name(field_name: str, names: Mapping[str, str]) -> str:
+    """The API's name of a sampling parameter."""
+    return names.get(field_name, field_name)
+
+
+def _schema_of(answer: StructuredOutputs, param: str) -> Any:
+    """The JSON schema of a format used together with tools; raises `InvalidParameter` for other formats."""
+    if answer.json_object:
+        return {"type": "object"}
+    if answer.json is None:
+        raise InvalidParameter(
+            f"{param}: together with tools, only json and json_object are supported; send "
+            'tool_choice: "none", or omit the tools',
+            param,
+        )
+    return json.loads(answer.json) if isinstance(answer.json, str) else answer.json
+
+
+def _sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return the sampling parameters in generation_config.json. A request's own take precedence."""
+    path = folder / "generation_config.json"
+    config = read_json(path) if path.exists() else {}
+    defaults = {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
+    try:
+        msgspec.convert(defaults, SamplingParams)
+    except (InvalidParameter, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return defaults

@@ -1,0 +1,72 @@
+"""What the input processor takes and returns: requests in a form that all APIs and the Python API share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.messages import SamplingParams
+from quire.server.frontend.conversation import ChatTemplateOptions, Message
+from quire.server.frontend.tools import ToolUse
+from quire.server.parsers.output_parser import OutputFormat
+
+Prompt = str | list[int]
+"""Text, or token ids that are used unchanged."""
+
+
+class ContextLengthExceeded(InvalidParameter):
+    """Prompt and output exceed the model's maximum length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatInput:
+    """A conversation to answer. All chat APIs convert their requests to this."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    """The tools as the request has them, for the chat template."""
+    tool_use: ToolUse | None = None
+    """Which of them the model may or must call; None: it may call none."""
+    template: ChatTemplateOptions = field(default_factory=ChatTemplateOptions)
+    shows_reasoning: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """What a generation request sets besides its prompt and its sampling parameters."""
+
+    truncate_prompt_tokens: int | None = None
+    """Number of tokens to keep at the end of the prompt; -1: as many as the model's length and the output allow."""
+    priority: int = 0
+    cache_salt: str | None = None
+    """Requests share cached prefixes only with requests that have the same salt."""
+    param_names: Mapping[str, str] = field(default_factory=dict)
+    """The API's names of sampling parameters, for error messages, where they differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationInput:
+    """A validated request, as `Frontend.generate` takes it."""
+
+    prompts: Sequence[list[int]]
+    """Token ids of each prompt."""
+    params: SamplingParams
+    output_format: OutputFormat | None = None
+    """How to parse the generated text; None: it is plain text."""
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingOptions:
+    """A request's options for rendering embedding inputs."""
+
+    add_special_tokens: bool = True
+    truncate: int | None = None
+    """Number of tokens to keep of a longer input; -1: the model's maximum length; None: longer inputs are rejected."""
+    truncation_side: Literal["left", "right"] = "right"
+    """The side that truncation removes."""
+    prompt_name: str | None = None
+    """Which of the model's prompts to put before a text; None: its default."""
