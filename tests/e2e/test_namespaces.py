@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from quire.engine.cluster import control_plane
-from tests.namespaces import Host, _remove_leftovers
-from tests.namespaces import hosts as hosts
+from tests.fakes.namespaces import Host, _remove_leftovers
+from tests.fakes.namespaces import hosts as hosts
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ import pytest
 
 from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import quire, serve
-from tests.namespaces import Command, Host
-from tests.namespaces import hosts as hosts
+from tests.fakes.namespaces import Command, Host
+from tests.fakes.namespaces import hosts as hosts
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ import pytest
 
 from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import quire, serve
-from tests.namespaces import Command, Host, two_hosts
+from tests.fakes.namespaces import Command, Host, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

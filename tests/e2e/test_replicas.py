@@ -22,8 +22,8 @@ import pytest
 from quire import AsyncLLM, SamplingParams
 from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import Server, quire, serve
-from tests.models.families import CASES, SIZES, write_model
-from tests.namespaces import Command, Host, hosts
+from tests.fakes.families import CASES, SIZES, write_model
+from tests.fakes.namespaces import Command, Host, hosts
 
 __all__ = ["hosts"]  # the fixture
 

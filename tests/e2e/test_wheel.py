@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.environments import OWN_ENVIRONMENT, run
 from tests.e2e.serving import serve
 from tests.e2e.test_openai import NODES
-from tests.test_packages import FILES, ROOT, SETUPTOOLS
+from tests.unit.test_packages import FILES, ROOT, SETUPTOOLS
 
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
 

@@ -1,7 +1,7 @@
 """FlashInfer's two wrappers as we call them, computed by the reference; `plans` are the plans that were made.
 
 The parameters named here have the names, the order and the defaults of the library's own, 0.7.2, which a slow test of
-tests/kernels/test_flashinfer.py compares.
+tests/integration/kernels/test_flashinfer.py compares.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from quire.engine.config.devices import SHARE
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.messages import SamplingParams
-from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
+from tests.fakes.core_with_ranks import Ranks
+from tests.fakes.families import CASES, SIZES, write_model
 from tests.gpu.conftest import DEVICE
-from tests.models.families import CASES, SIZES, write_model
 
 COUNT = 16
 TRITON = "auto" if DEVICE.type == "cpu" else "triton"

@@ -15,7 +15,7 @@ from quire.kernels import backends, reference
 from quire.kernels.backends import AttentionLayer, AttentionNeeds
 from quire.kernels.flashinfer import FlashInfer
 from tests.gpu.conftest import DEVICE, TYPES
-from tests.kernels import test_attention, test_sampling
+from tests.integration.kernels import test_attention, test_sampling
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, where the CPU rehearses
 

@@ -1,0 +1,286 @@
+"""Replicas that share experts, as processes: the tokens of one rank, and one end for all."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.core.launch import Endpoints, start_core
+from quire.engine.protocol.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDead,
+    EngineReady,
+    ExpertLoad,
+    Probe,
+    SamplingParams,
+    Shutdown,
+    ToServer,
+)
+from tests.fakes.checkpoints import generate
+from tests.fakes.families import CASES, SIZES, write_model
+from tests.fakes.model_logits import configure
+from tests.fakes.outputs import each
+
+pytestmark = pytest.mark.slow
+
+_decode: Any = msgspec.msgpack.Decoder(ToServer).decode
+LENGTHS = (1, 33, 70, 7, 50)
+COUNT = 12
+WAIT = 120.0
+EIGHT = {"num_local_experts": 8}
+MODELS = {"Mixtral": EIGHT, "Granite MoE": EIGHT, "DeepSeek V3": {}}
+
+
+@dataclass(frozen=True)
+class Case:
+    folder: Path
+    prompts: list[list[int]]
+    expected: list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Models whose experts can be shared out over four ranks, and what transformers makes of the prompts."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in LENGTHS]
+    found = {}
+    for name, changes in MODELS.items():
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        architecture, others = CASES[name]
+        write_model(architecture, SIZES | others | changes, folder)
+        found[name] = Case(folder, prompts, generate(folder, prompts, COUNT))
+    return found
+
+
+@dataclass
+class Replicas:
+    """The cores as processes, and this process in the place of the API."""
+
+    cores: list[subprocess.Popen[bytes]]
+    sockets: list[zmq.Socket[bytes]]
+    responses: zmq.Socket[bytes]
+    outputs: dict[str, list[EngineCoreOutput]] = field(default_factory=dict)
+
+    def receive(self, seconds: float = WAIT) -> ToServer:
+        assert self.responses.poll(int(seconds * 1000)), "nothing comes"
+        message: ToServer = _decode(self.responses.recv())
+        return message
+
+    def send(self, replica: int, message: EngineCoreRequest | Probe | Shutdown) -> None:
+        self.sockets[replica].send(msgspec.msgpack.encode(message))
+
+    def ready(self) -> None:
+        waiting = len(self.cores)
+        while waiting:
+            message = self.receive()
+            assert isinstance(message, EngineReady), message
+            waiting -= 1
+
+    def tokens(self, replica_of: list[int], prompts: list[list[int]], count: int = COUNT) -> list[list[int]]:
+        """What the prompts are answered with, each by its replica."""
+        self.submit(replica_of, prompts, count)
+        tokens: list[list[int]] = [[] for _ in prompts]
+        open_ = len(prompts)
+        while open_:
+            message = self.receive()
+            assert isinstance(message, EngineCoreOutputs), message
+            for output in each(message):
+                assert output.error is None
+                tokens[int(output.request_id)] += output.token_ids
+                open_ -= output.finish_reason is not None
+        return tokens
+
+    def submit(self, replica_of: list[int], prompts: list[list[int]], count: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+        for number, (replica, prompt) in enumerate(zip(replica_of, prompts, strict=True)):
+            self.send(replica, EngineCoreRequest(0, str(number), prompt, params))
+
+    def deaths(self, count: int) -> dict[int, str]:
+        """What so many cores say that they ended for."""
+        reasons: dict[int, str] = {}
+        while len(reasons) < count:
+            if isinstance(message := self.receive(20.0), EngineDead):
+                reasons[message.replica] = message.reason
+        return reasons
+
+
+@contextlib.contextmanager
+def replicas(config: EngineConfig, folder: Path, dp: int, experts: ExpertParallelConfig) -> Iterator[Replicas]:
+    """All loaded; whatever is left of them is killed in the end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    endpoints = Endpoints(
+        requests=tuple(f"ipc://{folder}/requests-{replica}" for replica in range(dp)),
+        responses=(f"ipc://{folder}/responses",),
+    )
+    context = zmq.Context()
+    responses = context.socket(zmq.PULL)
+    responses.bind(endpoints.responses[0])
+    sockets, cores = [], []
+    try:
+        for replica in range(dp):
+            parallel = replace(
+                config.parallel,
+                replicas=dp,
+                replica=replica,
+                local_replicas=range(dp),
+                experts=experts,
+                master=("127.0.0.1", port),
+            )
+            cores.append(start_core(replace(config, parallel=parallel), endpoints, "warning"))
+            sockets.append(context.socket(zmq.PUSH))
+            sockets[-1].setsockopt(zmq.LINGER, 0)
+            sockets[-1].connect(endpoints.requests[replica])
+        them = Replicas(cores, sockets, responses)
+        them.ready()
+        yield them
+    finally:
+        family = [child for core in cores for child in _family(core.pid)]
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for core in cores:
+            core.wait(10)
+            assert core.stdin is not None
+            core.stdin.close()
+        context.destroy(0)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def config_of(case: Case, tp: int, pp: int, **options: Any) -> EngineConfig:
+    return configure(
+        case.folder,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        block_size=4,
+        **options,
+    )
+
+
+def layouts() -> list[Any]:
+    """Everything with two ranks a replica; stages, halves and single ranks once."""
+    ways = tuple(itertools.product(("linear", "round_robin"), ("allgather_reducescatter", "all_to_all")))
+    found: list[Any] = [(model, 2, 1, placement, all2all, None) for model in MODELS for placement, all2all in ways]
+    found += [("DeepSeek V3", 1, 2, "linear", "all_to_all", None), ("Mixtral", 2, 2, "round_robin", "all_to_all", 8)]
+    found += [("Granite MoE", 1, 1, "linear", "allgather_reducescatter", 8)]
+    return found
+
+
+@pytest.mark.parametrize(("model", "tp", "pp", "placement", "all2all", "split"), layouts())
+def test_tokens_are_those_of_one_rank(
+    model: str,
+    tp: int,
+    pp: int,
+    placement: Any,
+    all2all: Any,
+    split: int | None,
+    cases: dict[str, Case],
+    tmp_path: Path,
+) -> None:
+    """Uneven loads, a replica without any, and a sleep before each."""
+    case = cases[model]
+    experts = ExpertParallelConfig(placement=placement, all2all=all2all, split_tokens=split)
+    with replicas(config_of(case, tp, pp), tmp_path, 2, experts) as them:
+        for replica_of in ([0] * 5, [1] * 5, [0, 1, 0, 0, 1]):
+            assert them.tokens(replica_of, case.prompts) == case.expected
+        for replica in range(2):
+            them.send(replica, Shutdown())
+        assert [core.wait(20) for core in them.cores] == [0, 0]
+
+
+@pytest.mark.parametrize("all2all", ["allgather_reducescatter", "all_to_all"])
+@pytest.mark.parametrize("model", MODELS)
+def test_tokens_stay_while_experts_move(
+    model: str, all2all: Any, cases: dict[str, Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each replica tells of them, and all the same; of what it last heard, if nothing was to be sent meanwhile."""
+    loads: dict[int, list[ExpertLoad]] = {0: [], 1: []}
+
+    def noted(message: bytes) -> ToServer:
+        outputs: ToServer = decode(message)
+        if isinstance(outputs, EngineCoreOutputs) and outputs.expert_load is not None:
+            loads[outputs.replica].append(outputs.expert_load)
+        return outputs
+
+    decode = _decode
+    monkeypatch.setattr(sys.modules[__name__], "_decode", noted)
+    case = cases[model]
+    experts = ExpertParallelConfig(all2all=all2all, is_balanced=True, redundant=4, step_interval=3)
+    with replicas(config_of(case, 2, 1), tmp_path, 2, experts) as them:
+        begun = time.monotonic()
+        while not any(load in loads[1] for load in loads[0]) and time.monotonic() - begun < 60.0:
+            for replica_of in ([0] * 5, [1] * 5, [0, 1, 0, 0, 1]):
+                assert them.tokens(replica_of, case.prompts) == case.expected
+        for replica in range(2):
+            them.send(replica, Shutdown())
+        assert [core.wait(20) for core in them.cores] == [0, 0]
+    assert loads[0][-1].moved >= 4
+    assert any(load in loads[1] for load in loads[0])
+
+
+@pytest.mark.parametrize(("whom", "tp"), [("core", 1), ("core", 2), ("rank", 2)])
+def test_when_one_is_killed_all_end_and_name_it(whom: str, tp: int, cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases["Mixtral"]
+    with replicas(config_of(case, tp, 1), tmp_path, 2, ExpertParallelConfig()) as them:
+        them.submit([0, 1], case.prompts[:2], 200)
+        while not isinstance(them.receive(), EngineCoreOutputs):
+            pass
+        family = {process.name(): process for process in _family(them.cores[1].pid)}
+        everyone = [process for core in them.cores for process in _family(core.pid)]
+        family["quire-core-1" if whom == "core" else "quire-rank-1"].send_signal(signal.SIGKILL)
+        begun = time.monotonic()
+        reasons = them.deaths(1 if whom == "core" else 2)
+        _, left = psutil.wait_procs([each for each in everyone if each.pid not in {c.pid for c in them.cores}], 10)
+        codes = [core.wait(10) for core in them.cores]
+        assert time.monotonic() - begun < 15
+    assert not left
+    if whom == "core":
+        assert list(reasons) == [0]
+        assert reasons[0].startswith("replica 1 ended or hung: ")
+        assert codes == [1, -signal.SIGKILL]
+    else:
+        assert reasons == dict.fromkeys(range(2), "replica 1: rank 1 was killed by SIGKILL")
+        assert codes == [1, 1]
+
+
+def test_a_replica_that_hangs_is_named(cases: dict[str, Case], tmp_path: Path) -> None:
+    case = cases["Mixtral"]
+    config = config_of(case, 1, 1, distributed_timeout_seconds=4.0)
+    with replicas(config, tmp_path, 2, ExpertParallelConfig()) as them:
+        assert them.tokens([0], case.prompts[:1]) == case.expected[:1]
+        them.cores[1].send_signal(signal.SIGSTOP)
+        begun = time.monotonic()
+        them.send(0, Probe(0, 1))
+        while not isinstance(message := them.receive(20.0), EngineDead):
+            pass
+        assert time.monotonic() - begun < 15
+        assert message.reason.startswith("replica 1 ended or hung: ")

@@ -1,0 +1,206 @@
+"""Ranks of one host as processes: through shared memory when all can, else by gloo; nothing is left of them."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from quire import kernels
+from quire.engine.distributed.communicator import GroupParallel
+from quire.engine.distributed.cpu_communicator import CpuParallel
+from quire.engine.distributed.parallel_state import connect
+from quire.kernels.cpu import shared
+from tests.integration.engine.distributed.test_parallel_state import CPU, grid
+
+Work = Callable[[CpuParallel], Any]
+
+
+def serve(tp: int, pp: int, rank: int, init_method: str, prepared: bool, timeout: float, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    if prepared:
+        kernels.prepare("cpu")()
+    links = connect(grid(tp, pp), rank, init_method, CPU, timedelta(seconds=timeout))
+    assert isinstance(links.tp, CpuParallel)
+    links.tp.finalize()
+    while (work := pipe.recv()) is not None:
+        try:
+            pipe.send(work(links.tp))
+        except RuntimeError as error:
+            pipe.send(error)
+    links.close()
+
+
+@contextmanager
+def ranks(
+    folder: Path, tp: int, pp: int = 1, unprepared: tuple[int, ...] = (), timeout: float = 60.0
+) -> Iterator[list[tuple[ForkServerProcess, Connection]]]:
+    """Settled ranks that do what is sent to them, each a process; `unprepared` ones have no compiled kernels."""
+    context = multiprocessing.get_context("forkserver")  # as the workers: they end without the clean-up of libraries
+    context.set_forkserver_preload(["quire.engine.worker.worker"])
+    started = []
+    for rank in range(tp * pp):
+        ours, theirs = context.Pipe()
+        arguments = (tp, pp, rank, f"file://{folder}/rendezvous", rank not in unprepared, timeout, theirs)
+        process = context.Process(target=serve, args=arguments)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    try:
+        yield started
+        for process, pipe in started:
+            if process.is_alive():
+                pipe.send(None)
+        for process, _ in started:
+            process.join(60)
+            assert process.exitcode in (0, -9)
+    finally:
+        for process, pipe in started:
+            pipe.close()
+            process.kill()
+            process.join()
+
+
+def everywhere(started: list[tuple[ForkServerProcess, Connection]], work: Work) -> list[Any]:
+    for _, pipe in started:
+        pipe.send(work)
+    return [pipe.recv() for _, pipe in started]
+
+
+def shares_memory(tp: CpuParallel) -> bool:
+    return tp.memory is not None
+
+
+def mixed_calls(tp: CpuParallel) -> str:
+    """Random calls of all kinds against gloo's results; returns a digest of the bits of all sums."""
+    rng, digest = random.Random(3), hashlib.sha256()
+    for call in range(300):
+        generator = torch.Generator().manual_seed(100 * call + tp.rank)
+        rows, width = rng.choice((0, 1, 3, 17, 300)), rng.choice((1, 7, 64, 896))
+        x = torch.randn(rows, width, generator=generator)
+        match call % 4:
+            case 0:
+                assert torch.equal(tp.all_gather(x.t()), GroupParallel.all_gather(tp, x.t()))
+            case 1:
+                assert torch.equal(tp.broadcast(x.clone()), GroupParallel.broadcast(tp, x))
+            case 2:
+                summed = tp.all_reduce(x.clone())
+                torch.testing.assert_close(summed, GroupParallel.all_reduce(tp, x.clone()))
+                halved = tp.all_reduce(x.bfloat16())
+                torch.testing.assert_close(halved.float(), summed, rtol=2e-2, atol=2e-2)
+                digest.update(summed.numpy().tobytes() + halved.view(torch.int16).numpy().tobytes())
+            case 3:
+                counts = torch.full((width,), tp.rank + call)
+                assert tp.all_reduce(counts).tolist() == [tp.size * call + tp.size * (tp.size - 1) // 2] * width
+    return digest.hexdigest()
+
+
+def back_to_back(tp: CpuParallel) -> bool:
+    """Thousands of sums without a pause, of sizes on either side of every limit."""
+    rng, right = random.Random(5), True
+    with torch.inference_mode():
+        for _ in range(5000):
+            length, base = rng.choice((1, 5, 896, 4001, 9000, 28672, 70000)), rng.randrange(1000)
+            x = tp.all_reduce(torch.full((length,), float(base + tp.rank)))
+            right &= bool((x == tp.size * base + tp.size * (tp.size - 1) // 2).all())
+    return right
+
+
+def one_sum(tp: CpuParallel) -> list[float]:
+    return tp.all_reduce(torch.ones(2)).tolist()
+
+
+def mapped_segments(tp: CpuParallel) -> list[str]:
+    return re.findall(r"quire-collectives.*", Path("/proc/self/maps").read_text())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert {name for name in os.listdir("/dev/shm") if "quire" in name} <= before
+
+
+needs_compiler = pytest.mark.usefixtures("_compiled")
+
+
+@pytest.fixture
+def _compiled() -> None:
+    if not shared.available():
+        pytest.skip("the kernels are not compiled")
+
+
+@needs_compiler
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
+def test_sums_are_gloos_and_the_same_bits_on_every_rank(tp: int, pp: int, tmp_path: Path) -> None:
+    with ranks(tmp_path, tp, pp) as started:
+        assert everywhere(started, shares_memory) == [True] * (tp * pp)
+        assert everywhere(started, mapped_segments) == [["quire-collectives (deleted)"]] * (tp * pp)  # without a name
+        digests = everywhere(started, mixed_calls)
+        assert digests == digests[:1] * (tp * pp)
+        assert everywhere(started, back_to_back) == [True] * (tp * pp)
+
+
+@needs_compiler
+def test_a_rank_without_kernels_has_all_use_gloo(tmp_path: Path) -> None:
+    with ranks(tmp_path, 2, unprepared=(1,)) as started:
+        assert everywhere(started, shares_memory) == [False, False]
+        assert everywhere(started, mapped_segments) == [[], []]
+        assert everywhere(started, one_sum) == [[2.0, 2.0]] * 2
+
+
+@needs_compiler
+def test_a_rank_that_is_killed_is_named_by_those_that_wait(tmp_path: Path) -> None:
+    with ranks(tmp_path, 3, timeout=5) as started:
+        assert everywhere(started, one_sum) == [[3.0, 3.0]] * 3
+        killed, _ = started.pop(1)
+        for _, pipe in started:
+            pipe.send(one_sum)
+        killed.kill()
+        killed.join()
+        for _, pipe in started:
+            assert "rank 1 of 3 did not join a collective within 5 s" in str(pipe.recv())
+        for process, _ in started:  # to leave the group they would wait for it
+            process.kill()
+            process.join()
+
+
+def test_ranks_of_different_hosts_use_gloo(tmp_path: Path) -> None:
+    with ranks(tmp_path, 2) as started:
+        assert everywhere(started, settle_elsewhere) == [False, False]
+        assert everywhere(started, one_sum) == [[2.0, 2.0]] * 2
+
+
+def settle_elsewhere(tp: CpuParallel) -> bool:
+    from quire.engine.distributed import symmetric_memory
+
+    symmetric_memory.host = lambda: ("another kernel", str(tp.rank))
+    tp.finalize()
+    return shares_memory(tp)
+
+
+def test_a_group_is_gloos_until_it_has_settled(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", world_size=1, rank=0)
+    try:
+        assert dist.group.WORLD is not None
+        tp = CpuParallel(dist.group.WORLD, timedelta(seconds=5))
+        assert tp.memory is None
+        assert one_sum(tp) == [1.0, 1.0]
+        tp.finalize()
+        assert shares_memory(tp) == shared.available()
+        assert one_sum(tp) == [1.0, 1.0]
+    finally:
+        dist.destroy_process_group()

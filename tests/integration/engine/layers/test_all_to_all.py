@@ -1,0 +1,209 @@
+"""Experts spread over ranks and replicas: the same outputs as one rank's, however tokens reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.distributed.expert_placement import ExpertPlacement
+from quire.engine.layers.moe import MixtureOfExperts
+from quire.engine.models.model_spec import MLPSpec, MoESpec
+from tests.fakes.experts import EVERYTHING, HIDDEN, PLAIN, batch, build, packed
+from tests.fakes.ranks import on_replicas
+from tests.integration.engine.layers.test_sharding import fill
+
+BACKENDS: Any = ("allgather_reducescatter", "all_to_all")
+PLACEMENTS: Any = ("linear", "round_robin")
+TWELVE = replace(PLAIN, num_experts=12, top_k=4)
+"""Four of the twelve: tokens have several experts on a rank."""
+
+
+def whole(spec: MoESpec, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        out: Tensor = fill(MixtureOfExperts(spec, HIDDEN, Parallel()))(x)
+    return out
+
+
+def check(
+    spec: MoESpec, config: ExpertParallelConfig, dp: int, tp: int, counts: Sequence[int], *, is_packed: bool = True
+) -> None:
+    """Each rank gets what one rank makes of its replica's tokens."""
+    inputs = [torch.randn(count, HIDDEN) for count in counts]
+
+    def run(group: ExpertGroup) -> Tensor:
+        module = build(spec, group)
+        x = inputs[group.dp.rank]
+        out: Tensor = (packed(module) if is_packed else module)(x, batch(len(x), counts))
+        return out
+
+    results = on_replicas(dp, tp, config, run)
+    assert len(results) == dp * tp
+    for rank, result in enumerate(results):
+        x = inputs[rank // tp]
+        expected = whole(spec, x) if len(x) else x
+        assert result.shape == expected.shape
+        assert not len(x) or (result - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("counts", [(7, 7), (1, 30), (5, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("spec", [TWELVE, EVERYTHING], ids=["plain", "everything"])
+def test_replicas_give_what_one_rank_gives(
+    spec: MoESpec, counts: tuple[int, int], placement: Any, backend: Any
+) -> None:
+    """Uneven and empty ones as well, with and without shared experts."""
+    check(spec, ExpertParallelConfig(placement=placement, all2all=backend), 2, 2, counts)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1), (3, 2)])
+def test_any_grid_gives_what_one_rank_gives(dp: int, tp: int, backend: Any) -> None:
+    config = ExpertParallelConfig(placement="round_robin", all2all=backend)
+    check(EVERYTHING, config, dp, tp, [3 + 4 * replica for replica in range(dp)], is_packed=dp != 3)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2)])
+def test_copies_change_nothing(dp: int, tp: int, placement: Any, backend: Any) -> None:
+    config = ExpertParallelConfig(placement=placement, all2all=backend, is_balanced=True, redundant=8)
+    check(EVERYTHING, config, dp, tp, [9, 14][:dp])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_may_be_anywhere(backend: Any) -> None:
+    """As they are once they have been moved: the tokens of one position go to one copy, wherever it is."""
+    moved = ExpertPlacement(((11, 3, 0, 0), (1, 3, 2, 4), (3, 5, 6, 7), (10, 9, 8, 3)))
+    config = ExpertParallelConfig(all2all=backend, is_balanced=True, redundant=4)
+    counts = (13, 6)
+    inputs = [torch.randn(count, HIDDEN) for count in counts]
+
+    def run(group: ExpertGroup) -> Tensor:
+        module = build(EVERYTHING, group)
+        full = fill(MixtureOfExperts(EVERYTHING, HIDDEN, Parallel()))
+        assert isinstance(full, MixtureOfExperts)
+        for mine, theirs in zip(module.experts.parameters(), full.experts.parameters(), strict=True):
+            mine.data.copy_(theirs.data[list(moved.experts[group.rank])])
+        module.place(moved)
+        x = inputs[group.dp.rank]
+        out: Tensor = packed(module)(x, batch(len(x), counts))
+        return out
+
+    for rank, result in enumerate(on_replicas(2, 2, config, run)):
+        expected = whole(EVERYTHING, inputs[rank // 2])
+        assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_batches_may_be_under_way(backend: Any) -> None:
+    counts = ((6, 2), (0, 9))
+    micro_batches = [[torch.randn(count, HIDDEN) for count in half] for half in counts]
+
+    def run(group: ExpertGroup) -> list[Tensor]:
+        module = packed(build(EVERYTHING, group))
+        assert isinstance(module, MixtureOfExperts)
+        begun = []
+        for inputs, tokens in zip(micro_batches, counts, strict=True):
+            x = inputs[group.dp.rank]
+            begun.append(module.begin(x, batch(len(x), tokens)))
+        begun = [module.compute(each) for each in begun]
+        return [module.end(each) for each in begun]
+
+    for rank, results in enumerate(on_replicas(2, 2, ExpertParallelConfig(all2all=backend), run)):
+        for inputs, result in zip(micro_batches, results, strict=True):
+            if len(x := inputs[rank // 2]):
+                expected = whole(EVERYTHING, x)
+                assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_token_is_the_same_in_any_company(backend: Any) -> None:
+    """To the last bit: alone, or in a replica and beside one that have others."""
+    x = torch.randn(12, HIDDEN)
+    counts = ((1, 0), (12, 5))
+
+    def run(group: ExpertGroup) -> list[Tensor]:
+        module, out = packed(build(EVERYTHING, group)), []
+        for tokens in counts:
+            mine = x[: tokens[group.dp.rank]]
+            out.append(module(mine, batch(len(mine), tokens)))
+        return out
+
+    alone, among = on_replicas(2, 2, ExpertParallelConfig(all2all=backend), run)[0]
+    assert torch.equal(alone[0], among[0])
+
+
+def test_a_token_goes_to_a_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of its experts are there; and by all_to_all, only where they are."""
+    spec = replace(TWELVE, router_bias=True)
+    config = ExpertParallelConfig(all2all="all_to_all")
+
+    def run(group: ExpertGroup) -> int:
+        module = build(spec, group)
+        assert module.router.bias is not None
+        module.router.bias.zero_()
+        module.router.bias[3:7] = 1e4  # of ranks 1 and 2
+        x = torch.randn(8, HIDDEN)
+        return len(module.begin(x, batch(8, (8, 8))).dispatch.received().x)
+
+    assert on_replicas(2, 2, config, run) == [0, 16, 16, 0]
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    """So that replicas round no more than ranks do."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        x = torch.randn(40, HIDDEN)
+        spec = replace(EVERYTHING, shared=MLPSpec(size=40))
+        expected = whole(spec, x).float()
+        for backend in BACKENDS:
+            config = ExpertParallelConfig(all2all=backend)
+            for result in on_replicas(2, 2, config, lambda group: packed(build(spec, group))(x, batch(40, (40, 40)))):
+                assert result.dtype == torch.bfloat16
+                assert (result.float() - expected).norm() <= 0.02 * expected.norm()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_quantized_experts_are_spread_alike(backend: Any, quantization: Any) -> None:
+    """Whole ones are rounded as on one rank."""
+    spec, counts = replace(TWELVE, size=32), (11, 4)
+    inputs = [torch.randn(count, HIDDEN) for count in counts]
+    alone = packed(fill(MixtureOfExperts(spec, HIDDEN, Parallel())), quantization)
+
+    def run(group: ExpertGroup) -> Tensor:
+        x = inputs[group.dp.rank]
+        out: Tensor = packed(build(spec, group), quantization)(x, batch(len(x), counts))
+        return out
+
+    results = on_replicas(2, 2, ExpertParallelConfig(all2all=backend), run)
+    with torch.no_grad():
+        for rank, result in enumerate(results):
+            expected = alone(inputs[rank // 2])
+            assert (result - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("redundant", [0, 4])
+def test_every_expert_has_a_place(placement: Any, redundant: int) -> None:
+    config = ExpertParallelConfig(placement=placement, redundant=redundant)
+    found = ExpertPlacement.initial(12, 4, config)
+    assert found.places == 3 + redundant // 4
+    copies = found.copies(12)
+    assert sorted(place for places in copies for place in places) == list(range(12 + redundant))
+    assert [len(places) for places in copies] == [2] * redundant + [1] * (12 - redundant)
+    flat = [expert for rank in found.experts for expert in rank]
+    assert all(flat[place] == expert for expert, places in enumerate(copies) for place in places)
+    if not redundant:
+        assert found.experts[1] == ((3, 4, 5) if placement == "linear" else (1, 5, 9))

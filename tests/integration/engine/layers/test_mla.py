@@ -1,0 +1,156 @@
+"""Latent attention: both of its forms, cut over ranks, and what it keeps of a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quire import kernels
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.attention import Batch
+from quire.engine.layers.mla import MLA
+from quire.engine.layers.rotary import Rotary
+from quire.engine.models import model_spec
+from quire.engine.models.model_spec import NormSpec, RopeSpec
+from tests.fakes.ranks import on_ranks
+from tests.integration.engine.layers.test_sharding import check, fill
+
+HIDDEN, BLOCK = 24, 4
+SPEC = model_spec.MLASpec(
+    num_heads=4,
+    query_latent_dim=10,
+    latent_dim=16,
+    plain_dim=6,
+    value_dim=5,
+    scale=0.3,
+    rope=RopeSpec(theta=100.0, dim=4),
+    norm=NormSpec(eps=1e-6),
+)
+
+
+def batch_of(contexts: list[int], counts: list[int]) -> tuple[Batch, Tensor]:
+    """Requests with so many tokens before and in this step, in shuffled blocks; and all slots of each, one by one."""
+    width = max(-(-(context + count) // BLOCK) for context, count in zip(contexts, counts, strict=True))
+    tables = torch.randperm(width * len(counts), generator=torch.Generator().manual_seed(0)).view(-1, width)
+    rows = [torch.arange(context, context + count) for context, count in zip(contexts, counts, strict=True)]
+    slots = [table[row // BLOCK] * BLOCK + row % BLOCK for table, row in zip(tables, rows, strict=True)]
+    before = [torch.arange(context) for context in contexts]
+    earlier = [table[row // BLOCK] * BLOCK + row % BLOCK for table, row in zip(tables, before, strict=True)]
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    batch = Batch(
+        token_ids=torch.cat(rows),
+        positions=torch.cat(rows),
+        slot_mapping=torch.cat(slots),
+        block_tables=tables,
+        sequence_lengths=torch.tensor(contexts) + torch.tensor(counts),
+        query_starts=starts,
+        logits_indices=starts[1:] - 1,
+    )
+    return batch, torch.cat(earlier)
+
+
+def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: model_spec.MLASpec = SPEC) -> Tensor:
+    sides, heads, numbers = spec.kv_shape(1)
+    return kernels.allocate_kv_cache(1, blocks, heads, BLOCK, numbers, dtype, torch.device("cpu"), sides)[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.int8, 1e-4), (torch.float8_e4m3fn, 1e-4)]
+)
+def test_both_forms_are_equal(dtype: torch.dtype, tolerance: float) -> None:
+    """Whatever the cache holds: it is read by both alike."""
+    layer = fill(MLA(SPEC, HIDDEN, Parallel()))
+    assert isinstance(layer, MLA)
+    batch, earlier = batch_of([0, 9, 30], [7, 1, 40])
+    cache = cache_of(int(batch.block_tables.max()) + 1, dtype)
+    row = SPEC.kv_shape(1)[2]
+    slots = torch.cat((earlier, batch.slot_mapping))
+    query = torch.randn(len(slots), 1, row)
+    kernels.rotary_write_kv(query, torch.randn(len(slots), 1, row), None, torch.empty(len(slots), 0), cache, slots)
+    query = torch.randn(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim)
+    absorbed = layer.absorbed(query, batch, cache)
+    torch.testing.assert_close(absorbed, layer.plain(query, batch, cache), rtol=tolerance, atol=tolerance)
+
+
+def test_a_batch_takes_the_form_that_pays_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fill(MLA(SPEC, HIDDEN, Parallel()))
+    assert isinstance(layer, MLA)
+    many = layer._plain_from
+    batch, _ = batch_of([0, 3, 0, 0, 2, 0], [many, 1, 2, many + 5, many, 1])
+    cache = cache_of(int(batch.block_tables.max()) + 1)
+    x, turns = torch.randn(len(batch.token_ids), HIDDEN), Rotary(SPEC.rope, 100)(batch.positions)
+    asked: list[list[int]] = []
+    plain = MLA.plain
+
+    def counted(layer: MLA, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+        asked.append(batch.rows().counts.tolist())
+        return plain(layer, query, batch, cache)
+
+    monkeypatch.setattr(MLA, "plain", counted)
+    mixed = layer(x, batch, turns, cache)
+    assert asked == [[many], [many + 5, many]]
+    at_once = 2 * (2 * many + 4) * SPEC.num_heads * SPEC.head_dim
+    monkeypatch.setattr(model_spec, "KEYS_AND_VALUES_AT_ONCE", at_once)
+    torch.testing.assert_close(layer(x, batch, turns, cache), mixed, rtol=1e-4, atol=1e-4)
+    assert asked[2:] == [[many], [many + 5], [many]]
+    layer._plain_from = 1 << 30
+    torch.testing.assert_close(layer(x, batch, turns, cache), mixed, rtol=1e-4, atol=1e-4)
+    assert len(asked) == 5
+
+
+def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one that has nothing to be read."""
+    layer = fill(MLA(SPEC, HIDDEN, Parallel())).to("meta")
+    assert isinstance(layer, MLA)
+    batch, _ = batch_of([0, 3, 0], [layer._plain_from, 1, layer._plain_from])
+    cache = cache_of(int(batch.block_tables.max()) + 1).to("meta")
+    tensors: dict[str, Any] = {
+        name: value.to("meta") for name, value in vars(batch).items() if isinstance(value, Tensor)
+    }
+    monkeypatch.setattr(kernels, "paged_attention", lambda query, *_, **__: torch.empty_like(query))
+    query = torch.empty(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim, device="meta")
+    mixed = layer._attend(query, replace(batch, host=batch.rows(), **tensors), cache)
+    assert mixed.shape == (len(query), SPEC.num_heads, SPEC.value_dim)
+
+
+class Prefill(nn.Module):
+    """One request's prefill, as a function of its hidden states alone."""
+
+    def __init__(self, spec: model_spec.MLASpec, parallel: Parallel) -> None:
+        super().__init__()
+        self.attention, self.spec = MLA(spec, HIDDEN, parallel), spec
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, _ = batch_of([0], [len(x)])
+        cache = cache_of(int(batch.block_tables.max()) + 1, spec=self.spec)
+        out: Tensor = self.attention(x, batch, Rotary(self.spec.rope, 100)(batch.positions), cache)
+        return out
+
+
+@pytest.mark.parametrize("latent_queries", [True, False])
+@pytest.mark.parametrize("count", [3, 60])
+def test_heads_are_cut_over_the_ranks(latent_queries: bool, count: int) -> None:
+    spec = SPEC if latent_queries else replace(SPEC, query_latent_dim=None)
+    check(lambda parallel: Prefill(spec, parallel), torch.randn(count, HIDDEN))
+
+
+def test_a_token_takes_576_numbers_whatever_the_heads_and_ranks() -> None:
+    """DeepSeek-V3's sizes: the paper's figure."""
+    spec = replace(SPEC, num_heads=128, latent_dim=512, plain_dim=128, value_dim=128, rope=RopeSpec(theta=1e4, dim=64))
+    for tp in (1, 8, 128):
+        assert torch.tensor(spec.kv_shape(tp)).prod() == 576
+
+
+def test_parameters_are_as_many_as_described() -> None:
+    for spec in (SPEC, replace(SPEC, query_latent_dim=None, bias=True)):
+        for size in (1, 2, 4):
+
+            def count(parallel: Parallel, spec: model_spec.MLASpec = spec) -> int:
+                return sum(weight.numel() for weight in MLA(spec, HIDDEN, parallel).parameters())
+
+            matrices = sum(rows * columns * number for rows, columns, number in spec.matrices(HIDDEN, size))
+            assert on_ranks(size, count) == [matrices + spec.vectors(HIDDEN, size)] * size

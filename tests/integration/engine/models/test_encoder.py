@@ -1,0 +1,194 @@
+"""Every kind of encoder against transformers: the same weights in float32, hidden states at every position."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    CamembertConfig,
+    CamembertModel,
+    DistilBertConfig,
+    DistilBertModel,
+    MPNetConfig,
+    MPNetForMaskedLM,
+    MPNetModel,
+    PretrainedConfig,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaModel,
+    XLMRobertaConfig,
+    XLMRobertaModel,
+)
+
+from quire.engine.config.options import EngineConfig
+from quire.engine.distributed.communicator import Parallel
+from quire.engine.layers.attention import Batch
+from quire.engine.models.encoder import Encoder
+from quire.engine.models.encoder_spec import EncoderSpec as Description
+from quire.engine.models.families.bert import FAMILIES
+from quire.engine.models.loader import build, load_model
+from quire.engine.protocol.errors import ConfigError
+from tests.fakes.model_logits import CPU, configure
+from tests.fakes.ranks import on_ranks
+from tests.fakes.sentence import hidden_states
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 300,
+    "initializer_range": 0.2,
+}
+DISTILBERT: dict[str, Any] = {"dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4}
+CASES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    "bert": (BertConfig, BertModel, {}),
+    "bert, with its head": (BertConfig, BertForMaskedLM, {"hidden_act": "gelu_new"}),
+    "roberta": (RobertaConfig, RobertaModel, {"type_vocab_size": 1, "pad_token_id": 1, "hidden_act": "relu"}),
+    "xlm-roberta": (XLMRobertaConfig, XLMRobertaModel, {"type_vocab_size": 1, "pad_token_id": 1}),
+    "camembert": (CamembertConfig, CamembertModel, {"type_vocab_size": 1, "pad_token_id": 1}),
+    "distilbert": (DistilBertConfig, DistilBertModel, DISTILBERT),
+    "distilbert, with waves": (DistilBertConfig, DistilBertModel, {**DISTILBERT, "sinusoidal_pos_embds": True}),
+    "mpnet": (MPNetConfig, MPNetModel, {}),
+    "mpnet, with its head": (MPNetConfig, MPNetForMaskedLM, {}),
+}
+LENGTHS = (5, 1, 290, 33)
+
+
+def save(case: str, folder: Path) -> None:
+    config_class, model_class, changes = CASES[case]
+    torch.manual_seed(0)
+    model: PreTrainedModel = model_class(config_class(**(SIZES | changes))).train(False)
+    with torch.no_grad():
+        for parameter in model.parameters():  # transformers starts biases at 0 and norms at 1, which hides them
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    model.save_pretrained(folder)
+
+
+def prompts() -> list[list[int]]:
+    """With padding tokens among them, which RoBERTa does not count."""
+    torch.manual_seed(1)
+    drawn = [torch.randint(0, 101, (length,)).tolist() for length in LENGTHS]
+    drawn[0][2:4] = [1, 1]
+    return drawn
+
+
+def states(config: EngineConfig, given: list[list[int]], parallel: Parallel) -> list[Tensor]:
+    """All prompts in one step."""
+    encoder = load_model(config, parallel.rank, parallel, CPU)
+    assert isinstance(encoder, Encoder)
+    lengths = torch.tensor([len(prompt) for prompt in given])
+    nothing = torch.empty(0, dtype=torch.int64)
+    batch = Batch(
+        token_ids=torch.tensor([token for prompt in given for token in prompt]),
+        positions=torch.cat([torch.arange(len(prompt)) for prompt in given]),
+        slot_mapping=nothing,
+        block_tables=nothing,
+        sequence_lengths=lengths,
+        query_starts=torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
+        logits_indices=nothing,
+    )
+    return list(torch.split(encoder.features(encoder(None, batch)), lengths.tolist()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hidden_states_are_those_of_transformers(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(case, tmp_path)
+    expected = hidden_states(tmp_path, prompts())
+    with caplog.at_level(logging.WARNING, "quire"):
+        for tp in (1, 2, 4):
+            config = configure(tmp_path, tensor_parallel_size=tp)
+            for result in on_ranks(tp, partial(states, config, prompts())):
+                for found, right in zip(result, expected, strict=True):
+                    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    ours = [record.getMessage() for record in caplog.records if record.name.startswith("quire")]
+    assert not ours, "heads are no surplus here"
+
+
+def test_the_first_berts_name_their_norms_otherwise(tmp_path: Path) -> None:
+    save("bert, with its head", tmp_path)
+    expected = hidden_states(tmp_path, prompts())
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    renamed = {
+        n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): t
+        for n, t in tensors.items()
+    }
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, path)
+    (found,) = on_ranks(1, partial(states, configure(tmp_path), prompts()))
+    torch.testing.assert_close(found[2], expected[2], rtol=1e-4, atol=1e-4)
+
+
+def test_int8_weights_stay_close(tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    (exact,) = on_ranks(1, partial(states, configure(tmp_path), prompts()))
+    (rounded,) = on_ranks(1, partial(states, configure(tmp_path, quantization="int8"), prompts()))
+    for found, right in zip(rounded, exact, strict=True):
+        assert (found - right).abs().mean() <= 0.05 * right.abs().mean()
+        assert not torch.equal(found, right)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sizes_are_known_beforehand(case: str, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    for tp in (1, 2):
+        config = configure(tmp_path, tensor_parallel_size=tp)
+        arch = config.model.architecture
+        assert arch.name in FAMILIES
+        assert isinstance(arch, Description)
+        with torch.device("meta"):
+
+            class Rank(Parallel):
+                size = tp
+
+            made = build(config.model, range(arch.num_layers), Rank())
+        assert sum(parameter.numel() for parameter in made.parameters()) == arch.stage_parameters(
+            config.parallel.stages, 0, tp
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key' is not supported"),
+        ({"is_decoder": True}, "is_decoder"),
+        ({"hidden_act": "mish"}, "the activation 'mish' is not supported"),
+        ({"num_attention_heads": 5}, "not a multiple of 5"),
+        ({"hidden_size": None}, "config.json has a value that BertModel cannot use"),
+        (
+            {"architectures": ["NomicBertModel"]},
+            "architecture NomicBertModel is not supported.*Qwen3ForCausalLM.*BertModel",
+        ),
+    ],
+)
+def test_what_is_not_served_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    import json
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        configure(tmp_path, runner="pooling")
+
+
+def test_ranks_that_do_not_divide_and_stages_are_refused(tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    with pytest.raises(ConfigError, match=r"4 attention heads and .*80 feed-forward columns; sizes that do: 1, 2, 4$"):
+        configure(tmp_path, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="pipeline parallelism is not supported for encoders such as BertModel"):
+        configure(tmp_path, pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match="BertModel is an encoder and cannot generate text"):
+        configure(tmp_path, runner="generate")

@@ -1,0 +1,97 @@
+"""Every family against transformers: the same weights in float32, logits at every position and greedy tokens."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from quire.engine.models.families import FAMILIES, bert, from_hf_config
+from quire.engine.models.model_spec import MoESpec
+from quire.engine.protocol.messages import SamplingParams
+from tests.fakes.checkpoints import generate
+from tests.fakes.core_with_ranks import Ranks
+from tests.fakes.families import CASES, LENGTHS, MODELS, SIZES, table, write
+from tests.fakes.model_logits import configure, logits
+from tests.fakes.ranks import on_ranks
+from tests.fakes.threads import ThreadExecutor
+
+STEPS = 64
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model = write(case, tmp_path)
+    tokens = torch.randint(0, 131, (150,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0]
+    for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 3)):
+        length = LENGTHS.get(case, 256)
+        config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=length)
+        for result in on_ranks(tp, partial(logits, config, tokens)):
+            assert (result - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def layouts() -> list[Any]:
+    """One rank in the default tier, and one case in all layouts."""
+    return [
+        pytest.param(case, tp, pp, marks=[] if (tp, pp) == (1, 1) or case == "Qwen3" else [pytest.mark.slow])
+        for case in CASES
+        if case not in LENGTHS
+        for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2))
+    ]
+
+
+@pytest.mark.parametrize(("case", "tp", "pp"), layouts())
+def test_greedy_tokens_are_those_of_transformers(case: str, tp: int, pp: int, tmp_path: Path) -> None:
+    """With chunked prefill, and with prefix hits where a prompt begins as one before."""
+    write(case, tmp_path)
+    rng = random.Random(0)
+    shared = [rng.randrange(3, 130) for _ in range(40)]
+    prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in (1, 33)]
+    prompts += [[*shared, 5, 6], [*shared, 7, 8, 9]]
+    expected = generate(tmp_path, prompts, STEPS)
+    params = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True)
+    config = configure(tmp_path, tensor_parallel_size=tp, pipeline_parallel_size=pp, max_model_len=256)
+    with Ranks(config, ThreadExecutor(config)) as ranks:
+        tokens = ranks.tokens([(prompt, params) for prompt in prompts], max_num_batched_tokens=16)
+        assert tokens == expected
+        assert ranks.stats.prefix_hit_tokens >= 32
+
+
+def test_every_family_has_a_case_and_a_line_in_the_document() -> None:
+    """`python -m tests.fakes.families` prints the table anew."""
+    assert {architecture for architecture, _ in CASES.values()} == FAMILIES.keys() - bert.FAMILIES.keys()
+    assert MODELS.keys() == FAMILIES.keys() - bert.FAMILIES.keys()
+    assert table() in (Path(__file__).parents[4] / "docs" / "reference" / "models.md").read_text()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_configs_mean_the_same_as_people_write_them_and_as_transformers_does(case: str) -> None:
+    """Files on the hub leave out what transformers fills in, and have older names."""
+    name, changes = CASES[case]
+    kind = getattr(transformers, name).config_class
+    raw = {kind.attribute_map.get(key, key): value for key, value in {**SIZES, **changes}.items()}
+    whole = kind(**raw).to_dict()
+    assert from_hf_config({**raw, "architectures": [name]}) == from_hf_config({**whole, "architectures": [name]})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_stays_close(case: str, dtype: str, tmp_path: Path) -> None:
+    write(case, tmp_path)
+    tokens = torch.randint(0, 101, (60,), generator=torch.Generator().manual_seed(1))
+    exact, rounded = (
+        on_ranks(1, partial(logits, configure(tmp_path, dtype=name, max_model_len=LENGTHS.get(case, 256)), tokens))[0]
+        for name in ("float32", dtype)
+    )
+    assert rounded.dtype == torch.float32
+    layers = configure(tmp_path, max_model_len=64).model.architecture.layers
+    experts = any(isinstance(layer.feed_forward, MoESpec) for layer in layers)
+    bound = 0.25 if experts else 0.06  # a token that goes to another expert is far off
+    assert (rounded - exact).abs().mean() <= bound * exact.abs().mean()

@@ -1,0 +1,116 @@
+"""What a rank's process takes while it loads: hardly more than the weights in the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quire.engine.config.resolve import Sizes
+from tests.fakes.model_logits import configure
+
+HIDDEN, INNER, LAYERS, VOCABULARY = 768, 2048, 12, 4096
+"""182 MB of bfloat16."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    config = {"hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCABULARY} | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 2048,
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (VOCABULARY, HIDDEN),
+        "lm_head": (VOCABULARY, HIDDEN),
+        "model.norm": (HIDDEN,),
+    }
+    for layer in range(LAYERS):
+        of_layer: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}
+        of_layer |= {"mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN), "mlp.down_proj": (HIDDEN, INNER)}
+        of_layer |= {"input_layernorm": (HIDDEN,), "post_attention_layernorm": (HIDDEN,)}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    numbers = torch.randn(VOCABULARY * HIDDEN, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tensors = {name: numbers[: torch.Size(shape).numel()].view(shape).clone() for name, shape in shapes.items()}
+    save_file({f"{name}.weight": tensor for name, tensor in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
+def test_loading_takes_little_more_than_the_weights(
+    folder: Path, dtype: str, quantization: str | None, tp: int
+) -> None:
+    peak, held = measure(folder, dtype, tp, "sliced", quantization)
+    assert 0.9 * held < peak <= 1.1 * held
+
+
+def measure(folder: Path, dtype: str, tp: int, experts: str, quantization: str | None) -> list[int]:
+    """Bytes at most, and bytes that the plan says."""
+    arguments = [str(folder), dtype, str(tp), experts, *filter(None, [quantization])]
+    command = [sys.executable, "-m", "tests.integration.engine.models.peak_memory", *arguments]
+    return [int(size) for size in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()]
+
+
+EXPERTS, EXPERT_NUMBERS = 8, 3 * 512 * 1024
+
+
+@pytest.fixture(scope="module", params=["one by one", "stacked"])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """151 MB of bfloat16, nearly all of it experts: Mixtral's, each a tensor, or GraniteMoE's, a tensor for all."""
+    path, is_stacked = tmp_path_factory.mktemp("mixture"), request.param == "stacked"
+    hidden, inner, layers = 512, 1024, 6
+    config = {"hidden_size": hidden, "intermediate_size": inner, "vocab_size": 64, "num_experts_per_tok": 2} | {
+        "architectures": ["GraniteMoeForCausalLM" if is_stacked else "MixtralForCausalLM"],
+        "num_local_experts": EXPERTS,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+    }
+    if is_stacked:
+        config |= {"attention_multiplier": 1.0, "embedding_multiplier": 1.0, "residual_multiplier": 1.0} | {
+            "logits_scaling": 1.0
+        }
+    (path / "config.json").write_text(json.dumps(config))
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (64, hidden), "lm_head": (64, hidden)}
+    shapes["model.norm"] = (hidden,)
+    for layer in range(layers):
+        of_layer: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+        of_layer |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+        if is_stacked:
+            of_layer["block_sparse_moe.router.layer"] = (EXPERTS, hidden)
+            of_layer["block_sparse_moe.input_linear"] = (EXPERTS, 2 * inner, hidden)
+            of_layer["block_sparse_moe.output_linear"] = (EXPERTS, hidden, inner)
+        else:
+            of_layer["block_sparse_moe.gate"] = (EXPERTS, hidden)
+            for expert in range(EXPERTS):
+                name = f"block_sparse_moe.experts.{expert}"
+                of_layer |= {
+                    f"{name}.w1": (inner, hidden),
+                    f"{name}.w3": (inner, hidden),
+                    f"{name}.w2": (hidden, inner),
+                }
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    most = max(torch.Size(shape).numel() for shape in shapes.values())
+    numbers = torch.randn(most, generator=torch.Generator().manual_seed(0)).bfloat16()
+    tensors = {name: numbers[: torch.Size(shape).numel()].view(shape).clone() for name, shape in shapes.items()}
+    save_file({f"{name}.weight": tensor for name, tensor in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("bfloat16", None), ("float32", "int8")])
+def test_only_the_experts_of_a_rank_are_loaded(mixture: Path, dtype: str, quantization: str | None) -> None:
+    peak, held = measure(mixture, dtype, 2, "spread", quantization)
+    one = configure(mixture, dtype=dtype, quantization=quantization, max_model_len=32)
+    assert held < 0.55 * Sizes.of(one).weights[0]
+    unpacked = EXPERTS // 2 * EXPERT_NUMBERS * 4 + (8 << 20) if quantization else 0  # a layer that is being quantized
+    assert 0.9 * held < peak <= 1.1 * held + unpacked

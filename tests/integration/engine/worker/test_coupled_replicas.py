@@ -1,0 +1,185 @@
+"""Replicas that share experts, all ranks threads of this process: the same tokens as one rank."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.distributed.expert_group import ExpertGroup
+from quire.engine.distributed.parallel_state import ParallelState
+from quire.engine.layers.attention import Batch
+from quire.engine.protocol.messages import SchedulerOutput
+from quire.engine.worker import model_runner as runners
+from quire.engine.worker.input_batch import Ints, split_micro_batches
+from quire.engine.worker.model_runner import ModelRunner
+from tests.fakes.checkpoints import generate
+from tests.fakes.coupled import serving
+from tests.fakes.families import CASES, SIZES, write_model
+from tests.fakes.model_logits import configure
+from tests.fakes.ranks import expert_groups
+from tests.fakes.threads import QueuePipeline, ThreadExecutor
+
+CPU = torch.device("cpu")
+LENGTHS = (1, 33, 70, 7, 50)
+
+
+class ReplicaExecutor(ThreadExecutor):
+    """The ranks of one replica; `groups` are those of its ranks, stage by stage."""
+
+    def __init__(self, config: EngineConfig, groups: Sequence[ExpertGroup]) -> None:
+        tp, stages = config.parallel.tensor_parallel_size, len(config.parallel.stages)
+        self.config, self.seconds = config, {}
+        self._plans: list[SimpleQueue[tuple[SchedulerOutput, Future[Any]] | None]] = [SimpleQueue() for _ in groups]
+        queues: list[list[SimpleQueue[Tensor]]] = [[SimpleQueue() for _ in range(stages)] for _ in range(tp)]
+        self._threads = []
+        for rank, (group, plans) in enumerate(zip(groups, self._plans, strict=True)):
+            links = ParallelState(group.tp, QueuePipeline(rank // tp, stages, queues[rank % tp]), group)
+            runner = ModelRunner(config, rank, links, CPU)
+            self._threads.append(threading.Thread(target=self._run, args=(runner, plans), daemon=True))
+            self._threads[-1].start()
+        self._last = (stages - 1) * tp
+
+
+def coupled(config: EngineConfig, replicas: int, experts: ExpertParallelConfig) -> EngineConfig:
+    return replace(config, parallel=replace(config.parallel, replicas=replicas, experts=experts))
+
+
+def replica_executors(config: EngineConfig) -> list[ReplicaExecutor]:
+    parallel = config.parallel
+    assert parallel.experts is not None
+    tp = parallel.tensor_parallel_size
+    stages = [expert_groups(parallel.replicas, tp, parallel.experts)[0] for _ in parallel.stages]
+    return [
+        ReplicaExecutor(config, [group for stage in stages for group in stage[replica * tp : (replica + 1) * tp]])
+        for replica in range(parallel.replicas)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models whose experts can be shared out over four ranks."""
+    found = {}
+    for case, changes in (
+        ("Mixtral", {"num_local_experts": 8}),
+        ("DeepSeek V3", {}),
+        ("Granite MoE", {"num_local_experts": 8}),
+    ):
+        found[case] = tmp_path_factory.mktemp(case.replace(" ", "-"))
+        architecture, others = CASES[case]
+        write_model(architecture, SIZES | others | changes, found[case])
+    return found
+
+
+MOVING = ExpertParallelConfig(is_balanced=True, step_interval=2, redundant=4)
+"""Experts find new places every second step."""
+LAYOUTS = [
+    pytest.param("Mixtral", 2, 1, 1, ExpertParallelConfig(), id="mixtral"),
+    pytest.param("Mixtral", 2, 2, 1, ExpertParallelConfig(all2all="all_to_all"), id="mixtral-tp2"),
+    pytest.param("DeepSeek V3", 2, 1, 2, ExpertParallelConfig(placement="round_robin"), id="deepseek-pp2"),
+    pytest.param("DeepSeek V3", 2, 1, 1, ExpertParallelConfig(split_tokens=1), id="deepseek-halves"),
+    pytest.param(
+        "Granite MoE", 2, 2, 1, ExpertParallelConfig(split_tokens=8, all2all="all_to_all"), id="granite-halves"
+    ),
+    pytest.param("Mixtral", 4, 1, 1, ExpertParallelConfig(split_tokens=20), id="mixtral-dp4-halves"),
+    pytest.param("Mixtral", 2, 2, 1, MOVING, id="mixtral-moving"),
+    pytest.param("DeepSeek V3", 2, 1, 2, replace(MOVING, placement="round_robin"), id="deepseek-pp2-moving"),
+    pytest.param(
+        "Granite MoE", 2, 2, 1, replace(MOVING, all2all="all_to_all", split_tokens=8), id="granite-halves-moving"
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "dp", "tp", "pp", "experts"), LAYOUTS)
+def test_tokens_are_those_of_one_rank(
+    case: str, dp: int, tp: int, pp: int, experts: ExpertParallelConfig, folders: dict[str, Path]
+) -> None:
+    """Uneven loads, replicas without any, and prompts in chunks."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(3, 130) for _ in range(length)] for length in LENGTHS]
+    expected = generate(folders[case], prompts, 12)
+    config = configure(
+        folders[case],
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=24,
+        block_size=4,
+    )
+    config = coupled(config, dp, experts)
+    executors = replica_executors(config)
+    with serving(config, executors) as them:
+        for replicas in ((0,), (dp - 1,), (0, dp - 1)):
+            asked = {str(at): replicas[at % len(replicas)] for at in range(len(prompts))}
+            for wire in them.wires:
+                wire.ended.clear()
+                wire.tokens.clear()
+            for request_id, replica in asked.items():
+                them.submit(replica, request_id, prompts[int(request_id)], 12)
+            answers = [them.wires[replica].answer(request_id) for request_id, replica in asked.items()]
+            assert answers == expected
+        them.probe(0)
+    for executor in executors:
+        executor.close()
+
+
+def test_a_large_step_is_cut_and_a_small_one_is_not(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts: list[tuple[int, ...]] = []
+
+    def counted(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
+        cuts.append(batch.replica_tokens)
+        return split_micro_batches(batch, counts)
+
+    monkeypatch.setattr(runners, "split_micro_batches", counted)
+    config = coupled(configure(folders["Mixtral"], max_model_len=64), 2, ExpertParallelConfig(split_tokens=20))
+    executors = replica_executors(config)
+    with serving(config, executors) as them:
+        them.submit(1, "a", list(range(3, 23)), 4)
+        them.wires[1].answer("a")
+    assert cuts == [(0, 20), (0, 20)]
+    for executor in executors:
+        executor.close()
+
+
+@pytest.mark.parametrize("counts", [[], [1], [1, 1], [7], [1, 1, 1, 9], [6, 2, 4], [2, 6, 4], [1, 12, 1]])
+def test_halves_are_the_whole(counts: list[int]) -> None:
+    total = sum(counts)
+    ends = torch.tensor([0, *counts]).cumsum(0)
+    computed = 5  # of each row before
+    lengths = torch.tensor(counts, dtype=torch.int64) + computed
+    positions = torch.cat([torch.arange(computed, computed + count) for count in counts] or [torch.empty(0)]).long()
+    numbers, tables = torch.arange(total), torch.arange(len(counts))[:, None]
+    whole = Batch(numbers, positions, numbers + 100, tables, lengths, ends, ends[1:] - 1, replica_tokens=(total, 3))
+    whole = replace(whole, others=(replace(whole, slot_mapping=numbers + 200, block_tables=tables + 50),))
+    first, second = split_micro_batches(whole, torch.tensor(counts, dtype=torch.int64).numpy())
+    assert [half.replica_tokens for half in (first, second)] == [(-(-total // 2), 2), (total // 2, 1)]
+    seen = []
+    for half in (first, second, *first.others, *second.others):
+        assert len(half.token_ids) == len(half.positions) == len(half.slot_mapping) == int(half.query_starts[-1])
+        assert len(half.block_tables) == len(half.sequence_lengths) == len(half.query_starts) - 1
+        sizes = half.query_starts.diff()
+        assert (sizes > 0).all()
+        for row, size in enumerate(sizes.tolist()):
+            tokens = slice(int(half.query_starts[row]), int(half.query_starts[row]) + size)
+            length = int(half.sequence_lengths[row])
+            assert half.positions[tokens].tolist() == list(range(length - size, length))
+            seen += [
+                (int(half.block_tables[row, 0]), at, slot)
+                for at, slot in zip(half.positions[tokens].tolist(), half.slot_mapping[tokens].tolist(), strict=True)
+            ]
+    expected = []
+    for shift, slots in ((0, 100), (50, 200)):
+        for row, count in enumerate(counts):
+            expected += [(row + shift, computed + at, slots + int(ends[row]) + at) for at in range(count)]
+    assert sorted(seen) == sorted(expected)

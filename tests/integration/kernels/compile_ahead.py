@@ -1,0 +1,178 @@
+"""Compile every Triton kernel for a GPU that need not be there.
+
+Run as `python -m tests.integration.kernels.compile_ahead [90]`, or 89.
+
+The operations are called as ever, on tensors of the CPU, and what they would launch is compiled instead, for the
+compute capability given. Prints a line for each kernel and variant.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from quire.kernels import reference
+from quire.kernels import triton as platform
+from quire.kernels.cache import LARGEST, allocate_kv_cache
+from quire.kernels.triton import attention
+
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+"""That a block of threads may have (CUDA programming guide, table of compute capabilities)."""
+_TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+_CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+compiled: set[tuple[object, ...]] = set()
+
+
+class Variant(NamedTuple):
+    """What a launch is compiled for."""
+
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    divisible: dict[tuple[int, ...], list[list[object]]]
+    """Arguments that are multiples of 16, by place; loads are wide, and run ahead, only where they are."""
+
+    @classmethod
+    def of(cls, kernel: JITFunction[Any], args: tuple[Any, ...], meta: dict[str, Any]) -> Variant:
+        """As Triton tells them apart: by types, and by what of its arguments it is not told to leave out."""
+        signature, constants = {}, dict(meta)
+        divisible: dict[tuple[int, ...], list[list[object]]] = {}
+        looked_at = {parameter.name for parameter in kernel.params if not parameter.do_not_specialize}
+        for place, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
+            match value:
+                case Tensor():
+                    signature[name] = f"*{_TYPES[value.dtype]}"
+                case float():
+                    signature[name] = "fp32"
+                case 1 if name in looked_at:
+                    signature[name], constants[name] = "constexpr", 1
+                case int():
+                    signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            number = value.data_ptr() if isinstance(value, Tensor) else value
+            if name in looked_at and isinstance(number, int) and number % 16 == 0:
+                divisible[place,] = [["tt.divisibility", 16]]
+        return cls(signature | dict.fromkeys(meta, "constexpr"), constants, divisible)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (*self.signature.items(), *self.constants.items(), *self.divisible)
+
+
+def compile_launch(kernel: JITFunction[Any], capability: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """What a launch with these arguments would run."""
+    meta = {name: options.pop(name) for name in list(options) if name in kernel.arg_names}
+    variant = Variant.of(kernel, args, meta)
+    if (kernel.__name__, *variant.key) in compiled:
+        return
+    compiled.add((kernel.__name__, *variant.key))
+    signature, constants, divisible = variant
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    out = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    most = SHARED_KIB[capability] << 10
+    assert out.metadata.shared <= most, f"{kernel.__name__} {meta} needs {out.metadata.shared} bytes of shared memory"
+    kind = next(iter(signature.values())).removeprefix("*")
+    print(
+        f"{kernel.__name__} {kind} {meta}: {len(out.asm['cubin'])} bytes, shared memory {out.metadata.shared}, "
+        f"{' '.join(resources(out.asm['cubin']))}"
+    )
+
+
+def resources(cubin: bytes) -> list[str]:
+    """Registers of a thread, and bytes of its stack, which is where registers are spilled to."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        said = subprocess.run([_CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return re.findall(r"REG:\d+|STACK:\d+", said)
+
+
+def run_all() -> None:
+    """Every operation in the types and shapes that models of the field bring."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, weight = torch.zeros(4, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+        platform.rms_norm(x, weight, 1e-6)
+        platform.add_rms_norm(x, x, weight, 1e-6, 1.0)
+        for activation in ("silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"):
+            platform.act_mul(x, activation)
+        lengths, starts, table = torch.tensor([700, 20]), torch.tensor([0, 1, 9]), torch.zeros(2, 64, dtype=torch.int64)
+        for heads, kv_heads, head_dim in ((32, 8, 128), (16, 8, 256), (32, 32, 80)):
+            query, cache = torch.zeros(9, heads, head_dim, dtype=dtype), torch.zeros(2, 64, kv_heads, 16, head_dim)
+            key = torch.zeros(9, kv_heads, head_dim, dtype=dtype)
+            slots, turns = torch.zeros(9, dtype=torch.int64), torch.zeros(9, head_dim)
+            per_head = torch.zeros(heads)
+            for of_cache in (dtype, *LARGEST):
+                shape = (1, 64, kv_heads, 16, head_dim, of_cache, cache.device)
+                of_layer = allocate_kv_cache(*shape)[0]
+                platform.rotary_write_kv(query, key, key, turns, of_layer, slots)
+                platform.paged_attention(query, of_layer, table, lengths, starts, 0.1)
+            platform.paged_attention(
+                *(query, cache.to(dtype), table, lengths, starts, 0.1),
+                window=128,
+                softcap=50.0,
+                sinks=per_head,
+                slopes=per_head,
+            )
+        query = torch.zeros(9, 128, 576, dtype=dtype)
+        for of_cache in (dtype, *LARGEST):
+            side = allocate_kv_cache(1, 64, 1, 16, 576, of_cache, query.device, sides=1)[0]
+            platform.paged_attention(query, side.expand(2, -1, -1, -1, -1), table, lengths, starts, 0.1)
+        weights, ids = torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int64)
+        matrices = torch.zeros(8, 256, 4096, dtype=dtype), torch.zeros(8, 4096, 128, dtype=dtype)
+        biases = torch.zeros(8, 256, dtype=dtype), torch.zeros(8, 4096, dtype=dtype)
+        platform.fused_experts(x, weights, ids, *matrices, "silu")
+        platform.fused_experts(x, weights, ids, *matrices, "swiglu_oai", *biases)
+        many = x.repeat(256, 1)
+        platform.fused_experts(many, torch.ones(1024, 2), torch.zeros(1024, 2, dtype=torch.int64), *matrices, "silu")
+    routers: tuple[tuple[int, reference.Scoring, dict[str, Any]], ...] = (
+        (8, "softmax", {}),
+        (128, "topk_softmax", {}),
+        (160, "softmax", {"groups": 8, "top_groups": 3}),
+        (256, "sigmoid", {"groups": 8, "top_groups": 4, "group_score": "top2_sum", "renormalize": True}),
+        (512, "softmax", {"renormalize": True}),
+    )
+    for experts, scoring, options in routers:
+        bias = torch.zeros(experts) if scoring == "sigmoid" else None
+        platform.route(torch.zeros(4, experts), min(8, experts // 4), scoring, correction_bias=bias, **options)
+    ones, whole = torch.ones(3), torch.ones(3, dtype=torch.int64)
+    for vocab in (128_256, 262_144):
+        logits, spans = torch.zeros(3, vocab), torch.zeros(3, 3, dtype=torch.int64)
+        platform.score_tokens(logits, whole, 5)
+        for longest in (40, 100_000):
+            platform.penalize(logits, torch.zeros(9, dtype=torch.int32), whole, spans, torch.ones(3, 3), longest)
+        for top_k in (0, 20):
+            platform.sample(torch.zeros(3, vocab), ones, whole * top_k, 0.9 * ones, ones, whole, whole)
+
+
+def main() -> None:
+    capability = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+
+    def run(self: JITFunction[Any], *args: Any, grid: object, warmup: bool, **options: Any) -> None:
+        compile_launch(self, capability, args, options)
+
+    JITFunction.run = run
+    setattr(attention, "_is_narrow", lambda _: SHARED_KIB[capability] < 160)  # noqa: B010
+    run_all()
+    print(f"{len(compiled)} kernels compiled for sm_{capability}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,447 @@
+"""The Triton kernels against the reference, run by Triton's interpreter: float32 and float16, which it computes right.
+
+The interpreter is slow, so shapes are small and few. What only other types or sizes could show is compiled ahead of
+time for a GPU, and compared there by `quire.kernels.triton.check`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quire import kernels
+from quire.kernels import dispatch, reference
+from quire.kernels.cache import LARGEST, allocate_kv_cache
+from tests.integration.kernels import test_attention, test_experts, test_sampling
+
+if sys.platform != "linux":
+    pytest.skip("Triton has no wheel for this platform", allow_module_level=True)
+platform = importlib.import_module("quire.kernels.triton")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are masked out
+
+TYPES = [torch.float32, torch.float16]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def implementation() -> Any:
+    """In place of the CPU's kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "PLATFORMS", {"cpu": platform})
+        yield "triton"
+
+
+def close(found: Any, expected: Any, dtype: torch.dtype = torch.float32) -> None:
+    step = 2e-5 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found, expected, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (5, 2, 64), (0, 8), (2, 3, 2, 17), (4, 257)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
+    x, residual, weight = ((torch.randn(size) * 2).to(dtype) for size in (shape, shape, shape[-1:]))
+    close(kernels.rms_norm(x, weight, 1e-6, offset), reference.rms_norm(x, weight, 1e-6, offset), dtype)
+    found, expected = (module.add_rms_norm(x, residual, weight, 1e-6, offset) for module in (kernels, reference))
+    close(found[0], expected[0], dtype)
+    assert torch.equal(found[1], expected[1])
+
+
+def test_norms_of_heads_inside_of_wider_rows() -> None:
+    qkv, weight = torch.randn(7, 9, 33), torch.randn(33)
+    for part in qkv.split_with_sizes([5, 2, 2], dim=1):
+        close(kernels.rms_norm(part, weight, 1e-6), reference.rms_norm(part, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu", "relu2", "swiglu_oai"])
+def test_activations(activation: str, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, 2 * 1100) * 4).to(dtype)
+    close(kernels.act_mul(x, activation), reference.act_mul(x, activation), dtype)
+    assert kernels.act_mul(torch.tensor([[torch.nan, 1.0, 2.0, 3.0]]), activation).isnan().tolist() == [[True, False]]
+    with pytest.raises(KeyError, match="swoosh"):
+        kernels.act_mul(x, "swoosh")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(6, 6), (80, 34), (64, 0)])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_rotary_write_kv(head_dim: int, rotary_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    query, key, value = torch.randn(7, 8, head_dim).to(dtype).split_with_sizes([4, 2, 2], dim=1)
+    slots, turns = torch.randperm(9 * block_size)[:7], torch.randn(7, rotary_dim)
+    results = []
+    for module in (kernels, reference):
+        cache = kernels.allocate_kv_cache(1, 9, 2, block_size, head_dim, dtype, torch.device("cpu"))[0]
+        results.append((module.rotary_write_kv(query, key, value, turns, cache, slots), cache))
+    close(results[0], results[1], dtype)
+
+
+@pytest.mark.parametrize("without", [[], [0, 3, 6]])
+def test_keys_that_are_values_are_stored_once_and_not_without_a_slot(without: list[int]) -> None:
+    query, key, turns = torch.randn(7, 3, 12), torch.randn(7, 1, 20), torch.randn(7, 8)
+    slots = torch.arange(7) * 2
+    slots[without] = -1
+    results = []
+    for module in (kernels, reference):
+        cache = torch.zeros(1, 5, 1, 4, 20)
+        results.append((module.rotary_write_kv(query, key, None, turns, cache, slots), cache))
+    close(results[0], results[1])
+    assert int(results[0][1].any(-1).sum()) == 7 - len(without)
+
+
+SHAPES = [(14, 2, 16), (6, 1, 80), (3, 3, 33), (4, 1, 128), (2, 1, 256)]
+REQUESTS = [(0, 1), (0, 17), (40, 1), (5, 3), (7, 1), (1100, 1), (600, 9), (511, 1)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), SHAPES)
+@pytest.mark.parametrize(("window", "names"), [(0, ()), (10, test_attention.ALL), (600, test_attention.ALL)])
+def test_attention_is_dense_attention(
+    heads: int, kv_heads: int, head_dim: int, window: int, names: tuple[str, ...]
+) -> None:
+    options = test_attention.of_heads(heads, *names, window=window)
+    case = test_attention.build(REQUESTS, heads, kv_heads, head_dim, 16, **options)
+    close(case.run(), case.expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_attention_over_odd_blocks(block_size: int) -> None:
+    case = test_attention.build([(40, 1), (5, 3), (70, 2)], 4, 2, 16, block_size)
+    close(case.run(), case.expected)
+
+
+@pytest.mark.parametrize("cache", TYPES)
+def test_attention_in_half_precision(cache: torch.dtype) -> None:
+    case = test_attention.build([(10, 1), (0, 20), (700, 1)], 4, 2, 64, 16)
+    case = case._replace(query=case.query.half(), cache=case.cache.to(cache))
+    close(case.run(), case.run(reference.paged_attention), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("of_cache", LARGEST)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (6, 1, 80), (3, 3, 20)])
+def test_attention_over_quantized_caches(
+    heads: int, kv_heads: int, head_dim: int, of_cache: torch.dtype, dtype: torch.dtype
+) -> None:
+    options = test_attention.of_heads(heads, *test_attention.ALL, window=300)
+    case = test_attention.build([(10, 1), (0, 20), (700, 1), (90, 70)], heads, kv_heads, head_dim, 16, **options)
+    case = case._replace(query=case.query.to(dtype), cache=test_attention.converted(case.cache, of_cache))
+    close(case.run(), case.run(reference.paged_attention), dtype)
+
+
+@pytest.mark.parametrize("of_cache", LARGEST)
+@pytest.mark.parametrize("size", [1e-6, 1.0, 100.0])
+def test_values_of_any_size_in_a_quantized_cache_keep_their_precision_beside_float16(
+    size: float, of_cache: torch.dtype
+) -> None:
+    """Values of some requests, and of some keys, that are much smaller than others."""
+    case = test_attention.build([(10, 1), (300, 9), (700, 1)], 4, 2, 64, 16)
+    case.cache[1, ::3] *= 1e-3
+    cache = test_attention.converted(case.cache * torch.tensor([1.0, size]).view(2, 1, 1, 1, 1), of_cache)
+    case = case._replace(query=case.query.half(), cache=cache)
+    expected = case._replace(query=case.query.float()).run(reference.paged_attention)
+    torch.testing.assert_close(case.run().float(), expected, rtol=0.01, atol=max(0.003 * size, 6e-8))
+
+
+@pytest.mark.parametrize("of_cache", LARGEST)
+@pytest.mark.parametrize("head_dim", [12, 80, 33])
+def test_quantized_rows_are_written_as_by_the_reference(head_dim: int, of_cache: torch.dtype) -> None:
+    """To the bit where nothing is turned; rows of zeros, tokens without a slot, heads whose scales are not aligned."""
+    query, key, value = torch.randn(9, 8, head_dim).split_with_sizes([4, 2, 2], dim=1)
+    slots, results = torch.tensor([3, 17, -1, 0, 31, 30, 5, -1, 16]), []
+    value[3] = 0.0
+    for module in (kernels, reference):
+        cache = allocate_kv_cache(1, 3, 2, 16, head_dim, of_cache, torch.device("cpu"))[0]
+        cache.view(torch.uint8).fill_(7)
+        module.rotary_write_kv(query, key, value * 3, torch.empty(9, 0), cache, slots)
+        results.append(cache.view(torch.uint8))
+    assert torch.equal(*results)
+    assert int((results[0] != 7).any(-1).sum()) > 20
+
+
+def test_attention_in_the_tiles_of_gpus_with_less_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the keys at a time: what float32 of 128 takes there, float16 of 256 does, and so on."""
+    attention = importlib.import_module("quire.kernels.triton.attention")
+    device = torch.device("cpu")
+    assert [attention._tile(head_dim, 2, attention._is_narrow(device))[1] for head_dim in (128, 256, 576)] == [
+        64,
+        64,
+        32,
+    ]
+    monkeypatch.setattr(attention, "_is_narrow", lambda _: True)
+    assert [attention._tile(head_dim, 2, attention._is_narrow(device))[1] for head_dim in (128, 256, 576)] == [
+        64,
+        32,
+        16,
+    ]
+    for kv_heads, head_dim in ((2, 256), (1, 576)):
+        case = test_attention.build([(10, 1), (0, 20), (300, 1)], 4, kv_heads, head_dim, 16)
+        close(case.run(), case.run(reference.paged_attention))
+
+
+def test_attention_where_one_row_is_key_and_value_of_many_heads() -> None:
+    case = test_attention.build([(600, 1), (0, 3)], 32, 1, 576, 16)
+    for dtype in (torch.float32, *LARGEST):
+        side = test_attention.converted(case.cache, dtype)[:1]
+        one = case._replace(cache=side.expand(2, -1, -1, -1, -1))
+        close(one.run(), one.run(reference.paged_attention))
+
+
+def test_attention_does_not_depend_on_the_batch() -> None:
+    case = test_attention.build(REQUESTS, 4, 2, 16, 16)
+    together, first = case.run(), 0
+    for number, count in enumerate(case.counts):
+        rows, one = slice(first, first + count), slice(number, number + 1)
+        alone = case._replace(
+            query=case.query[rows], tables=case.tables[one], lengths=case.lengths[one], counts=case.counts[one]
+        )
+        assert torch.equal(alone.run(), together[rows])
+        first += count
+
+
+def test_attention_does_not_meet_what_lies_behind() -> None:
+    case = test_attention.build([(0, 3), (37, 1), (5, 2)], 4, 2, 8, 16)
+    whole, poisoned = case.run(), case.cache.clone()
+    used = torch.zeros(poisoned.shape[1], poisoned.shape[3], dtype=torch.bool)
+    for table, length in zip(case.tables, case.lengths, strict=True):
+        place = torch.arange(length)
+        used[table[place // 16], place % 16] = True
+    poisoned.transpose(2, 3)[:, ~used] = torch.nan
+    assert torch.equal(case._replace(cache=poisoned).run(), whole)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (13, 7, 3), (150, 4, 2)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_sums_over_experts(tokens: int, experts: int, top_k: int, has_bias: bool, dtype: torch.dtype) -> None:
+    x, weights = torch.randn(tokens, 40).to(dtype), torch.rand(tokens, top_k)
+    ids = torch.randint(-2, experts + 2, (tokens, top_k))  # others' too
+    ids[:, 0] = experts - 1
+    matrices = (torch.randn(experts, 48, 40) / 6).to(dtype), (torch.randn(experts, 40, 24) / 5).to(dtype)
+    biases = (torch.randn(experts, 48).to(dtype), torch.randn(experts, 40).to(dtype)) if has_bias else ()
+    found, expected = (m.fused_experts(x, weights, ids, *matrices, "silu", *biases) for m in (kernels, reference))
+    close(found, expected, dtype)
+
+
+def test_no_tokens_for_experts() -> None:
+    empty = kernels.fused_experts(
+        *(torch.empty(0, 40), torch.empty(0, 2), torch.empty(0, 2, dtype=torch.int64)),
+        *(torch.randn(3, 48, 40), torch.randn(3, 40, 24), "silu"),
+    )
+    assert empty.shape == (0, 40)
+
+
+@pytest.mark.parametrize("scoring", test_experts.SCORINGS)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (8, 2), (60, 4), (64, 64), (129, 8)])
+def test_routing(scoring: reference.Scoring, renormalize: bool, experts: int, top_k: int) -> None:
+    logits = test_experts.apart(5, experts)
+    test_experts.check_route(logits, top_k, scoring, renormalize=renormalize, scale=2.5)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("group_score", ["max", "top2_sum"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_grouped_routing(scoring: reference.Scoring, group_score: reference.GroupScore, with_bias: bool) -> None:
+    options = {"groups": 5, "top_groups": 3, "correction_bias": torch.randn(35) if with_bias else None}
+    logits = test_experts.apart(9, 35)
+    test_experts.check_route(logits, 6, scoring, renormalize=True, group_score=group_score, **options)
+
+
+@pytest.mark.parametrize("scoring", test_experts.SCORINGS)
+@pytest.mark.parametrize("options", [{}, {"groups": 4, "top_groups": 2}])
+def test_of_equal_experts_the_lower_number_comes_first(scoring: reference.Scoring, options: dict[str, int]) -> None:
+    test_experts.check_route(torch.randint(-2, 3, (40, 12)).float(), 5, scoring, **options)
+
+
+def test_experts_of_logits_that_are_no_numbers_are_there() -> None:
+    assert kernels.route(torch.full((2, 8), torch.nan), 3, "softmax")[1].max() < 8
+    assert kernels.route(torch.empty(0, 8), 3, "softmax")[1].shape == (0, 3)
+
+
+@pytest.mark.parametrize("kind", ["normal", "flat", "peaked", "ties", "holes"])
+def test_draws_are_those_of_the_reference(kind: str) -> None:
+    rows, width = 24, 5003
+    pick = torch.randint(0, 2, (3, rows)).bool()
+    controls = {
+        "temperature": torch.rand(rows) * 2 + 0.05,
+        "top_k": torch.where(pick[0], torch.randint(1, width + 9, (rows,)) ** torch.randint(0, 2, (rows,)), 0),
+        "top_p": torch.where(pick[1], torch.rand(rows) * 0.99 + 0.01, 1.0),
+        "min_p": torch.where(pick[2], torch.rand(rows) ** 4, 0.0),
+    }
+    controls["temperature"][::7] = 0.0
+    found, expected = test_sampling.both(test_sampling.shaped(kind, rows, width), **controls)
+    assert torch.equal(found, expected)
+
+
+def test_few_values_with_many_ties_are_drawn_alike() -> None:
+    values = torch.randint(-3, 3, (20, 40)).float().masked_fill(torch.rand(20, 40) < 0.2, -torch.inf)
+    values[0] = -torch.inf
+    for top_k, top_p, min_p in ((0, 0.43, 0.0), (7, 0.91, 0.0), (12, 1.0, 0.3), (5, 0.07, 0.013)):
+        controls = torch.full((20,), top_k), torch.full((20,), top_p), torch.full((20,), min_p)
+        found, expected = test_sampling.both(values, **dict(zip(("top_k", "top_p", "min_p"), controls, strict=True)))
+        assert torch.equal(found, expected)
+
+
+def test_the_ways_to_a_token_that_are_not_the_usual_ones() -> None:
+    """More than is gathered for top-k, many rounds for top-p, and top-p of what min-p leaves."""
+    logits = torch.cat((torch.zeros(9, 4100), torch.full((9, 100), 1.0), torch.randn(9, 4000)), dim=1)
+    top_k, top_p, min_p = torch.zeros(9, dtype=torch.int64), torch.ones(9), torch.zeros(9)
+    top_k[:3], top_p[1:6], min_p[5:] = torch.tensor([90, 110, 4200]), torch.tensor([0.9, 0.4, 1e-6, 0.02, 0.5]), 0.3
+    found, expected = test_sampling.both(logits, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["normal", "ties"])
+def test_arg_max_beside_draws_goes_to_the_lowest_id(kind: str) -> None:
+    logits = test_sampling.shaped(kind, 9, 4200)
+    found, expected = test_sampling.both(logits, temperature=torch.tensor([0.0, 0.0, 0.8]).repeat(3))
+    assert torch.equal(found, expected)
+
+
+def test_rows_may_be_a_part_of_wider_ones() -> None:
+    wide = torch.randn(9, 70)
+    found, expected = test_sampling.both(wide[:, 3:60], top_k=torch.full((9,), 7))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("width", [1, 50, 5000])
+def test_scores_of_tokens(width: int) -> None:
+    logits, tokens = torch.randn(6, width) * 4, torch.randint(width, (6,))
+    logits[0, : width // 2] = -torch.inf
+    tokens[1] = logits[1].argmax()
+    for rows in (slice(None), slice(0)):
+        given = logits[rows], tokens[rows], min(7, width)
+        close(kernels.score_tokens(*given), reference.score_tokens(*given))
+
+
+@pytest.mark.parametrize("vocab", [9, 5000])
+def test_penalties(vocab: int) -> None:
+    """Few and many tokens, each seen once or often, in the prompt, in the output or in both."""
+    logits, tokens = torch.randn(5, vocab) * 4, torch.randint(vocab, (9000,)).int()
+    tokens[30:60] = 3
+    spans = torch.tensor([[0, 10, 50], [20, 40, 40], [100, 100, 101], [5, 5000, 9000]])
+    rows, factors = torch.tensor([4, 0, 1, 2]), torch.rand(4, 3) * 2 + 0.1
+    found, expected = logits.clone(), logits.clone()
+    kernels.penalize(found, tokens, rows, spans, factors, 8995)
+    reference.penalize(expected, tokens, rows, spans, factors, 8995)
+    close(found, expected)
+    assert torch.equal(found[3], logits[3])
+    assert not torch.equal(found[1], logits[1])
+
+
+def test_the_check_passes_what_is_right_and_names_what_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from quire.kernels.triton import check
+
+    names = set(platform.__all__)
+    needs = kernels.AttentionNeeds((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
+    whole, problems = check.passing(torch.device("cpu"), torch.float32, needs)
+    assert set(vars(whole)) == names
+    assert not problems
+
+    def wrong(x: Tensor, activation: str) -> Tensor:
+        return reference.act_mul(x, activation) + 0.01
+
+    def broken(*_: object) -> Tensor:
+        raise RuntimeError("PTX was compiled for another architecture")
+
+    monkeypatch.setattr(platform, "act_mul", wrong)
+    monkeypatch.setattr(platform, "rms_norm", broken)
+    passing, problems = check.passing(torch.device("cpu"), torch.float32, needs)
+    assert set(vars(passing)) == names - {"act_mul", "rms_norm"}
+    assert set(problems) == {"act_mul", "rms_norm"}
+    assert "act_mul is not used on cpu" in caplog.text
+    assert "RuntimeError: PTX was compiled for another architecture" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("capability", [89, 90])  # 99 and 227 KiB of shared memory
+def test_every_kernel_compiles_ahead(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.integration.kernels.compile_ahead", str(capability)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    *variants, last = done.stdout.splitlines()
+    assert last == f"{len(variants)} kernels compiled for sm_{capability}"
+    names = {line.split()[0] for line in variants}
+    assert len(names) == 20, names
+    for name in (
+        "_act_mul",
+        "_decodes",
+        "_grouped",
+        "_prompts",
+        "_rms_norm",
+        "_rotary_write",
+        "_sum",
+    ):  # by the model's
+        types = {line.split()[1] for line in variants if line.startswith(f"{name}_kernel")}
+        assert types == {"fp32", "bf16", "fp16"}, name
+
+
+_STEPS = """
+import torch
+from triton.runtime.jit import JITFunction
+from quire.kernels import triton as platform
+from tests.integration.kernels.compile_ahead import Variant
+
+variants = {}
+
+def run(kernel, *args, grid, warmup, **options):
+    meta = {name: value for name, value in options.items() if name in kernel.arg_names}
+    variants.setdefault(kernel.__name__, set()).add(Variant.of(kernel, args, meta).key)
+
+JITFunction.run = run
+cache = torch.zeros(2, 64, 2, 16, 64)
+experts = torch.zeros(4, 64, 64), torch.zeros(4, 64, 32)
+for requests in (1, 2, 3, 16, 31):
+    for width in (1, 2, 16, 50):
+        counts = torch.arange(requests) % 3 + 2
+        tokens = int(counts.sum())
+        for offset in (0, 1):  # of rows that came in one transfer
+            sizes = (offset + tokens, offset + requests, offset + requests + 1)
+            slots, lengths, starts = (torch.zeros(size, dtype=torch.int64)[offset:] for size in sizes)
+            query, table = torch.zeros(tokens, 4, 64), torch.zeros(requests, width, dtype=torch.int64)
+            platform.rotary_write_kv(query, query[:, :2], query[:, 2:], torch.zeros(tokens, 64), cache, slots)
+            platform.paged_attention(query, cache, table, lengths, starts, 0.1)
+            ids = torch.zeros(tokens, 2, dtype=torch.int64)
+            platform.fused_experts(torch.zeros(tokens, 64), torch.ones(tokens, 2), ids, *experts, "silu")
+    for top_p in (1.0, 0.9, 0.5):
+        zeros = torch.zeros(requests, dtype=torch.int64)
+        ones = torch.ones(requests)
+        platform.sample(torch.zeros(requests, 999), ones, zeros, ones * top_p, ones * 0, zeros, zeros)
+for name, keys in variants.items():
+    print(name, len(keys))
+"""
+
+
+def test_what_changes_from_step_to_step_compiles_nothing_anew() -> None:
+    """But what is shaped by the rows, of few shapes: experts' blocks and chunks, and the first draw."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", _STEPS], capture_output=True, text=True, cwd=root, env=environment)
+    assert done.returncode == 0, done.stderr
+    counts = {name: int(count) for name, count in (line.split() for line in done.stdout.splitlines())}
+    assert {"_prompts_kernel", "_decodes_kernel", "_join_kernel", "_rotary_write_kernel", "_weigh_kernel"} <= set(
+        counts
+    )
+    shaped = {"_sort_kernel": 8, "_grouped_kernel": 8, "_draw_kernel": 2, "_finish_kernel": 1}
+    assert {name: count for name, count in counts.items() if count > shaped.get(name, 1)} == {}
+
+
+def test_triton_does_not_warn_about_its_own_defaults() -> None:
+    """Of Triton 3.9, whose warning would be an error here, and a line on every user's terminal elsewhere."""
+    assert importlib.import_module("triton").knobs.language.fp_fusion_enabled(None)

@@ -1,0 +1,213 @@
+"""Cores of replicas that share experts: each in a thread, with workers that wait for one another at every step."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.core import engine_core as cores
+from quire.engine.core.engine_core import EngineCore, root_cause
+from quire.engine.executor.base import Executor, WorkerError
+from quire.engine.protocol.messages import LOST_REPLICAS, ModelRunnerOutput, ReplicaFailed, SchedulerOutput, Shutdown
+from tests.fakes.configs import engine_config
+from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
+from tests.fakes.model import FakeModel
+from tests.unit.engine.scheduler.test_scheduler import continuation
+
+
+class Meeting:
+    """What the workers of all replicas agree on in each step, once all have come to it."""
+
+    def __init__(self, replicas: int) -> None:
+        self._changed = threading.Condition()
+        self.plans: list[list[SchedulerOutput]] = [[] for _ in range(replicas)]
+        self.has_ended = False
+
+    def join(self, replica: int, plan: SchedulerOutput) -> None:
+        with self._changed:
+            assert plan.step == len(self.plans[replica]), "a step was left out"
+            self.plans[replica].append(plan)
+            self._changed.notify_all()
+
+    def agree(self, step: int) -> bool:
+        with self._changed:
+            everyone = self._changed.wait_for(
+                lambda: self.has_ended or all(len(plans) > step for plans in self.plans), WAIT
+            )
+            if self.has_ended or not everyone:
+                raise WorkerError(LOST_REPLICAS)
+            return any(plans[step].has_work for plans in self.plans)
+
+    def end(self) -> None:
+        with self._changed:
+            self.has_ended = True
+            self._changed.notify_all()
+
+
+@dataclass
+class Step:
+    meeting: Meeting
+    step_result: ModelRunnerOutput
+
+    def result(self) -> ModelRunnerOutput:
+        self.step_result.is_wave_active = self.meeting.agree(self.step_result.step)
+        return self.step_result
+
+
+@dataclass
+class MeetingExecutor:
+    config: EngineConfig
+    replica: int
+    meeting: Meeting
+    model: FakeModel
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def submit(self, plan: SchedulerOutput) -> Step:
+        self.meeting.join(self.replica, plan)
+        return Step(self.meeting, self.model.execute(plan))
+
+    def check(self) -> None:
+        pass
+
+    def close(self, reason: str = "") -> None:
+        pass
+
+
+@dataclass
+class Met(Replicas):
+    meeting: Meeting
+
+    def steps(self) -> list[int]:
+        return [len(plans) for plans in self.meeting.plans]
+
+
+@contextmanager
+def running(replicas: int, stages: int, depth: int) -> Iterator[Met]:
+    """The cores, which all end by themselves, with nothing under way, once they are to stop."""
+    config = engine_config(stages=stages, depth=depth)
+    config = replace(config, parallel=replace(config.parallel, replicas=replicas, experts=ExpertParallelConfig()))
+    cache, scheduler, meeting = config.cache, config.scheduler, Meeting(replicas)
+    executors: list[Executor] = [
+        MeetingExecutor(
+            config,
+            replica,
+            meeting,
+            FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=stages == 1),
+        )
+        for replica in range(replicas)
+    ]
+    with serving(config, executors, on_failure=meeting.end) as them:
+        yield Met(them.wires, them.cores, meeting)
+    assert len({len(plans) for plans in meeting.plans}) == 1
+
+
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2), (3, 3)])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_requests_at_any_replica_are_answered_and_then_all_sleep(replicas: int, stages: int, depth: int) -> None:
+    rng = random.Random(replicas * 10 + depth)
+    with running(replicas, stages, depth) as them:
+        for burst in range(4):
+            asked = [
+                (rng.randrange(replicas), f"{burst}-{n}", rng.randrange(1, 30)) for n in range(rng.randrange(1, 7))
+            ]
+            for replica, request_id, length in asked:
+                them.submit(replica, request_id, [1, 2, length], length)
+            for replica in range(replicas):
+                for _, request_id, length in (ask for ask in asked if ask[0] == replica):
+                    assert them.wires[replica].answer(request_id) == continuation([1, 2, length], length)
+        assert all(core.wave is not None and core.wave.number >= 1 for core in them.cores)
+        waited = threading.Event()
+        while not all(core.wave and core.wave.is_idle for core in them.cores):
+            waited.wait(0.005)
+        steps = them.steps()
+        assert len(set(steps)) == 1
+        waited.wait(0.05)
+        assert them.steps() == steps, "somebody steps in its sleep"
+
+
+def test_a_sign_of_life_is_a_step_of_all() -> None:
+    with running(2, 1, 1) as them:
+        them.probe(1)
+        assert [plans[0].num_rows for plans in them.meeting.plans] == [0, 0]
+        assert [wire.num_wakes for wire in them.wires] == [0, 1]
+
+
+def test_an_idle_replica_takes_part_without_rows_and_nobody_is_woken_twice() -> None:
+    with running(2, 1, 2) as them:
+        them.submit(0, "a", [1], 40)
+        assert them.wires[0].answer("a") == continuation([1], 40)
+        assert sum(plan.num_rows for plan in them.meeting.plans[0]) >= 40
+        assert not any(plan.num_rows for plan in them.meeting.plans[1])
+        assert [wire.num_wakes for wire in them.wires] == [1, 0]
+
+
+def test_who_is_to_stop_steps_on_until_the_others_have_no_work() -> None:
+    with running(2, 1, 1) as them:
+        them.submit(0, "a", [1], 100)
+        them.submit(1, "b", [2], 100)
+        them.wires[1].sent.get(timeout=WAIT)  # it is in the wave
+        them.wires[1].inbox.put(Shutdown())
+        assert them.wires[0].answer("a") == continuation([1], 100)
+
+
+def test_who_waits_too_long_for_the_others_to_stop_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_STOP_TIMEOUT", 0.0)
+    wire = LinkedWire(0, 2)
+    config = engine_config(depth=2)
+    parallel = replace(config.parallel, replicas=2, experts=ExpertParallelConfig())
+    core = EngineCore(replace(config, parallel=parallel), None, wire)  # type: ignore[arg-type]
+    assert core.wave is not None
+    core.wave.start(has_work=True)
+    wire.inbox.put(Shutdown())
+    core.receive()
+    assert core.may_stop
+
+
+# --- who was it? ----------------------------------------------------------------------------------------------
+
+
+def reported(mine: str, *heard: ReplicaFailed | Shutdown, replicas: int = 3) -> str | None:
+    wires = [LinkedWire(replica, replicas) for replica in range(replicas)]
+    wires[0].wires = wires
+    for message in heard:
+        wires[0].inbox.put(message)
+    reason = root_cause(mine, wires[0], 0)  # type: ignore[arg-type]
+    reported = wires[1].inbox.get_nowait()
+    assert isinstance(reported, ReplicaFailed)
+    assert (reported.replica, reported.reason) == (0, mine)
+    return reason
+
+
+def test_the_cause_is_named_by_the_replica_that_has_it() -> None:
+    killed, lost = "rank 1 was killed by SIGKILL", f"rank 0 failed: {LOST_REPLICAS}: Connection closed"
+    assert reported(killed) == f"replica 0: {killed}"
+    assert reported(lost, ReplicaFailed(2, lost), ReplicaFailed(1, killed)) == f"replica 1: {killed}"
+
+
+def test_who_says_nothing_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "_CAUSE_TIMEOUT", 0.05)
+    lost = f"rank 0 failed: {LOST_REPLICAS}: Connection closed"
+    assert reported(lost, ReplicaFailed(2, lost)) == f"replica 1 ended or hung: {lost}"
+    assert reported(lost, ReplicaFailed(2, lost), ReplicaFailed(1, lost)) == f"replica 0: {lost}"
+
+
+def test_nobody_is_to_blame_for_being_shut_down() -> None:
+    assert reported(LOST_REPLICAS, Shutdown()) is None
+
+
+def test_a_core_ends_when_another_says_that_it_does() -> None:
+    wire = LinkedWire(0, 2)
+    wire.wires = [wire, LinkedWire(1, 2)]
+    config = engine_config()
+    parallel = replace(config.parallel, replicas=2, experts=ExpertParallelConfig())
+    core = EngineCore(replace(config, parallel=parallel), None, wire)  # type: ignore[arg-type]
+    wire.inbox.put(ReplicaFailed(1, "rank 0 was killed by SIGKILL"))
+    with pytest.raises(WorkerError) as caught:
+        core.run()
+    assert root_cause(str(caught.value), wire, 0) == "replica 1: rank 0 was killed by SIGKILL"  # type: ignore[arg-type]

@@ -1,0 +1,314 @@
+"""The core's loop with an executor and a wire that live in the test."""
+
+from __future__ import annotations
+
+from collections import deque
+from queue import SimpleQueue
+from threading import Event
+
+import msgspec
+import pytest
+
+from quire.engine.core.engine_core import EngineCore, GrammarCompiled, Inbound, RankEnded
+from quire.engine.executor.base import WorkerError
+from quire.engine.protocol.messages import (
+    AbortRequests,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    ExpertLoad,
+    Join,
+    ModelRunnerOutput,
+    Probe,
+    ProbeReply,
+    SamplingParams,
+    SchedulerOutput,
+    Shutdown,
+    StructuredOutputs,
+    ToCore,
+    ToServer,
+)
+from quire.engine.scheduler.grammar import GrammarError
+from quire.engine.scheduler.step_time import StepTimeModel
+from tests.fakes.configs import engine_config
+from tests.fakes.model import FakeModel
+from tests.fakes.outputs import each
+from tests.unit.engine.scheduler.test_scheduler import continuation
+
+
+class Step:
+    def __init__(self, step_result: ModelRunnerOutput | WorkerError) -> None:
+        self.step_result = step_result
+
+    def result(self) -> ModelRunnerOutput:
+        if isinstance(self.step_result, WorkerError):
+            raise self.step_result
+        return self.step_result
+
+
+class FakeExecutor:
+    """Feeds a script of messages to the core as the steps go by; ends it after the last."""
+
+    def __init__(self, core_wire: FakeWire, model: FakeModel, script: dict[int, list[ToCore]], dies_at: int = -1):
+        self.seconds: dict[str, float] = {}
+        self.wire, self.model, self.script, self.dies_at = core_wire, model, script, dies_at
+
+    def submit(self, plan: SchedulerOutput) -> Step:
+        for message in self.script.get(plan.step, []):
+            self.wire.inbox.put(message)
+        if plan.step == self.dies_at:
+            return Step(WorkerError("rank 1 was killed by SIGKILL"))
+        return Step(self.model.execute(plan))
+
+    def check(self) -> None:
+        raise WorkerError("rank 1 was killed by SIGKILL")
+
+    def close(self) -> None:
+        pass
+
+
+class FakeWire:
+    def __init__(self) -> None:
+        self.inbox: SimpleQueue[Inbound] = SimpleQueue()
+        self.num_clients = 2
+        self.sent: deque[tuple[int, ToServer]] = deque()
+
+    def send(self, client: int, message: ToServer) -> None:
+        self.sent.append((client, message))
+
+    def outputs(self, client: int, request_id: str) -> list[EngineCoreOutput]:
+        messages = [m for c, m in self.sent if c == client and isinstance(m, EngineCoreOutputs)]
+        return [o for m in messages for o in each(m) if o.request_id == request_id]
+
+
+def core_with(
+    script: dict[int, list[ToCore]], first: list[ToCore], stages: int = 1, dies_at: int = -1, depth: int | None = None
+) -> EngineCore:
+    config = engine_config(stages=stages, depth=depth)
+    wire = FakeWire()
+    for message in first:
+        wire.inbox.put(message)
+    cache, scheduler = config.cache, config.scheduler
+    model = FakeModel(cache.block_size, cache.num_blocks, scheduler.max_num_batched_tokens, keeps=stages == 1)
+    return EngineCore(config, FakeExecutor(wire, model, script, dies_at), wire)  # type: ignore[arg-type]
+
+
+def wire_of(core: EngineCore) -> FakeWire:
+    assert isinstance(core.io, FakeWire)
+    return core.io
+
+
+def submit(client: int, request_id: str, prompt: list[int], max_tokens: int = 4) -> EngineCoreRequest:
+    return EngineCoreRequest(client, request_id, prompt, SamplingParams(max_tokens=max_tokens))
+
+
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2), (3, 3)])
+def test_each_api_process_gets_its_own_outputs_once_a_step(stages: int, depth: int) -> None:
+    first: list[ToCore] = [submit(0, "a", [1]), submit(1, "b", [2]), submit(0, "c", [3])]
+    core = core_with({20: [Shutdown()]}, [*first, submit(0, "long", [4], max_tokens=100)], stages, depth=depth)
+    core.run()
+    wire = wire_of(core)
+    for client, request_id, prompt in ((0, "a", [1]), (1, "b", [2]), (0, "c", [3])):
+        outputs = wire.outputs(client, request_id)
+        assert [t for o in outputs for t in o.token_ids] == continuation(prompt, 4)
+        assert [o.finish_reason for o in outputs] == [None, None, None, "length"]
+        assert not wire.outputs(1 - client, request_id)
+    core.end("the engine was shut down")
+    assert wire.outputs(0, "long")[-1].finish_reason == "error"
+    assert wire.outputs(0, "long")[-1].error == "the engine was shut down"
+
+
+@pytest.mark.parametrize(("stages", "depth"), [(1, 1), (1, 2), (2, 2)])
+def test_nothing_is_kept_of_plans_whose_time_does_not_show(stages: int, depth: int) -> None:
+    """One request alone never fills a pipeline."""
+    core = core_with({40: [Shutdown()]}, [submit(0, "a", [1], 100)], stages, depth=depth)
+    core.scheduler.token_budget.step_time = StepTimeModel()
+    core.run()
+    assert len(core.scheduler.token_budget._loads) <= depth
+
+
+def test_an_abort_is_answered_and_frees_the_blocks() -> None:
+    core = core_with(
+        {3: [AbortRequests(["a", "unknown"])], 6: [Shutdown()]}, [submit(0, "a", [1], 50), submit(0, "b", [2], 50)]
+    )
+    core.run()
+    assert [o.finish_reason for o in wire_of(core).outputs(0, "a")][-1] == "abort"
+    assert len(core.scheduler.requests) == 1
+    core.scheduler.check_integrity()
+
+
+def test_an_api_process_that_joins_gets_ready_and_nothing_runs_on_for_the_one_before_it() -> None:
+    core = core_with(
+        {3: [Join(1)], 6: [Shutdown()]},
+        [submit(0, "a", [1], 50), submit(1, "b", [2], 50), submit(1, "c", [3], 50)],
+    )
+    core.run()
+    ((client, ready),) = ((c, message) for c, message in wire_of(core).sent if isinstance(message, EngineReady))
+    assert client == 1
+    assert ready.stats is not None
+    assert ready.stats.kv_blocks == core.scheduler.kv.num_blocks
+    assert ready.stats.steps > 0
+    assert list(core.scheduler.requests) == ["a"]
+    core.scheduler.check_integrity()
+
+
+def test_an_idle_engine_proves_that_it_lives_by_a_step() -> None:
+    core = core_with({0: [Shutdown()]}, [Probe(0, 7), Probe(1, 8)])
+    core.run()
+    assert [(client, m.probe_id) for client, m in wire_of(core).sent if isinstance(m, ProbeReply)] == [
+        (0, 7),
+        (1, 8),
+    ]
+    assert core.scheduler.stats.steps == 1
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_busy_engine_answers_a_probe_after_its_next_step(stages: int) -> None:
+    core = core_with({2: [Probe(0, 7)], 5: [Shutdown()]}, [submit(0, "a", [1], 50)], stages, depth=2)
+    core.run()
+    assert [m.probe_id for _, m in wire_of(core).sent if isinstance(m, ProbeReply)] == [7]
+
+
+def test_a_refused_request_gets_its_terminal_message() -> None:
+    core = core_with({0: [Shutdown()]}, [submit(0, "empty", []), Probe(0, 1)])
+    core.run()
+    (output,) = wire_of(core).outputs(0, "empty")
+    assert (output.finish_reason, output.error) == ("error", "the prompt is empty")
+
+
+def test_when_a_rank_dies_every_request_is_told() -> None:
+    core = core_with({}, [submit(0, "a", [1], 50), submit(1, "b", [2], 50)], dies_at=3)
+    with pytest.raises(WorkerError, match="rank 1 was killed"):
+        core.run()
+    core.end("rank 1 was killed by SIGKILL")
+    for client, request_id in ((0, "a"), (1, "b")):
+        ends = [o for o in wire_of(core).outputs(client, request_id) if o.finish_reason]
+        assert [(o.finish_reason, o.error) for o in ends] == [("error", "rank 1 was killed by SIGKILL")]
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_noticed() -> None:
+    core = core_with({}, [])
+    wire_of(core).inbox.put(RankEnded())
+    with pytest.raises(WorkerError, match="rank 1 was killed"):
+        core.run()
+
+
+def test_a_frame_that_cannot_be_read_ends_the_core_instead_of_leaving_somebody_waiting() -> None:
+    core = core_with({}, [submit(0, "a", [1], 50)])
+    wire_of(core).inbox.put(msgspec.DecodeError("garbage"))
+    with pytest.raises(msgspec.DecodeError, match="garbage"):
+        core.run()
+
+
+def test_stats_travel_without_outputs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 0.0)
+    core = core_with({3: [Shutdown()]}, [submit(0, "a", [1], 50)])
+    core.run()
+    last = [m.stats for c, m in wire_of(core).sent if c == 1 and isinstance(m, EngineCoreOutputs)][-1]
+    assert last is not None
+    assert last.running == 1
+
+
+def test_the_newest_expert_load_travels_with_the_stats_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_with({8: [Shutdown()]}, [submit(0, "a", [1], 50)])
+    monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 1e9)
+    execute = core.executor.model.execute  # type: ignore[attr-defined]
+
+    def with_load(plan: SchedulerOutput) -> ModelRunnerOutput:
+        result: ModelRunnerOutput = execute(plan)
+        if plan.step in (1, 3):
+            result.expert_load = ExpertLoad({0: 1}, bytes(8), float(plan.step), 0)
+        if plan.step == 5:
+            monkeypatch.setattr("quire.engine.core.engine_core._STATS_SECONDS", 0.0)
+        return result
+
+    monkeypatch.setattr(core.executor.model, "execute", with_load)  # type: ignore[attr-defined]
+    core.run()
+    for client in (0, 1):
+        reported = [m.expert_load for c, m in wire_of(core).sent if c == client and isinstance(m, EngineCoreOutputs)]
+        assert [load.imbalance for load in reported if load is not None] == [3.0]
+
+
+def structured(request_id: str) -> EngineCoreRequest:
+    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputs(regex="a"))
+    return EngineCoreRequest(0, request_id, [1], params)
+
+
+def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
+    core = core_with({}, [])
+    core.handle(submit(0, "good", [2]))
+    core.handle(structured("bad"))
+    core.handle(core.io.inbox.get(timeout=30))
+    core.send()
+    (output,) = wire_of(core).outputs(0, "bad")
+    assert output.finish_reason == "error"
+    assert "needs a tokenizer.json" in (output.error or "")
+    assert core.scheduler.requests.keys() == {"good"}
+
+
+@pytest.mark.parametrize("failure", [None, GrammarError("too large"), MemoryError("none left")])
+def test_requests_that_are_compiling_can_be_aborted(monkeypatch: pytest.MonkeyPatch, failure: Exception | None) -> None:
+    core, go_on = core_with({}, []), Event()
+
+    def compile(outputs: StructuredOutputs) -> object:
+        go_on.wait(30)
+        if failure is not None:
+            raise failure
+        return object()
+
+    monkeypatch.setattr(core.scheduler.grammars, "compile", compile)
+    core.handle(structured("a"))
+    core.handle(structured("a"))  # its id is in use
+    core.handle(structured("b"))
+    assert not core.scheduler.has_requests
+    core.handle(AbortRequests(["a"]))
+    core.handle(AbortRequests(["a"]))
+    go_on.set()
+    for _ in range(2):
+        message = core.io.inbox.get(timeout=30)
+        if failure is not None or message.request.request_id == "a":  # type: ignore[union-attr]
+            core.handle(message)
+    core.send()
+    ends = [(o.finish_reason, o.error) for o in wire_of(core).outputs(0, "a")]
+    assert ends == [("error", "request id 'a' is in use"), ("abort", None)]
+    reported = [(o.finish_reason, str(failure) in str(o.error)) for o in wire_of(core).outputs(0, "b")]
+    assert reported == ([] if failure is None else [("error", True)])
+
+
+def test_grammars_that_take_long_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, go_on = core_with({}, []), Event()
+
+    def compile(outputs: StructuredOutputs) -> object:
+        assert outputs.regex == "quick" or go_on.wait(30)
+        return object()
+
+    monkeypatch.setattr(core.scheduler.grammars, "compile", compile)
+    for request_id in "abcd":
+        core.handle(structured(request_id))
+    quick = structured("quick")
+    quick.params.structured_outputs = StructuredOutputs(regex="quick")
+    core.handle(quick)
+    message = core.io.inbox.get(timeout=30)
+    go_on.set()
+    assert isinstance(message, GrammarCompiled)
+    assert message.request is quick
+
+
+def test_who_comes_anew_leaves_nothing_compiling_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_with({}, [])
+    monkeypatch.setattr(core._compile_pool, "submit", lambda work: None)
+    core.handle(structured("a"))
+    core.handle(Join(0))
+    core.send()
+    assert not core.compiling
+    assert not wire_of(core).outputs(0, "a"), "nobody is there to hear it"
+
+
+def test_requests_that_are_compiling_are_told_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_with({}, [])
+    monkeypatch.setattr(core._compile_pool, "submit", lambda work: None)
+    core.handle(structured("a"))
+    core.end("the engine was shut down")
+    (output,) = wire_of(core).outputs(0, "a")
+    assert (output.finish_reason, output.error) == ("error", "the engine was shut down")

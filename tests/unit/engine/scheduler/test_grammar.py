@@ -1,0 +1,252 @@
+"""GrammarCompiler: compiled once, advanced token by token, and their masks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quire.engine.config.options import ModelConfig
+from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
+from quire.engine.scheduler import grammar as grammar_module
+from quire.engine.scheduler.grammar import Grammar, GrammarCompiler, GrammarError
+from tests.fakes.configs import TINY, engine_config
+from tests.fakes.tokenizers import byte_fallback, byte_level, write_model
+
+EOS = 2
+TOKENIZER = byte_level()
+SIZE = TOKENIZER.get_vocab_size()
+
+
+def ids(text: str) -> list[int]:
+    encoded: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
+    return encoded
+
+
+def letter(character: str) -> int:
+    (token,) = ids(character)
+    return token
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def model(folder: Path, vocab_size: int = SIZE, eos: tuple[int, ...] = (EOS,)) -> ModelConfig:
+    return engine_config(tokenizer=folder, architecture=replace(TINY, vocab_size=vocab_size), eos=eos).model
+
+
+@pytest.fixture(scope="module")
+def grammars(folder: Path) -> GrammarCompiler:
+    return GrammarCompiler(model(folder))
+
+
+def members(mask: bytes | np.ndarray[Any, Any]) -> set[int]:
+    """The tokens of a mask."""
+    array = np.frombuffer(mask, np.uint8) if isinstance(mask, bytes) else np.ascontiguousarray(mask).view(np.uint8)
+    return set(np.flatnonzero(np.unpackbits(array, bitorder="little")).tolist())
+
+
+def allowed(grammars: GrammarCompiler, grammar: Grammar, output: list[int] | None = None, **params: Any) -> set[int]:
+    (mask,) = grammars.masks([grammar])
+    return members(grammar.restricted(mask, SamplingParams(max_tokens=None, **params), output or []))
+
+
+def test_a_grammar_goes_on_with_the_tokens_sampled(grammars: GrammarCompiler) -> None:
+    grammar = grammars.compile(StructuredOutputs(regex="a(b|c)d?"))
+    assert grammar.forced() == [letter("a")]
+    assert allowed(grammars, grammar) == {letter("a")}
+    grammar.advance([letter("a")])
+    assert allowed(grammars, grammar) == {letter("b"), letter("c")}
+    assert grammar.forced() == []
+    grammar.advance([letter("c")])
+    assert allowed(grammars, grammar) == {letter("d"), EOS}
+    assert not grammar.is_complete
+    grammar.advance([letter("d")])
+    assert grammar.is_complete
+    assert allowed(grammars, grammar) == {EOS}
+
+
+def test_what_is_not_allowed_is_an_error(grammars: GrammarCompiler) -> None:
+    grammar = grammars.compile(StructuredOutputs(regex="ab"))
+    with pytest.raises(GrammarError):
+        grammar.advance([letter("b")])
+    assert not grammar.is_complete
+    (mask,) = grammars.masks([grammar])
+    with pytest.raises(GrammarError):
+        grammar.restricted(mask, SamplingParams(), [])
+
+
+def test_forced_tokens_are_those_of_the_tokenizer(grammars: GrammarCompiler) -> None:
+    for text in ("hello world, how are you?", "中文 😀", "serve a model"):
+        assert grammars.compile(StructuredOutputs(choice=[text])).forced() == ids(text)
+
+
+def test_choices_may_have_any_character(grammars: GrammarCompiler) -> None:
+    for text in ("".join(map(chr, range(32))), "\x7f", "a\x85\u2028", '"\\/|'):
+        grammar = grammars.compile(StructuredOutputs(choice=["other", text]))
+        grammar.advance(ids(text))
+        assert EOS in allowed(grammars, grammar)
+
+
+def test_many_masks_are_those_of_one_at_a_time(grammars: GrammarCompiler) -> None:
+    many = [grammars.compile(StructuredOutputs(regex=regex)) for regex in ("a+", "[b-f]", "x|yz", ".*", "a+")]
+    many[-1].advance([letter("a")])
+    together = grammars.masks(many)
+    assert [members(row) for row in together] == [members(grammars.masks([one])[0]) for one in many]
+    assert len({row.tobytes() for row in together}) == 5
+    assert grammars.masks([]).shape == (0, SIZE // 32)
+
+
+@pytest.mark.parametrize("vocab_size", [SIZE, SIZE + 1, SIZE + 21, SIZE + 200, SIZE - 1, SIZE - 30])
+def test_padded_and_cut_vocabularies(folder: Path, vocab_size: int) -> None:
+    grammars = GrammarCompiler(model(folder, vocab_size))
+    grammar = grammars.compile(StructuredOutputs(regex="(?s:.*)"))
+    masks = grammars.masks([grammar, grammars.compile(StructuredOutputs(regex="a"))])
+    assert masks.shape == (2, -(-vocab_size // 32))
+    assert max(members(masks[0])) < min(vocab_size, SIZE)
+    assert members(masks[1]) == {letter("a")}
+    assert (
+        max(grammars.compile(StructuredOutputs(choice=["hello world, how are you"])).forced(), default=0) < vocab_size
+    )
+
+
+@pytest.mark.parametrize("eos", [(EOS,), (0, 2), (0, 1, 2, 700)])
+def test_every_end_of_sequence_ends(folder: Path, eos: tuple[int, ...]) -> None:
+    grammars = GrammarCompiler(model(folder, SIZE + 500, eos))
+    for end in set(eos) - {700}:
+        grammar = grammars.compile(StructuredOutputs(regex="a*"))
+        assert allowed(grammars, grammar) >= {*eos} - {700}
+        grammar.advance([letter("a"), end])
+        assert grammar.is_complete
+
+
+def test_the_other_parameters_restrict_a_mask(grammars: GrammarCompiler) -> None:
+    grammar = grammars.compile(StructuredOutputs(regex="[a-d]*"))
+    a, b, c, d = map(letter, "abcd")
+    assert allowed(grammars, grammar) >= {a, b, c, d, EOS}
+    assert EOS not in allowed(grammars, grammar, min_tokens=1)
+    assert EOS in allowed(grammars, grammar, [a], min_tokens=1)
+    assert allowed(grammars, grammar, allowed_token_ids=[a, b, EOS], min_tokens=3, stop_token_ids=[b]) == {a}
+    assert EOS not in allowed(grammars, grammar, ignore_eos=True)
+    assert allowed(grammars, grammar, allowed_token_ids=[a, b, c], bad_word_ids=[[a]]) == {b, c}
+    bad = [[a, b], [b, c, d], [c]]
+    assert allowed(grammars, grammar, [b, c], allowed_token_ids=[a, b, c, d], bad_word_ids=bad) == {a, b}
+    assert allowed(grammars, grammar, [c], allowed_token_ids=[a, b, c, d], bad_word_ids=bad) == {a, b, d}
+    with pytest.raises(GrammarError, match="after 2 tokens the grammar together with the other parameters"):
+        allowed(grammars, grammar, [a, a], allowed_token_ids=[a], bad_word_ids=[[a, a]])
+
+
+def test_the_end_stays_where_nothing_else_can_follow(grammars: GrammarCompiler) -> None:
+    grammar = grammars.compile(StructuredOutputs(regex="a"))
+    grammar.advance([letter("a")])
+    for params in ({"min_tokens": 9}, {"ignore_eos": True}, {"allowed_token_ids": [letter("a")]}):
+        assert allowed(grammars, grammar, **params) == {EOS}
+
+
+def test_what_was_compiled_is_shared_and_does_not_interfere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "_MAX_COMPILED", 3)
+    grammars = GrammarCompiler(model(folder))
+    compiled: list[str] = []
+    compile = grammars._compile
+
+    def count(source: str) -> object:
+        compiled.append(source)
+        return compile(source)
+
+    monkeypatch.setattr(grammars, "_compile", count)
+    first, second = (grammars.compile(StructuredOutputs(regex="ab")) for _ in range(2))
+    first.advance(ids("ab"))
+    assert first.is_complete
+    assert not second.is_complete
+    assert not grammars.compile(StructuredOutputs(regex="ab")).is_complete
+    assert len(compiled) == 1
+    for regex in ("c", "d", "ab", "e", "ab", "c"):
+        grammars.compile(StructuredOutputs(regex=regex))
+    assert len(compiled) == 5  # "ab" stayed, as it was in use; "c" had to go
+    assert len(grammars._compiled) == 3
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [{"regex": "("}, {"grammar": "start: nothing"}, {"json": {"not": {}}}, {"json": {"enum": []}}, {"json": "["}],
+)
+def test_what_does_not_compile_is_told(grammars: GrammarCompiler, outputs: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError):
+        grammars.compile(StructuredOutputs(**outputs))
+    assert grammars.problem(StructuredOutputs(**outputs))
+    assert grammars.problem(StructuredOutputs(regex="a")) is None
+
+
+def test_the_server_s_options_cannot_be_overridden(grammars: GrammarCompiler) -> None:
+    schema = {"x-guidance": {"lenient": True, "whitespace_flexible": True}, "type": "array", "uniqueItems": True}
+    with pytest.raises(GrammarError, match="uniqueItems"):
+        grammars.compile(StructuredOutputs(json=schema))
+    grammar = grammars.compile(StructuredOutputs(json={"x-guidance": {"whitespace_pattern": " *"}, "type": "array"}))
+    grammar.advance(ids("[ "))
+    assert letter(" ") not in allowed(grammars, grammar)
+
+
+def test_tokens_that_only_the_tokenizer_s_settings_add(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    added = {
+        "content": "<tool>",
+        "special": True,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+    }
+    settings["added_tokens_decoder"] = {str(SIZE): added, "2": {**added, "content": "<|im_end|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = byte_level()
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    grammars = GrammarCompiler(model(folder, SIZE + 32))
+    grammar = grammars.compile(StructuredOutputs(grammar='start: <tool> "hello world, how are you?"'))
+    assert grammar.forced() == [SIZE, *ids("hello world, how are you?")]
+
+
+def test_a_tokenizer_of_the_other_kind(tmp_path: Path) -> None:
+    tokenizer = byte_fallback()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    grammars = GrammarCompiler(model(tmp_path, tokenizer.get_vocab_size()))
+    grammar = grammars.compile(StructuredOutputs(regex="h[a-z]{1,9} é中"))
+    pieces: list[Any] = [tokenizer.token_to_id(piece) for piece in ("he", "ll", "o", "▁", "é", "中")]
+    grammar.advance(pieces[:3])
+    assert pieces[3] in allowed(grammars, grammar)
+    grammar.advance(pieces[3:])
+    assert grammar.is_complete
+
+
+def test_a_model_without_a_tokenizer_that_can_be_used(tmp_path: Path) -> None:
+    with pytest.raises(GrammarError, match=r"tokenizer\.json"):
+        GrammarCompiler(model(tmp_path)).compile(StructuredOutputs(regex="a"))
+
+
+def test_neither_torch_nor_anything_before_it_is_needed(folder: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from quire.engine.scheduler.grammar import GrammarCompiler
+from quire.engine.protocol.messages import StructuredOutputs
+from quire.server.frontend.structured_outputs import StructuredOutputCheck
+from tests.unit.engine.scheduler.test_grammar import model
+assert "llguidance" not in sys.modules
+given, outputs = model(Path({str(folder)!r})), StructuredOutputs(json={{"type": "object"}})
+StructuredOutputCheck(given).resolve(outputs)  # which has a process of its own for it
+assert "llguidance" not in sys.modules
+GrammarCompiler(given).compile(outputs)
+assert "llguidance" in sys.modules
+assert not {{"torch", "transformers"}} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,294 @@
+"""The scheduler with structured outputs: held back until their token came back, and everything else as ever."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.messages import StructuredOutputs
+from tests.fakes.configs import TINY, engine_config
+from tests.fakes.tokenizers import byte_level, write_model
+from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, Windows, continuation, tightened
+
+EOS = 2
+TOKENIZER = byte_level()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def config_of(folder: Path, **options: Any) -> EngineConfig:
+    return engine_config(
+        tokenizer=folder, architecture=replace(TINY, vocab_size=320), **{"eos": (EOS,), "max_model_len": 160, **options}
+    )
+
+
+def text(tokens: list[int]) -> str:
+    decoded: str = TOKENIZER.decode(tokens, skip_special_tokens=True)
+    return decoded
+
+
+def asked(max_tokens: int = 100, **outputs: Any) -> dict[str, Any]:
+    return {"structured_outputs": StructuredOutputs(**outputs), "max_tokens": max_tokens}
+
+
+CHOICES = ["the first of three", "the second", "the third, and so on"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["a", "bc"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+@pytest.mark.parametrize(
+    ("budget", "tight", "windows"),
+    [*itertools.product([16, 64], [True, False], [(None,)]), (16, True, (7, None)), (64, False, (7, None))],
+)
+def test_the_answer_does_not_depend_on_the_company(
+    folder: Path, stages: int, depth: int, budget: int, tight: bool, windows: Windows
+) -> None:
+    rng = random.Random(depth * budget)
+    prompts = [[rng.randrange(60, 97) for _ in range(rng.randrange(1, 40))] for _ in range(40)]
+
+    def params(index: int) -> dict[str, Any]:
+        match index % 4:
+            case 0:
+                return asked(json=SCHEMA)
+            case 1:
+                return asked(choice=CHOICES)
+            case 2:
+                return asked(regex="[a-d]{3,9}!")
+        return {"max_tokens": 20, "ignore_eos": True}
+
+    alone = []
+    for index, prompt in enumerate(prompts):
+        engine = Engine(config_of(folder))
+        engine.add("x", prompt, **params(index))
+        engine.run()
+        alone.append(engine.tokens("x"))
+    config = config_of(
+        folder, stages=stages, depth=depth, max_num_batched_tokens=budget, windows=windows, num_blocks=800
+    )
+    engine = Engine(tightened(config) if tight else config)
+
+    def arrive(turn: int) -> None:
+        if turn < len(prompts):
+            engine.add(str(turn), prompts[turn], **params(turn))
+
+    engine.run(arrive, at_least=40)
+    for index, prompt in enumerate(prompts):
+        tokens = engine.tokens(str(index))
+        assert tokens == alone[index]
+        assert engine.ends(str(index)) == ["length" if index % 4 == 3 else "stop"]
+        match index % 4:
+            case 0:
+                assert json.loads(text(tokens)).keys() == {"name", "count"}
+            case 1:
+                assert text(tokens) in CHOICES
+            case 3:
+                assert tokens == continuation(prompt, 20)
+    stats = engine.scheduler.snapshot()
+    assert (stats.preemptions > 0) == tight
+    assert stats.generated_tokens == sum(len(engine.tokens(str(index))) for index in range(40))
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+@pytest.mark.parametrize(
+    "params", [asked(json=SCHEMA), asked(choice=CHOICES), asked(regex="[a-d]{3,9}!"), asked(json=SCHEMA, max_tokens=12)]
+)
+def test_an_output_goes_on_in_its_grammar_behind_what_another_replica_gave(
+    folder: Path, stages: int, depth: int, params: dict[str, Any]
+) -> None:
+    """Cut at every position, in the middle of forced tokens, too."""
+    prompt = list(range(60, 90))
+    whole = Engine(config_of(folder))
+    whole.add("x", prompt, **params)
+    whole.run()
+    output = whole.tokens("x")
+    engine = Engine(config_of(folder, stages=stages, depth=depth))
+    for cut in range(len(output)):
+        engine.add(str(cut), prompt, reported=output[:cut], **params)
+    engine.run()
+    for cut in range(len(output)):
+        assert engine.tokens(str(cut)) == output[cut:]
+        assert engine.ends(str(cut)) == whole.ends("x")
+
+
+def test_output_that_its_grammar_does_not_allow_is_an_error(folder: Path) -> None:
+    engine = Engine(config_of(folder))
+    engine.add("x", [60], reported=[70, 71], **asked(choice=CHOICES))
+    assert engine.ends("x") == ["error"]
+    assert not engine.turn()
+
+
+def steps_of(engine: Engine) -> list[int]:
+    """The tokens that each plan computes."""
+    return [plan.num_tokens for plan in engine.model.plans]
+
+
+def test_forced_tokens_are_computed_in_one_row_and_never_sampled(folder: Path) -> None:
+    engine = Engine(config_of(folder))
+    engine.add("x", [70, 71, 72], **asked(choice=CHOICES))
+    engine.run()
+    output = engine.tokens("x")
+    assert text(output) in CHOICES
+    common = len(TOKENIZER.encode("the ").ids)
+    first, *later = steps_of(engine)
+    assert first == 3 + common - 1 or first == 3 + common  # the last may begin otherwise
+    assert len(engine.model.plans) < len(output) / 2
+    assert sum(len(o.token_ids) for o in engine.outputs["x"]) == len(output)
+    reported = engine.outputs["x"]
+    assert len(reported) == 1 + len(later)
+
+
+def test_what_is_forced_throughout_needs_no_step(folder: Path) -> None:
+    engine = Engine(config_of(folder))
+    engine.add("x", [70], **asked(choice=["only this"]))
+    assert not engine.turn()
+    assert text(engine.tokens("x")) == "only this"
+    assert engine.ends("x") == ["stop"]
+
+
+def test_where_only_the_end_is_allowed_it_is_sampled(folder: Path) -> None:
+    engine = Engine(config_of(folder))
+    cases: dict[str, dict[str, Any]] = {"plain": {}, "early": {"min_tokens": 5}, "ignored": {"ignore_eos": True}}
+    for name, changes in cases.items():
+        engine.add(name, [70], **asked(grammar='start: ""'), **changes)
+    engine.run()
+    for name in ("plain", "early", "ignored"):
+        assert engine.tokens(name) == [EOS]
+        assert engine.ends(name) == ["stop"]
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+@pytest.mark.parametrize("limit", [1, 2, 5, 9])
+def test_the_longest_output_ends_it_forced_or_not(folder: Path, stages: int, depth: int, limit: int) -> None:
+    engine = Engine(config_of(folder, stages=stages, depth=depth))
+    engine.add("x", [70], **{**asked(choice=["abcdefghijklmno"]), "max_tokens": limit})
+    engine.add("y", [70], **{**asked(regex="[a-z]{50}"), "max_tokens": limit})
+    engine.run()
+    for request in "xy":
+        assert len(engine.tokens(request)) == limit
+        assert engine.ends(request) == ["length"]
+    assert "abcdefghijklmno".startswith(text(engine.tokens("x")))
+
+
+def test_an_output_that_is_complete_with_its_last_token_is_not_too_long(folder: Path) -> None:
+    engine = Engine(config_of(folder))
+    engine.add("x", [70], **{**asked(regex="[a-c]{4}"), "max_tokens": 4})
+    engine.run()
+    assert engine.ends("x") == ["stop"]
+
+
+def test_a_stop_token_that_is_forced_ends_it(folder: Path) -> None:
+    engine = Engine(config_of(folder))
+    c = TOKENIZER.token_to_id("c")
+    engine.add("x", [70], **asked(choice=["abcdef"]), stop_token_ids=[c])
+    engine.run()
+    assert text(engine.tokens("x")) == "abc"
+    (*_, last) = engine.outputs["x"]
+    assert (last.finish_reason, last.stop_token_id) == ("stop", c)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"logprobs": 0}, {"prompt_logprobs": 0}, {"bad_word_ids": [[5, 6]]}, {"allowed_token_ids": [*range(320)]}],
+)
+def test_nothing_is_forced_where_others_have_a_say(folder: Path, changes: dict[str, Any]) -> None:
+    engine = Engine(config_of(folder))
+    engine.add("x", [70], **asked(choice=["abcdef"]), **changes)
+    engine.run()
+    assert text(engine.tokens("x")) == "abcdef"
+    assert steps_of(engine) == [1] * len(engine.tokens("x"))
+
+
+def test_a_minimum_length_holds_where_the_grammar_can_go_on(folder: Path) -> None:
+    for minimum in (0, 12):
+        engine = Engine(config_of(folder))
+        engine.add("x", [70], **asked(regex="[ab]*"), min_tokens=minimum)
+        engine.add("y", [70], **asked(regex="[ab]{3}"), min_tokens=minimum)
+        engine.run()
+        assert engine.ends("x")[0] in ("stop", "length")
+        assert len(engine.tokens("x")) >= minimum
+        assert len(text(engine.tokens("y"))) == 3
+        assert engine.ends("y") == ["stop"]
+
+
+def test_ignoring_the_end_of_sequence_goes_on_while_the_grammar_does(folder: Path) -> None:
+    engine = Engine(config_of(folder))
+    engine.add("x", [70], **asked(regex="[ab]*"), ignore_eos=True)
+    engine.add("y", [70], **asked(grammar='start: "a" <|im_end|> "b"'), ignore_eos=True)
+    engine.run()
+    assert engine.ends("x") == ["length"]
+    assert EOS not in engine.tokens("x")
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"allowed_token_ids": [5]}, "after 0 tokens"),
+        ({"bad_word_ids": [[TOKENIZER.token_to_id(c)] for c in "ab"]}, "after 0 tokens"),
+        (
+            {"bad_word_ids": [[TOKENIZER.token_to_id(c), TOKENIZER.token_to_id(d)] for c in "ab" for d in "ab"]},
+            "after 1 tokens",
+        ),
+    ],
+)
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+def test_a_dead_end_is_an_error_of_that_request_alone(
+    folder: Path, changes: dict[str, Any], where: str, stages: int, depth: int
+) -> None:
+    engine = Engine(config_of(folder, stages=stages, depth=depth))
+    engine.add("other", [71, 72], max_tokens=20, ignore_eos=True)
+    engine.add("x", [70], **asked(regex="[ab]{9}"), **changes)
+    engine.run()
+    assert engine.ends("x") == ["error"]
+    error = engine.outputs["x"][-1].error
+    assert error is not None
+    assert "allows no token" in error
+    assert where in error
+    assert engine.tokens("other") == continuation([71, 72], 20)
+
+
+@pytest.mark.parametrize(("stages", "depth"), AHEAD)
+def test_random_aborts_lose_nothing(folder: Path, stages: int, depth: int) -> None:
+    engine = Engine(config_of(folder, stages=stages, depth=depth, num_blocks=60, max_num_batched_tokens=32))
+    rng = random.Random(depth)
+
+    def disturb(turn: int) -> None:
+        if turn < 60:
+            kind = asked(json=SCHEMA) if turn % 2 else {"max_tokens": 20}
+            engine.add(str(turn), [rng.randrange(60, 97) for _ in range(rng.randrange(1, 50))], **kind)
+        engine.abort(str(rng.randrange(80)))
+
+    engine.run(disturb, at_least=60)
+    assert all(len(engine.ends(str(turn))) == 1 for turn in range(60))
+
+
+def test_others_are_not_held_up(folder: Path) -> None:
+    """Run ahead of the device, a free request has a row in every plan, a constrained one in every second."""
+    engine = Engine(config_of(folder, depth=2))
+    engine.add("free", [71], max_tokens=40, ignore_eos=True)
+    engine.add("bound", [72], **asked(regex="[a-z]{80}"))
+    engine.run()
+    masked = [len(plan.masks) for plan in engine.model.plans[:40]]
+    assert [plan.num_rows - len(plan.masks) for plan in engine.model.plans[:40]] == [1] * 40
+    assert masked == [1, 0] * 20
+
+
+def test_what_is_not_constrained_costs_a_plan_nothing(folder: Path) -> None:
+    engine = Engine(config_of(folder))
+    engine.add("free", [71], max_tokens=5, ignore_eos=True)
+    engine.run()
+    assert not any(plan.masks for plan in engine.model.plans)

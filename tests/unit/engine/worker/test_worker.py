@@ -1,0 +1,98 @@
+"""What a rank tells the core while its device runs behind."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import threading
+
+import msgspec
+import pytest
+import torch
+
+from quire.engine.executor.local_ranks import find_stragglers
+from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.worker import worker as workers
+from quire.engine.worker.async_copies import AsyncOutput, AsyncRead
+from quire.engine.worker.worker import Reports
+from tests.fakes.model_logits import CPU
+
+
+class Late(AsyncOutput):
+    """Its device is told when to come to it."""
+
+    def __init__(self, step: int, error: Exception | None = None) -> None:
+        result = ModelRunnerOutput(step, [-1])
+        super().__init__(
+            result, [AsyncRead([torch.tensor([step])], lambda x: result.token_ids.__setitem__(0, x[0].item()))], CPU
+        )
+        self.may_go, self._error = threading.Event(), error
+
+    def result(self) -> ModelRunnerOutput | None:
+        assert self.may_go.wait(60)
+        if self._error is not None:
+            raise self._error
+        return super().result()
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.pipe, sender = multiprocessing.Pipe(duplex=False)
+        self.progress = (ctypes.c_longlong * 2)(-1, -1)
+        self.reports = Reports(sender, self.progress, 1)
+        self.errors: list[Exception] = []
+        self.take = self.reports.in_thread(self.errors.append)
+
+    def launch(self, step: Late, number: int) -> None:
+        self.reports.begin(number)
+        self.take(number, step)
+
+    def receive(self) -> object:
+        assert self.pipe.poll(60)
+        return msgspec.msgpack.decode(self.pipe.recv_bytes(), type=ModelRunnerOutput | WorkerFailed | WorkerReady)
+
+
+def test_results_follow_behind_the_launches() -> None:
+    rank = Rank()
+    steps = [Late(number) for number in range(3)]
+    for number, step in enumerate(steps):
+        rank.launch(step, number)
+    assert not rank.pipe.poll(0)
+    assert rank.progress[1] == 0
+    assert find_stragglers({4: rank.progress[1]}, 0) == [4]  # it has taken plans 1 and 2, but not done step 0
+    for number, step in enumerate(steps):
+        step.may_go.set()
+        assert rank.receive() == ModelRunnerOutput(number, [number])
+    rank.reports.close()
+    assert rank.progress[:] == [-1, 5]
+    assert not rank.errors
+
+
+def test_what_goes_wrong_on_the_device_ends_the_rank() -> None:
+    rank = Rank()
+    steps = [Late(0), Late(1, RuntimeError("an illegal memory access")), Late(2)]
+    for number, step in enumerate(steps):
+        rank.launch(step, number)
+        step.may_go.set()
+    assert rank.receive() == ModelRunnerOutput(0, [0])
+    rank.reports.close()
+    assert [str(error) for error in rank.errors] == ["an illegal memory access"]
+    assert not rank.pipe.poll(0)  # nothing is told of what was behind
+    assert rank.progress[1] == 2
+
+
+@pytest.fixture
+def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """With which this process would have ended."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    return ended
+
+
+def test_the_core_hears_why_a_rank_ends(codes: list[int]) -> None:
+    rank = Rank()
+    workers._fail(7, RuntimeError("an illegal memory access"), rank.reports)
+    assert rank.receive() == WorkerFailed("RuntimeError: an illegal memory access", user_error=False)
+    assert codes == [1]
+    rank.reports.close()

@@ -1,0 +1,398 @@
+"""Anthropic's Messages API, with a model that says what the last message says; read by the official client's types."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from pydantic import TypeAdapter
+
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.anthropic.messages import CountTokensRequest, MessagesRequest
+from quire.server.openai.chat import ChatRequest
+from tests.fakes.api_server import Server, run_server
+from tests.unit.server.openai.test_chat import CALL, CITY, TEMPLATE, says, talking  # noqa: F401
+
+EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
+F = {"name": "f", "description": "does", "input_schema": CITY}
+G = {"name": "g", "input_schema": {"type": "object"}}
+
+
+@pytest.fixture
+async def server(talking: EngineConfig) -> AsyncIterator[Server]:  # noqa: F811
+    async with run_server(talking) as running:
+        yield running
+
+
+def body(text: str = "hi", **fields: Any) -> dict[str, Any]:
+    return {"model": "echo", "max_tokens": 60, "messages": says(text), **fields}
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The events of a stream; each is named twice and has the shape of its kind."""
+    events = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        if event["type"] != "error":
+            EVENT.validate_python(event)
+        events.append(event)
+    return events
+
+
+async def send(server: Server, text: str = "hi", **fields: Any) -> dict[str, Any]:
+    """A whole message, which a stream must tell, too."""
+    response = await server.http.post("/v1/messages", json=body(text, **fields))
+    assert response.status_code == 200, response.text
+    message: dict[str, Any] = response.json()
+    Message.model_validate(message, strict=True)
+    streamed = await server.http.post("/v1/messages", json=body(text, **fields, stream=True))
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    start, *parts, delta, stop = events_of(streamed.text)
+    assert (start["type"], delta["type"], stop) == ("message_start", "message_delta", {"type": "message_stop"})
+    assert start["message"]["content"] == []
+    assert start["message"]["stop_reason"] is None
+    content: list[dict[str, Any]] = []
+    arguments = ""
+    is_open = False
+    for part in parts:
+        match part:
+            case {"type": "content_block_start", "index": index, "content_block": block}:
+                assert not is_open
+                assert index == len(content)
+                content.append(block)
+                arguments, is_open = "", True
+            case {"type": "content_block_delta", "index": index, "delta": {"type": kind, **rest}}:
+                assert is_open
+                assert index == len(content) - 1
+                field = str(*rest)
+                assert (kind, content[-1]["type"]) in {
+                    ("text_delta", "text"),
+                    ("thinking_delta", "thinking"),
+                    ("input_json_delta", "tool_use"),
+                }
+                if kind == "input_json_delta":
+                    arguments += str(rest[field])
+                else:
+                    content[-1][field] += rest[field]
+            case {"type": "content_block_stop", "index": index}:
+                assert is_open
+                assert index == len(content) - 1
+                is_open = False
+                if arguments and message["stop_reason"] == "tool_use":
+                    assert content[-1]["input"] == {}
+                    content[-1]["input"] = json.loads(arguments)
+    assert not is_open
+
+    def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        assert len({block["id"] for block in blocks if "id" in block}) == sum("id" in block for block in blocks)
+        return [{key: value for key, value in block.items() if key != "id"} for block in blocks]
+
+    if message["stop_reason"] != "max_tokens":
+        assert without_ids(content) == without_ids(message["content"])
+    assert delta["delta"] == {name: message[name] for name in ("stop_reason", "stop_sequence")}
+    assert delta["usage"] == message["usage"]
+    return message
+
+
+async def refused(server: Server, fields: dict[str, Any], status: int = 400, path: str = "") -> dict[str, Any]:
+    response = await server.http.post(f"/v1/messages{path}", json=fields)
+    assert response.status_code == status, response.text
+    error = response.json()
+    assert error.keys() == {"type", "error"}
+    assert error["type"] == "error"
+    assert error["error"].keys() == {"type", "message"}
+    reported: dict[str, Any] = error["error"]
+    return reported
+
+
+async def test_text(server: Server) -> None:
+    message = await send(server, "hello world")
+    assert message["id"].startswith("msg_")
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "echo")
+    assert message["content"] == [{"type": "text", "text": "hello world"}]
+    assert (message["stop_reason"], message["stop_sequence"]) == ("end_turn", None)
+    prompt = await server.chat_ids(says("hello world"))
+    usage = message["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt)
+    assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (1, len(prompt) + 1)
+
+
+async def test_a_message_of_nothing(server: Server) -> None:
+    message = await send(server, "<|im_end|>", tools=None)
+    assert (message["content"], message["stop_reason"]) == ([], "end_turn")
+
+
+async def test_why_it_stops(server: Server) -> None:
+    message = await send(server, "hello world", max_tokens=2)
+    assert message["stop_reason"] == "max_tokens"
+    assert message["usage"]["output_tokens"] == 2
+    message = await send(server, "hello STOP world", stop_sequences=["no", "STOP"])
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "STOP")
+    assert message["content"] == [{"type": "text", "text": "hello "}]
+
+
+async def test_calls(server: Server) -> None:
+    message = await send(server, CALL, tools=[F, G])
+    (call,) = message["content"]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "f", {"a": 1})
+    assert message["stop_reason"] == "tool_use"
+    message = await send(server, f"<think>hm</think>So: {CALL}", tools=[F])
+    thoughts, text, call = message["content"]
+    assert thoughts == {"type": "thinking", "thinking": "hm", "signature": ""}
+    assert (text["text"], call["input"]) == ("So:", {"a": 1})
+    message = await send(server, '<tool_call>{"name":"g","arguments":{}}</tool_call>' * 2, tools=[F, G])
+    assert [(block["type"], block["input"]) for block in message["content"]] == [("tool_use", {})] * 2
+
+
+async def test_a_call_that_is_cut_off_has_what_was_complete(server: Server) -> None:
+    cut = CALL.index("1}}")
+    length = len(server.tokenizer.encode(CALL[:cut], add_special_tokens=False))
+    message = await send(server, CALL, tools=[F], max_tokens=length)
+    assert (message["stop_reason"], message["content"][0]["input"]) == ("max_tokens", {})
+
+
+async def test_tool_choice(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: Any = []
+    submit = server.frontend.client._send
+    monkeypatch.setattr(server.frontend.client, "_send", lambda *args: sent.append(args[0]) or submit(*args))
+    for choice, is_held in (("auto", False), ("any", True), ("none", False)):
+        response = await server.http.post("/v1/messages", json=body(tools=[F, G], tool_choice={"type": choice}))
+        assert response.status_code == 200
+        assert (sent[-1].params.structured_outputs is not None) == is_held
+    request = MessagesRequest.model_validate(body(tools=[F], tool_choice={"type": "tool", "name": "f"}))
+    chat = request.as_chat()
+    assert chat.tool_choice == {"type": "function", "function": {"name": "f"}}
+    assert chat.parallel_tool_calls is True
+    request = MessagesRequest.model_validate(
+        body(tools=[F], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    )
+    assert request.as_chat().parallel_tool_calls is False
+    message = await send(server, CALL, tools=[F], tool_choice={"type": "none"})
+    assert message["content"][0]["type"] == "text"
+
+
+def test_a_conversation_becomes_one_of_chat() -> None:
+    request = CountTokensRequest.model_validate(
+        {
+            "model": "m",
+            "system": [{"type": "text", "text": "be"}, {"type": "text", "text": "kind", "cache_control": {}}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "hm", "signature": "x"},
+                        {"type": "text", "text": "let me see"},
+                        {"type": "tool_use", "id": "t1", "name": "f", "input": {"a": 1}},
+                        {"type": "tool_use", "id": "t2", "name": "g", "input": {}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "t1", "content": "one"},
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "t2",
+                            "content": [{"type": "text", "text": "two"}],
+                            "is_error": True,
+                        },
+                        {"type": "text", "text": "go on"},
+                    ],
+                },
+                {"role": "assistant", "content": "I"},
+            ],
+            "tools": [{**F, "strict": True, "cache_control": {"type": "ephemeral"}}],
+        }
+    )
+    chat = request.as_chat()
+    assert [message.model_dump(exclude_none=True) for message in chat.messages] == [
+        {"role": "system", "content": "be\nkind"},
+        {"role": "user", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "let me see",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"type": "function", "id": "t1", "function": {"name": "f", "arguments": {"a": 1}}},
+                {"type": "function", "id": "t2", "function": {"name": "g", "arguments": {}}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "one"},
+        {"role": "tool", "tool_call_id": "t2", "content": "Error: two"},
+        {"role": "user", "content": "go on"},
+        {"role": "assistant", "content": "I"},
+    ]
+    assert chat.continue_final_message is True
+    function = {"name": "f", "description": "does", "parameters": CITY, "strict": True}
+    assert chat.tools == [{"type": "function", "function": function}]
+
+
+def test_a_format_becomes_one_of_chat() -> None:
+    output = {"effort": "low", "format": {"type": "json_schema", "schema": CITY}}
+    chat = MessagesRequest.model_validate(body(output_config=output)).as_chat()
+    assert chat.reasoning_effort == "low"
+    given = chat.model_dump(by_alias=True, exclude_none=True)["response_format"]
+    assert (given["type"], given["json_schema"]["schema"]) == ("json_schema", CITY)
+
+
+async def test_the_final_assistant_message_is_continued(server: Server) -> None:
+    message = await send(server, messages=[*says("x"), {"role": "assistant", "content": "so "}])
+    assert message["content"] == [{"type": "text", "text": "so "}]
+
+
+async def test_thinking(server: Server) -> None:
+    message = await send(server, "hi", thinking={"type": "enabled", "budget_tokens": 1024})
+    assert message["content"] == [{"type": "text", "text": "thinking True hi"}]
+    message = await send(server, "hi", thinking={"type": "disabled"})
+    assert message["content"] == [{"type": "text", "text": "thinking False hi"}]
+    message = await send(server, "hi", thinking={"type": "adaptive"})
+    assert message["content"] == [{"type": "text", "text": "hi"}]
+
+
+async def test_thoughts_that_cannot_be_turned_off(
+    talking: EngineConfig,  # noqa: F811
+) -> None:
+    (Path(talking.model.path) / "chat_template.jinja").write_text(TEMPLATE.replace("enable_thinking", "other"))
+    async with run_server(talking) as server:
+        error = await refused(server, body(thinking={"type": "disabled"}))
+        assert "cannot disable it" in error["message"]
+        await send(server, "hi", thinking={"type": "enabled", "budget_tokens": 1024})
+
+
+async def test_counting(server: Server) -> None:
+    fields = {"model": "echo", "messages": says("hello world"), "system": "be kind", "tools": [F]}
+    response = await server.http.post("/v1/messages/count_tokens", json=fields)
+    assert response.status_code == 200
+    message = await send(server, "hello world", system="be kind", tools=[F])
+    usage = message["usage"]
+    assert response.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+
+
+BLOCK = {"role": "user", "content": [{"type": "image", "source": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1000}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [BLOCK]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages[0].name"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "citations": [{}]}]}]},
+         "messages[0].content[0].citations"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+         "messages"),
+        ({"system": [{"type": "document"}]}, "system[0].type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [{**F, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [F], "tool_choice": {"type": "tool"}}, "tool_choice"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_k": 2**70}, "top_k"),
+        ({"container": "x"}, "container"),
+        ({"output_config": {"effort": "low"}}, "output_config.effort"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format"),
+        ({"no_such_parameter": 1}, "no_such_parameter"),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], named: str) -> None:
+    error = await refused(server, {**body(), **fields})
+    assert error["type"] == "invalid_request_error"
+    assert named in error["message"]
+
+
+async def test_an_error_about_a_message_names_the_turn(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each result of a tool is a message of chat, and the system prompt stands before all."""
+    use = {"type": "tool_use", "name": "f", "input": {}}
+    result = {"type": "tool_result", "content": "x"}
+    turns = [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": [{**use, "id": "a"}, {**use, "id": "b"}]},
+        {"role": "user", "content": [{**result, "tool_use_id": "a"}, {**result, "tool_use_id": "b"}]},
+        {"role": "assistant", "content": "So"},
+    ]
+    reject_unsupported = ChatRequest.reject_unsupported
+    expected = ("system", "messages[0]", "messages[1]", "messages[2]", "messages[2]", "messages[3]")
+    for at, place in enumerate(expected):
+
+        def refuse(body: ChatRequest, at: int = at) -> None:
+            reject_unsupported(body)
+            assert len(body.messages) == len(expected)
+            raise InvalidParameter(f"continue_final_message: messages[{at}] is bad", f"messages[{at}]")
+
+        monkeypatch.setattr(ChatRequest, "reject_unsupported", refuse)
+        error = await refused(server, body(system="be kind", messages=turns))
+        assert error["message"] == f"continue_final_message: {place} is bad"
+
+
+async def test_a_last_message_that_cannot_be_gone_on_with(
+    config: EngineConfig, core_mode: Callable[[str], None]
+) -> None:
+    """It is no parameter of this API that says so."""
+    async with run_server(config, chat_template="{{ messages[0].content }}") as server:
+        error = await refused(server, body(messages=[*says("ask"), {"role": "assistant", "content": "So"}]))
+        assert error["message"].startswith("messages: this model's chat template changes the final message")
+
+
+async def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
+    await send(
+        server,
+        metadata={"user_id": "u"},
+        service_tier="auto",
+        container=None,
+        cache_control={"type": "ephemeral"},
+    )
+
+
+async def test_errors_have_anthropics_shape(
+    talking: EngineConfig,  # noqa: F811
+    core_mode: Callable[[str], None],
+) -> None:
+    async with run_server(talking, api_key="secret") as server:
+        assert (await refused(server, body(), 401))["type"] == "authentication_error"
+        assert (await server.http.get("/v1/models")).json()["error"].keys() == {"message", "type", "param", "code"}
+    async with run_server(talking) as server:
+        assert (await refused(server, body(model="other"), 404))["type"] == "not_found_error"
+        assert (await refused(server, {}, 404, "/batches"))["type"] == "not_found_error"
+        assert (await refused(server, body("<fail>"), 500))["type"] == "api_error"
+        for start in ("", "hello"):
+            response = await server.http.post("/v1/messages", json=body(f"{start}<fail>", stream=True))
+            (event,) = events_of(response.text)
+            assert event["error"] == {"type": "api_error", "message": "the KV cache is too small"}
+        async with anthropic.AsyncAnthropic(base_url=server.url, api_key="x", max_retries=0) as client:
+            with pytest.raises(anthropic.BadRequestError, match="temperature"):
+                await client.messages.create(**body(), extra_body={"temperature": -1})
+    core_mode("loading")
+    async with run_server(talking, wait=False) as server:
+        assert (await refused(server, body(), 503))["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> None:
+    for text in ("hello<hang>", "<hang>"):
+        request = asyncio.create_task(server.http.post("/v1/messages", json=body(text, stream=stream)))
+        while not server.frontend.client._running:
+            await asyncio.sleep(0.001)
+        request.cancel()
+        while server.frontend.client._running:
+            await asyncio.sleep(0.001)
+    await server.until_idle()

@@ -1,0 +1,132 @@
+"""The wire: merging, seeds, closing."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import InvalidParameter
+from quire.engine.protocol.messages import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    ExpertLoad,
+    SamplingParams,
+    TokenLogprobs,
+)
+from quire.server.frontend.frontend import Frontend
+from quire.server.frontend.inputs import GenerationInput
+from quire.server.frontend.output_stream import EngineUnavailable, OutputStream, RequestFailed
+from tests.fakes.api_server import Server
+
+
+async def test_outputs_that_nobody_reads_merge(server: Server) -> None:
+    stream = OutputStream(server.frontend.client.abort, ["a", "b"])
+    for count in range(1000):
+        stream.put(EngineCoreOutput("a", [count], [TokenLogprobs(-1.0, 1, [], [])]))
+        stream.put(EngineCoreOutput("b", [count]))
+    stream.put(EngineCoreOutput("a", [1000], [TokenLogprobs(-1.0, 1, [], [])], "stop", 1000))
+    first, second = await stream.get()
+    assert (first.token_ids, first.finish_reason, first.stop_token_id) == (list(range(1001)), "stop", 1000)
+    assert first.logprobs is not None
+    assert len(first.logprobs) == 1001
+    assert (second.token_ids, second.finish_reason) == (list(range(1000)), None)
+
+
+async def test_tokens_alone_merge_with_full_outputs(server: Server) -> None:
+    stream = OutputStream(server.frontend.client.abort, ["a"])
+    stream.put(EngineCoreOutput("a", [1], num_cached_tokens=7))
+    stream.put_token("a", 2)
+    (output,) = await stream.get()
+    assert (output.token_ids, output.num_cached_tokens) == ([1, 2], 7)
+    stream.put_token("a", 3)
+    stream.put(EngineCoreOutput("a", [4], None, "length"))
+    (output,) = await stream.get()
+    assert (output.token_ids, output.finish_reason) == ([3, 4], "length")
+
+
+async def test_a_slow_reader_gets_all_of_its_text(server: Server) -> None:
+    prompt = server.tokenizer.encode("hello 😀 world", add_special_tokens=False)
+    with server.frontend.generate(
+        "r", GenerationInput(prompts=[prompt], params=SamplingParams(max_tokens=50))
+    ) as generation:
+        while server.frontend.client._running:
+            await asyncio.sleep(0.01)
+        deltas = [delta async for step in generation for delta in step]
+    assert len(deltas) == 1
+    assert deltas[0].text == "hello 😀 world"
+
+
+async def test_same_id_twice_is_refused(server: Server) -> None:
+    with server.frontend.generate(
+        "r", GenerationInput(prompts=[[70]], params=SamplingParams(ignore_eos=True, max_tokens=None))
+    ):
+        with pytest.raises(InvalidParameter, match="is already running"):
+            server.frontend.generate("r", GenerationInput(prompts=[[71]], params=SamplingParams()))
+        assert len(server.frontend.client._running) == 1
+    assert not server.frontend.client._running
+    await server.until_idle()
+
+
+async def test_one_sequence_that_fails_ends_all_of_its_request(server: Server) -> None:
+    fail = server.tokenizer.encode("<fail>", add_special_tokens=False)
+    with (
+        server.frontend.generate(
+            "r", GenerationInput(prompts=[[70], fail], params=SamplingParams(ignore_eos=True, max_tokens=None))
+        ) as generation,
+        pytest.raises(RequestFailed, match="KV cache"),
+    ):
+        [_ async for _ in generation]
+    await server.until_idle()
+
+
+async def test_seeds_are_the_users_or_our_own(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    async def seeds() -> list[int]:
+        frontend = await Frontend.start(config, name="x")
+        try:
+            return [frontend._seed(5, 0), frontend._seed(5, 1), frontend._seed(None, 0), frontend._seed(None, 0)]
+        finally:
+            await frontend.close()
+
+    first, second = await seeds(), await seeds()
+    assert first == second
+    assert first[0] == 5
+    assert len(set(first)) == 4
+    assert all(0 <= seed < 2**63 for seed in first)
+
+
+async def test_a_core_that_cannot_start_says_why(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    core_mode("dead")
+    frontend = await Frontend.start(config, name="x")
+    with pytest.raises(EngineUnavailable, match="the weights do not fit"):
+        await frontend.ready()
+    await frontend.close()
+    assert frontend.client._replicas[0].core is not None
+    assert frontend.client._replicas[0].core.returncode == 0
+    assert not Path(frontend.place.folder).exists()
+
+
+async def test_a_core_that_will_not_stop_is_killed(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core_mode("stubborn")
+    monkeypatch.setattr("quire.server.frontend.core_connection.SHUTDOWN_SECONDS", 0.1)
+    frontend = await Frontend.start(config, name="x")
+    await frontend.ready()
+    await frontend.close()
+    assert frontend.client._replicas[0].core is not None
+    assert frontend.client._replicas[0].core.returncode == -9
+
+
+async def test_what_the_engine_tells_of_experts_is_in_the_metrics(server: Server) -> None:
+    server.frontend.client._deliver(
+        EngineCoreOutputs(expert_load=ExpertLoad({0: 2}, array("q", [3, 1]).tobytes(), 1.5, 2))
+    )
+    server.frontend.client._deliver(EngineCoreOutputs())  # as before
+    exposition = server.frontend.metrics.exposition().decode()
+    assert 'quire:expert_tokens_total{expert="0",layer="0",' in exposition
+    assert "quire:expert_load_imbalance" in exposition

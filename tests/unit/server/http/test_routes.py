@@ -1,0 +1,238 @@
+"""Routes beside generation: tokens, models, and what clouds call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from quire.engine.config.options import EngineConfig
+from quire.engine.protocol.errors import ConfigError
+from quire.server.app import create_app
+from quire.server.config import ServerOptions
+from quire.server.http import sagemaker_vertex
+from quire.server.http.state import AppState
+from tests.fakes.api_server import Server, run_server
+
+USER = [{"role": "user", "content": "hello"}]
+ECHO = "user\nhello\nassistant\n"
+
+
+async def post(server: Server, path: str, body: Any, status: int = 200) -> dict[str, Any]:
+    response = await server.http.post(path, json=body)
+    assert response.status_code == status, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+# --- tokens and models ----------------------------------------------------------------------------------------
+
+
+async def test_tokenize_a_prompt_and_back(server: Server) -> None:
+    text = "hello 你好 😀<|im_end|>"
+    answer = await post(server, "/tokenize", {"model": "echo", "prompt": text})
+    tokens = server.tokenizer.encode(text, add_special_tokens=True)
+    assert answer == {"count": len(tokens), "max_model_len": 128, "tokens": tokens, "token_strs": None}
+    assert await post(server, "/detokenize", {"tokens": tokens}) == {"prompt": text}
+    answer = await post(server, "/tokenize", {"prompt": "hello<|im_end|>", "return_token_strs": True})
+    assert answer["token_strs"][-1] == "<|im_end|>"
+    assert "".join(answer["token_strs"]) == "hello<|im_end|>"
+    assert (await post(server, "/tokenize", {"prompt": ""}))["tokens"] == []
+    assert await post(server, "/detokenize", {"tokens": []}) == {"prompt": ""}
+    long = await post(server, "/tokenize", {"prompt": "~" * 20_000})  # longer than the model, to be counted
+    assert long["count"] == 20_000
+
+
+async def test_tokenize_with_and_without_special_tokens(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    encode = server.tokenizer.encode
+
+    def spy(text: str, *, add_special_tokens: bool) -> list[int]:
+        asked.append(add_special_tokens)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(server.tokenizer, "encode", spy)
+    for body in ({"prompt": "a"}, {"messages": USER}):
+        for add in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            await post(server, "/tokenize", {**body, **add})
+    assert asked == [True, True, False, False, True, False]
+
+
+async def test_tokenize_a_chat_as_it_would_be_answered(server: Server) -> None:
+    chat = await server.openai.chat.completions.create(model="echo", messages=USER)  # type: ignore[arg-type]
+    answer = await post(server, "/tokenize", {"messages": USER})
+    assert chat.usage is not None
+    assert answer["count"] == chat.usage.prompt_tokens
+    assert (await post(server, "/tokenize", {"messages": USER, "temperature": 0, "max_tokens": 5})) == answer
+    bare = await post(server, "/tokenize", {"messages": USER, "add_generation_prompt": False})
+    assert bare["tokens"] == answer["tokens"][: bare["count"]]
+    assert 0 < bare["count"] < answer["count"]
+
+
+async def test_tokenize_takes_what_says_how_a_chat_is_rendered(
+    config: EngineConfig, core_mode: Callable[[str], None]
+) -> None:
+    template = (
+        "{{ word }}{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}{{ tools | length }}{% endif %}"
+        "{% if add_generation_prompt %}!{% endif %}"
+    )
+    async with run_server(config, trust_request_chat_template=True) as server:
+
+        async def tokens(**options: Any) -> list[int]:
+            body = {"messages": USER, "chat_template": template, **options}
+            found: list[int] = (await post(server, "/tokenize", body))["tokens"]
+            return found
+
+        async def text(**options: Any) -> str:
+            return str((await post(server, "/detokenize", {"tokens": await tokens(**options)}))["prompt"])
+
+        assert await text() == "hello!"
+        assert await text(chat_template_kwargs={"word": "x"}) == "xhello!"
+        assert await text(add_generation_prompt=False) == await text(continue_final_message=True) == "hello"
+        assert await text(tools=[{"type": "function", "function": {"name": "f"}}]) == "hello1!"
+        assert await tokens(truncate_prompt_tokens=1) == (await tokens())[-1:]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+        ("/tokenize", {"messages": USER, "chat_template": "a"}, "chat_template"),
+        ("/tokenize", {"messages": USER, "documents": [{"text": "a"}]}, "documents"),
+        ("/tokenize", {"messages": USER, "tool_choice": "required"}, "tool_choice"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("/tokenize", {"messages": USER, "no_such_parameter": 1}, "no_such_parameter"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [320]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [], "prompt": ""}, "prompt"),
+    ],
+)
+async def test_what_cannot_be_tokenized(server: Server, path: str, body: Any, param: str) -> None:
+    error = (await post(server, path, body, 400))["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+
+
+async def test_a_model_by_its_name(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    async with run_server(config, names=("org/model", "alias")) as server:
+        for name in ("org/model", "alias"):
+            assert (await server.openai.models.retrieve(name)).id == name
+            listed = (await server.http.get("/v1/models")).json()["data"]
+            assert (await server.http.get(f"/v1/models/{name}")).json() in listed
+        for name in ("org", "org/model/", "org/model/x"):
+            response = await server.http.get(f"/v1/models/{name}")
+            assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        for path in ("/tokenize", "/detokenize"):
+            body = {"model": "org", "prompt": "a"} if path == "/tokenize" else {"model": "org", "tokens": []}
+            assert (await post(server, path, body, 404))["error"]["code"] == "model_not_found"
+
+
+# --- clouds ---------------------------------------------------------------------------------------------------
+
+
+async def test_ping_is_health(server: Server, config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    assert (await server.http.get("/ping")).status_code == 200
+    assert (await server.http.post("/ping")).status_code == 200
+    core_mode("loading")
+    async with run_server(config, wait=False) as loading:
+        assert (await loading.http.get("/ping")).status_code == 503
+
+
+async def test_invocations_go_where_their_fields_say(server: Server) -> None:
+    chat = await post(server, "/invocations", {"messages": USER})
+    assert (chat["object"], chat["choices"][0]["message"]["content"]) == ("chat.completion", ECHO)
+    completion = await post(server, "/invocations", {"prompt": "hello", "max_tokens": 60})
+    assert (completion["object"], completion["choices"][0]["text"]) == ("text_completion", "hello")
+    text = '{"prompt": "\\ud83d\\ude00 é", "max_tokens": 60, "seed": 9007199254740993}'  # not encoded again
+    response = await server.http.post("/invocations", content=text, headers={"Content-Type": "application/json"})
+    assert response.json()["choices"][0]["text"] == "😀 é"
+    for body, status, said in (
+        ({}, 400, "`messages`, `prompt`"),
+        ({"messages": []}, 400, "messages must not be empty"),
+        ({"prompt": "a", "model": "other"}, 404, "other"),
+        ([], 400, "body"),
+    ):
+        assert said in (await post(server, "/invocations", body, status))["error"]["message"]
+
+
+async def test_invocations_stream_and_end_with_the_client(server: Server) -> None:
+    headers = {"X-Request-Id": "mine"}
+    body = {"prompt": "hello", "max_tokens": 60, "stream": True}
+    response = await server.http.post("/invocations", json=body, headers=headers)
+    assert response.headers.get_list("x-request-id") == ["mine"]
+    assert response.text.endswith("data: [DONE]\n\n")
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in events) == "hello"
+    for stream in (False, True):
+        task = asyncio.create_task(server.http.post("/invocations", json={"prompt": "a<hang>", "stream": stream}))
+        while not server.frontend.client.num_open:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        while server.frontend.client.num_open:
+            await asyncio.sleep(0.001)
+
+
+async def test_vertex(config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIP_HEALTH_ROUTE", "/alive")
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/predict")
+    async with run_server(config, api_key="k") as server:
+        assert (await server.http.get("/alive")).status_code == 200
+        assert (await server.http.post("/predict", json={"instances": [{"prompt": "a"}]})).status_code == 401
+        server.http.headers["Authorization"] = "Bearer k"
+        instances = [{"prompt": "hello"}, {"messages": USER}, {"prompt": "world", "max_tokens": 1}]
+        body = {"instances": instances, "parameters": {"max_tokens": 60}}
+        first, second, third = (await post(server, "/predict", body))["predictions"]
+        assert first["choices"][0]["text"] == "hello"
+        assert second["choices"][0]["message"]["content"] == ECHO
+        assert third["usage"]["completion_tokens"] == 1
+        assert (await post(server, "/predict", {"prompt": "hello"}))["choices"][0]["text"] == "hello"
+        for wrong, param in (
+            ({"instances": []}, "instances"),
+            ({"instances": {"prompt": "a"}}, "instances"),
+            ({"instances": [{"prompt": "a"}] * (sagemaker_vertex.MAX_INSTANCES + 1)}, "instances"),
+            ({"instances": [{"prompt": "a"}, 1]}, "instances[1]"),
+            ({"instances": [{"prompt": "a", "stream": True}]}, "instances[0]"),
+            ({"instances": [{"prompt": "a"}], "parameters": []}, "parameters"),
+            ({"instances": [{"prompt": "a"}] * 1024, "parameters": {"user": "x" * 2**16}}, "parameters"),
+            ({"instances": [{"prompt": "a"}, {"prompt": "b", "top_p": 2}]}, "top_p"),
+        ):
+            assert (await post(server, "/predict", wrong, 400))["error"]["param"] == param
+        assert (
+            "instances[1]: expected one of"
+            in (await post(server, "/predict", {"instances": [{"prompt": "a"}, {}]}, 400))["error"]["message"]
+        )
+        task = asyncio.create_task(server.http.post("/predict", json={"instances": [{"prompt": "a<hang>"}] * 3}))
+        while server.frontend.client.num_open < 3:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        while server.frontend.client.num_open:
+            await asyncio.sleep(0.001)
+
+
+async def test_vertex_may_name_routes_that_are_there(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AIP_HEALTH_ROUTE", "/v1/models")
+    monkeypatch.setenv("AIP_PREDICT_ROUTE", "/v1/chat/completions")
+    async with run_server(config, api_key="k") as server:
+        assert (await server.http.get("/v1/models")).status_code == 401  # it is no health route
+        with pytest.raises(openai.BadRequestError, match="instances"):
+            await server.openai.chat.completions.create(model="echo", messages=[], extra_body={"instances": []})
+    for name in ("AIP_HEALTH_ROUTE", "AIP_PREDICT_ROUTE"):
+        monkeypatch.setenv(name, "predict")
+        with pytest.raises(ConfigError, match=f"{name}=predict"):
+            create_app(AppState(server.frontend, ("echo",)), ServerOptions())
+        monkeypatch.delenv(name)

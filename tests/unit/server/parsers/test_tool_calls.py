@@ -1,0 +1,217 @@
+"""Calls of every format, whole and in pieces, right and wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.server.parsers.events import Content, Event, ToolCall
+from quire.server.parsers.tool_calls import tool_parser
+from quire.server.parsers.tool_formats import TOOL_FORMATS
+from tests.unit.server.parsers.samples import NAMES, TWO_CALLS, joined
+
+BOTH = [("get_weather", {"city": "Bonn"}), ("now", {})]
+
+
+def events_of(format: str, chunks: Iterable[str], limit: int | None = None) -> list[Event]:
+    parser = tool_parser(TOOL_FORMATS[format], NAMES, limit=limit)
+    events = [event for chunk in chunks for event in parser.feed(chunk)]
+    return events + parser.finish()
+
+
+def read(format: str, text: str) -> tuple[str, list[tuple[str, str]]]:
+    """What it says, which is the same whether it comes whole or character by character."""
+    content, _, calls = joined(events_of(format, [text]))
+    assert joined(events_of(format, text)) == (content, "", calls)
+    return content, calls
+
+
+def cut(text: str, cuts: list[int]) -> list[str]:
+    ends = sorted({at % (len(text) + 1) for at in cuts})
+    return [text[begin:end] for begin, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("format", TWO_CALLS)
+def test_two_calls(format: str) -> None:
+    content, calls = read(format, TWO_CALLS[format])
+    assert (content, [(name, json.loads(arguments)) for name, arguments in calls]) == ("", BOTH)
+
+
+@pytest.mark.parametrize("format", [name for name in TWO_CALLS if TOOL_FORMATS[name].bare == ""])
+def test_text_around_calls_is_content(format: str) -> None:
+    content, calls = read(format, f"I look it up.\n\n{TWO_CALLS[format]}\nDone.")
+    assert (content, len(calls)) == ("I look it up.\nDone.", 2)
+
+
+@pytest.mark.parametrize("format", TWO_CALLS)
+def test_text_without_calls_is_content_and_not_held_back(format: str) -> None:
+    text = "Nothing < to [ call | here {}: 1\n\nReally."
+    assert read(format, text) == (text, [])
+    parser = tool_parser(TOOL_FORMATS[format], NAMES)
+    said = ""
+    for end, character in enumerate("It is\n\nhot.", 1):
+        said += "".join(event.text for event in parser.feed(character) if isinstance(event, Content))
+        assert said == "It is\n\nhot."[:end].rstrip()
+
+
+@pytest.mark.parametrize("format", TWO_CALLS)
+def test_arguments_stream_before_they_are_complete(format: str) -> None:
+    text = TWO_CALLS[format]
+    if TOOL_FORMATS[format].python:
+        text = text.replace("city=", "unit='c', city=")
+    half = text[: text.index("Bonn") + 2]
+    parser = tool_parser(TOOL_FORMATS[format], NAMES)
+    first, *others = [event for character in half for event in parser.feed(character)]
+    assert isinstance(first, ToolCall)
+    assert (first.index, first.name, first.arguments) == (0, "get_weather", "")
+    said = "".join(event.arguments for event in others if isinstance(event, ToolCall))
+    assert said == ('{"unit": "c"' if TOOL_FORMATS[format].python else '{"city": "Bo')
+
+
+def test_ids_are_those_that_the_template_takes() -> None:
+    for format, pattern in (("hermes", r"call_[0-9a-f]{24}"), ("mistral", r"[a-zA-Z0-9]{9}")):
+        ids = [event.id for event in events_of(format, [TWO_CALLS[format]]) if isinstance(event, ToolCall) and event.id]
+        assert len(set(ids)) == 2
+        assert all(re.fullmatch(pattern, one) for one in ids)
+
+
+@pytest.mark.parametrize("format", TWO_CALLS)
+def test_a_limit_drops_the_calls_beyond_it(format: str) -> None:
+    content, _, calls = joined(events_of(format, TWO_CALLS[format], limit=1))
+    assert (content, [name for name, _ in calls]) == ("", ["get_weather"])
+
+
+OTHER_WAYS = [
+    ("hermes", '<tool_call>{"arguments":{"a":"}{]\\"\\\\"},"name":"now"}</tool_call>', "", ['{"a":"}{]\\"\\\\"}']),
+    ("hermes", '<tool_call>{"name":"now"}</tool_call>', "", ["{}"]),
+    ("hermes", '<tool_call>{"name":"now","arguments":null}</tool_call>', "", ["{}"]),
+    ("hermes", '<tool_call>{"name":"now","arguments":"{\\"a\\": 1}"}</tool_call>', "", ['{"a": 1}']),
+    ("hermes", '<tool_call>{"id":7,"name":"now","arguments":{"a":"\\u00e9\\ud83d\\ude00"},"x":[{}]}</tool_call>', "",
+     ['{"a":"\\u00e9\\ud83d\\ude00"}']),
+    ("hermes", '<tool_call>[{"name":"now","arguments":{}},{"name":"now"}]</tool_call>', "", ["{}", "{}"]),
+    ("hermes", '<tool_call>{"name":"now","arguments":{}}<tool_call>{"name":"now"}', "", ["{}", "{}"]),
+    ("llama3_json", ' \n{"name":"now","arguments":{}}', "", ["{}"]),
+    ("llama3_json", '<|python_tag|>{"type":"function","name":"now","parameters":{"a":1}}', "", ['{"a":1}']),
+    ("mistral", '[TOOL_CALLS] [{"arguments": {}, "name": "now", "id": "abcdefghi"}]', "", ["{}"]),
+    ("mistral", '[TOOL_CALLS]now[ARGS]{"a":1}', "", ['{"a":1}']),
+    ("mistral_args", '[TOOL_CALLS] [{"name": "now", "arguments": {}}]', "", ["{}"]),
+    ("mistral_args", 'Hm.[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}', "Hm.", ["{}"]),
+    ("granite", '<tool_call>[{"name": "now", "arguments": {}}]', "", ["{}"]),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```"
+     "<｜tool▁call▁end｜>\n<｜tool▁calls▁end｜>\n", "", ["{}"]),
+    ("pythonic", "<|python_start|>[now()]<|python_end|>", "", ["{}"]),
+    ("pythonic", "[now(a='it\\'s, (ok)', b=[1, {'x': (None, True)}], c=true, d=-1.5e3, e=\"\\ud83d\\ude00\\/\")]", "",
+     ['{"a": "it\'s, (ok)", "b": [1, {"x": [null, true]}], "c": true, "d": -1500.0, "e": "😀/"}']),
+    ("pythonic", "[ now( a = 1 , ) , now( ) ]", "", ['{"a": 1}', "{}"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "text", "content", "arguments"), OTHER_WAYS)
+def test_what_models_also_write(format: str, text: str, content: str, arguments: list[str]) -> None:
+    assert read(format, text) == (content, [("now", said) for said in arguments])
+
+
+NO_CALLS = [
+    ("hermes", "Write <tool_call> and </tool_call>."),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": 5}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "five"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'),
+    ("hermes", '<tool_call>{"name": 5}</tool_call>'),
+    ("hermes", '<tool_call>{"' + "x" * 400 + '": 1}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "now"'),
+    ("hermes", "<tool_call>"),
+    ("hermes", "<tool_call>\n<function=now>\n</function>\n</tool_call>"),
+    ("llama3_json", '{"answer": 3}'),
+    ("llama3_json", '{"name": "now"'),
+    ("llama3_json", '{"name": "Ada", "parameters": {}}'),
+    ("llama3_json", 'It is {"name": "now", "parameters": {}}'),
+    ("mistral", "[TOOL_CALLS]now, later"),
+    ("mistral", "[TOOL_CALLS][]"),
+    ("mistral_args", "[TOOL_CALLS]now[ARGS]5"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>unknown\n```json\n{}\n```"),
+    ("pythonic", "[1, 2, 3]"),
+    ("pythonic", "[now(5)]"),
+    ("pythonic", "[now(a=b)]"),
+    ("pythonic", "[now(a=1e999)]"),
+    ("pythonic", "[now(a={1, 2})]"),
+    ("pythonic", "[now(a=" + "(" * 5000),
+    ("pythonic", "[now"),
+    ("pythonic", "["),
+]
+
+
+@pytest.mark.parametrize(("format", "text"), NO_CALLS)
+def test_what_is_no_call_stays_content(format: str, text: str) -> None:
+    assert read(format, text) == (text, [])
+    assert read(format, f"{text} \n")[0] == f"{text} \n"
+
+
+BROKEN = [
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": [1', "", ['{"a": [1']),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": "\\', "", ['{"a": "\\']),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1}', "", ['{"a": 1}']),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": 1}}\n</tool_', "", ['{"a": 1}']),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ]} so', "]} so", ['{"a": ']),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}</tool_call>ok', "</tool_call>ok", ["{}"]),
+    ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"na', ', {"na', ["{}"]),
+    ("llama3_json", '{"name": "now", "parameters": {}}; then', "; then", ["{}"]),
+    ("pythonic", "[now(a=1, b=x)]", ", b=x)]", ['{"a": 1']),
+    ("pythonic", "[now(), unknown()]", ", unknown()]", ["{}"]),
+]
+
+
+@pytest.mark.parametrize(("format", "text", "content", "arguments"), BROKEN)
+def test_a_call_that_has_begun_ends_where_it_breaks(format: str, text: str, content: str, arguments: list[str]) -> None:
+    assert read(format, text) == (content, [("now", said) for said in arguments])
+
+
+def test_hidden_markers_vanish_where_they_open_no_call() -> None:
+    format = TOOL_FORMATS["mistral"]
+    for text in ("a[TOOL_CALLS]b[ARGS]c", "[TOOL_CALLS][{]"):
+        for chunks in ([text], text):
+            parser = tool_parser(format, NAMES, hidden=("[TOOL_CALLS]", "[ARGS]"))
+            events = [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
+            assert joined(events)[0] == text.replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
+
+
+pieces = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [*TWO_CALLS.values(), *(text for _, text, *_ in OTHER_WAYS + BROKEN), " \n", "\n\nok", "{", "["]
+        ),
+        st.sampled_from([marker for format in TOOL_FORMATS.values() for marker in format.all_markers]),
+        st.text('<>[]{}"\\,:() nowx=1', max_size=8),
+    ),
+    max_size=4,
+)
+
+
+@given(st.sampled_from(sorted(TWO_CALLS)), pieces, st.lists(st.integers(0, 10_000), max_size=12))
+@settings(max_examples=1500, deadline=None)
+def test_what_is_read_does_not_depend_on_the_cuts(format: str, parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    content, calls = read(format, text)
+    assert joined(events_of(format, cut(text, cuts))) == (content, "", calls)
+    assert all(name in NAMES for name, _ in calls)
+    if not calls:
+        assert content == text
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+                    | st.text(), lambda of: st.lists(of, max_size=3) | st.dictionaries(st.text(), of, max_size=3)),
+       st.sampled_from(["json", "ascii", "wide"]))  # fmt: skip
+@settings(max_examples=300, deadline=None)
+def test_any_json_comes_through(value: object, style: str) -> None:
+    written = json.dumps({"v": value}, ensure_ascii=style == "ascii", indent=2 if style == "wide" else None)
+    _, calls = read("hermes", f'<tool_call>{{"name": "now", "arguments": {written}}}</tool_call>')
+    assert calls == [("now", written)]
+    for text in (json.dumps(value), repr(value)):
+        _, calls = read("pythonic", f"[now(v={text})]")
+        assert json.loads(calls[0][1]) == {"v": value}

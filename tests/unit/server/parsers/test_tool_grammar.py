@@ -1,0 +1,245 @@
+"""Grammars of calls: what they let through, token by token, with the markers as text and as tokens."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+
+import llguidance
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from quire.engine.protocol.errors import InvalidParameter
+from quire.server.frontend.structured_outputs import _checked_grammar
+from quire.server.parsers.reasoning import REASONING_FORMATS, ReasoningFormat
+from quire.server.parsers.tool_calls import tool_parser
+from quire.server.parsers.tool_formats import TOOL_FORMATS
+from quire.server.parsers.tool_grammar import GrammarTool, tool_grammar
+from tests.fakes.tokenizers import byte_level
+from tests.unit.server.parsers.samples import NAMES, TOOLS, TWO_CALLS, joined
+
+THINK = REASONING_FORMATS["qwen3"]
+MARKERS = [*(m for format in TOOL_FORMATS.values() for m in format.all_markers), *THINK.all_markers]
+KINDS = ("text", "added", "special")
+FORMATS = pytest.mark.parametrize(("format", "kind"), [(format, kind) for format in TWO_CALLS for kind in KINDS])
+
+
+@lru_cache
+def tokenizers(kind: str) -> tuple[Tokenizer, llguidance.LLTokenizer]:
+    """A tokenizer that writes markers as plain text, or has a token for each, special or not."""
+    tokenizer = byte_level()
+    if kind != "text":
+        special = kind == "special"
+        tokenizer.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in MARKERS])
+    return tokenizer, llguidance.LLTokenizer(tokenizer.to_str(), eos_token=2)
+
+
+def grammar(
+    format: str, kind: str, tools: tuple[GrammarTool, ...] = TOOLS, required: bool = True, several: bool = True
+) -> str:
+    tokenizer, _ = tokenizers(kind)
+    return tool_grammar(TOOL_FORMATS[format], tools, tokenizer.token_to_id, required=required, several=several)
+
+
+def thinking(format: str, kind: str, required: bool, is_thinking: bool) -> str:
+    return tool_grammar(
+        TOOL_FORMATS[format],
+        TOOLS,
+        tokenizers(kind)[0].token_to_id,
+        required=required,
+        several=True,
+        reasoning=THINK,
+        is_thinking=is_thinking,
+    )
+
+
+def verdict(kind: str, grammar: str, text: str) -> str:
+    """Whether a text may be the answer (`yes`), its beginning (`begun`), or not (`no`)."""
+    tokenizer, guide = tokenizers(kind)
+    matcher = llguidance.LLMatcher(guide, grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    if matcher.validate_tokens(ids) < len(ids):
+        return "no"
+    assert matcher.consume_tokens(ids)
+    return "yes" if matcher.is_accepting() else "begun"
+
+
+def wrong(text: str) -> list[str]:
+    """The same calls with arguments that break the schema."""
+    return [text.replace("city", "town"), text.replace("Bonn", 'Bonn", unit="k').replace('", unit=', '", "unit": ')]
+
+
+@FORMATS
+def test_required_calls_are_calls_with_valid_arguments(format: str, kind: str) -> None:
+    text, rules = TWO_CALLS[format], grammar(format, kind)
+    assert verdict(kind, rules, text) == "yes"
+    for other in (*wrong(text), "Hello", f"So {text}", text.replace("get_weather", "get_time")):
+        assert verdict(kind, rules, other) == "no"
+    assert verdict(kind, rules, "") == "begun"
+
+
+@FORMATS
+def test_one_call_is_one(format: str, kind: str) -> None:
+    text = TWO_CALLS[format]
+    assert verdict(kind, grammar(format, kind, several=False), text) == "no"
+    assert verdict(kind, grammar(format, kind, TOOLS[:1], several=False), text) == "no"
+
+
+@FORMATS
+def test_strict_tools_beside_free_text(format: str, kind: str) -> None:
+    text, rules = TWO_CALLS[format], grammar(format, kind, required=False)
+    for good in (text, "Hello, you.", ""):
+        assert verdict(kind, rules, good) == "yes"
+    for bad in wrong(text):
+        assert verdict(kind, rules, bad) == "no"
+    if not TOOL_FORMATS[format].bare:
+        assert verdict(kind, rules, f"Let me see.\n{text}") == "yes"
+        assert verdict(kind, rules, f"Let me see.\n{wrong(text)[0]}") == "no"
+    if not TOOL_FORMATS[format].python:
+        lax = (GrammarTool("get_weather", TOOLS[0].parameters), TOOLS[1])
+        assert verdict(kind, grammar(format, kind, lax, required=False), wrong(text)[0]) == "yes"
+
+
+@FORMATS
+@pytest.mark.parametrize("required", [True, False])
+def test_thoughts_go_before_calls(format: str, kind: str, required: bool) -> None:
+    text = TWO_CALLS[format]
+    rules = thinking(format, kind, required, is_thinking=True)
+    assert verdict(kind, rules, f"I think\n</think>\n\n{text}") == "yes"
+    assert verdict(kind, rules, f"I think\n</think>\n\n{wrong(text)[0]}") == "no"
+    assert verdict(kind, rules, "I think") == "begun"
+    rules = thinking(format, kind, required, is_thinking=False)
+    for good in (text, f"<think>\nI think\n</think>\n\n{text}"):
+        assert verdict(kind, rules, good) == "yes"
+    assert verdict(kind, rules, f"<think></think>{wrong(text)[0]}") == "no"
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "name": {"type": "string"},
+        "count": {"$ref": "#/$defs/count"},
+        "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"count": {"type": "integer"}},
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("several", [True, False])
+@pytest.mark.parametrize("reasoning", [None, THINK])
+def test_calls_or_an_answer_of_a_schema(
+    format: str, kind: str, several: bool, reasoning: ReasoningFormat | None
+) -> None:
+    rules = tool_grammar(
+        TOOL_FORMATS[format],
+        TOOLS,
+        tokenizers(kind)[0].token_to_id,
+        required=False,
+        several=several,
+        answer=ANSWER,
+        reasoning=reasoning,
+    )
+    for good in (
+        '{"city": "Bonn"}',
+        '{"city":"Bonn","name":"get_weather","count":3}',
+        '{\n  "city": "x", "next": {"city": "y", "next": null}}',
+    ):
+        assert verdict(kind, rules, good) == "yes"
+        assert verdict(kind, rules, f"<think>hm</think>{good}") == ("yes" if reasoning else "no")
+    for bad in (
+        '{"town": "Bonn"}',
+        '{"city": 1}',
+        '{"city": "x", "count": "y"}',
+        '{"city": "x", "next": {}}',
+        "Hello",
+        "[]",
+    ):
+        assert verdict(kind, rules, bad) == "no"
+    assert verdict(kind, rules, "") == "begun"
+    text = TWO_CALLS[format]
+    assert verdict(kind, rules, text) == ("yes" if several else "no")
+    for bad in (*wrong(text), f"Hello {text}", f'{text}{{"city": "Bonn"}}', f'{{"city": "Bonn"}}{text}'):
+        assert verdict(kind, rules, bad) == "no"
+
+
+def test_references_of_a_tool_lead_to_the_same_beside_an_answer() -> None:
+    """There its schema is a part of a call's."""
+    tree = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": "https://example.com/tree",
+        "type": "object",
+        "properties": {
+            "left": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+            "value": {"$ref": "#/$defs/a~1b"},
+            "again": {"$ref": "#/properties/value"},
+            "$ref": {"const": {"$ref": "#"}},
+        },
+        "additionalProperties": {"items": {"$ref": "#/$defs/a~1b"}, "type": "array"},
+        "$defs": {"a/b": {"type": "integer"}},
+    }
+    rules = tool_grammar(
+        TOOL_FORMATS["llama3_json"],
+        [GrammarTool("f", tree, strict=True)],
+        tokenizers("text")[0].token_to_id,
+        required=False,
+        several=False,
+        answer=ANSWER,
+    )
+
+    _checked_grammar(rules)  # raises where it would be refused
+
+    def says(arguments: str) -> str:
+        return verdict("text", rules, f'{{"name": "f", "parameters": {arguments}}}')
+
+    for good in (
+        '{"left": {"left": null, "value": 1}}',
+        '{"value": 1, "again": 2}',
+        '{"$ref": {"$ref": "#"}}',
+        '{"x": [1]}',
+    ):
+        assert says(good) == "yes"
+    for bad in ('{"left": {"value": "x"}}', '{"value": 1, "again": "x"}', '{"x": ["y"]}', '{"left": {"name": "f"}}'):
+        assert says(bad) == "no"
+
+
+def test_keyword_arguments_in_any_selection() -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/n"}, "b": {"type": "boolean"}, "c": {}, "d": {"type": "null"}},
+        "required": ["c"],
+        "$defs": {"n": {"type": "integer"}},
+    }
+    rules = grammar("pythonic", "text", (GrammarTool("f", schema),))
+    for good in ("[f(c=1)]", "[f(a=1, c=[])]", '[f(b=true, c="x", d=null)]', "[f(a=2, b=false, c=1, d=null)]"):
+        assert verdict("text", rules, good) == "yes"
+    for bad in ("[f()]", "[f(a=1)]", "[f(a=1.5, c=1)]", "[f(c=1, a=1)]", "[f(, c=1)]", "[f(c=1,)]"):
+        assert verdict("text", rules, bad) == "no"
+    optional = grammar("pythonic", "text", (GrammarTool("f", {"properties": {"a": {}, "b": {}}}),))
+    for good in ("[f()]", "[f(a=1)]", "[f(b=1)]", "[f(a=1, b=1)]"):
+        assert verdict("text", optional, good) == "yes"
+    for tool in (GrammarTool("f", {"minProperties": 1}), GrammarTool("f", {"properties": {"not a name": {}}})):
+        with pytest.raises(InvalidParameter):
+            grammar("pythonic", "text", (tool,))
+
+
+@pytest.mark.parametrize("format", TWO_CALLS)
+def test_what_the_grammar_forces_is_what_the_parser_reads(format: str) -> None:
+    """Walk through the grammar, always taking the first token that it allows: a call of the one tool."""
+    tokenizer, guide = tokenizers("special")
+    schema = {"properties": {"n": {"const": 7}}, "required": ["n"], "additionalProperties": False}
+    matcher = llguidance.LLMatcher(guide, grammar(format, "special", (GrammarTool("now", schema),), several=False))
+    ids: list[int] = []
+    while not matcher.is_stopped():
+        forced = matcher.compute_ff_tokens()
+        mask = matcher.compute_logit_bias() if not forced else b""
+        token = forced[0] if forced else next(i for i, allowed in enumerate(mask) if allowed)
+        assert matcher.consume_token(token)
+        ids.append(token)
+    parser = tool_parser(TOOL_FORMATS[format], NAMES)
+    text = tokenizer.decode([i for i in ids if i != 2], skip_special_tokens=False)
+    content, _, calls = joined(parser.feed(text) + parser.finish())
+    assert (content, [(name, json.loads(said)) for name, said in calls]) == ("", [("now", {"n": 7})])

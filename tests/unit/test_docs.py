@@ -1,0 +1,117 @@
+"""The documentation agrees with the code and with itself."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts"
+GUIDES = sorted([*(ROOT / "docs" / "guides").glob("*.md"), ROOT / "docs" / "quickstart.md", ROOT / "README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def test_generated_files_are_up_to_date() -> None:
+    """In a process of its own: the scripts are not a package."""
+    done = subprocess.run(
+        [sys.executable, str(SCRIPTS / "generate_docs.py"), "--check"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_environment_variable_has_an_entry() -> None:
+    program = (
+        "import environment_docs as docs\n"
+        "used, documented = docs.used(), docs.documented()\n"
+        "for name, path in used.items():\n"
+        "    if name not in documented:\n"
+        "        print(f'{name} ({path}) has no entry in scripts/environment_docs.py')\n"
+        "for name in documented - set(used):\n"
+        "    print(f'{name} has an entry in scripts/environment_docs.py, and no code uses it')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=SCRIPTS, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert not done.stdout, done.stdout
+
+
+def anchors(text: str) -> set[str]:
+    """The ids of a page's headings, as GitHub and Python-Markdown make them."""
+    headings = re.findall(r"^#+ (.+?)$", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), flags=re.M)
+    plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).replace("`", "").lower() for heading in headings]
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", heading)) for heading in plain}
+
+
+def links(text: str) -> Iterator[str]:
+    """The targets of a page's links and pictures that lie in this repository."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:", target):
+            yield target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{link}: there is no such file"
+        if anchor:
+            assert anchor in anchors(target.read_text()), f"{link}: there is no such heading"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    """Paths in backticks below the folders of the repository."""
+    roots = "server|engine|kernels|scripts|benchmarks|tests|docs|examples|deploy"
+    for path in re.findall(rf"`((?:{roots})/[\w./*-]+)", page.read_text()):
+        assert list(ROOT.glob(path.rstrip("/."))), f"{path}: there is no such file"
+
+
+def known_flags() -> set[str]:
+    """Every flag of `quire`."""
+    flags = set(re.findall(r"`(--?[a-z][\w-]*)`", (ROOT / "docs" / "reference" / "cli.md").read_text()))
+    return flags | {flag.replace("--", "--no-", 1) for flag in flags} | {"--help", "--version"}
+
+
+def commands(text: str) -> Iterator[str]:
+    """What a page says of `quire`'s command line: command lines, and flags in backticks."""
+    yield from re.findall(r"^(?:\$ )?(?:quire|scripts/serve) .*$", text, flags=re.M)
+    for span in re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)):
+        if span.startswith(("-", "quire ", "scripts/serve ")):
+            yield span
+
+
+OF_OTHER_PROGRAMS = {"--gpus", "--budget", "--only"}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_flags_that_a_guide_names_exist(page: Path) -> None:
+    text = page.read_text()
+    if page.name == "coming-from-vllm.md":  # where vLLM's flags stand, too, in the first column and below a heading
+        text = re.sub(r"^### Not .*?(?=^##)", "", text, flags=re.S | re.M)
+        text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.M)
+    known = known_flags() | OF_OTHER_PROGRAMS
+    for command in commands(text):
+        for flag in re.findall(r"(?<![\w-])--[a-z][\w-]+", command):
+            assert flag in known, f"{flag} is no flag of quire"
+
+
+def test_flags_that_are_not_supported_do_not_exist() -> None:
+    page = (ROOT / "docs" / "guides" / "coming-from-vllm.md").read_text()
+    section = page.partition("### Not supported yet")[2].partition("\n#")[0]
+    flags = set(re.findall(r"`(--[a-z][\w-]+)`", section))
+    assert flags
+    assert not flags & known_flags(), "the page says that these are not supported"
+
+
+def test_metrics_that_a_guide_names_exist() -> None:
+    known = set(re.findall(r"`(quire:\w+)`", (ROOT / "docs" / "reference" / "metrics.md").read_text()))
+    known |= {f"{name}_bucket" for name in known}
+    for page in GUIDES:
+        for name in re.findall(r"quire:\w+", page.read_text()):
+            assert name in known, f"{page.name}: there is no metric {name}"

@@ -1,0 +1,111 @@
+"""Imports go down only, lazy ones included; and heavy libraries stay in their rooms."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("quire", "server", "engine", "kernels")
+
+# Each room, and the rooms below it that it may import. A module belongs to the longest room that fits its name.
+SPEC = ("engine.models.families", "engine.models.model_spec", "engine.models.encoder_spec")
+"""What models are, in numbers: the part of `engine.models` without torch."""
+BASE = ("engine.protocol", "engine.log", "engine.process")
+CONFIG = ("engine.config", "engine.cluster", *SPEC, *BASE)
+"""The floor: every room may import it, and nothing in it imports torch."""
+BELOW: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(BASE, BASE),
+    **dict.fromkeys(SPEC, (*SPEC, *BASE)),
+    "engine.config": CONFIG,
+    "engine.cluster": CONFIG,
+    "kernels": (),
+    "engine.distributed": ("kernels", *CONFIG),
+    "engine.layers": ("engine.distributed", "kernels", *CONFIG),
+    "engine.models": ("engine.layers", "engine.distributed", "kernels", *CONFIG),
+    "engine.worker": ("engine.models", "engine.layers", "engine.distributed", "kernels", *CONFIG),
+    "engine.executor": ("engine.worker", "engine.distributed", *CONFIG),
+    "engine.scheduler.grammar": CONFIG,
+    "engine.scheduler": ("engine.scheduler.grammar", *CONFIG),
+    "engine.core.launch": CONFIG,
+    "engine.core": ("engine.scheduler", "engine.scheduler.grammar", "engine.executor", "engine.core.launch", *CONFIG),
+    "engine": (),
+    "server.parsers": CONFIG,
+    "server.config": CONFIG,
+    "server.frontend": ("server.config", "server.parsers", "engine.core.launch", "engine.scheduler.grammar", *CONFIG),
+    "server.http": ("server.frontend", "server.config", "server.parsers", "server.llm_outputs", *CONFIG),
+    "server.openai": ("server.http", "server.frontend", "server.parsers", "server.llm_outputs", *CONFIG),
+    "server.anthropic": ("server.openai", "server.http", "server.frontend", *CONFIG),
+    "server.app": ("server.anthropic", "server.openai", "server.http", "server.config", *CONFIG),
+    "server.llm_outputs": ("server.frontend", "server.parsers", *CONFIG),
+    "server.llm": ("server.llm_outputs", "server.frontend", "server.parsers", *CONFIG),
+    "server.cli": (
+        *(
+            "server.app",
+            "server.llm",
+            "server.http",
+            "server.frontend",
+            "server.config",
+            "engine.core.launch",
+            "",
+            *CONFIG,
+        ),
+    ),
+    "server": (),
+    "": ("server.llm", "server.llm_outputs", *CONFIG),
+}
+TORCH_ROOMS = ("kernels", "engine.distributed", "engine.layers", "engine.models", "engine.worker")
+
+WEB_ROOMS = ("server.http", "server.openai", "server.anthropic", "server.app", "server.cli")
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    """Every module of ours, named without the leading `quire.`."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = list(path.relative_to(ROOT).with_suffix("").parts)
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            yield ".".join(parts[1:] if folder == "quire" else parts), ast.parse(path.read_text())
+
+
+def imports(tree: ast.Module) -> Iterator[str]:
+    """Every module that is imported anywhere in a file, `from x import y` as x.y."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports are not used"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(module: str) -> str:
+    return max((room for room in BELOW if room == "" or f"{module}.".startswith(f"{room}.")), key=len)
+
+
+MODULES = list(modules())
+
+
+@pytest.mark.parametrize(("module", "tree"), MODULES, ids=[name or "quire" for name, _ in MODULES])
+def test_imports_go_down_only(module: str, tree: ast.Module) -> None:
+    room = room_of(module)
+    for name in imports(tree):
+        if name == "quire" or name.startswith("quire."):
+            target = room_of(name.removeprefix("quire").removeprefix("."))
+            assert target in (room, *BELOW[room]), f"{module or 'quire'} imports {name}"
+
+
+@pytest.mark.parametrize(("module", "tree"), MODULES, ids=[name or "quire" for name, _ in MODULES])
+def test_heavy_libraries_stay_in_their_rooms(module: str, tree: ast.Module) -> None:
+    room = room_of(module)
+    for name in imports(tree):
+        library = name.split(".")[0]
+        if library == "torch":
+            assert room in TORCH_ROOMS, f"{module} imports torch"
+        if library in ("pydantic", "fastapi", "starlette"):
+            assert room in WEB_ROOMS, f"{module} imports {library}"
+        if library == "ray":
+            assert module in ("engine.cluster.ray_cluster", "engine.executor.ray"), f"{module} imports ray"
+        assert (room, library) != ("server.parsers", "asyncio"), f"{module} imports asyncio"
