@@ -20,8 +20,8 @@ class ExpertPlacement:
 
     @staticmethod
     def initial(num_experts: int, ranks: int, config: ExpertParallelConfig) -> ExpertPlacement:
-        """The placement before any load is known; the first `config.redundant` experts have two copies."""
-        numbers = [number % num_experts for number in range(num_experts + config.redundant)]
+        """The placement before any load is known; the first `config.num_redundant_experts` experts have two copies."""
+        numbers = [number % num_experts for number in range(num_experts + config.num_redundant_experts)]
         places = len(numbers) // ranks
         assert places * ranks == len(numbers)
         if config.placement == "round_robin":
@@ -29,7 +29,7 @@ class ExpertPlacement:
         return ExpertPlacement(tuple(tuple(numbers[rank * places : (rank + 1) * places]) for rank in range(ranks)))
 
     @property
-    def places(self) -> int:
+    def num_local_experts(self) -> int:
         """The number of places on each rank."""
         return len(self.experts[0])
 

@@ -94,7 +94,7 @@ class AllToAllDispatch:
         self._sent = counts.tolist()
         self._received = group.all_ranks.all_to_all(counts[:, None], ones, ones)[:, 0].tolist()
         outgoing = RoutedTokens(*(part[self._senders] for part in routed))
-        self._dispatched = group.all_ranks.start(_packed(outgoing), self._sent, self._received)
+        self._dispatched = group.all_ranks.start_all_to_all(_packed(outgoing), self._sent, self._received)
 
     def received(self) -> RoutedTokens:
         rows = self._dispatched.wait()
@@ -102,7 +102,7 @@ class AllToAllDispatch:
         return _unpacked(rows, self._like)
 
     def send_back(self, out: Tensor) -> None:
-        self._returning = self._group.all_ranks.start(out, self._received, self._sent)
+        self._returning = self._group.all_ranks.start_all_to_all(out, self._received, self._sent)
 
     def combined(self) -> Tensor:
         out = self._returning.wait()

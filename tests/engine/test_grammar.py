@@ -181,8 +181,8 @@ def test_what_was_compiled_is_shared_and_does_not_interfere(folder: Path, monkey
 def test_what_does_not_compile_is_told(grammars: GrammarCompiler, outputs: dict[str, Any]) -> None:
     with pytest.raises(GrammarError):
         grammars.compile(StructuredOutputs(**outputs))
-    assert grammars.problem(StructuredOutputs(**outputs))
-    assert grammars.problem(StructuredOutputs(regex="a")) is None
+    assert grammars.error(StructuredOutputs(**outputs))
+    assert grammars.error(StructuredOutputs(regex="a")) is None
 
 
 def test_the_server_s_options_cannot_be_overridden(grammars: GrammarCompiler) -> None:

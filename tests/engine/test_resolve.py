@@ -90,13 +90,13 @@ def test_a_single_stage_of_processes_runs_one_plan_ahead(tmp_path: Path, tp: int
 def test_the_size_of_a_step_is_tuned_unless_it_is_given(tmp_path: Path) -> None:
     model = folder(tmp_path)
     tuned = resolve(options(model, itl_target_ms=50.0))
-    assert (tuned.scheduler.max_num_batched_tokens, tuned.scheduler.is_tuned) == (512, True)
+    assert (tuned.scheduler.max_num_batched_tokens, tuned.scheduler.dynamic_chunking) == (512, True)
     assert tuned.scheduler.itl_target == 0.05
     assert "up to 512 tokens a step" in plan_text(tuned)
     fixed = resolve(options(model, max_num_batched_tokens=512))
-    assert (fixed.scheduler.max_num_batched_tokens, fixed.scheduler.is_tuned) == (512, False)
+    assert (fixed.scheduler.max_num_batched_tokens, fixed.scheduler.dynamic_chunking) == (512, False)
     whole = resolve(options(model, enable_chunked_prefill=False))
-    assert (whole.scheduler.max_num_batched_tokens, whole.scheduler.is_tuned) == (2048, False)
+    assert (whole.scheduler.max_num_batched_tokens, whole.scheduler.dynamic_chunking) == (2048, False)
 
 
 def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_sliding_window_needs_no_more_than_itself_and_a_chunk(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"holds 192 tokens, .*-len 192 or less, --max-num-batched-tokens"):
         resolve(options(model, kv_cache_memory_bytes=(per_request - 1) * block, **settings))
     shorter = resolve(options(model, kv_cache_memory_bytes=(per_request - 1) * block, max_model_len=192, **settings))
-    assert shorter.cache.most_blocks(192, 64) == per_request - 1
+    assert shorter.cache.max_blocks(192, 64) == per_request - 1
 
 
 def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: s
     arch, cache = config.model.architecture, config.cache
     assert cache.dtype == dtype
     assert (f"tokens in {dtype}" in plan_text(config)) == (asked != "auto")
-    sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
+    num_tensors, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
     allocated = kernels.allocate_kv_cache(
         *(
             arch.num_layers,
@@ -397,7 +397,7 @@ def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: s
             head_dim,
             kernels.kv_cache_dtype(dtype),
             torch.device("cpu"),
-            sides,
+            num_tensors,
         ),
     )
     block = Sizes.of(config).kv_block[0]
@@ -477,7 +477,7 @@ def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypa
     model = folder(tmp_path)
     on_cpu = resolve(options(model, cuda_graph_sizes="1,2", max_num_seqs=12))
     assert on_cpu.graphs == GraphConfig(sizes=tuple(range(1, 13)))
-    assert resolve(options(model, enforce_eager=True)).graphs == GraphConfig(why_none="--enforce-eager")
+    assert resolve(options(model, enforce_eager=True)).graphs == GraphConfig(disabled_reason="--enforce-eager")
     on_a_gpu(monkeypatch)
 
     def sizes(**changes: Any) -> tuple[int, ...]:
@@ -512,7 +512,7 @@ def test_graphs_are_counted_and_the_plan_says_why_there_are_none(
     assert Sizes.of(eager).graphs == 0
     assert "no CUDA graphs: --enforce-eager" in plan_text(eager)
     pooling = resolve(options(folder(tmp_path), device="cuda", runner="pooling"))
-    assert pooling.graphs.why_none == "embedding models have no decode steps"
+    assert pooling.graphs.disabled_reason == "embedding models have no decode steps"
     fits = Sizes.of(config).weights[0] + Sizes.of(config).workspace
     on_a_gpu(monkeypatch, int(fits / 0.9) + (1 << 16))
     with pytest.raises(ConfigError, match=r"per rank \(.*workspace .* \+ CUDA graphs"):

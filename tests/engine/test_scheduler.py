@@ -125,7 +125,7 @@ CIRCUMSTANCES: list[tuple[int, bool, Windows]] = [
 
 def tightened(config: EngineConfig) -> EngineConfig:
     """With hardly more blocks than the longest request needs, so that others are preempted."""
-    least = config.cache.most_blocks(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
+    least = config.cache.max_blocks(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
     return replace(config, cache=replace(config.cache, num_blocks=least + 8))
 
 
@@ -554,7 +554,7 @@ def test_a_sign_of_life_tells_the_workers_what_was_released() -> None:
     engine.turn()
     engine.abort("a")
     plan = engine.scheduler.heartbeat()
-    assert plan.released == [0]
+    assert plan.freed_slots == [0]
     assert engine.scheduler.update(plan, engine.model.execute(plan)) == {}
     assert not engine.model.rows
 
@@ -588,7 +588,7 @@ def test_prompt_chunks_are_sized_by_the_time_they_take(
     config = engine_config(
         stages=stages, depth=depth, max_num_batched_tokens=2048, max_model_len=4000, num_blocks=6000, prefix=False
     )
-    tuned = replace(config.scheduler, is_tuned=True, itl_target=None if target is None else target * stages)
+    tuned = replace(config.scheduler, dynamic_chunking=True, itl_target=None if target is None else target * stages)
     engine = TimedEngine(replace(config, scheduler=tuned))
     for index in range(4):
         engine.add(f"short {index}", [index] * 4, max_tokens=150)
@@ -611,7 +611,7 @@ def test_prompt_chunks_are_sized_by_the_time_they_take(
 
 def test_when_nobody_decodes_a_chunk_is_as_large_as_it_pays() -> None:
     config = engine_config(max_num_batched_tokens=2048, max_model_len=4000, num_blocks=2000, prefix=False)
-    engine = TimedEngine(replace(config, scheduler=replace(config.scheduler, is_tuned=True)))
+    engine = TimedEngine(replace(config, scheduler=replace(config.scheduler, dynamic_chunking=True)))
     for index in range(3):
         engine.add(str(index), [index] * 3000, max_tokens=1)
     engine.run()
@@ -661,7 +661,7 @@ def test_memory_stays_flat_behind_a_window(stages: int, depth: int, budget: int,
 def test_who_was_preempted_goes_on_behind_its_windows(stages: int, depth: int, windows: Windows) -> None:
     """All begin with a block, and the cache is as small as may be."""
     config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=8)
-    least = config.cache.most_blocks(config.model.max_model_len, 8)
+    least = config.cache.max_blocks(config.model.max_model_len, 8)
     engine = Engine(replace(config, cache=replace(config.cache, num_blocks=least)))
     for index in range(16):
         engine.add(str(index), [index], max_tokens=100)
@@ -763,7 +763,7 @@ def test_a_prompt_behind_a_failed_prefix_computes_it_again() -> None:
     engine.run()
     assert engine.model.plans[2].new[0].num_computed_tokens == 0
     assert engine.tokens("second") == continuation([5] * 16 + [6], 4)
-    assert [plan.resumes for plan in engine.model.plans[:4]] == [False, False, True, False]
+    assert [plan.clears_failure for plan in engine.model.plans[:4]] == [False, False, True, False]
 
 
 def test_what_was_computed_before_a_failure_stays_cached() -> None:

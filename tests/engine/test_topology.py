@@ -211,13 +211,13 @@ def test_no_gpu_and_wrong_ones_are_said(install: Install) -> None:
     ],
 )
 def test_groups_of_this_host(changes: dict[str, Any], groups: tuple[int, ...]) -> None:
-    assert parallel_config.groups_here(EngineOptions(**changes)) == groups
+    assert parallel_config.local_group_sizes(EngineOptions(**changes)) == groups
 
 
 def plan(links: Links | None, **changes: Any) -> str:
     """What the plan says of the grid on a host with such GPUs, or without any."""
     asked = EngineOptions(**changes)
-    groups = parallel_config.groups_here(asked)
+    groups = parallel_config.local_group_sizes(asked)
     found = Devices("cpu", 8, 1 << 30)
     if links is not None:
         found = Devices("cuda", len(links), 80 << 30, arrange(links, groups), links)
@@ -264,7 +264,9 @@ def test_the_plan_tells_of_replicas_and_experts() -> None:
     mixture = from_hf_config(
         LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
     )
-    experts = ExpertParallelConfig(all2all="all_to_all", is_balanced=True, redundant=8, split_tokens=64)
+    experts = ExpertParallelConfig(
+        all2all_backend="all_to_all", enable_eplb=True, num_redundant_experts=8, dbo_token_threshold=64
+    )
     text = "\n".join(parallel_config.plan_lines(replace(parallel, experts=experts), mixture))
     assert "4 replicas, which step together" in text
     assert "8 experts a layer and 8 copies over 8 ranks (4 replicas × 2), 2 each, linear" in text
@@ -288,7 +290,7 @@ def test_the_fastest_active_port_is_the_network(tmp_path: Path) -> None:
 def shared(count: int, **changes: Any) -> ParallelConfig:
     """The grid on a host whose `count` GPUs ranks may share."""
     asked = EngineOptions(**changes)
-    return parallel_config.resolve(asked, ARCH, devices.find("cuda", parallel_config.groups_here(asked)))
+    return parallel_config.resolve(asked, ARCH, devices.find("cuda", parallel_config.local_group_sizes(asked)))
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ async def test_prompts_and_lower_case(config: EngineConfig, core_mode: Callable[
             ({"input": ids("FOX")}, ids("FOX")),
         ):
             close((await post(server, **body))["data"][0]["embedding"], expected(tokens))
-    async with run_server(embedding(config, pools_prompts=False)) as server:
+    async with run_server(embedding(config, include_prompt=False)) as server:
         assert (await refused(server, input="a", prompt_name="query"))[1] == "prompt_name"
         await post(server, input="a", prompt_name="document")
 

@@ -208,9 +208,9 @@ def test_what_is_sent_to_the_next_stage_stays(recorder: Recording, folders: Call
         assert torch.equal(first, before) == stays
 
 
-@pytest.mark.parametrize("redundant", [0, 4])
+@pytest.mark.parametrize("num_redundant_experts", [0, 4])
 def test_experts_move_where_replays_look_for_them_and_padding_is_no_load(
-    redundant: int, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    num_redundant_experts: int, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moving = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_step_interval": 2, "tensor_parallel_size": 2}
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
@@ -218,7 +218,7 @@ def test_experts_move_where_replays_look_for_them_and_padding_is_no_load(
     monkeypatch.setattr(graph_recorders, "make_recorder", lambda *place: CallAgain())
     outputs, counts = [], []
     for sizes in ((), (8,)):
-        config = config_of(folders("Mixtral"), *sizes, num_redundant_experts=redundant, **moving)
+        config = config_of(folders("Mixtral"), *sizes, num_redundant_experts=num_redundant_experts, **moving)
         loads: list[torch.Tensor] = []
         executor = CountingExecutor(config, loads)
         with Ranks(config, executor) as ranks:
@@ -242,9 +242,9 @@ class CountingExecutor(ThreadExecutor):
         super()._run(runner, plans)
 
 
-@pytest.mark.parametrize("redundant", [0, 4])
-def test_a_layer_of_experts_replays_by_the_places_of_now(redundant: int) -> None:
-    config = ExpertParallelConfig(is_balanced=True, redundant=redundant)
+@pytest.mark.parametrize("num_redundant_experts", [0, 4])
+def test_a_layer_of_experts_replays_by_the_places_of_now(num_redundant_experts: int) -> None:
+    config = ExpertParallelConfig(enable_eplb=True, num_redundant_experts=num_redundant_experts)
     module = packed(build(EVERYTHING, ExpertGroup(config, Parallel(), ExpertCommunicator(), ExpertCommunicator())))
     assert isinstance(module, MixtureOfExperts)
     count = EVERYTHING.num_experts
@@ -258,11 +258,11 @@ def test_a_layer_of_experts_replays_by_the_places_of_now(redundant: int) -> None
         replay = Recording().capture(compute)
         assert module.placement is not None
         before = module.placement.experts[0]
-        after = tuple((5 * number + 1) % count for number in range(count)) + (5,) * redundant
+        after = tuple((5 * number + 1) % count for number in range(count)) + (5,) * num_redundant_experts
         held = [[part.clone() for part in module.experts.state(place)] for place in range(len(before))]
         for place, number in enumerate(after):
             module.experts.restore(place, held[before.index(number)])
-        module.place(ExpertPlacement((after,)))
+        module.set_placement(ExpertPlacement((after,)))
         module.tokens.zero_()
         replay()
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -283,7 +283,7 @@ def test_what_cannot_be_captured_is_said_and_runs(
     assert tokens == crowds(driver(replace(config, graphs=GraphConfig())))
     assert caplog.text.count("capturing a step failed: operation not permitted when stream is capturing\n") == 1
     with caplog.at_level(logging.INFO):
-        driver(replace(config, graphs=GraphConfig(why_none="--enforce-eager")))
+        driver(replace(config, graphs=GraphConfig(disabled_reason="--enforce-eager")))
     assert "decode steps run without CUDA graphs: --enforce-eager" in caplog.text
 
 

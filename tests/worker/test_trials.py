@@ -70,7 +70,7 @@ def test_every_variant_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, Meter())
     calls = Calls(monkeypatch)
     seconds = runner.finalize()
-    assert list(seconds) == ["try decodes"]
+    assert list(seconds) == ["warm up decodes"]
     assert calls.rows == {*(rows for rows in (1, 2, 4, 8, 16, 32) if rows < seqs), seqs}
     assert calls.drawn == {
         (False, False, False),
