@@ -120,7 +120,7 @@ def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: 
                 settings = read_json(folder / place / "config.json")
                 modes = _modes(settings, folder / place)
                 size *= len(modes)
-                common["pools_prompts"] = bool(settings.get("include_prompt", True)) or modes == ("lasttoken",)
+                common["include_prompt"] = bool(settings.get("include_prompt", True)) or modes == ("lasttoken",)
             case "Dense" if modes:
                 dense = _dense(folder, place)
                 if dense.in_features != size:

@@ -178,7 +178,7 @@ def test_what_was_compiled_is_shared_and_does_not_interfere(folder: Path, monkey
     "outputs",
     [{"regex": "("}, {"grammar": "start: nothing"}, {"json": {"not": {}}}, {"json": {"enum": []}}, {"json": "["}],
 )
-def test_what_does_not_compile_is_told(grammars: GrammarCompiler, outputs: dict[str, Any]) -> None:
+def test_compile_errors_are_returned(grammars: GrammarCompiler, outputs: dict[str, Any]) -> None:
     with pytest.raises(GrammarError):
         grammars.compile(StructuredOutputs(**outputs))
     assert grammars.error(StructuredOutputs(**outputs))

@@ -149,7 +149,7 @@ def test_everything_else(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_served_is_named(
+def test_unsupported_settings_are_named(
     modules: tuple[tuple[str, str], ...], settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     module(tmp_path, "1_Pooling", **settings)

@@ -178,14 +178,14 @@ def test_memory_is_that_of_the_smallest_gpu_that_is_used(install: Install) -> No
     assert devices.find("cuda", [4, 1]).memory == 1
 
 
-def test_a_driver_that_does_not_tell_leaves_the_order_alone(install: Install) -> None:
+def test_unknown_links_keep_the_device_order(install: Install) -> None:
     install(TWO_ISLANDS, silent=True)
     found = devices.find("cuda", [4, 4])
     assert found.order == tuple(range(8))
     assert found.links[0][1] is LinkType.UNKNOWN
 
 
-def test_no_gpu_and_wrong_ones_are_said(install: Install) -> None:
+def test_missing_and_invalid_gpus_are_reported(install: Install) -> None:
     install(())
     found = devices.find("auto", [1])
     assert (found.kind, found.order, found.links) == ("cpu", (), ())
@@ -255,7 +255,7 @@ def test_the_plan_warns_of_layers_cut_over_slow_links(monkeypatch: pytest.Monkey
     assert "tensor parallel across hosts over mlx5_0 (400 Gb/sec)" in plan(ALL_NVLINK, **wide)
 
 
-def test_the_plan_tells_of_replicas_and_experts() -> None:
+def test_the_plan_shows_replicas_and_experts() -> None:
     asked = EngineOptions(tensor_parallel_size=2, data_parallel_size=4, data_parallel_size_local=2)
     parallel = parallel_config.resolve(asked, ARCH, Devices("cpu", 8, 1 << 30))
     assert "  4 replicas, which run free of each other: replicas 0-1 on this host" in "\n".join(
@@ -297,7 +297,7 @@ def shared(count: int, **changes: Any) -> ParallelConfig:
     ("count", "tp", "pp", "order"),
     [(1, 2, 1, (0, 0)), (1, 1, 2, (0, 0)), (2, 2, 2, (0, 1, 0, 1)), (2, 1, 3, (0, 1, 0)), (2, 2, 1, (0, 1))],
 )
-def test_ranks_go_round_the_gpus_where_they_may_share_them(
+def test_ranks_share_gpus_round_robin(
     count: int, tp: int, pp: int, order: tuple[int, ...], install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(islands([list(range(count))], LinkType.NVLINK, LinkType.NVLINK))

@@ -159,7 +159,7 @@ def test_a_plan_that_is_still_being_sent_is_not_written_over() -> None:
     assert launch() in used
 
 
-def test_a_step_that_cannot_be_planned_is_served_by_others(
+def test_a_step_that_cannot_be_planned_uses_another_backend(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def overflows(*_: Any, **__: Any) -> None:

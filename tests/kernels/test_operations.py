@@ -78,7 +78,7 @@ def turns(tokens: int, rotary_dim: int) -> Tensor:
 @pytest.mark.parametrize(
     ("head_dim", "rotary_dim"), [(2, 2), (6, 6), (64, 64), (64, 32), (80, 20), (128, 78), (7, 2), (5, 0), (96, 0)]
 )
-def test_rotary_turns_pairs_as_complex_numbers(head_dim: int, rotary_dim: int) -> None:
+def test_rotary_rotates_pairs_as_complex_numbers(head_dim: int, rotary_dim: int) -> None:
     cache = kernels.allocate_kv_cache(1, 2, 2, 3, head_dim, torch.float32, torch.device("cpu"))[0]
     query, key, value = torch.randn(5, 4, head_dim), torch.randn(5, 2, head_dim), torch.randn(5, 2, head_dim)
     rotations = turns(5, rotary_dim)

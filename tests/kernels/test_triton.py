@@ -205,7 +205,7 @@ def test_attention_does_not_depend_on_the_batch() -> None:
         first += count
 
 
-def test_attention_does_not_meet_what_lies_behind() -> None:
+def test_attention_does_not_read_after_a_sequence() -> None:
     case = test_attention.build([(0, 3), (37, 1), (5, 2)], 4, 2, 8, 16)
     whole, poisoned = case.run(), case.cache.clone()
     used = torch.zeros(poisoned.shape[1], poisoned.shape[3], dtype=torch.bool)

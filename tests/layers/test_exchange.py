@@ -66,7 +66,7 @@ def test_replicas_give_what_one_rank_gives(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1), (3, 2)])
-def test_any_grid_gives_what_one_rank_gives(dp: int, tp: int, backend: Any) -> None:
+def test_any_dp_and_tp_gives_what_one_rank_gives(dp: int, tp: int, backend: Any) -> None:
     config = ExpertParallelConfig(placement="round_robin", all2all_backend=backend)
     check(EVERYTHING, config, dp, tp, [3 + 4 * replica for replica in range(dp)], is_packed=dp != 3)
 
@@ -106,7 +106,7 @@ def test_experts_may_be_anywhere(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_batches_may_be_under_way(backend: Any) -> None:
+def test_two_batches_may_be_in_flight(backend: Any) -> None:
     counts = ((6, 2), (0, 9))
     micro_batches = [[torch.randn(count, HIDDEN) for count in half] for half in counts]
 
@@ -128,7 +128,7 @@ def test_two_batches_may_be_under_way(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_is_the_same_in_any_company(backend: Any) -> None:
+def test_output_of_a_token_does_not_depend_on_the_batch(backend: Any) -> None:
     """To the last bit: alone, or in a replica and beside one that have others."""
     x = torch.randn(12, HIDDEN)
     counts = ((1, 0), (12, 5))

@@ -61,7 +61,7 @@ def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: model_spec.M
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.int8, 1e-4), (torch.float8_e4m3fn, 1e-4)]
 )
-def test_both_forms_are_equal(dtype: torch.dtype, tolerance: float) -> None:
+def test_absorbed_and_plain_attention_are_equal(dtype: torch.dtype, tolerance: float) -> None:
     """Whatever the cache holds: it is read by both alike."""
     layer = fill(MLA(SPEC, HIDDEN, Parallel()))
     assert isinstance(layer, MLA)
@@ -76,7 +76,7 @@ def test_both_forms_are_equal(dtype: torch.dtype, tolerance: float) -> None:
     torch.testing.assert_close(absorbed, layer.plain(query, batch, cache), rtol=tolerance, atol=tolerance)
 
 
-def test_a_batch_takes_the_form_that_pays_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_request_uses_the_cheaper_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = fill(MLA(SPEC, HIDDEN, Parallel()))
     assert isinstance(layer, MLA)
     many = layer._plain_from

@@ -69,7 +69,7 @@ def test_tokens_stay_while_experts_move(
 
 @pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
-def test_processes_move_experts_and_tell_of_it(quantization: Any, pp: int, tmp_path: Path) -> None:
+def test_processes_move_experts_and_report_it(quantization: Any, pp: int, tmp_path: Path) -> None:
     """The same tokens as where nothing moves, bytes and all."""
     write("Mixtral", tmp_path)
     outputs, loads = [], list[ExpertLoad]()
@@ -98,7 +98,7 @@ def test_processes_move_experts_and_tell_of_it(quantization: Any, pp: int, tmp_p
     assert all(1.0 <= load.imbalance <= 2.0 for load in loads)
 
 
-def test_room_is_set_aside_for_experts_that_move(tmp_path: Path) -> None:
+def test_the_plan_includes_buffers_for_moving_experts(tmp_path: Path) -> None:
     write("Mixtral", tmp_path)
     still, config = moving(tmp_path, 2, enable_eplb=False), moving(tmp_path, 2)
     one = 3 * SIZES["hidden_size"] * SIZES["intermediate_size"] * 4

@@ -67,7 +67,7 @@ def test_a_step_is_planned_once_for_all_its_layers(settings: dict[str, Any], tmp
     assert "prompts" in fake.plans
 
 
-def test_the_reference_serves_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_backend_is_used_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint("qwen3", tmp_path)
     config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128, attention_backend="reference")
     called: list[int] = []

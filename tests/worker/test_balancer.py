@@ -149,7 +149,7 @@ def test_every_token_is_counted_once(dp: int, tp: int, backend: Any, monkeypatch
     assert REPORT_INTERVAL >= 50  # as the exchange takes time
 
 
-def test_nothing_is_told_by_a_stage_that_is_not_the_last_but_it_goes_on() -> None:
+def test_only_the_last_stage_reports_expert_load() -> None:
     """The second stage tells of both."""
     sent: list[Tensor] = []
 
@@ -214,7 +214,7 @@ def test_steps_before_the_ranks_have_settled_are_not_counted_and_move_nothing(in
         assert placements[first + 1] != placements[0]
 
 
-def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_weight_layouts_do_not_move_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(group: ExpertGroup) -> None:
         layer = build(PLAIN, group)
         if group.rank == 1:
@@ -223,11 +223,11 @@ def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypat
 
     with pytest.raises(ConfigError, match="--enable-eplb: experts cannot move between ranks whose processors"):
         on_replicas(1, 2, balanced(), run)
-    monkeypatch.setattr(ExpertsOfRank, "form", "same")
+    monkeypatch.setattr(ExpertsOfRank, "layout", "same")
     on_replicas(1, 2, balanced(), run)
 
 
-def test_few_experts_are_beside_the_held_ones_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_moving_experts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that leaves, one that comes, and one laid beside."""
     most: list[int] = []
     exchange = ThreadExpertCommunicator.all_to_all

@@ -91,7 +91,7 @@ def test_a_slot_is_taken_until_it_is_released(is_shared: bool) -> None:
     assert (step.token_ids.tolist(), step.slot_mapping.tolist()) == ([6], [12])
 
 
-def test_decodes_are_bare_slots_that_go_on_from_what_was_kept(is_shared: bool) -> None:
+def test_decodes_continue_from_the_appended_tokens(is_shared: bool) -> None:
     states = InputBatch(4, 32, 4, is_shared=is_shared)
     start = [new(2, [1, 2, 3], 0, [7]), new(0, [5], 0, [9])]
     rows = states.apply(
@@ -143,7 +143,7 @@ def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [5, 1, 2], [1, 7], [3], [1, 1, 1], [2, 2], [1]])
-def test_halves_tell_the_host_what_they_tell_the_device(counts: list[int]) -> None:
+def test_micro_batches_have_matching_host_metadata(counts: list[int]) -> None:
     states = InputBatch(8, 32, 4)
     starts = [new(slot, list(range(count + slot)), slot, [slot] * 4) for slot, count in enumerate(counts)]
     rows = states.apply(

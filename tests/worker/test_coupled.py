@@ -144,7 +144,7 @@ def test_tokens_are_those_of_one_rank(
         executor.close()
 
 
-def test_a_large_step_is_cut_and_a_small_one_is_not(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_large_steps_are_split(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     cuts: list[tuple[int, ...]] = []
 
     def counted(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
@@ -163,7 +163,7 @@ def test_a_large_step_is_cut_and_a_small_one_is_not(folders: dict[str, Path], mo
 
 
 @pytest.mark.parametrize("counts", [[], [1], [1, 1], [7], [1, 1, 1, 9], [6, 2, 4], [2, 6, 4], [1, 12, 1]])
-def test_halves_are_the_whole(counts: list[int]) -> None:
+def test_micro_batches_cover_the_whole_batch(counts: list[int]) -> None:
     total = sum(counts)
     ends = torch.tensor([0, *counts]).cumsum(0)
     computed = 5  # of each row before

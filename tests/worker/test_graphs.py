@@ -269,7 +269,7 @@ def test_a_layer_of_experts_replays_by_the_places_of_now(num_redundant_experts: 
     assert int(module.tokens.sum()) == 6 * EVERYTHING.top_k
 
 
-def test_what_cannot_be_captured_is_said_and_runs(
+def test_a_step_that_cannot_be_captured_is_logged_and_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folders: Callable[[str], Path]
 ) -> None:
     class Refusing(CallAgain):
@@ -395,7 +395,7 @@ OPTIONS = [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_cache_dtype": "
     [*((family, {}) for family in CASES), *(("Llama", options) for options in OPTIONS)],
     ids=[*CASES, *(", ".join(options) for options in OPTIONS)],
 )
-def test_cpus_tape_steps_as_they_come(
+def test_op_replay_captures_steps_when_they_first_occur(
     family: str, options: dict[str, Any], folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of every family, each number of requests when it comes first, and the tokens stay the same."""
@@ -406,7 +406,7 @@ def test_cpus_tape_steps_as_they_come(
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
-def test_cpus_tape_the_products_of_onednn(
+def test_op_replay_captures_onednn_products(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     folders: Callable[[str], Path],
@@ -421,7 +421,7 @@ def test_cpus_tape_the_products_of_onednn(
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
-def test_cpus_tape_mixtures_of_experts_whose_products_are_panels(
+def test_op_replay_captures_moe_with_packed_tiles(
     options: dict[str, Any], folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """And run others, whose experts are called one by one, as they are."""
@@ -432,7 +432,7 @@ def test_cpus_tape_mixtures_of_experts_whose_products_are_panels(
     assert ("decode steps run without" not in caplog.text) == is_panels
 
 
-def test_each_size_is_taped_once(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
+def test_each_size_is_captured_once(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
     config = config_of(folders("Llama"), *range(1, 9))
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner.finalize()
@@ -450,7 +450,7 @@ def test_each_size_is_taped_once(monkeypatch: pytest.MonkeyPatch, folders: Calla
     assert runner._graphs._replays == kept
 
 
-def test_a_first_step_that_fails_leaves_no_tape_and_the_next_is_taped(
+def test_after_a_failed_capture_the_next_step_is_captured(
     monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]
 ) -> None:
     config = config_of(folders("Llama"), *range(1, 9))
@@ -478,7 +478,7 @@ def test_a_first_step_that_fails_leaves_no_tape_and_the_next_is_taped(
 
 
 @pytest.mark.parametrize("way", [Tensor.tolist, Tensor.sum, lambda x: x.data, lambda x: torch.tensor(len(x))])
-def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
+def test_a_step_that_depends_on_python_is_not_captured(
     way: Callable[[Tensor], Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -498,7 +498,7 @@ def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
     assert reported == (way is not Tensor.sum)
 
 
-def test_ranks_that_meet_outside_of_operations_are_not_taped() -> None:
+def test_ranks_that_synchronize_outside_operations_are_not_captured() -> None:
     assert isinstance(graph_recorders.make_recorder(CPU, Parallel()), OpReplayRecorder)
     assert on_ranks(2, lambda parallel: graph_recorders.make_recorder(CPU, parallel)) == [None, None]
 
@@ -566,7 +566,7 @@ def test_cuda_graphs_are_warmed_up_checked_once_and_captured_into_one_pool(monke
     assert cuda.calls == ["replay", "replay"]
 
 
-def test_a_step_that_waits_runs_to_its_end_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_synchronizes_finishes_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks may be in an exchange behind the place where it waits."""
     cuda = FakeCuda(monkeypatch)
 
@@ -582,7 +582,7 @@ def test_a_step_that_waits_runs_to_its_end_and_is_told(monkeypatch: pytest.Monke
     assert cuda.mode == 0
 
 
-def test_nothing_is_held_when_the_ranks_part(
+def test_closing_releases_the_communicators(
     recorder: Recording, monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]
 ) -> None:
     """NCCL would wait for the graphs that use it."""

@@ -71,7 +71,7 @@ def _softmax_experts(config: Config) -> MoESpec:
         scale=float(config["routed_scaling_factor"]),
         groups=int(config["n_group"]) if grouped else 1,
         top_groups=int(config["topk_group"]) if grouped else 1,
-        shared=feed_forward(config, size=size * shared, bias=False) if shared else None,
+        shared=feed_forward(config, intermediate_size=size * shared, bias=False) if shared else None,
     )
 
 

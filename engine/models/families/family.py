@@ -119,7 +119,7 @@ def feed_forward(config: Config, **changes: Any) -> MLPSpec:
     """A feed-forward with the usual names in config.json."""
     return MLPSpec(
         **{
-            "size": int(config["intermediate_size"]),
+            "intermediate_size": int(config["intermediate_size"]),
             "activation": activation(config.get("hidden_act", "silu")),
             "bias": bool(config.get("mlp_bias", False)),
             **changes,

@@ -61,7 +61,9 @@ def _qwen_moe(name: str, config: Config) -> ModelSpec:
     """Qwen2 has a shared expert with a gate; in both families some layers may be dense."""
     norm, rope_spec, is_second = rms_norm(config), rope(config, head_dim(config)), name.startswith("Qwen2")
     dense = feed_forward(config)
-    shared = feed_forward(config, size=int(config["shared_expert_intermediate_size"])) if is_second else None
+    shared = (
+        feed_forward(config, intermediate_size=int(config["shared_expert_intermediate_size"])) if is_second else None
+    )
     experts = MoESpec(
         num_experts=int(config.get("num_local_experts") or config["num_experts"]),
         top_k=int(config["num_experts_per_tok"]),
@@ -154,7 +156,7 @@ def sigmoid_experts(config: Config) -> MoESpec:
         top_groups=int(config.get("topk_group") or 1),
         group_score="top2_sum",
         correction_bias=True,
-        shared=feed_forward(config, size=size * shared, bias=False) if shared else None,
+        shared=feed_forward(config, intermediate_size=size * shared, bias=False) if shared else None,
     )
 
 
