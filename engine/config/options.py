@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine.config.pooling import Pooling
-from quire.engine.config.topology import CrossedLinks
+from quire.engine.config.topology import SlowestLinks
 from quire.engine.models.families.quantized import QuantizedCheckpoint
 from quire.engine.models.model_spec import ModelSpec
 
@@ -261,7 +261,7 @@ class ParallelConfig:
     """None: the ranks are not started by Ray."""
     devices: tuple[int, ...] = ()
     """Device index of each rank on this host, ordered by replica and rank; empty: 0, 1, 2, …"""
-    links: CrossedLinks = dataclasses.field(default_factory=CrossedLinks)
+    links: SlowestLinks = dataclasses.field(default_factory=SlowestLinks)
     """The slowest links between these devices."""
     timeout: float = 600.0
     """Timeout of communication between ranks, in seconds."""

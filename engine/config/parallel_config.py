@@ -68,7 +68,7 @@ def resolve(
     parallel = ParallelConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
-        stages=_cut_layers(arch.num_layers, options),
+        stages=_partition_layers(arch.num_layers, options),
         executor=executor,
         device=available.kind,
         nodes=options.nnodes if placement is None else len(placement.shares),
@@ -105,13 +105,13 @@ def _check_sharing(options: EngineOptions, ranks: int, replicas: range, availabl
         )
 
 
-def _links(parallel: ParallelConfig, available: Devices) -> topology.CrossedLinks:
+def _links(parallel: ParallelConfig, available: Devices) -> topology.SlowestLinks:
     network = topology.fast_network() if parallel.nodes > 1 else None
     if not available.order or parallel.ranks_per_device > 1:
-        return topology.CrossedLinks(network=network)
+        return topology.SlowestLinks(network=network)
     groups = group_sizes(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
     all_groups = groups * len(parallel.local_replicas)
-    return replace(topology.crossed(available.links, available.order, all_groups, len(groups)), network=network)
+    return replace(topology.slowest_links(available.links, available.order, all_groups, len(groups)), network=network)
 
 
 def plan_lines(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
@@ -304,7 +304,7 @@ def rank_spec(arch: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
     return arch.with_expert_parallelism(parallel.expert_ranks, parallel.experts.num_redundant_experts)
 
 
-def _cut_layers(num_layers: int, options: EngineOptions) -> tuple[range, ...]:
+def _partition_layers(num_layers: int, options: EngineOptions) -> tuple[range, ...]:
     """Layer ranges of the stages; without a partition the first stages take the remainder."""
     stages, text = options.pipeline_parallel_size, options.pipeline_layer_partition
     if text is None:

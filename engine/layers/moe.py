@@ -86,14 +86,14 @@ class MixtureOfExperts(nn.Module):
         place."""
         copies, device = placement.copies(self._num_experts), self.router.weight.device
         max_copies = sum(map(len, copies)) - self._num_experts + 1  # of one expert, for any placement
-        places = torch.tensor(
-            [(places * max_copies)[:max_copies] for places in copies], device=device
+        physical_ids = torch.tensor(
+            [(ids * max_copies)[:max_copies] for ids in copies], device=device
         )  # [experts, most]
-        counts = torch.tensor([len(places) for places in copies], device=device) if max_copies > 1 else None
+        counts = torch.tensor([len(ids) for ids in copies], device=device) if max_copies > 1 else None
         if self.placement is None:
-            self._places, self._copies = places, counts
+            self._physical_ids, self._copies = physical_ids, counts
         else:  # in place: captured steps keep reading from these addresses
-            self._places.copy_(places)
+            self._physical_ids.copy_(physical_ids)
             if self._copies is not None and counts is not None:
                 self._copies.copy_(counts)
         self.placement = placement
@@ -119,10 +119,10 @@ class MixtureOfExperts(nn.Module):
     def compute(self, in_flight: MoEInFlight) -> MoEInFlight:
         """Compute this rank's part of the shared expert, then its experts' outputs, and start sending them back."""
         shared = self._shared(in_flight.x)
-        x, weights, places = in_flight.dispatch.received()
+        x, weights, ids = in_flight.dispatch.received()
         if self._group is not None and self.placement is not None:
-            places = places - self._group.rank * self.placement.num_local_experts
-        in_flight.dispatch.send_back(self.experts(x, weights, places))
+            ids = ids - self._group.rank * self.placement.num_local_experts
+        in_flight.dispatch.send_back(self.experts(x, weights, ids))
         return MoEInFlight(in_flight.x, in_flight.dispatch, shared)
 
     def combine(self, in_flight: MoEInFlight) -> Tensor:
@@ -140,10 +140,10 @@ class MixtureOfExperts(nn.Module):
                 counted *= batch.slot_mapping[own, None] >= 0  # the rest is padding
             self.tokens.index_add_(0, experts.flatten(), counted.flatten())
         if self._copies is None:
-            return RoutedTokens(x, weights, self._places[experts, 0])
+            return RoutedTokens(x, weights, self._physical_ids[experts, 0])
         assert batch is not None
         copy = batch.positions[own, None] % self._copies[experts]
-        return RoutedTokens(x, weights, self._places[experts, copy])
+        return RoutedTokens(x, weights, self._physical_ids[experts, copy])
 
     def _shared(self, x: Tensor) -> Tensor | None:
         if self.shared is None:
@@ -295,7 +295,7 @@ class Experts(nn.Module):
             target.copy_(source)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """This rank's part of the sum. `ids` are places on this rank; ids out of range are ignored."""
+        """This rank's part of the sum. `ids` are local to this rank; ids out of range are ignored."""
         if self._product is not None:
             return self._product(x, weights, ids)
         return kernels.fused_experts(

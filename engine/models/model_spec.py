@@ -368,8 +368,8 @@ class ModelSpec:
             mixture = layer.feed_forward
             if not isinstance(mixture, MoESpec):
                 return layer
-            places = (mixture.num_experts + num_redundant_experts) // ranks
-            return replace(layer, feed_forward=ExpertParallelMoESpec(**vars(mixture), num_local_experts=places))
+            count = (mixture.num_experts + num_redundant_experts) // ranks
+            return replace(layer, feed_forward=ExpertParallelMoESpec(**vars(mixture), num_local_experts=count))
 
         changed = {layer: of(layer) for layer in set(self.layers)}
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))

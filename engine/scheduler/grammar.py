@@ -63,13 +63,13 @@ class Grammar:
         if not self._matcher.consume_tokens(token_ids):
             raise self._error()
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """Return the next tokens if the grammar allows only one continuation, tokenized canonically."""
-        forced: list[int] = self._matcher.compute_ff_tokens()
-        beyond = (at for at, token in enumerate(forced) if token >= self._vocab_size)
-        return forced[: next(beyond, None)]
+        forced_tokens: list[int] = self._matcher.compute_ff_tokens()
+        beyond = (at for at, token in enumerate(forced_tokens) if token >= self._vocab_size)
+        return forced_tokens[: next(beyond, None)]
 
-    def restricted(self, mask: Words, params: SamplingParams, output: list[int]) -> bytes:
+    def mask_row(self, mask: Words, params: SamplingParams, output: list[int]) -> bytes:
         """Return a row of `masks` without the tokens that other parameters forbid after this output.
 
         End of sequence stays allowed if nothing else can follow: the grammar overrides `min_tokens` and `ignore_eos`.

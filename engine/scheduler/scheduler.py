@@ -154,7 +154,7 @@ class Scheduler:
         request.finish_reason = reason
         del self.requests[request.request_id]
         if request.slot is None:
-            self.waiting.end_one()
+            self.waiting.discard_one()
         else:
             self._remove_from_workers(request)
 
@@ -384,7 +384,7 @@ class Scheduler:
 
         It is admitted only if blocks for all its known tokens are free, so that it is not preempted at once.
         """
-        request = self.waiting.first()
+        request = self.waiting.peek()
         if request is None or not self._free_slots:
             return None
         kv = self.kv

@@ -14,7 +14,7 @@ import pytest
 from quire.engine.config import devices, parallel_config, topology
 from quire.engine.config.devices import Devices
 from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig
-from quire.engine.config.topology import Links, LinkType, arrange, crossed
+from quire.engine.config.topology import Links, LinkType, assign_devices, slowest_links
 from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
 from tests.engine.test_resolve import LLAMA
@@ -123,7 +123,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     ],
 )
 def test_groups_lie_inside_the_fastest_islands(links: Links, groups: list[int], expected: tuple[int, ...]) -> None:
-    assert arrange(links, groups) == expected
+    assert assign_devices(links, groups) == expected
 
 
 def test_a_group_avoids_the_one_slow_pair() -> None:
@@ -133,23 +133,23 @@ def test_a_group_avoids_the_one_slow_pair() -> None:
         tuple(LinkType.NVLINK if (min(a, b), max(a, b)) in fast else LinkType.SOCKETS for b in range(4))
         for a in range(4)
     )
-    order = arrange(ring, [2, 2])
-    assert crossed(ring, order, [2, 2], 2).tensor is LinkType.NVLINK
+    order = assign_devices(ring, [2, 2])
+    assert slowest_links(ring, order, [2, 2], 2).tensor is LinkType.NVLINK
 
 
 def test_large_hosts_are_arranged_at_once() -> None:
     sixteen = islands([list(range(0, 16, 2)), list(range(1, 16, 2))], LinkType.NVLINK, LinkType.SOCKETS)
-    assert arrange(sixteen, [8, 8]) == (*range(0, 16, 2), *range(1, 16, 2))
+    assert assign_devices(sixteen, [8, 8]) == (*range(0, 16, 2), *range(1, 16, 2))
 
 
 def test_what_is_crossed_is_the_slowest_of_each_kind() -> None:
-    order = arrange(TWO_ISLANDS, [4, 4])
-    assert crossed(TWO_ISLANDS, order, [4, 4], 2) == topology.CrossedLinks(LinkType.NVLINK, LinkType.SOCKETS)
-    assert crossed(TWO_ISLANDS, order, [4, 4], 1) == topology.CrossedLinks(LinkType.NVLINK, None), (
+    order = assign_devices(TWO_ISLANDS, [4, 4])
+    assert slowest_links(TWO_ISLANDS, order, [4, 4], 2) == topology.SlowestLinks(LinkType.NVLINK, LinkType.SOCKETS)
+    assert slowest_links(TWO_ISLANDS, order, [4, 4], 1) == topology.SlowestLinks(LinkType.NVLINK, None), (
         "two replicas do not talk"
     )
-    assert crossed(TWO_ISLANDS, range(8), [8], 1).tensor is LinkType.SOCKETS
-    assert crossed(TWO_ISLANDS, [0], [1], 1) == topology.CrossedLinks()
+    assert slowest_links(TWO_ISLANDS, range(8), [8], 1).tensor is LinkType.SOCKETS
+    assert slowest_links(TWO_ISLANDS, [0], [1], 1) == topology.SlowestLinks()
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def plan(links: Links | None, **changes: Any) -> str:
     groups = parallel_config.local_group_sizes(asked)
     found = Devices("cpu", 8, 1 << 30)
     if links is not None:
-        found = Devices("cuda", len(links), 80 << 30, arrange(links, groups), links)
+        found = Devices("cuda", len(links), 80 << 30, assign_devices(links, groups), links)
     return "\n".join(parallel_config.plan_lines(parallel_config.resolve(asked, ARCH, found), ARCH))
 
 
