@@ -41,7 +41,7 @@ def config(requests: int, length: int) -> EngineConfig:
     layer = LayerSpec(
         attention=AttentionSpec(num_heads=4, num_kv_heads=4, head_dim=8, scale=0.35, rope=None),
         attention_norm=norm,
-        feed_forward=MLPSpec(size=64),
+        feed_forward=MLPSpec(intermediate_size=64),
         feed_forward_norm=norm,
     )
     architecture = ModelSpec(
@@ -113,7 +113,7 @@ def measure(requests: int, steps: int) -> dict[str, float]:
         rows = states.apply(decode(message))
         _, places = states.batch(rows)
         states.advance(rows)
-        states.keep(rows, places, torch.full((len(rows.sampling),), 7))
+        states.append_sampled(rows, places, torch.full((len(rows.sampling),), 7))
         worker += clock()
         in_flight.append(plan)
         if len(in_flight) < DEPTH:

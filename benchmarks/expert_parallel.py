@@ -91,7 +91,7 @@ class Slow:
 
 def slow_down(network: Network) -> None:
     """Delay every all-to-all between processes as the network would."""
-    start = ProcessGroupExpertCommunicator.start
+    start = ProcessGroupExpertCommunicator.start_all_to_all
 
     def slow(self: ProcessGroupExpertCommunicator, x: Tensor, sent: list[int], received: list[int]) -> Transfer:
         pending, row = start(self, x, sent, received), x.shape[1] * x.element_size()
@@ -100,7 +100,7 @@ def slow_down(network: Network) -> None:
         network.under_way += takes
         return Slow(pending, network, time.perf_counter() + takes)
 
-    ProcessGroupExpertCommunicator.start = slow  # type: ignore[assignment, method-assign]
+    ProcessGroupExpertCommunicator.start_all_to_all = slow  # type: ignore[assignment, method-assign]
 
 
 class Step(NamedTuple):
@@ -126,7 +126,7 @@ def work(config: EngineConfig, network: Network, tokens: int, rounds: int, pipe:
     for turn in range(rounds + 1):
         for way, measured in steps.items():
             network.under_way = network.waited = 0.0
-            runner._split_tokens = 1 if way == "halves" else None
+            runner._dbo_token_threshold = 1 if way == "halves" else None
             request = NewRequestData(0, prompt, tokens, 0, blocks, SamplingParams(temperature=0.0))
             plan = SchedulerOutput(
                 number, [0] if number else [], [request], [CachedRequestData(0, tokens, [], [])], has_work=True
@@ -183,7 +183,7 @@ def main() -> None:
             )
         )
         for backend in BACKENDS:
-            experts = ExpertParallelConfig(all2all=backend, split_tokens=1)
+            experts = ExpertParallelConfig(all2all_backend=backend, dbo_token_threshold=1)
             coupled = replace(config, parallel=replace(config.parallel, replicas=2, experts=experts))
             for way, steps in measure(coupled, network, options.tokens, options.rounds).items():
                 ms = [statistics.median(column) * 1e3 for column in zip(*steps, strict=True)]

@@ -24,7 +24,7 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
-from quire.engine.config.resolve import Sizes, human, resolve
+from quire.engine.config.resolve import Sizes, format_bytes, resolve
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import plot
 
@@ -71,13 +71,13 @@ def room_for(options: EngineOptions, budget: int, length: int) -> tuple[EngineOp
     left = budget - max(sizes.weights) - sizes.workspace
     if left <= 0:
         raise ConfigError(
-            f"--budget-mib: weights {human(max(sizes.weights))} and workspace {human(sizes.workspace)} of a worker of "
-            f"{options.tensor_parallel_size} leave nothing of {human(budget)}"
+            f"--budget-mib: weights {format_bytes(max(sizes.weights))} and workspace {format_bytes(sizes.workspace)} "
+            f"of a worker of {options.tensor_parallel_size} leave nothing of {format_bytes(budget)}"
         )
     asked = replace(options, kv_cache_memory_bytes=left)
     config = resolve(asked)
     cache, row = config.cache, config.scheduler.max_num_batched_tokens
-    requests = cache.num_blocks / cache.most_blocks(length, row)
+    requests = cache.num_blocks / cache.max_blocks(length, row)
     fitting = replace(asked, max_num_seqs=min(options.max_num_seqs, int(requests)))
     weights, tp = max(sizes.weights), options.tensor_parallel_size
     return fitting, Room(tp, weights, sizes.workspace, left, cache.num_blocks, requests)
@@ -133,7 +133,7 @@ def table(rooms: Sequence[Room], rates: Sequence[float], gains: Sequence[float])
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for room, rate, gain in zip(rooms, rates, gains, strict=True):
-        sizes = " | ".join(human(size) for size in (room.weights, room.workspace, room.kv_cache))
+        sizes = " | ".join(format_bytes(size) for size in (room.weights, room.workspace, room.kv_cache))
         blocks = f"{room.blocks:,} | {room.blocks / rooms[0].blocks:.1f} | {room.requests:.1f}"
         lines.append(f"| TP {room.tensor_parallel_size} | {sizes} | {blocks} | {rate:.1f} | {gain:.1f} |")
     return "\n".join(lines)
@@ -175,7 +175,7 @@ def main() -> None:
             for tp in LAYOUTS
         ]
         print(
-            f"{human(options.budget_mib << 20)} for each worker; {options.requests} requests of {length} tokens",
+            f"{format_bytes(options.budget_mib << 20)} for each worker; {options.requests} requests of {length} tokens",
             flush=True,
         )
         rates: list[list[float]] = [[] for _ in LAYOUTS]

@@ -70,7 +70,7 @@ def run(
 ) -> tuple[float, float, float]:
     """Seconds per step, per token of an unconstrained request, and per token of a constrained one."""
     scheduler = Scheduler(config)
-    scheduler._step, scheduler._done = step, step - 1  # the ranks continue counting
+    scheduler._step, scheduler._last_finished_step = step, step - 1  # the ranks continue counting
     for index in range(REQUESTS):
         is_bound = index < constrained
         params = SamplingParams(max_tokens=None, ignore_eos=True, structured_outputs=ENDLESS if is_bound else None)
@@ -162,7 +162,7 @@ def compiling(config: EngineConfig) -> dict[str, float]:
     grammars.compile(ENDLESS)
     figures = {"the vocabulary, once": (time.perf_counter() - begun) * 1e3}
     for name, outputs in COMPILED.items():
-        figures[name] = median_of(partial(grammars.problem, outputs), 9) * 1e3
+        figures[name] = median_of(partial(grammars.error, outputs), 9) * 1e3
     return figures
 
 
@@ -179,7 +179,7 @@ def main() -> None:
         EngineOptions(model=options.model, load_format=options.load_format, max_model_len=_LENGTH, device="cpu")
     )
     config = replace(
-        config, scheduler=replace(config.scheduler, max_num_seqs=REQUESTS, depth=options.depth, is_tuned=False)
+        config, scheduler=replace(config.scheduler, max_num_seqs=REQUESTS, depth=options.depth, dynamic_chunking=False)
     )
     torch.set_num_threads(1)
     compiled = compiling(config)

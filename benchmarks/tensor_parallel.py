@@ -98,10 +98,10 @@ class Layout:
         for pipe in self._pipes:
             pipe.send(shared)
 
-    def seconds(self, new: list[NewRequestData], scheduled: list[CachedRequestData], released: list[int]) -> float:
+    def seconds(self, new: list[NewRequestData], scheduled: list[CachedRequestData], freed_slots: list[int]) -> float:
         """Seconds of one step, of the slowest rank."""
         for pipe in self._pipes:
-            pipe.send(SchedulerOutput(self._step, released, new, scheduled))
+            pipe.send(SchedulerOutput(self._step, freed_slots, new, scheduled))
         self._step += 1
         return max([float(pipe.recv()) for pipe in self._pipes])
 

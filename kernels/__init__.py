@@ -8,17 +8,17 @@ back to the reference. This package imports nothing else from Quire.
 from __future__ import annotations
 
 from quire.kernels import reference
-from quire.kernels.backends import AttentionLayer, AttentionNeeds, BackendUnavailable, HostRows
+from quire.kernels.backends import AttentionConfig, AttentionLayer, BackendUnavailable, HostMetadata
 from quire.kernels.cache import allocate_kv_cache, kv_cache_dtype
 from quire.kernels.dispatch import by_device, paged_attention, prepare
 from quire.kernels.experts import PackedExperts, fused_experts, pack_experts
 from quire.kernels.linear import PackedLinear, Quantization, pack_gated, pack_linear
 
 __all__ = [
+    "AttentionConfig",
     "AttentionLayer",
-    "AttentionNeeds",
     "BackendUnavailable",
-    "HostRows",
+    "HostMetadata",
     "PackedExperts",
     "PackedLinear",
     "Quantization",

@@ -28,7 +28,7 @@ class BackendUnavailable(ValueError):
     """The requested backend cannot be used. The message gives the reason and the remedy."""
 
 
-class HostRows(NamedTuple):
+class HostMetadata(NamedTuple):
     """Host copies of a step's per-request numbers, int64 `[requests]`: reading them does not wait for the device."""
 
     counts: npt.NDArray[np.int64]
@@ -51,13 +51,13 @@ class AttentionLayer:
     window: int = 0
     softcap: float = 0.0
     has_sinks: bool = False
-    has_slopes: bool = False
-    is_latent: bool = False
+    has_alibi: bool = False
+    is_mla: bool = False
     """Whether keys and values share memory, as in MLA."""
 
 
 @dataclass(frozen=True)
-class AttentionNeeds:
+class AttentionConfig:
     """The attention layers of a model, and the backend requested for them."""
 
     layers: tuple[AttentionLayer, ...] = ()
@@ -75,7 +75,7 @@ CHOSEN: dict[str, Attention] = {}
 
 
 def choose(
-    device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, own: Callable[..., Tensor], problem: str = ""
+    device: torch.device, dtype: torch.dtype, config: AttentionConfig, own: Callable[..., Tensor], problem: str = ""
 ) -> Attention | None:
     """Return the backend to try before the platform's `own` paged attention for queries of `dtype`, if any.
 
@@ -83,7 +83,7 @@ def choose(
     the selected backend and the reason in one line. Raises `BackendUnavailable` if the requested backend cannot be
     used.
     """
-    backend = needs.backend
+    backend = config.backend
     if backend == "reference":
         logger.info("attention on %s: reference, as requested (slow)", device)
         return _reference
@@ -91,7 +91,7 @@ def choose(
         if backend != "auto":
             raise BackendUnavailable(f"--attention-backend {backend} needs a GPU; omit the flag or use reference")
         return None
-    if device.type == "cuda" and needs.cache_dtype == torch.float8_e4m3fn:
+    if device.type == "cuda" and config.cache_dtype == torch.float8_e4m3fn:
         capability = torch.cuda.get_device_capability(device)
         if capability < FP8_CAPABILITY:
             raise BackendUnavailable(
@@ -102,11 +102,11 @@ def choose(
         raise BackendUnavailable(
             f"--attention-backend triton: the kernel does not work on {device}: {problem}; use auto or reference"
         )
-    if backend == "triton" or not needs.layers:
+    if backend == "triton" or not config.layers:
         logger.info("attention on %s: %s%s", device, _own_name(problem), ", as requested" * (backend == "triton"))
         return None
     try:
-        return _with_flashinfer(device, dtype, needs, own, problem)
+        return _with_flashinfer(device, dtype, config, own, problem)
     except FlashInferMissing as error:
         if backend == "flashinfer":
             raise BackendUnavailable(f"--attention-backend flashinfer: {error}; use triton or omit the flag") from None
@@ -119,18 +119,18 @@ def _own_name(problem: str) -> str:
     return "the reference" if problem else "triton"
 
 
-def _reference(*args: Any, host: HostRows | None = None, **options: Any) -> Tensor:
+def _reference(*args: Any, host: HostMetadata | None = None, **options: Any) -> Tensor:
     return reference.paged_attention(*args, **options)
 
 
 def _with_flashinfer(
-    device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, own: Callable[..., Tensor], problem: str
+    device: torch.device, dtype: torch.dtype, config: AttentionConfig, own: Callable[..., Tensor], problem: str
 ) -> FlashInfer | None:
     """Return FlashInfer set up for prefill, decode or both; None if it is faster at neither.
 
     Raises `FlashInferMissing` if it supports none of the layers.
     """
-    unsupported = {layer: FlashInfer.unsupported(layer, dtype, needs.cache_dtype) for layer in needs.layers}
+    unsupported = {layer: FlashInfer.unsupported(layer, dtype, config.cache_dtype) for layer in config.layers}
     supported = [layer for layer, feature in unsupported.items() if not feature]
     features = ", ".join(sorted({feature for feature in unsupported.values() if feature}))
     if not supported:
@@ -138,24 +138,24 @@ def _with_flashinfer(
     flashinfer = FlashInfer(device)
     for layer in supported:
         for queries in (1, 17):
-            if difference := flashinfer.compare(_case(device, dtype, needs, layer, [(40, 1), (0, queries), (600, 1)])):
+            if difference := flashinfer.compare(_case(device, dtype, config, layer, [(40, 1), (0, queries), (600, 1)])):
                 raise FlashInferWrong(f"self-check failed: {difference}")
     try:
-        times = [_compare_times(device, dtype, needs, layer, own, flashinfer) for layer in supported]
+        times = [_compare_times(device, dtype, config, layer, own, flashinfer) for layer in supported]
     except Exception as error:  # a compiler or driver may fail at sizes that were not tried before
         text = " ".join(f"{type(error).__name__}: {error}".split())
         raise FlashInferWrong(f"timing failed: {text}"[:400]) from error
     parts, chosen = [], []
     for number, kind in enumerate(("prefill", "decode")):
         flashinfer_time, own_time = (sum(each[number][i] for each in times) for i in (0, 1))
-        is_chosen = needs.backend == "flashinfer" or flashinfer_time < own_time
+        is_chosen = config.backend == "flashinfer" or flashinfer_time < own_time
         chosen.append(is_chosen)
         parts.append(
             f"{kind} by {'flashinfer' if is_chosen else _own_name(problem)} "
             f"(flashinfer {1e3 * flashinfer_time:.3f} ms, {_own_name(problem)} {1e3 * own_time:.3f} ms)"
         )
     flashinfer.handles_prefill, flashinfer.handles_decode = chosen
-    reason = "as requested" if needs.backend == "flashinfer" else "by the time of one layer of each kind"
+    reason = "as requested" if config.backend == "flashinfer" else "by the time of one layer of each kind"
     rest = f"; {_own_name(problem)} for what flashinfer does not support: {features}" if features else ""
     logger.info("attention on %s: %s, %s%s", device, ", ".join(parts), reason, rest)
     return flashinfer if flashinfer.handles_prefill or flashinfer.handles_decode else None
@@ -167,13 +167,13 @@ class AttentionCase:
 
     args: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
     options: dict[str, Any]
-    host: HostRows
+    host: HostMetadata
 
 
 def _case(
     device: torch.device,
     dtype: torch.dtype,
-    needs: AttentionNeeds,
+    config: AttentionConfig,
     layer: AttentionLayer,
     requests: list[tuple[int, int]],
 ) -> AttentionCase:
@@ -181,39 +181,39 @@ def _case(
     noise = torch.Generator().manual_seed(0)
     counts = np.array([count for _, count in requests])
     lengths = np.array([sum(request) for request in requests])
-    width = -(-int(lengths.max()) // needs.block_size)
+    width = -(-int(lengths.max()) // config.block_size)
     tables = torch.randperm(len(requests) * width, generator=noise).view(-1, width).to(device)
     cache = allocate_kv_cache(
         layers=1,
         num_blocks=len(requests) * width,
         kv_heads=layer.kv_heads,
-        block_size=needs.block_size,
+        block_size=config.block_size,
         head_dim=layer.head_dim,
-        dtype=needs.cache_dtype,
+        dtype=config.cache_dtype,
         device=device,
-        sides=1 if layer.is_latent else 2,
+        num_tensors=1 if layer.is_mla else 2,
     )[0]
-    for slots in torch.split(torch.arange(cache.shape[1] * needs.block_size, device=device), 1 << 14):
+    for slots in torch.split(torch.arange(cache.shape[1] * config.block_size, device=device), 1 << 14):
         key, value = torch.randn(2, len(slots), layer.kv_heads, layer.head_dim, device=device).to(dtype)
-        reference.write_kv(key, None if layer.is_latent else value, cache, slots)
+        reference.write_kv(key, None if layer.is_mla else value, cache, slots)
     query = torch.randn(int(counts.sum()), layer.heads, layer.head_dim, generator=noise).to(device, dtype)
     starts = torch.from_numpy(np.concatenate(([0], counts.cumsum()))).to(device)
     options: dict[str, Any] = {"window": layer.window, "softcap": layer.softcap}
     if layer.has_sinks:
         options["sinks"] = torch.linspace(-1.0, 2.0, layer.heads, device=device)
-    if layer.has_slopes:
+    if layer.has_alibi:
         options["slopes"] = 2.0 ** -torch.linspace(1.0, 8.0, layer.heads, device=device)
-    cache = cache.expand(2, *cache.shape[1:]) if layer.is_latent else cache
+    cache = cache.expand(2, *cache.shape[1:]) if layer.is_mla else cache
     args = (query, cache, tables, torch.from_numpy(lengths).to(device), starts, layer.scale)
-    return AttentionCase(args, options, HostRows(counts, lengths, {}))
+    return AttentionCase(args, options, HostMetadata(counts, lengths, {}))
 
 
 def check_cases(
-    device: torch.device, dtype: torch.dtype, needs: AttentionNeeds
+    device: torch.device, dtype: torch.dtype, config: AttentionConfig
 ) -> Iterator[Callable[[Callable[..., Tensor]], Tensor]]:
     """Yield a small mixed batch for each of the model's layers; call each with the implementation under test."""
-    for layer in needs.layers:
-        case = _case(device, dtype, needs, layer, [(0, 19), (700, 1), (31, 5), (3, 1)])
+    for layer in config.layers:
+        case = _case(device, dtype, config, layer, [(0, 19), (700, 1), (31, 5), (3, 1)])
         yield functools.partial(_run, case)
 
 
@@ -229,7 +229,7 @@ TIMED_DECODES = [(1023, 1)] * 64
 def _compare_times(
     device: torch.device,
     dtype: torch.dtype,
-    needs: AttentionNeeds,
+    config: AttentionConfig,
     layer: AttentionLayer,
     own: Callable[..., Tensor],
     flashinfer: FlashInfer,
@@ -237,7 +237,7 @@ def _compare_times(
     """Seconds per layer for prefill and for decode, each as (FlashInfer, the platform's own)."""
     times = []
     for requests in (TIMED_PROMPTS, TIMED_DECODES):
-        case = _case(device, dtype, needs, layer, requests)
+        case = _case(device, dtype, config, layer, requests)
         call = functools.partial(flashinfer, *case.args, **case.options, host=case.host)
         assert call() is not None, "it declines the call"
         times.append((_seconds(call, device), _seconds(functools.partial(_run, case, own), device)))

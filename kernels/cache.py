@@ -35,7 +35,7 @@ def row_size(head_dim: int, dtype: torch.dtype) -> int:
 class QuantizedRows(NamedTuple):
     """Views of a quantized cache `[…, block_size, row]`, both of the cache's type."""
 
-    numbers: Tensor
+    values: Tensor
     """`[…, block_size, head_dim]`"""
     scales: Tensor
     """`[…, block_size, 4]`: each row's float32 scale as bytes, in the host's byte order."""
@@ -44,9 +44,9 @@ class QuantizedRows(NamedTuple):
     def of(cls, cache: Tensor) -> QuantizedRows:
         block_size, row = cache.shape[-2:]
         memory, head_dim = cache.flatten(-2), row - SCALE_BYTES
-        numbers, scales = memory.split_with_sizes((block_size * head_dim, block_size * SCALE_BYTES), dim=-1)
+        values, scales = memory.split_with_sizes((block_size * head_dim, block_size * SCALE_BYTES), dim=-1)
         return cls(
-            torch.unflatten(numbers, -1, (block_size, head_dim)), torch.unflatten(scales, -1, (block_size, SCALE_BYTES))
+            torch.unflatten(values, -1, (block_size, head_dim)), torch.unflatten(scales, -1, (block_size, SCALE_BYTES))
         )
 
 
@@ -54,16 +54,16 @@ def quantize(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize `[…, head_dim]` to numbers of `dtype`, and scales `[…, 4]`: float32 viewed as `dtype`."""
     x, largest = rows.float(), LARGEST[dtype]
     scale = x.abs().amax(dim=-1, keepdim=True) / largest
-    numbers = (x / scale.where(scale > 0, 1.0)).clamp(-largest, largest)
+    values = (x / scale.where(scale > 0, 1.0)).clamp(-largest, largest)
     if dtype == torch.int8:
-        numbers = numbers.round()
-    return numbers.to(dtype), scale.contiguous().view(dtype)
+        values = values.round()
+    return values.to(dtype), scale.contiguous().view(dtype)
 
 
 def dequantize(cache: Tensor) -> Tensor:
     """Dequantize a cache `[…, block_size, row]` to float32 `[…, block_size, head_dim]`."""
-    numbers, scales = QuantizedRows.of(cache)
-    return numbers.float() * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
+    values, scales = QuantizedRows.of(cache)
+    return values.float() * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
 
 
 def allocate_kv_cache(
@@ -74,15 +74,15 @@ def allocate_kv_cache(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-    sides: int = 2,
+    num_tensors: int = 2,
 ) -> Tensor:
-    """Allocate the KV cache of a rank, `[layers, sides, blocks, kv_heads, block_size, row]`, filled with zeros.
+    """Allocate the KV cache of a rank, `[layers, num_tensors, blocks, kv_heads, block_size, row]`, filled with zeros.
 
-    The sides are keys and values; there is one side if these are the same. The cache must not contain NaN, because
-    attention reads whole blocks and multiplies masked values by 0. On CPU the pages are the operating system's zero
-    pages: memory is committed when a block is first written.
+    There are two tensors, keys and values, or a single one if these are the same. The cache must not contain NaN,
+    because attention reads whole blocks and multiplies masked values by 0. On CPU the pages are the operating system's
+    zero pages: memory is committed when a block is first written.
     """
-    shape = (layers, sides, num_blocks, kv_heads, block_size, row_size(head_dim, dtype))
+    shape = (layers, num_tensors, num_blocks, kv_heads, block_size, row_size(head_dim, dtype))
     if device.type != "cpu":
         return torch.zeros(shape, dtype=torch.uint8 if dtype in LARGEST else dtype, device=device).view(dtype)
     pages = np.zeros(int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)

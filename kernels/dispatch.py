@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import backends, cpu, reference
-from quire.kernels.backends import AttentionNeeds
+from quire.kernels.backends import AttentionConfig
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +36,15 @@ def by_device(operation: Callable[Concatenate[Tensor, P], R]) -> Callable[Concat
 
 
 def prepare(
-    device: torch.device | str, dtype: torch.dtype = torch.float32, needs: AttentionNeeds | None = None
+    device: torch.device | str, dtype: torch.dtype = torch.float32, config: AttentionConfig | None = None
 ) -> Callable[[], None]:
     """Load the device's kernels in the background; call the returned function to wait for them.
 
-    If a kernel cannot be compiled, or a GPU kernel disagrees with the reference for `dtype` and the model's `needs`, a
+    If a kernel cannot be compiled, or a GPU kernel disagrees with the reference for `dtype` and the model's `config`, a
     warning is logged and the reference is used instead. The returned function raises `backends.BackendUnavailable` if
-    the backend that `needs` requests cannot be used, and re-raises any other error.
+    the backend that `config` requests cannot be used, and re-raises any other error.
     """
-    device, needs = torch.device(device), needs or AttentionNeeds()
+    device, config = torch.device(device), config or AttentionConfig()
     if device.type == "cuda":
         device = torch.empty(0, device=device).device  # with its index
     load = _load_cpu if device.type == "cpu" else functools.partial(_load_triton, dtype=dtype)
@@ -54,7 +54,7 @@ def prepare(
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # a new thread starts with device 0, whatever the process has selected
-            load(device, needs)
+            load(device, config)
         except Exception as error:
             failures.append(error)
 
@@ -69,8 +69,8 @@ def prepare(
     return wait
 
 
-def _load_cpu(device: torch.device, needs: AttentionNeeds) -> None:
-    _choose(device, torch.float32, needs)
+def _load_cpu(device: torch.device, config: AttentionConfig) -> None:
+    _choose(device, torch.float32, config)
     if "cpu" in PLATFORMS:
         return
     try:
@@ -81,7 +81,7 @@ def _load_cpu(device: torch.device, needs: AttentionNeeds) -> None:
         PLATFORMS["cpu"] = cpu
 
 
-def _load_triton(device: torch.device, needs: AttentionNeeds, dtype: torch.dtype) -> None:
+def _load_triton(device: torch.device, config: AttentionConfig, dtype: torch.dtype) -> None:
     problem = ""
     try:
         from quire.kernels.triton import check
@@ -89,19 +89,19 @@ def _load_triton(device: torch.device, needs: AttentionNeeds, dtype: torch.dtype
         problem = f"Triton cannot be imported: {error}"
         logger.warning("the GPU kernels need Triton; using the slower reference: %s", error)
     else:
-        PLATFORMS[device.type], problems = check.passing(device, dtype, needs)
+        PLATFORMS[device.type], problems = check.passing(device, dtype, config)
         problem = problems.get("paged_attention", "")
-    _choose(device, dtype, needs, problem)
+    _choose(device, dtype, config, problem)
 
 
-def _choose(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds, problem: str = "") -> None:
-    chosen = backends.choose(device, dtype, needs, _paged_attention, problem)
+def _choose(device: torch.device, dtype: torch.dtype, config: AttentionConfig, problem: str = "") -> None:
+    chosen = backends.choose(device, dtype, config, _paged_attention, problem)
     backends.CHOSEN.pop(device.type, None)
     if chosen is not None:
         backends.CHOSEN[device.type] = chosen
 
 
-def paged_attention(query: Tensor, *batch: Any, host: backends.HostRows | None = None, **options: Any) -> Tensor:
+def paged_attention(query: Tensor, *batch: Any, host: backends.HostMetadata | None = None, **options: Any) -> Tensor:
     """`reference.paged_attention`, computed by the backend that `prepare` selected.
 
     `host` holds the batch's numbers on the host, for backends that plan a step there. The plans are stored in

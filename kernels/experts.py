@@ -38,8 +38,8 @@ class PackedExperts(ABC):
         """
 
     @property
-    def form(self) -> str:
-        """A description of the layout; experts can only be moved between objects of equal `form`."""
+    def layout(self) -> str:
+        """A description of the layout; experts can only be moved between objects of equal `layout`."""
         return f"{type(self).__name__} {[(part.dtype, *part.shape) for part in self.state(0)]}"
 
     def restore(self, place: int, state: Sequence[Tensor]) -> None:
@@ -176,8 +176,8 @@ class ExpertByExpert(PackedExperts):
         return self._down[expert](_act_mul(both, self._activation), self._down_biases[expert])
 
     @property
-    def form(self) -> str:
-        return f"{super().form} of {type(self._down[0]).__name__}"
+    def layout(self) -> str:
+        return f"{super().layout} of {type(self._down[0]).__name__}"
 
     def state(self, place: int) -> list[Tensor]:
         biases = [each[place] for each in (self._gate_up_biases, self._down_biases)]

@@ -1,9 +1,9 @@
 """Paged attention by FlashInfer (Ye et al. 2025), an optional library, with the interface of the reference.
 
 FlashInfer plans a step on the host, once for all layers of the same kind, and then runs each layer. A plan needs the
-per-request numbers on the host and belongs to the step (`HostRows.plans`). It is stored in the memory of one of a few
-wrappers, which take turns: steps are launched ahead of the device, and the copy from a wrapper's pinned memory must
-finish before the next plan is written there.
+per-request numbers on the host and belongs to the step (`HostMetadata.plans`). It is stored in the memory of one of a
+few wrappers, which are used in rotation: steps are launched ahead of the device, and the copy from a wrapper's pinned
+memory must finish before the next plan is written there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.kernels import reference
 
 if TYPE_CHECKING:
-    from quire.kernels.backends import AttentionCase, AttentionLayer, HostRows
+    from quire.kernels.backends import AttentionCase, AttentionLayer, HostMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +48,13 @@ class _Wrapper:
     def __init__(self, wrapper: Any, device: torch.device) -> None:
         self.wrapper = wrapper
         self._sent: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._host: HostRows | None = None
+        self._host: HostMetadata | None = None
 
-    def is_free_for(self, host: HostRows) -> bool:
+    def is_free_for(self, host: HostMetadata) -> bool:
         """Whether its plan belongs to another step and has been copied out of the pinned memory."""
         return self._host is not host and (self._sent is None or self._sent.query())
 
-    def plan(self, host: HostRows, *args: object, **options: object) -> None:
+    def plan(self, host: HostMetadata, *args: object, **options: object) -> None:
         self._host = host
         self.wrapper.plan(*args, **options)
         if self._sent is not None:
@@ -64,9 +64,9 @@ class _Wrapper:
 class FlashInfer:
     """FlashInfer on one device, called like `reference.paged_attention`; returns None to decline a call.
 
-    It declines what `unsupported` names, steps that cannot be planned on the host (`HostRows.plans`), and CUDA graph
-    capture, because a graph would outlive the plan. Raises `FlashInferMissing` if FlashInfer is not installed or cannot
-    be imported.
+    It declines what `unsupported` names, steps that cannot be planned on the host (`HostMetadata.plans`), and CUDA
+    graph capture, because a graph would outlive the plan. Raises `FlashInferMissing` if FlashInfer is not installed or
+    cannot be imported.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -83,9 +83,9 @@ class FlashInfer:
     @staticmethod
     def unsupported(layer: AttentionLayer, dtype: torch.dtype, cache_dtype: torch.dtype) -> str:
         """The unsupported feature that such a layer needs, or ""."""
-        if layer.is_latent:
+        if layer.is_mla:
             return "latent attention"
-        if layer.has_sinks or layer.has_slopes:
+        if layer.has_sinks or layer.has_alibi:
             return "sinks" if layer.has_sinks else "ALiBi"
         if layer.head_dim not in HEAD_DIMS:
             return f"heads of {layer.head_dim}"
@@ -106,7 +106,7 @@ class FlashInfer:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         slopes: Tensor | None = None,
-        host: HostRows | None = None,
+        host: HostMetadata | None = None,
     ) -> Tensor | None:
         is_decode = len(query) == len(sequence_lengths)
         if (
@@ -146,7 +146,7 @@ class FlashInfer:
         shape: tuple[int, int, int, int],
         block_tables: Tensor,
         sequence_lengths: Tensor,
-        host: HostRows,
+        host: HostMetadata,
         options: dict[str, Any],
     ) -> Any:
         """Plan a step and return the wrapper, or None if planning fails. `shape` is (heads, KV heads, head, block).
@@ -190,7 +190,7 @@ class FlashInfer:
             joined = joined.pin_memory()
         return joined.split_with_sizes([len(row) for row in rows])
 
-    def _wrapper(self, is_decode: bool, shape: Hashable, host: HostRows) -> _Wrapper:
+    def _wrapper(self, is_decode: bool, shape: Hashable, host: HostMetadata) -> _Wrapper:
         kind = (is_decode, shape)
         if kind not in self._wrappers:
             self._wrappers[kind] = [self._make(is_decode) for _ in range(_AHEAD)]

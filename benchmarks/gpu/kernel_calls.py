@@ -35,7 +35,7 @@ class Case:
     tables: Tensor
     lengths: Tensor
     starts: Tensor
-    host: kernels.HostRows
+    host: kernels.HostMetadata
     options: dict[str, Any]
 
     def call(self, module: Any) -> Tensor:
@@ -52,7 +52,7 @@ def attention_case(
     device: torch.device,
     *,
     cache_dtype: torch.dtype | None = None,
-    sides: int = 2,
+    num_tensors: int = 2,
     **options: Any,
 ) -> Case:
     """`requests` are tokens before and in this step; `heads` are query heads, KV heads and the head size."""
@@ -61,20 +61,22 @@ def attention_case(
     width = -(-int(lengths.max()) // BLOCK)
     blocks = len(requests) * width
     cache_dtype = cache_dtype or dtype
-    cache = kernels.allocate_kv_cache(1, blocks, kv_heads, BLOCK, head_dim, cache_dtype, device, sides=sides)[0]
+    cache = kernels.allocate_kv_cache(
+        1, blocks, kv_heads, BLOCK, head_dim, cache_dtype, device, num_tensors=num_tensors
+    )[0]
     if cache_dtype == dtype:
         cache.normal_()
     else:  # a row includes its scale
         for slots in torch.split(torch.arange(blocks * BLOCK, device=device), _SLOTS_AT_ONCE):
             keys, values = (torch.randn(len(slots), kv_heads, head_dim, device=device).to(dtype) for _ in range(2))
-            reference.write_kv(keys, values if sides == 2 else None, cache, slots)
+            reference.write_kv(keys, values if num_tensors == 2 else None, cache, slots)
     return Case(
         torch.randn(int(counts.sum()), query_heads, head_dim, device=device, dtype=dtype),
-        cache if sides == 2 else cache.expand(2, -1, -1, -1, -1),
+        cache if num_tensors == 2 else cache.expand(2, -1, -1, -1, -1),
         torch.randperm(blocks, device=device).view(len(requests), width),
         torch.from_numpy(lengths).to(device),
         torch.from_numpy(np.concatenate(([0], counts.cumsum()))).to(device),
-        kernels.HostRows(counts, lengths, {}),
+        kernels.HostMetadata(counts, lengths, {}),
         options,
     )
 
@@ -171,7 +173,7 @@ def _attention(
     options: dict[str, Any] = {"window": 128, "softcap": 30.0, "sinks": per_head, "slopes": per_head.abs() / 100}
     case = attention_case(requests, heads[0], dtype, device, **options)
     yield _attends(f"{count} requests, {', '.join(options)}, heads {heads[0]}", case)
-    case = attention_case(requests, latent, dtype, device, sides=1)
+    case = attention_case(requests, latent, dtype, device, num_tensors=1)
     yield _attends(f"{count} requests, latent, heads {latent}", case)
     for name, cache_dtype in quantized_caches().items():
         case = attention_case(requests, heads[0], dtype, device, cache_dtype=cache_dtype)

@@ -79,7 +79,7 @@ def check(lab: Lab) -> Iterator[Record]:
 def _with_flashinfer(device: torch.device) -> Note:
     """Prepare the kernels, with FlashInfer for the checked attention if it is installed."""
     layers = tuple(kernels.AttentionLayer(*heads, heads[2] ** -0.5) for heads in kernel_calls.HEADS)
-    wanted = kernels.AttentionNeeds(layers, cache_dtype=torch.bfloat16, backend="flashinfer")
+    wanted = kernels.AttentionConfig(layers, cache_dtype=torch.bfloat16, backend="flashinfer")
     try:
         kernels.prepare(device, torch.bfloat16, wanted)()
     except kernels.BackendUnavailable as error:

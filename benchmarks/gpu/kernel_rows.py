@@ -19,7 +19,7 @@ def attention(lab: Lab) -> Iterator[Record]:
     requests, length, *heads = lab.sizes.attention
     dtype = getattr(torch, lab.dtype)
     layer = kernels.AttentionLayer(heads[0], heads[1], heads[2], heads[2] ** -0.5)
-    device, said = _prepare(lab, kernels.AttentionNeeds((layer,), cache_dtype=dtype))
+    device, said = _prepare(lab, kernels.AttentionConfig((layer,), cache_dtype=dtype))
     case = attention_case([(length - 1, 1)] * requests, (heads[0], heads[1], heads[2]), dtype, device)
     for text in said:
         yield Note(text)
@@ -40,7 +40,7 @@ def sampler(lab: Lab) -> Iterator[Record]:
     yield Row("sampler", seconds * 1e6, floor, f"logits {arguments[0].nbytes / 1e6:,.1f} MB / bandwidth")
 
 
-def _prepare(lab: Lab, needs: kernels.AttentionNeeds | None = None) -> tuple[torch.device, list[str]]:
+def _prepare(lab: Lab, needs: kernels.AttentionConfig | None = None) -> tuple[torch.device, list[str]]:
     """The device, and the log line about the selected attention backend."""
     torch.manual_seed(0)
     device = torch.device(lab.device)

@@ -34,14 +34,14 @@ def resolve(
 ) -> GraphConfig:
     """Return the sizes to capture, or why there are none. Raises `ConfigError` for invalid sizes."""
     sizes = _parse_sizes(options.cuda_graph_sizes, scheduler.max_num_seqs) or _default_sizes(scheduler.max_num_seqs)
-    if reason := _why_none(options, model, parallel):
-        return GraphConfig(why_none=reason)
+    if reason := _disabled_reason(options, model, parallel):
+        return GraphConfig(disabled_reason=reason)
     if parallel.device == "cpu":  # a size costs almost nothing, but a row of padding costs as much as a request
         sizes = tuple(range(1, min(scheduler.max_num_seqs, _MAX_REPLAYED) + 1))
     return GraphConfig(sizes=sizes)
 
 
-def _why_none(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str:
+def _disabled_reason(options: EngineOptions, model: ModelConfig, parallel: ParallelConfig) -> str:
     """Return why nothing is captured, or an empty string."""
     if options.enforce_eager:
         return "--enforce-eager"
@@ -98,7 +98,7 @@ def estimate(config: EngineConfig, arch: ModelSpec) -> int:
     if config.parallel.device == "cpu":
         return max_size * tables + layers * _REPLAY_LAYER_BYTES
     heads = max(layer.attention.num_heads for layer in arch.layers) // tp
-    row = max(spec.shape.numbers for spec in cache_specs(arch, tp, model.max_model_len))
+    row = max(spec.shape.head_dim for spec in cache_specs(arch, tp, model.max_model_len))
     inner = max(layer.feed_forward.width(tp) for layer in arch.layers)
     activations = (8 * arch.hidden_size + 3 * inner) * DTYPE_BYTES[model.dtype]
     return max_size * (tables + activations + heads * _MAX_SPLITS * row * 4) + layers * _LAYER_BYTES
@@ -109,8 +109,8 @@ def text(config: EngineConfig, size: str) -> str:
     graphs = config.graphs
     if config.parallel.device == "cpu":
         return ""
-    if graphs.why_none:
-        return f"no CUDA graphs: {graphs.why_none}"
+    if graphs.disabled_reason:
+        return f"no CUDA graphs: {graphs.disabled_reason}"
     if not graphs.sizes:
         return ""
     count = len(graphs.sizes)

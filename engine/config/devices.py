@@ -41,7 +41,7 @@ def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices
     gpus = free_gpu_memory() if kind != "cpu" else []
     if gpus:
         links = _gpu_links(len(gpus))
-        order = topology.arrange(links, groups) if ranks <= len(gpus) else ()
+        order = topology.assign_devices(links, groups) if ranks <= len(gpus) else ()
         if ranks > len(gpus) and may_share:
             order = tuple(rank % len(gpus) for rank in range(ranks))
         return Devices("cuda", len(gpus), min(gpus[device] for device in order or range(len(gpus))), order, links)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from quire.engine.config.options import CacheGroup
+from quire.engine.config.options import KVCacheGroup
 from quire.engine.models.model_spec import ModelSpec
 
 _MAX_OVERHEAD = 1.1
@@ -23,11 +23,11 @@ _MAX_OVERHEAD = 1.1
 class KVCacheShape(NamedTuple):
     """Shape of the cached state of one token in one layer, on a rank."""
 
-    sides: int
+    num_tensors: int
     """2: keys and values; 1: a single tensor for both."""
-    heads: int
-    numbers: int
-    """Values per head and side."""
+    num_heads: int
+    head_dim: int
+    """Values per head and tensor."""
 
 
 class KVCacheSpec(NamedTuple):
@@ -52,11 +52,11 @@ def cache_specs(arch: ModelSpec, tp: int, max_model_len: int) -> list[KVCacheSpe
 
 
 def group_layers(
-    specs: Sequence[KVCacheSpec], stages: Sequence[range], most_blocks: Callable[[CacheGroup], int]
-) -> tuple[CacheGroup, ...]:
+    specs: Sequence[KVCacheSpec], stages: Sequence[range], max_blocks: Callable[[KVCacheGroup], int]
+) -> tuple[KVCacheGroup, ...]:
     """Divide the layers of each kind into groups. All stages have the same groups, each with its own layers.
 
-    `most_blocks` returns the number of blocks of a request in a group. Of the divisions with nearly minimal memory per
+    `max_blocks` returns the number of blocks of a request in a group. Of the divisions with nearly minimal memory per
     request, the one with the fewest groups is chosen.
     """
     windows = sorted({spec.window for spec in specs}, key=lambda window: window or 0)
@@ -65,7 +65,7 @@ def group_layers(
     for size in range(max(counts), 0, -1):
         numbers = [-(-count // size) for count in counts]
         groups = tuple(
-            CacheGroup(
+            KVCacheGroup(
                 window=window, layers=tuple(_group_slice(specs, stage, window, index, number) for stage in stages)
             )
             for window, number in zip(windows, numbers, strict=True)
@@ -76,7 +76,7 @@ def group_layers(
             sum(math.prod(shape) * planes for shape, planes in count_planes(specs, groups, stage).items())
             for stage in range(len(stages))
         )
-        costs.append(block * sum(map(most_blocks, groups)))
+        costs.append(block * sum(map(max_blocks, groups)))
     return next(groups for groups, cost in zip(candidates, costs, strict=True) if cost <= _MAX_OVERHEAD * min(costs))
 
 
@@ -88,7 +88,7 @@ def _group_slice(
     return tuple(layers[len(layers) * index // number : len(layers) * (index + 1) // number])
 
 
-def count_planes(specs: Sequence[KVCacheSpec], groups: Iterable[CacheGroup], stage: int) -> Counter[KVCacheShape]:
+def count_planes(specs: Sequence[KVCacheSpec], groups: Iterable[KVCacheGroup], stage: int) -> Counter[KVCacheShape]:
     """Count the planes of each shape on the ranks of a stage: the maximum over the groups."""
     planes: Counter[KVCacheShape] = Counter()
     for group in groups:
@@ -96,7 +96,7 @@ def count_planes(specs: Sequence[KVCacheSpec], groups: Iterable[CacheGroup], sta
     return planes
 
 
-def place_layers(specs: Sequence[KVCacheSpec], groups: Iterable[CacheGroup], stage: int) -> dict[int, LayerPlacement]:
+def place_layers(specs: Sequence[KVCacheSpec], groups: Iterable[KVCacheGroup], stage: int) -> dict[int, LayerPlacement]:
     """Return the cache location of each layer of a stage."""
     placements = {}
     for number, group in enumerate(groups):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.engine.config.pooling import Pooling
-from quire.engine.config.topology import CrossedLinks
+from quire.engine.config.topology import SlowestLinks
 from quire.engine.models.families.quantized import QuantizedCheckpoint
 from quire.engine.models.model_spec import ModelSpec
 
@@ -211,14 +211,14 @@ class ExpertParallelConfig:
     """Expert parallelism: whole experts are distributed over a stage's ranks in all replicas, which step together."""
 
     placement: Literal["linear", "round_robin"] = "linear"
-    all2all: Literal["allgather_reducescatter", "all_to_all"] = "allgather_reducescatter"
-    is_balanced: bool = False
+    all2all_backend: Literal["allgather_reducescatter", "all_to_all"] = "allgather_reducescatter"
+    enable_eplb: bool = False
     """Whether busy experts are moved and replicated at run time (EPLB)."""
-    redundant: int = 0
+    num_redundant_experts: int = 0
     """Additional copies of experts in each layer."""
     step_interval: int = 3000
     """Steps between two rearrangements."""
-    split_tokens: int | None = None
+    dbo_token_threshold: int | None = None
     """A step in which a replica has at least this many tokens is split in two (DBO); None: never."""
 
 
@@ -261,7 +261,7 @@ class ParallelConfig:
     """None: the ranks are not started by Ray."""
     devices: tuple[int, ...] = ()
     """Device index of each rank on this host, ordered by replica and rank; empty: 0, 1, 2, …"""
-    links: CrossedLinks = dataclasses.field(default_factory=CrossedLinks)
+    links: SlowestLinks = dataclasses.field(default_factory=SlowestLinks)
     """The slowest links between these devices."""
     timeout: float = 600.0
     """Timeout of communication between ranks, in seconds."""
@@ -286,7 +286,7 @@ class ParallelConfig:
         return self.experts is not None and self.replicas > 1
 
     @property
-    def is_first_here(self) -> bool:
+    def is_first_local_replica(self) -> bool:
         """Whether this is the first replica on this host."""
         return self.replica == self.local_replicas.start
 
@@ -306,7 +306,7 @@ class ParallelConfig:
         return len(self.ranks_of(self.node))
 
     @property
-    def ranks_here(self) -> int:
+    def num_local_ranks(self) -> int:
         """Number of ranks of all replicas on this host, which share its processors and memory."""
         return self.ranks_per_node * len(self.local_replicas)
 
@@ -332,7 +332,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheGroup:
+class KVCacheGroup:
     """A group of layers that share a block table (see `quire.engine.config.kv_cache_groups`)."""
 
     window: int | None = None
@@ -340,7 +340,7 @@ class CacheGroup:
     layers: tuple[tuple[int, ...], ...] = ()
     """Layer numbers, by stage."""
 
-    def most_blocks(self, num_tokens: int, row_tokens: int, block_size: int) -> int:
+    def max_blocks(self, num_tokens: int, row_tokens: int, block_size: int) -> int:
         """Maximum number of blocks in use at once by a request of `num_tokens`, in rows of at most `row_tokens`."""
         blocks = -(-num_tokens // block_size)
         if self.window is None:
@@ -361,12 +361,12 @@ class CacheConfig:
     dtype: str
     """A float type, int8 or fp8 (see `quire.kernels.cache`)."""
     enable_prefix_caching: bool
-    groups: tuple[CacheGroup, ...] = (CacheGroup(),)
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
     """Each request has a block table in each group; all blocks come from one pool."""
 
-    def most_blocks(self, num_tokens: int, row_tokens: int) -> int:
+    def max_blocks(self, num_tokens: int, row_tokens: int) -> int:
         """Maximum number of blocks in use at once by a request, in all groups."""
-        return sum(group.most_blocks(num_tokens, row_tokens, self.block_size) for group in self.groups)
+        return sum(group.max_blocks(num_tokens, row_tokens, self.block_size) for group in self.groups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +382,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool
     policy: Literal["fcfs", "priority"]
     depth: int
-    is_tuned: bool = False
+    dynamic_chunking: bool = False
     """Whether the size of prompt chunks follows the step time, up to `max_num_batched_tokens`."""
     itl_target: float | None = None
     """Target inter-token latency in seconds; None: derived from the measured decode step."""
@@ -394,7 +394,7 @@ class GraphConfig:
 
     sizes: tuple[int, ...] = ()
     """Ascending. A step is padded to the next size; larger steps and steps with prompt tokens are not replayed."""
-    why_none: str = ""
+    disabled_reason: str = ""
     """Why `sizes` is empty."""
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quire.engine.cluster.ray_cluster import RayResources
 
 
-def ranks_here(options: EngineOptions) -> int:
+def num_local_ranks(options: EngineOptions) -> int:
     """Ranks of this host, of all its replicas; raises `ConfigError` for what cannot be shared out."""
     ranks, nodes = options.tensor_parallel_size * options.pipeline_parallel_size, options.nnodes
     if ranks % nodes:
@@ -40,17 +40,17 @@ def ranks_here(options: EngineOptions) -> int:
     return ranks // nodes * len(_local_replicas(options))
 
 
-def groups_here(options: EngineOptions, placement: RayResources | None = None) -> tuple[int, ...]:
-    """Sizes of the groups of this host's ranks that share layers, in the order of ranks; raises as `ranks_here`."""
+def local_group_sizes(options: EngineOptions, placement: RayResources | None = None) -> tuple[int, ...]:
+    """Sizes of this host's groups of ranks that share layers, in rank order; see `num_local_ranks` for errors."""
     tp, node = options.tensor_parallel_size, options.node_rank
     if placement is not None:
-        return groups_of(range(sum(placement.shares[:node]), sum(placement.shares[: node + 1])), tp)
+        return group_sizes(range(sum(placement.shares[:node]), sum(placement.shares[: node + 1])), tp)
     replicas = len(_local_replicas(options))
-    ranks = ranks_here(options) // max(1, replicas)
-    return groups_of(range(node * ranks, (node + 1) * ranks), tp) * replicas
+    ranks = num_local_ranks(options) // max(1, replicas)
+    return group_sizes(range(node * ranks, (node + 1) * ranks), tp) * replicas
 
 
-def groups_of(ranks: range, tp: int) -> tuple[int, ...]:
+def group_sizes(ranks: range, tp: int) -> tuple[int, ...]:
     """Sizes of the groups of a replica's ranks on one host that share layers."""
     return tuple(Counter(rank // tp for rank in ranks).values())
 
@@ -61,14 +61,14 @@ def resolve(
     """The grid; `placement` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     executor = "ray" if placement is not None else choose_executor(options)
-    local_ranks = ranks_here(options) if placement is None else 0
+    local_ranks = num_local_ranks(options) if placement is None else 0
     replicas = _local_replicas(options)
     if available.kind == "cuda" and local_ranks > available.count:
         _check_sharing(options, local_ranks, replicas, available)
     parallel = ParallelConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
-        stages=_cut_layers(arch.num_layers, options),
+        stages=_partition_layers(arch.num_layers, options),
         executor=executor,
         device=available.kind,
         nodes=options.nnodes if placement is None else len(placement.shares),
@@ -105,13 +105,13 @@ def _check_sharing(options: EngineOptions, ranks: int, replicas: range, availabl
         )
 
 
-def _links(parallel: ParallelConfig, available: Devices) -> topology.CrossedLinks:
+def _links(parallel: ParallelConfig, available: Devices) -> topology.SlowestLinks:
     network = topology.fast_network() if parallel.nodes > 1 else None
     if not available.order or parallel.ranks_per_device > 1:
-        return topology.CrossedLinks(network=network)
-    groups = groups_of(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
+        return topology.SlowestLinks(network=network)
+    groups = group_sizes(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
     all_groups = groups * len(parallel.local_replicas)
-    return replace(topology.crossed(available.links, available.order, all_groups, len(groups)), network=network)
+    return replace(topology.slowest_links(available.links, available.order, all_groups, len(groups)), network=network)
 
 
 def plan_lines(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
@@ -199,19 +199,20 @@ def _experts_text(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
     counts = sorted(
         {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)}
     )
-    copies = f" and {experts.redundant} copies" * bool(experts.redundant)
+    copies = f" and {experts.num_redundant_experts} copies" * bool(experts.num_redundant_experts)
     which = f" ({parallel.replicas} replicas × {parallel.tensor_parallel_size})" * parallel.is_coupled
+    each = " or ".join(str((count + experts.num_redundant_experts) // ranks) for count in counts)
     text = [
         f"{' or '.join(map(str, counts))} experts a layer{copies} over {ranks} rank{'s' * (ranks > 1)}{which}, "
-        f"{' or '.join(str((count + experts.redundant) // ranks) for count in counts)} each, {experts.placement}"
+        f"{each} each, {experts.placement}"
     ]
     if parallel.is_coupled:
         across = " across hosts" * (len(parallel.local_replicas) < parallel.replicas)
-        text.append(f"tokens reach them by {experts.all2all}{across}")
-    if experts.is_balanced:
+        text.append(f"tokens reach them by {experts.all2all_backend}{across}")
+    if experts.enable_eplb:
         text.append(f"moved every {experts.step_interval:,} steps")
-    if experts.split_tokens is not None:
-        text.append(f"steps of {experts.split_tokens} tokens or more are cut in two")
+    if experts.dbo_token_threshold is not None:
+        text.append(f"steps of {experts.dbo_token_threshold} tokens or more are cut in two")
     return [f"  {'; '.join(text)}"]
 
 
@@ -288,22 +289,22 @@ def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParal
             )
     return ExpertParallelConfig(
         placement=options.expert_placement_strategy,
-        all2all=options.all2all_backend,
-        is_balanced=options.enable_eplb,
-        redundant=options.num_redundant_experts,
+        all2all_backend=options.all2all_backend,
+        enable_eplb=options.enable_eplb,
+        num_redundant_experts=options.num_redundant_experts,
         step_interval=options.eplb_step_interval,
-        split_tokens=options.dbo_token_threshold if options.enable_dbo else None,
+        dbo_token_threshold=options.dbo_token_threshold if options.enable_dbo else None,
     )
 
 
-def on_a_rank(arch: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
+def rank_spec(arch: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
     """The architecture whose sizes, for the ranks of a stage, are those of a rank of this grid."""
     if parallel.experts is None:
         return arch
-    return arch.spread(parallel.expert_ranks, parallel.experts.redundant)
+    return arch.with_expert_parallelism(parallel.expert_ranks, parallel.experts.num_redundant_experts)
 
 
-def _cut_layers(num_layers: int, options: EngineOptions) -> tuple[range, ...]:
+def _partition_layers(num_layers: int, options: EngineOptions) -> tuple[range, ...]:
     """Layer ranges of the stages; without a partition the first stages take the remainder."""
     stages, text = options.pipeline_parallel_size, options.pipeline_layer_partition
     if text is None:

@@ -65,7 +65,7 @@ class Pooling:
     """Texts that a request can have prepended to its input, by name."""
     default_prompt: str | None = None
     """The name of the prompt that is prepended by default."""
-    pools_prompts: bool = True
+    include_prompt: bool = True
     """Whether the tokens of the prepended text are pooled too."""
     similarity: str = "cosine"
     """The similarity function for comparing vectors."""
@@ -120,7 +120,7 @@ def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: 
                 settings = read_json(folder / place / "config.json")
                 modes = _modes(settings, folder / place)
                 size *= len(modes)
-                common["pools_prompts"] = bool(settings.get("include_prompt", True)) or modes == ("lasttoken",)
+                common["include_prompt"] = bool(settings.get("include_prompt", True)) or modes == ("lasttoken",)
             case "Dense" if modes:
                 dense = _dense(folder, place)
                 if dense.in_features != size:
@@ -139,7 +139,7 @@ def read(folder: Path, config: Mapping[str, Any], hidden_size: int, *, default: 
     if not modes:
         raise ConfigError(f"{path}: models without a Pooling module are not supported")
     pooling = Pooling(modes=modes, modules=tuple(modules), size=size, **common, **_text_settings(folder))
-    if pooling.default_prompt is not None and not pooling.pools_prompts:
+    if pooling.default_prompt is not None and not pooling.include_prompt:
         raise ConfigError(
             f"{folder}: a default prompt whose tokens are not pooled (include_prompt false) is not supported"
         )

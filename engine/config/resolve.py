@@ -57,10 +57,10 @@ def resolve(options: EngineOptions, placement: RayResources | None = None) -> En
 
         placement = ray_cluster.find(options)
     available = placement.devices if placement is not None else None
-    available = available or devices.find(options.device, parallel_config.groups_here(options, placement))
+    available = available or devices.find(options.device, parallel_config.local_group_sizes(options, placement))
     model = _resolve_model(options, available)
     parallel = parallel_config.resolve(options, model.architecture, available, placement)
-    rank_arch = parallel_config.on_a_rank(model.architecture, parallel)
+    rank_arch = parallel_config.rank_spec(model.architecture, parallel)
     rank_arch.check_divides(options.tensor_parallel_size)
     _check_quantization(model, rank_arch, options.tensor_parallel_size, available)
     _check_attention(options, model, available)
@@ -79,7 +79,7 @@ def resolve(options: EngineOptions, placement: RayResources | None = None) -> En
         num_blocks=0,
         dtype=kv_dtype,
         enable_prefix_caching=options.enable_prefix_caching and _supports_prefix_caching(model),
-        groups=group_layers(specs, parallel.stages, lambda group: group.most_blocks(max_len, row, size)),
+        groups=group_layers(specs, parallel.stages, lambda group: group.max_blocks(max_len, row, size)),
     )
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     config = EngineConfig(
@@ -115,7 +115,7 @@ class Sizes:
     @staticmethod
     def of(config: EngineConfig) -> Sizes:
         model, scheduler, cache, tp = config.model, config.scheduler, config.cache, config.parallel.tensor_parallel_size
-        arch = parallel_config.on_a_rank(model.architecture, config.parallel)
+        arch = parallel_config.rank_spec(model.architecture, config.parallel)
         stages = range(config.parallel.pipeline_parallel_size)
         specs = cache_specs(arch, tp, model.max_model_len)
         attention = max(layer.attention.workspace(model.max_model_len, tp) for layer in arch.layers)
@@ -155,10 +155,10 @@ def _activations(config: EngineConfig, arch: ModelSpec) -> int:
 
 def _eplb_buffer_bytes(config: EngineConfig, arch: ModelSpec) -> int:
     """Bytes of the buffers in which EPLB moves experts: one sent, one received, one staged."""
-    if config.parallel.experts is None or not config.parallel.experts.is_balanced:
+    if config.parallel.experts is None or not config.parallel.experts.enable_eplb:
         return 0
     layouts = {
-        replace(each.feed_forward, shared=None, places=1)
+        replace(each.feed_forward, shared=None, num_local_experts=1)
         for each in arch.layers
         if isinstance(each.feed_forward, ExpertParallelMoESpec)
     }
@@ -173,14 +173,14 @@ def _kv_block_bytes(cache: CacheConfig, planes: Counter[KVCacheShape]) -> int:
     """Bytes of a block, which has room for the layers of any group."""
     width = DTYPE_BYTES.get(cache.dtype, 1)
     scale = 0 if cache.dtype in DTYPE_BYTES else 4
-    rows = {shape: shape.sides * shape.heads * cache.block_size for shape in planes}
-    return sum(count * rows[shape] * (shape.numbers * width + scale) for shape, count in planes.items())
+    rows = {shape: shape.num_tensors * shape.num_heads * cache.block_size for shape in planes}
+    return sum(count * rows[shape] * (shape.head_dim * width + scale) for shape, count in planes.items())
 
 
 def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
     """Bytes of one rank's weights: linear layers and head packed, the rest in the model's data type."""
     arch, stages, tp = (
-        parallel_config.on_a_rank(model.architecture, parallel),
+        parallel_config.rank_spec(model.architecture, parallel),
         parallel.stages,
         parallel.tensor_parallel_size,
     )
@@ -195,7 +195,7 @@ def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> i
     if last and model.pooling is None and not (embedded and parallel.device == "cuda"):
         packed += packed_bytes(*head[:2], model.quantization and "int8", width)
     mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
-    wide = sum(mixture.wide(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
+    wide = sum(mixture.num_float32_parameters(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
     return unpacked * width + wide * (4 - width) + packed
 
 
@@ -206,7 +206,7 @@ def _checkpoint_format(model: ModelConfig, parallel: ParallelConfig) -> str:
         return model.quantized.method
     unpacked = replace(model, quantization="int8")
     max_bytes = max(_weight_bytes(unpacked, parallel, stage) for stage in range(len(parallel.stages)))
-    return f"fp8 (which would be {human(max_bytes)} per rank; running fp8 weights directly is not supported)"
+    return f"fp8 (which would be {format_bytes(max_bytes)} per rank; running fp8 weights directly is not supported)"
 
 
 def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:
@@ -230,7 +230,7 @@ def plan_text(config: EngineConfig) -> str:
     weights = f" with {model.quantization} weights" if model.quantization else ""
     limits = (
         f"at most {config.scheduler.max_num_seqs} run at once, "
-        f"{'up to ' * config.scheduler.is_tuned}{config.scheduler.max_num_batched_tokens:,} tokens a step"
+        f"{'up to ' * config.scheduler.dynamic_chunking}{config.scheduler.max_num_batched_tokens:,} tokens a step"
     )
     lines = [
         f"{arch.name} from {model.path}{', by transformers' * isinstance(arch, TransformersModelSpec)}",
@@ -244,17 +244,19 @@ def plan_text(config: EngineConfig) -> str:
         length = f"{model.max_model_len:,} tokens"
         lines.append(f"embeds prompts of up to {length} (--runner pooling): {model.pooling.text()}")
     if not cache.num_blocks:
-        lines.append(f"  layers 0-{arch.num_layers - 1}, per rank weights {human(sizes.weights[0])}, no KV cache")
+        lines.append(
+            f"  layers 0-{arch.num_layers - 1}, per rank weights {format_bytes(sizes.weights[0])}, no KV cache"
+        )
         return "\n".join([*lines, limits])
     for stage, layers in enumerate(parallel.stages):
         first = stage * tp
         ranks = f"rank {first}" if tp == 1 else f"ranks {first}-{first + tp - 1}"
         lines.append(
             f"  stage {stage} ({ranks}): layers {layers.start}-{layers.stop - 1}, per rank weights "
-            f"{human(sizes.weights[stage])}, KV cache {human(sizes.kv_block[stage] * cache.num_blocks)} "
+            f"{format_bytes(sizes.weights[stage])}, KV cache {format_bytes(sizes.kv_block[stage] * cache.num_blocks)} "
             f"in {cache.num_blocks:,} blocks of {cache.block_size} tokens{kv_type}"
         )
-    if graphs := cuda_graph_sizes.text(config, human(sizes.graphs)):
+    if graphs := cuda_graph_sizes.text(config, format_bytes(sizes.graphs)):
         lines.append(f"  {graphs}")
     windows = Counter(group.window for group in cache.groups)
     if any(windows):
@@ -280,12 +282,12 @@ def _tokens_in_cache(config: EngineConfig) -> int:
     Tokens outside a request's windows take no blocks. One prompt chunk per step takes additional blocks.
     """
     max_len, cache, row = config.model.max_model_len, config.cache, config.scheduler.max_num_batched_tokens
-    one = cache.most_blocks(max_len, 1)
-    chunk = cache.most_blocks(max_len, row) - one
+    one = cache.max_blocks(max_len, 1)
+    chunk = cache.max_blocks(max_len, row) - one
     return (cache.num_blocks - chunk) * -(-max_len // cache.block_size) * cache.block_size // one
 
 
-def human(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Format a number of bytes: 1.5 GiB."""
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -517,7 +519,7 @@ def _resolve_scheduler(options: EngineOptions, model: ModelConfig, available: De
         enable_chunked_prefill=is_chunked,
         policy=options.scheduling_policy,
         depth=_choose_depth(options, available),
-        is_tuned=is_tuned,
+        dynamic_chunking=is_tuned,
         itl_target=None if options.itl_target_ms is None else options.itl_target_ms / 1000,
     )
 
@@ -545,8 +547,8 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, available: Devic
     if not parallel.local_replicas:
         return 0
     sizes, row = Sizes.of(config), scheduler.max_num_batched_tokens
-    blocks_per_request = cache.most_blocks(model.max_model_len, row)
-    sharing = max(1, parallel.ranks_here) if available.kind == "cpu" else parallel.ranks_per_device
+    blocks_per_request = cache.max_blocks(model.max_model_len, row)
+    sharing = max(1, parallel.num_local_ranks) if available.kind == "cpu" else parallel.ranks_per_device
     per_rank = available.memory // sharing
     budget_bytes = int(per_rank * options.gpu_memory_utilization)
     fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]
@@ -555,9 +557,10 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, available: Devic
         stored = f" ({model.dtype}, dequantized from {_checkpoint_format(model, parallel)})" if model.quantized else ""
         replayed = "op replay" if available.kind == "cpu" else "CUDA graphs"
         raise ConfigError(
-            f"Not enough memory: needs {human(max(fixed))} per rank (weights {human(max(sizes.weights))}{stored} + "
-            f"workspace {human(sizes.workspace)}{f' + {replayed} {human(sizes.graphs)}' * (sizes.graphs > 0)}), "
-            f"{human(budget_bytes)} available ({options.gpu_memory_utilization:g} of {human(available.memory)} free"
+            f"Not enough memory: needs {format_bytes(max(fixed))} per rank (weights "
+            f"{format_bytes(max(sizes.weights))}{stored} + workspace {format_bytes(sizes.workspace)}"
+            f"{f' + {replayed} {format_bytes(sizes.graphs)}' * (sizes.graphs > 0)}), {format_bytes(budget_bytes)} "
+            f"available ({options.gpu_memory_utilization:g} of {format_bytes(available.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
             f"--dtype{quantize}, or a lower --max-num-batched-tokens"
         )
@@ -567,9 +570,9 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, available: Devic
     if requested is not None:
         if requested > per_rank - max(fixed):
             raise ConfigError(
-                f"--kv-cache-memory-bytes {requested} ({human(requested)}) does not fit: "
-                f"{human(per_rank - max(fixed))} per rank is available after weights and workspace; use a smaller "
-                "value, or more ranks (-tp, -pp)"
+                f"--kv-cache-memory-bytes {requested} ({format_bytes(requested)}) does not fit: "
+                f"{format_bytes(per_rank - max(fixed))} per rank is available after weights and workspace; use a "
+                "smaller value, or more ranks (-tp, -pp)"
             )
         blocks = requested // max(sizes.kv_block)
     else:
@@ -580,23 +583,23 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, available: Devic
     return limit_blocks(config, blocks, max(sizes.kv_block))
 
 
-def limit_blocks(config: EngineConfig, blocks: int, block_bytes: int, context: str = "") -> int:
+def limit_blocks(config: EngineConfig, blocks: int, block_bytes: int, where: str = "") -> int:
     """Limit `blocks` to what all requests at full length can use, unless --kv-cache-memory-bytes is given.
 
-    Raises `ConfigError` if they are too few for one request; `context` is added to its text.
+    Raises `ConfigError` if they are too few for one request; `where` is added to its text.
     """
     model, cache, scheduler = config.model, config.cache, config.scheduler
     row, requested = scheduler.max_num_batched_tokens, config.options.kv_cache_memory_bytes
-    blocks_per_request = cache.most_blocks(model.max_model_len, row)
+    blocks_per_request = cache.max_blocks(model.max_model_len, row)
     if blocks < blocks_per_request:
         lengths = range(1, model.max_model_len)
-        max_len = bisect_right(lengths, blocks, key=lambda length: cache.most_blocks(length, row))
-        chunked = cache.most_blocks(model.max_model_len, 1) < blocks_per_request
+        max_len = bisect_right(lengths, blocks, key=lambda length: cache.max_blocks(length, row))
+        chunked = cache.max_blocks(model.max_model_len, 1) < blocks_per_request
         raise ConfigError(
-            f"a KV cache of {human(max(0, blocks) * block_bytes if requested is None else requested)} per rank holds "
-            f"{max_len:,} tokens, less than one request of {model.max_model_len:,} "
-            f"({human(blocks_per_request * block_bytes)}){context}; use --max-model-len {max(1, max_len)} or less, "
-            f"{f'--max-num-batched-tokens below {row}, ' * chunked}more memory (--kv-cache-memory-bytes, "
+            f"a KV cache of {format_bytes(max(0, blocks) * block_bytes if requested is None else requested)} per rank "
+            f"holds {max_len:,} tokens, less than one request of {model.max_model_len:,} "
+            f"({format_bytes(blocks_per_request * block_bytes)}){where}; use --max-model-len {max(1, max_len)} or "
+            f"less, {f'--max-num-batched-tokens below {row}, ' * chunked}more memory (--kv-cache-memory-bytes, "
             "--gpu-memory-utilization), or more ranks (-tp, -pp)"
         )
     return blocks if requested is not None else min(blocks, scheduler.max_num_seqs * blocks_per_request)

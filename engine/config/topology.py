@@ -43,7 +43,7 @@ _INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
-class CrossedLinks:
+class SlowestLinks:
     """The slowest link between the devices that the ranks of this host have got; None where none is crossed or known.
 
     `network` is the fast network between hosts, if this host has one.
@@ -79,7 +79,7 @@ def _link(one: Any, other: Any) -> LinkType:
     return LinkType.PCIE if ancestor <= pynvml.NVML_TOPOLOGY_NODE else LinkType.SOCKETS
 
 
-def arrange(links: Links, groups: Sequence[int]) -> tuple[int, ...]:
+def assign_devices(links: Links, groups: Sequence[int]) -> tuple[int, ...]:
     """Devices for groups of ranks of these sizes, in the order of ranks: each group inside the fastest island left.
 
     A group takes the devices whose slowest pair is fastest, and of those the ones that the rest will miss least. So
@@ -88,19 +88,23 @@ def arrange(links: Links, groups: Sequence[int]) -> tuple[int, ...]:
     remaining = list(range(len(links)))
     chosen: dict[int, tuple[int, ...]] = {}
     for number in sorted(range(len(groups)), key=lambda number: -groups[number]):
-        best = min(combinations(remaining, groups[number]), key=lambda devices: _cost(links, devices, remaining))
+        best = min(
+            combinations(remaining, groups[number]), key=lambda devices: _assignment_cost(links, devices, remaining)
+        )
         chosen[number] = best
         remaining = [device for device in remaining if device not in best]
     return tuple(device for number in range(len(groups)) for device in chosen[number])
 
 
-def _cost(links: Links, devices: tuple[int, ...], remaining: Sequence[int]) -> tuple[int, int, int, tuple[int, ...]]:
+def _assignment_cost(
+    links: Links, devices: tuple[int, ...], remaining: Sequence[int]
+) -> tuple[int, int, int, tuple[int, ...]]:
     inside = [links[one][other] for one, other in combinations(devices, 2)]
     outside = [links[one][other] for one in devices for other in remaining if other not in devices]
     return -min(inside, default=0), -sum(inside), sum(outside), devices
 
 
-def crossed(links: Links, order: Sequence[int], groups: Sequence[int], stages: int) -> CrossedLinks:
+def slowest_links(links: Links, order: Sequence[int], groups: Sequence[int], stages: int) -> SlowestLinks:
     """What ranks with the devices `order` cross: `groups` are their sizes, `stages` of them make a replica."""
     ends = [sum(groups[: number + 1]) for number in range(len(groups))]
     parts = [order[end - size : end] for size, end in zip(groups, ends, strict=True)]
@@ -111,7 +115,7 @@ def crossed(links: Links, order: Sequence[int], groups: Sequence[int], stages: i
         if number % stages
         for one, other in zip(parts[number - 1], parts[number], strict=False)
     ]
-    return CrossedLinks(min(inside, default=None), min(between, default=None))
+    return SlowestLinks(min(inside, default=None), min(between, default=None))
 
 
 def fast_network(folder: Path = _INFINIBAND) -> str | None:

@@ -111,7 +111,7 @@ class ExpertSlot:
     """The location of an expert: a place of a rank, or the rank's spare slot (`place` None), which has room for one."""
 
     rank: int
-    place: int | None
+    index: int | None
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def rounds(steps: Sequence[ExpertMove]) -> list[list[ExpertMove]]:
     written, read = set[ExpertSlot](), set[ExpertSlot]()
     for move in steps:
         source, target = move.source, move.target
-        fills_spare = target.place is None
+        fills_spare = target.index is None
         is_taken = target in read if fills_spare else source.rank in senders or target.rank in receivers
         if not result or source in written or is_taken:
             result.append([])

@@ -40,23 +40,23 @@ class ExpertCommunicator:
     rank: int = 0
     size: int = 1
 
-    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
+    def start_all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
         """Start an all-to-all: send the first `sent[0]` rows to rank 0, the next to rank 1, …; the result has the
         received rows in the same order."""
         return CompletedTransfer(x)
 
     def all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        return self.start(x, sent, received).wait()
+        return self.start_all_to_all(x, sent, received).wait()
 
     def start_all_gather(self, x: Tensor, counts: Sequence[int]) -> Transfer:
         """Start an all-gather of every rank's rows, in rank order; `counts` are their numbers."""
-        return self.start(x.repeat(self.size, 1), [len(x)] * self.size, counts)
+        return self.start_all_to_all(x.repeat(self.size, 1), [len(x)] * self.size, counts)
 
     def start_reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Transfer:
         """Start a reduce-scatter: `x` has `counts[rank]` rows for each rank; the result is the sum of all ranks'
         rows for this one."""
         mine = counts[self.rank]
-        return SumTransfer(self.start(x, counts, [mine] * self.size), mine)
+        return SumTransfer(self.start_all_to_all(x, counts, [mine] * self.size), mine)
 
     def all_gather_ints(self, numbers: Sequence[int]) -> list[list[int]]:
         """Every rank's integers, the same number from each. Does not wait for a device."""
@@ -90,7 +90,7 @@ class ProcessGroupExpertCommunicator(ExpertCommunicator):
     def __init__(self, group: dist.ProcessGroup, host: dist.ProcessGroup) -> None:
         self.rank, self.size, self._group, self._host = group.rank(), group.size(), group, host
 
-    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
+    def start_all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
         device = x.device
         x = (x.cpu() if dist.get_backend(self._group) == "gloo" else x).contiguous()
         rows = torch.empty((sum(received), x.shape[1]), dtype=x.dtype, device=x.device)

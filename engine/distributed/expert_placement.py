@@ -12,31 +12,32 @@ class ExpertPlacement:
     """The experts of each rank, by their numbers in the model. All ranks have the same number, and each expert is on
     some rank.
 
-    An expert in several places has copies. Places are numbered over all ranks: `rank * places + index`.
+    An expert (a logical expert) may have copies. Each copy is a physical expert; these are numbered over all ranks:
+    `rank * num_local_experts + index`.
     """
 
     experts: tuple[tuple[int, ...], ...]
-    """`[ranks][places]`"""
+    """`[ranks][num_local_experts]`"""
 
     @staticmethod
     def initial(num_experts: int, ranks: int, config: ExpertParallelConfig) -> ExpertPlacement:
-        """The placement before any load is known; the first `config.redundant` experts have two copies."""
-        numbers = [number % num_experts for number in range(num_experts + config.redundant)]
-        places = len(numbers) // ranks
-        assert places * ranks == len(numbers)
+        """The placement before any load is known; the first `config.num_redundant_experts` experts have two copies."""
+        numbers = [number % num_experts for number in range(num_experts + config.num_redundant_experts)]
+        count = len(numbers) // ranks
+        assert count * ranks == len(numbers)
         if config.placement == "round_robin":
             return ExpertPlacement(tuple(tuple(numbers[rank::ranks]) for rank in range(ranks)))
-        return ExpertPlacement(tuple(tuple(numbers[rank * places : (rank + 1) * places]) for rank in range(ranks)))
+        return ExpertPlacement(tuple(tuple(numbers[rank * count : (rank + 1) * count]) for rank in range(ranks)))
 
     @property
-    def places(self) -> int:
-        """The number of places on each rank."""
+    def num_local_experts(self) -> int:
+        """The number of physical experts on each rank."""
         return len(self.experts[0])
 
     def copies(self, num_experts: int) -> list[list[int]]:
-        """For each expert, its places."""
-        places: list[list[int]] = [[] for _ in range(num_experts)]
-        for place, expert in enumerate(number for rank in self.experts for number in rank):
-            places[expert].append(place)
-        assert all(places)
-        return places
+        """For each expert, the numbers of its physical experts."""
+        copies: list[list[int]] = [[] for _ in range(num_experts)]
+        for physical_id, expert in enumerate(number for rank in self.experts for number in rank):
+            copies[expert].append(physical_id)
+        assert all(copies)
+        return copies

@@ -41,7 +41,7 @@ class ThreadExpertCommunicator(ExpertCommunicator):
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, shared: list[list[Tensor]]) -> None:
         self.rank, self.size, self._barrier, self._shared = rank, size, barrier, shared
 
-    def start(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
+    def start_all_to_all(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Transfer:
         assert sum(sent) == len(x)
         self._shared[self.rank] = [part.clone() for part in x.split_with_sizes(list(sent))]
         self._barrier.wait(60)

@@ -24,7 +24,7 @@ class RoutedTokens(NamedTuple):
     """`[tokens, hidden_size]`"""
     weights: Tensor
     """Float32 `[tokens, top_k]`"""
-    places: Tensor
+    physical_ids: Tensor
     """Int64 `[tokens, top_k]`, numbered as in `ExpertPlacement`."""
 
 
@@ -32,7 +32,7 @@ class ExpertDispatch(Protocol):
     """The dispatched tokens of one layer and step."""
 
     def received(self) -> RoutedTokens:
-        """The tokens that this rank computes; their places include those on other ranks, which are ignored."""
+        """The tokens that this rank computes; their experts include those on other ranks, which are ignored."""
 
     def send_back(self, out: Tensor) -> None:
         """`out` `[received tokens, hidden_size]` is the weighted sum over this rank's experts."""
@@ -84,17 +84,19 @@ class AllToAllDispatch:
     `routed` is this rank's share: the tokens from `first` on, of the `tokens` of its replica.
     """
 
-    def __init__(self, group: ExpertGroup, routed: RoutedTokens, places: int, first: int, tokens: int) -> None:
-        """`places` is the number of places on each rank."""
+    def __init__(
+        self, group: ExpertGroup, routed: RoutedTokens, num_local_experts: int, first: int, tokens: int
+    ) -> None:
+        """`num_local_experts` is the number of experts on each rank."""
         self._group, self._like, self._first, self._tokens = group, routed, first, tokens
         is_sent = routed.x.new_zeros((len(routed.x), group.size), dtype=torch.bool)
-        is_sent.scatter_(1, routed.places // places, True)
+        is_sent.scatter_(1, routed.physical_ids // num_local_experts, True)
         _, self._senders = is_sent.T.nonzero(as_tuple=True)  # by rank, then token
         counts, ones = is_sent.sum(0), [1] * group.size
         self._sent = counts.tolist()
         self._received = group.all_ranks.all_to_all(counts[:, None], ones, ones)[:, 0].tolist()
         outgoing = RoutedTokens(*(part[self._senders] for part in routed))
-        self._dispatched = group.all_ranks.start(_packed(outgoing), self._sent, self._received)
+        self._dispatched = group.all_ranks.start_all_to_all(_packed(outgoing), self._sent, self._received)
 
     def received(self) -> RoutedTokens:
         rows = self._dispatched.wait()
@@ -102,7 +104,7 @@ class AllToAllDispatch:
         return _unpacked(rows, self._like)
 
     def send_back(self, out: Tensor) -> None:
-        self._returning = self._group.all_ranks.start(out, self._received, self._sent)
+        self._returning = self._group.all_ranks.start_all_to_all(out, self._received, self._sent)
 
     def combined(self) -> Tensor:
         out = self._returning.wait()
@@ -119,11 +121,11 @@ def even_slice(tokens: int, rank: int, size: int) -> slice:
 def _packed(routed: RoutedTokens) -> Tensor:
     """Pack a token's numbers into one row of bytes, so that one message is enough; the widest types come first, for
     alignment."""
-    parts = routed.weights, routed.places.int(), routed.x
+    parts = routed.weights, routed.physical_ids.int(), routed.x
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
 def _unpacked(rows: Tensor, like: RoutedTokens) -> RoutedTokens:
     widths = [*[like.weights.shape[1] * 4] * 2, like.x.shape[1] * like.x.element_size()]
-    weights, places, x = (part.contiguous() for part in rows.split_with_sizes(widths, dim=1))
-    return RoutedTokens(x.view(like.x.dtype), weights.view(torch.float32), places.view(torch.int32).long())
+    weights, physical_ids, x = (part.contiguous() for part in rows.split_with_sizes(widths, dim=1))
+    return RoutedTokens(x.view(like.x.dtype), weights.view(torch.float32), physical_ids.view(torch.int32).long())

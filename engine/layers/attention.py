@@ -17,7 +17,7 @@ from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
 from quire.engine.layers.weight import Weight
 from quire.engine.models import model_spec
 
-HostRows = kernels.HostRows
+HostMetadata = kernels.HostMetadata
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Batch:
     """`[requests + 1]`, where each request's tokens start in `token_ids`."""
     logits_indices: Tensor
     """`[sampling requests]`, indices in the last stage's output of the last token of each request that samples."""
-    others: tuple[Batch, ...] = ()
+    other_groups: tuple[Batch, ...] = ()
     """The same step for the other KV cache groups, which have their own slot mapping and block tables
     (`engine.config.kv_cache_groups`)."""
     replica_tokens: tuple[int, ...] = ()
     """Tokens of each replica in this step, if replicas share experts."""
-    host: HostRows | None = None
+    host: HostMetadata | None = None
     """Counts and lengths on the host; None: they are read from the tensors."""
     micro_batches: tuple[Batch, ...] = ()
     """The two halves of the step with dual-batch overlap, where one half's all-to-all overlaps the other's computation;
@@ -52,28 +52,28 @@ class Batch:
     logits_indices_only: bool = False
     """The last stage's output has only each request's last token: it is `[requests, hidden_size]`."""
 
-    def of(self, group: int) -> Batch:
+    def for_group(self, group: int) -> Batch:
         """The batch as the layers of this KV cache group see it."""
-        return self.others[group - 1] if group else self
+        return self.other_groups[group - 1] if group else self
 
     def with_last_tokens_only(self) -> Batch:
         """The same batch with one query for each request: its last token."""
         starts = torch.arange(len(self.query_starts), device=self.query_starts.device)
-        host = None if self.host is None else HostRows(np.ones_like(self.host.counts), self.host.lengths, {})
+        host = None if self.host is None else HostMetadata(np.ones_like(self.host.counts), self.host.lengths, {})
         return replace(self, query_starts=starts, host=host)
 
-    def rows(self) -> HostRows:
+    def host_metadata(self) -> HostMetadata:
         """`host`, or the same read from the tensors."""
         if self.host is not None:
             return self.host
-        return HostRows(self.query_starts.diff().cpu().numpy(), self.sequence_lengths.cpu().numpy())
+        return HostMetadata(self.query_starts.diff().cpu().numpy(), self.sequence_lengths.cpu().numpy())
 
 
 class LayerCache(NamedTuple):
     """The KV cache of a layer."""
 
     memory: Tensor
-    """`[sides, blocks, kv_heads, block_size, row]`, as in `quire.kernels.cache`."""
+    """`[num_tensors, blocks, kv_heads, block_size, row]`, as in `quire.kernels.cache`."""
     group: int = 0
     """The KV cache group whose slot mapping and block tables the layer uses."""
 
@@ -131,11 +131,11 @@ class Attention(nn.Module):
         return out
 
 
-def attention_needs(config: EngineConfig) -> kernels.AttentionNeeds:
+def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
     """What a rank requires of `kernels.paged_attention`: the kinds of the model's layers, with the rank's sizes."""
     arch, tp = config.model.architecture, config.parallel.tensor_parallel_size
     specs = {layer.attention: None for layer in arch.layers} if config.cache.num_blocks else {}
-    return kernels.AttentionNeeds(
+    return kernels.AttentionConfig(
         tuple(dict.fromkeys(_kernel_layer(spec, tp) for spec in specs)),
         config.cache.block_size,
         kernels.kv_cache_dtype(config.cache.dtype),
@@ -144,13 +144,13 @@ def attention_needs(config: EngineConfig) -> kernels.AttentionNeeds:
 
 
 def _kernel_layer(spec: model_spec.AttentionSpec | model_spec.MLASpec, tp: int) -> kernels.AttentionLayer:
-    sides, kv_heads, size = spec.kv_shape(tp)
+    num_tensors, kv_heads, size = spec.kv_shape(tp)
     if isinstance(spec, model_spec.MLASpec):
-        return kernels.AttentionLayer(spec.num_heads // tp, kv_heads, size, spec.scale, is_latent=sides == 1)
+        return kernels.AttentionLayer(spec.num_heads // tp, kv_heads, size, spec.scale, is_mla=num_tensors == 1)
     return kernels.AttentionLayer(
         *(spec.num_heads // tp, kv_heads, size, spec.scale, spec.window or 0, spec.softcap),
         has_sinks=spec.has_sinks,
-        has_slopes=bool(spec.alibi),
+        has_alibi=bool(spec.alibi),
     )
 
 

@@ -37,7 +37,7 @@ class VocabParallelEmbedding(nn.Module):
         return self._parallel.all_reduce(vectors.masked_fill_(foreign[:, None], 0.0))
 
 
-class VocabParallelHead(Linear):
+class ParallelLMHead(Linear):
     """Vectors to logits. A tied head shares the embedding's weight."""
 
     def __init__(

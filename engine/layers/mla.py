@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
-from quire.engine.layers.attention import Batch, HostRows
+from quire.engine.layers.attention import Batch, HostMetadata
 from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided
 from quire.engine.layers.norm import make_norm
 from quire.engine.models import model_spec
@@ -41,22 +41,22 @@ class MLA(nn.Module):
         super().__init__()
         self._spec = spec
         self._heads = spec.num_heads // parallel.size
-        row = spec.latent_dim + spec.rope.dim
+        row = spec.kv_lora_rank + spec.rope.dim
         queries = divided("", spec.num_heads * spec.head_dim, parallel)
-        keys_and_values = divided("", spec.num_heads * (spec.plain_dim + spec.value_dim), parallel)
+        keys_and_values = divided("", spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), parallel)
         parts = [Partition("kv", row, 0, row)]
         self.query_norm = None
-        if spec.query_latent_dim is not None:
-            parts.insert(0, Partition("q", spec.query_latent_dim, 0, spec.query_latent_dim))
-            self.query_norm = make_norm(spec.norm, spec.query_latent_dim)
+        if spec.q_lora_rank is not None:
+            parts.insert(0, Partition("q", spec.q_lora_rank, 0, spec.q_lora_rank))
+            self.query_norm = make_norm(spec.norm, spec.q_lora_rank)
         self.down = ColumnParallelLinear(hidden_size, parts, bias=spec.bias)
-        self.query = ColumnParallelLinear(spec.query_latent_dim or hidden_size, [queries], bias=False)
-        self.latent_norm = make_norm(spec.norm, spec.latent_dim)
-        self.up = PerHeadUp(spec.latent_dim, [keys_and_values], bias=False)
-        self.output = RowParallelLinear(spec.num_heads * spec.value_dim, hidden_size, parallel, bias=spec.bias)
+        self.query = ColumnParallelLinear(spec.q_lora_rank or hidden_size, [queries], bias=False)
+        self.latent_norm = make_norm(spec.norm, spec.kv_lora_rank)
+        self.up = PerHeadUp(spec.kv_lora_rank, [keys_and_values], bias=False)
+        self.output = RowParallelLinear(spec.num_heads * spec.v_head_dim, hidden_size, parallel, bias=spec.bias)
         # Saving of the plain form per query; each key costs the computation of its keys and values.
         cheaper = 2 * row - 2 * spec.head_dim
-        self._plain_from = spec.latent_dim * (spec.plain_dim + spec.value_dim) // max(cheaper, 1)
+        self._plain_from = spec.kv_lora_rank * (spec.qk_nope_head_dim + spec.v_head_dim) // max(cheaper, 1)
 
     def forward(self, x: Tensor, batch: Batch, cos_sin: Tensor, cache: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → the same; writes the tokens' rows to this layer's `cache`.
@@ -66,10 +66,10 @@ class MLA(nn.Module):
         spec = self._spec
         down = self.down(x)
         if self.query_norm is not None:
-            latent_query, down = down.split((spec.query_latent_dim, down.shape[-1] - spec.query_latent_dim), dim=-1)
+            latent_query, down = down.split((spec.q_lora_rank, down.shape[-1] - spec.q_lora_rank), dim=-1)
             x = self.query_norm(latent_query)
         query = self.query(x).unflatten(-1, (self._heads, spec.head_dim))  # a head's rotary features come first
-        rotary_key, latent = down.split((spec.rope.dim, spec.latent_dim), dim=-1)
+        rotary_key, latent = down.split((spec.rope.dim, spec.kv_lora_rank), dim=-1)
         key = torch.cat((rotary_key, self.latent_norm(latent)), dim=-1)[:, None]
         query = kernels.rotary_write_kv(query, key, None, cos_sin, cache, batch.slot_mapping)
         mixed = self._attend(query, batch, cache)
@@ -78,12 +78,12 @@ class MLA(nn.Module):
 
     def _attend(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """`[tokens, heads, head_dim]` → `[tokens, heads, value_dim]`, in the cheaper form for each request."""
-        counts, lengths, _ = batch.rows()
+        counts, lengths, _ = batch.host_metadata()
         is_plain = counts >= self._plain_from
         if not is_plain.any():
             return self.absorbed(query, batch, cache)
         starts = [0, *counts.cumsum().tolist()]
-        mixed = query.new_empty(*query.shape[:2], self._spec.value_dim)
+        mixed = query.new_empty(*query.shape[:2], self._spec.v_head_dim)
         for first, last in pairwise((0, *(np.flatnonzero(np.diff(is_plain)) + 1).tolist(), len(counts))):
             for begin, end in self._group_requests(lengths, first, last) if is_plain[first] else [(first, last)]:
                 rows = slice(starts[begin], starts[end])
@@ -105,15 +105,15 @@ class MLA(nn.Module):
     def _matrices(self) -> tuple[Tensor, Tensor]:
         """`[heads, plain_dim, latent_dim]` for the keys, `[heads, value_dim, latent_dim]` for the values."""
         spec = self._spec
-        keys, values = self.up.weight.view(self._heads, -1, spec.latent_dim).split_with_sizes(
-            (spec.plain_dim, spec.value_dim), dim=1
+        keys, values = self.up.weight.view(self._heads, -1, spec.kv_lora_rank).split_with_sizes(
+            (spec.qk_nope_head_dim, spec.v_head_dim), dim=1
         )
         return keys, values
 
     def absorbed(self, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
         """Attend with one KV head whose keys and values are the rows of the cache."""
         spec, (keys, values) = self._spec, self._matrices()
-        rotary, plain = query.split_with_sizes((spec.rope.dim, spec.plain_dim), dim=-1)
+        rotary, plain = query.split_with_sizes((spec.rope.dim, spec.qk_nope_head_dim), dim=-1)
         within = torch.einsum("thp,hpl->thl", plain, keys)
         mixed = kernels.paged_attention(
             torch.cat((rotary, within), dim=-1),
@@ -132,29 +132,29 @@ class MLA(nn.Module):
 
         They are stored in blocks like those of the cache, one request after another.
         """
-        spec, size, lengths = self._spec, cache.shape[3], batch.rows().lengths
+        spec, size, lengths = self._spec, cache.shape[3], batch.host_metadata().lengths
         blocks = -(-lengths // size)
         tables = [table[:count] for table, count in zip(batch.block_tables, blocks.tolist(), strict=True)]
         total = int(blocks.sum())
         rows = kernels.read_kv(cache[0], torch.cat(tables), total * size, query.dtype)[:, 0]  # [total * size, row]
-        rotary, latent = rows.split_with_sizes((spec.rope.dim, spec.latent_dim), dim=-1)
+        rotary, latent = rows.split_with_sizes((spec.rope.dim, spec.kv_lora_rank), dim=-1)
         of_each = (batch.sequence_lengths + size - 1) // size
         number = torch.arange(int(blocks.max()), device=query.device)
         expanded_tables = ((of_each.cumsum(0) - of_each)[:, None] + number).clamp(max=total - 1)
-        width = max(spec.head_dim, spec.value_dim)
+        width = max(spec.head_dim, spec.v_head_dim)
         padded_query = torch.nn.functional.pad(query, (0, width - spec.head_dim))
-        mixed = query.new_empty(*query.shape[:2], spec.value_dim)
+        mixed = query.new_empty(*query.shape[:2], spec.v_head_dim)
         for heads in self._head_slices(len(rows)):
-            weight = self.up.weight.view(self._heads, -1, spec.latent_dim)[heads]
+            weight = self.up.weight.view(self._heads, -1, spec.kv_lora_rank)[heads]
             expanded = torch.nn.functional.linear(latent, weight.flatten(0, 1))
             expanded = expanded.view(-1, *weight.shape[:2]).transpose(0, 1)  # [heads, rows, plain_dim + value_dim]
-            keys, values = expanded.split_with_sizes((spec.plain_dim, spec.value_dim), dim=-1)
-            sides = query.new_empty(2, *expanded.shape[:2], width)
-            sides[0, ..., : spec.rope.dim] = rotary
-            sides[0, ..., spec.rope.dim : spec.head_dim] = keys
-            sides[0, ..., spec.head_dim :] = 0.0
-            sides[1, ..., : spec.value_dim] = values  # the rest may have any value: its results are dropped
-            expanded_cache = sides.view(2, -1, total, size, width).transpose(1, 2)
+            keys, values = expanded.split_with_sizes((spec.qk_nope_head_dim, spec.v_head_dim), dim=-1)
+            key_value = query.new_empty(2, *expanded.shape[:2], width)
+            key_value[0, ..., : spec.rope.dim] = rotary
+            key_value[0, ..., spec.rope.dim : spec.head_dim] = keys
+            key_value[0, ..., spec.head_dim :] = 0.0
+            key_value[1, ..., : spec.v_head_dim] = values  # the rest may have any value: its results are dropped
+            expanded_cache = key_value.view(2, -1, total, size, width).transpose(1, 2)
             out = kernels.paged_attention(
                 padded_query[:, heads],
                 expanded_cache,
@@ -163,7 +163,7 @@ class MLA(nn.Module):
                 batch.query_starts,
                 spec.scale,
             )
-            mixed[:, heads] = out[..., : spec.value_dim]
+            mixed[:, heads] = out[..., : spec.v_head_dim]
         return mixed
 
     def _max_heads(self, length: int) -> int:
@@ -177,7 +177,7 @@ class MLA(nn.Module):
 
 def _requests(batch: Batch, begin: int, end: int, rows: slice) -> Batch:
     """A batch with only these requests, whose tokens are `rows`."""
-    counts, lengths, _ = batch.rows()
+    counts, lengths, _ = batch.host_metadata()
     starts = batch.query_starts[begin : end + 1]
     return Batch(
         token_ids=batch.token_ids[rows],
@@ -187,5 +187,5 @@ def _requests(batch: Batch, begin: int, end: int, rows: slice) -> Batch:
         sequence_lengths=batch.sequence_lengths[begin:end],
         query_starts=starts - starts[0],
         logits_indices=batch.logits_indices,
-        host=HostRows(counts[begin:end], lengths[begin:end]),
+        host=HostMetadata(counts[begin:end], lengths[begin:end]),
     )

@@ -16,13 +16,13 @@ class MLP(nn.Module):
     def __init__(self, spec: model_spec.MLPSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._activation = None if spec.is_gated else spec.activation
-        gate, up = (divided(name, spec.size, parallel) for name in ("gate", "up"))
+        gate, up = (divided(name, spec.intermediate_size, parallel) for name in ("gate", "up"))
         self.gate_up: ColumnParallelLinear
         if spec.is_gated:
             self.gate_up = GatedLinear(hidden_size, gate, up, spec.activation, bias=spec.bias)
         else:
             self.gate_up = ColumnParallelLinear(hidden_size, [up], bias=spec.bias)
-        self.down = RowParallelLinear(spec.size, hidden_size, parallel, bias=spec.bias)
+        self.down = RowParallelLinear(spec.intermediate_size, hidden_size, parallel, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → the same."""

@@ -45,7 +45,7 @@ def slice_of_each(num_experts: int, parallel: Parallel) -> LocalExperts:
 
 @dataclass(frozen=True)
 class MoEInFlight:
-    """The state of a layer's work on a batch, between `begin` and `end`."""
+    """The state of a layer's work on a batch, between `dispatch` and `combine`."""
 
     x: Tensor
     dispatch: ExpertDispatch
@@ -58,7 +58,7 @@ class MixtureOfExperts(nn.Module):
 
     Without `group`, each rank of a stage has a slice of every expert. With it, whole experts are distributed over the
     group's ranks; the router is replicated, and the shared expert is sharded over the stage. A layer can run in three
-    phases, between which another batch may run: `end(compute(begin(x)))`.
+    phases, between which another batch may run: `combine(compute(dispatch(x)))`.
     """
 
     def __init__(
@@ -76,33 +76,33 @@ class MixtureOfExperts(nn.Module):
         if group is not None:
             placement = ExpertPlacement.initial(spec.num_experts, group.size, group.config)
             local = LocalExperts(placement.experts[group.rank])
-            self.place(placement)
+            self.set_placement(placement)
         self.experts = Experts(spec, hidden_size, local)
         self.shared = None if spec.shared is None else MLP(spec.shared, hidden_size, parallel)
         self.shared_gate = SharedGate(hidden_size) if spec.shared_gate else None
 
-    def place(self, placement: ExpertPlacement) -> None:
+    def set_placement(self, placement: ExpertPlacement) -> None:
         """Route tokens by `placement` from now on, as all ranks of the group do. The weights must already be in
         place."""
         copies, device = placement.copies(self._num_experts), self.router.weight.device
         max_copies = sum(map(len, copies)) - self._num_experts + 1  # of one expert, for any placement
-        places = torch.tensor(
-            [(places * max_copies)[:max_copies] for places in copies], device=device
+        physical_ids = torch.tensor(
+            [(ids * max_copies)[:max_copies] for ids in copies], device=device
         )  # [experts, most]
-        counts = torch.tensor([len(places) for places in copies], device=device) if max_copies > 1 else None
+        counts = torch.tensor([len(ids) for ids in copies], device=device) if max_copies > 1 else None
         if self.placement is None:
-            self._places, self._copies = places, counts
+            self._physical_ids, self._copies = physical_ids, counts
         else:  # in place: captured steps keep reading from these addresses
-            self._places.copy_(places)
+            self._physical_ids.copy_(physical_ids)
             if self._copies is not None and counts is not None:
                 self._copies.copy_(counts)
         self.placement = placement
 
     def forward(self, x: Tensor, batch: Batch | None = None) -> Tensor:
         """`[tokens, hidden_size]` → the same, on every rank. `batch` is needed only with `group`."""
-        return self.end(self.compute(self.begin(x, batch)))
+        return self.combine(self.compute(self.dispatch(x, batch)))
 
-    def begin(self, x: Tensor, batch: Batch | None = None) -> MoEInFlight:
+    def dispatch(self, x: Tensor, batch: Batch | None = None) -> MoEInFlight:
         """Route the tokens and start the dispatch."""
         group = self._group
         if group is None or self.placement is None:
@@ -110,22 +110,22 @@ class MixtureOfExperts(nn.Module):
         if group.dp.size == 1:
             return MoEInFlight(x, LocalDispatch(self._routed(x, batch, slice(None))))
         assert batch is not None
-        if group.config.all2all == "allgather_reducescatter":
+        if group.config.all2all_backend == "allgather_reducescatter":
             return MoEInFlight(x, AllGatherDispatch(group, self._routed(x, batch, slice(None)), batch.replica_tokens))
         own = even_slice(len(x), group.tp.rank, group.tp.size)
         routed = self._routed(x[own], batch, own)
-        return MoEInFlight(x, AllToAllDispatch(group, routed, self.placement.places, own.start, len(x)))
+        return MoEInFlight(x, AllToAllDispatch(group, routed, self.placement.num_local_experts, own.start, len(x)))
 
     def compute(self, in_flight: MoEInFlight) -> MoEInFlight:
         """Compute this rank's part of the shared expert, then its experts' outputs, and start sending them back."""
         shared = self._shared(in_flight.x)
-        x, weights, places = in_flight.dispatch.received()
+        x, weights, ids = in_flight.dispatch.received()
         if self._group is not None and self.placement is not None:
-            places = places - self._group.rank * self.placement.places
-        in_flight.dispatch.send_back(self.experts(x, weights, places))
+            ids = ids - self._group.rank * self.placement.num_local_experts
+        in_flight.dispatch.send_back(self.experts(x, weights, ids))
         return MoEInFlight(in_flight.x, in_flight.dispatch, shared)
 
-    def end(self, in_flight: MoEInFlight) -> Tensor:
+    def combine(self, in_flight: MoEInFlight) -> Tensor:
         """Wait for the outputs and return the sum."""
         out = in_flight.dispatch.combined()
         return self._parallel.all_reduce(out if in_flight.shared is None else out + in_flight.shared)
@@ -140,10 +140,10 @@ class MixtureOfExperts(nn.Module):
                 counted *= batch.slot_mapping[own, None] >= 0  # the rest is padding
             self.tokens.index_add_(0, experts.flatten(), counted.flatten())
         if self._copies is None:
-            return RoutedTokens(x, weights, self._places[experts, 0])
+            return RoutedTokens(x, weights, self._physical_ids[experts, 0])
         assert batch is not None
         copy = batch.positions[own, None] % self._copies[experts]
-        return RoutedTokens(x, weights, self._places[experts, copy])
+        return RoutedTokens(x, weights, self._physical_ids[experts, copy])
 
     def _shared(self, x: Tensor) -> Tensor | None:
         if self.shared is None:
@@ -228,23 +228,34 @@ class Experts(nn.Module):
         super().__init__()
         self._spec, self._local = spec, local
         self._product: kernels.PackedExperts | None = None
-        size, numbers = spec.size // local.slices, list(enumerate(local.experts))
-        assert size * local.slices == spec.size
+        size, numbers = spec.intermediate_size // local.slices, list(enumerate(local.experts))
+        assert size * local.slices == spec.intermediate_size
         start = local.slice * size
 
-        def gates_and_ups(*columns: int) -> list[Shard]:
+        def gate_up_weights(*columns: int) -> list[Shard]:
             return [
-                Shard((spec.size, *columns), start, size, offset=offset, part=part, expert=expert, place=place)
+                Shard(
+                    (spec.intermediate_size, *columns),
+                    start,
+                    size,
+                    offset=offset,
+                    part=part,
+                    expert=expert,
+                    place=place,
+                )
                 for place, expert in numbers
                 for part, offset in (("gate", 0), ("up", size))
             ]
 
         downs = [
-            Shard((hidden_size, spec.size), start, size, dim=1, expert=expert, place=place) for place, expert in numbers
+            Shard((hidden_size, spec.intermediate_size), start, size, dim=1, expert=expert, place=place)
+            for place, expert in numbers
         ]
         down_biases = [Shard((hidden_size,), 0, hidden_size, expert=expert, place=place) for place, expert in numbers]
         self.gate_up = ExpertMatrices(
-            (len(numbers), 2 * size, hidden_size), gates_and_ups(hidden_size), gates_and_ups() if spec.bias else None
+            (len(numbers), 2 * size, hidden_size),
+            gate_up_weights(hidden_size),
+            gate_up_weights() if spec.bias else None,
         )
         self.down = ExpertMatrices((len(numbers), hidden_size, size), downs, down_biases if spec.bias else None)
 
@@ -266,9 +277,9 @@ class Experts(nn.Module):
         return self.down.bias if self._local.slice == 0 else None  # added by one rank only
 
     @property
-    def form(self) -> str:
+    def layout(self) -> str:
         """The weight format, which must be the same on ranks that exchange experts."""
-        return "as they are" if self._product is None else self._product.form
+        return "as they are" if self._product is None else self._product.layout
 
     def state(self, place: int) -> list[Tensor]:
         """The tensors of the expert in this place, as `kernels.Experts.state`."""
@@ -284,7 +295,7 @@ class Experts(nn.Module):
             target.copy_(source)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """This rank's part of the sum. `ids` are places on this rank; ids out of range are ignored."""
+        """This rank's part of the sum. `ids` are local to this rank; ids out of range are ignored."""
         if self._product is not None:
             return self._product(x, weights, ids)
         return kernels.fused_experts(

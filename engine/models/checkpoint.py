@@ -154,9 +154,9 @@ def _rotary_first(layer: LayerSpec, module: str, shard: Shard) -> Rows | None:
     attention, name = layer.attention, module.removeprefix("layers.attention.")
     if isinstance(attention, MLASpec):
         if name == "query":
-            return _per_head(shard.shape[0], attention.head_dim, attention.plain_dim, attention.rope)
+            return _per_head(shard.shape[0], attention.head_dim, attention.qk_nope_head_dim, attention.rope)
         if name == "down" and shard.part == "kv":
-            return _per_head(shard.shape[0], shard.shape[0], attention.latent_dim, attention.rope)
+            return _per_head(shard.shape[0], shard.shape[0], attention.kv_lora_rank, attention.rope)
         return None
     is_rotary = name in ("query_norm", "key_norm") or (name == "qkv" and shard.part != "v")
     if is_rotary and attention.rope is not None and attention.rope.is_interleaved:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.layers.attention import Attention, Batch, LayerCache
-from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.mla import MLA
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
@@ -62,11 +62,11 @@ class DecoderLayer(nn.Module):
         """Like `forward`, but yield whenever tokens are in transit to or from experts."""
         normed, mixed, residual = self._attend(x, residual, batch, cos_sin, cache)
         if isinstance(self.feed_forward, MixtureOfExperts):
-            in_flight = self.feed_forward.begin(normed, batch)
+            in_flight = self.feed_forward.dispatch(normed, batch)
             yield
             in_flight = self.feed_forward.compute(in_flight)
             yield
-            x = self.feed_forward.end(in_flight)
+            x = self.feed_forward.combine(in_flight)
         else:
             x = self.feed_forward(normed)
         return self._finish_feed_forward(x, mixed), residual
@@ -194,7 +194,7 @@ class Decoder(nn.Module):
         if last:
             tied = self.embedding.weight if self.embedding is not None and arch.tie_embeddings else None
             self.norm = _norm(arch.norm, width)
-            self.head = VocabParallelHead(*vocabulary, tied, bias=arch.head_bias)
+            self.head = ParallelLMHead(*vocabulary, tied, bias=arch.head_bias)
 
     def forward(self, x: Tensor | None, batch: Batch, caches: Sequence[LayerCache]) -> Tensor:
         """The residual stream `[tokens, hidden_size]` after this stage, given that after the previous stage.
@@ -213,7 +213,7 @@ class Decoder(nn.Module):
         last_tokens, last = batch.query_starts[1:] - 1 if batch.logits_indices_only else None, len(self.layers) - 1
         for number, (layer, cache) in enumerate(zip(self.layers.values(), caches, strict=True)):
             assert isinstance(layer, DecoderLayer)
-            place = batch.of(cache.group), cos_sin[layer.spec.attention.rope], cache.memory
+            place = batch.for_group(cache.group), cos_sin[layer.spec.attention.rope], cache.memory
             x, residual = layer(x, residual, *place, last_tokens if number == last else None)
         assert x is not None
         return x if residual is None else residual + x
@@ -224,7 +224,7 @@ class Decoder(nn.Module):
         cos_sin = self._cos_sin(batch)
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             assert isinstance(layer, DecoderLayer)
-            place = batch.of(cache.group), cos_sin[layer.spec.attention.rope], cache.memory
+            place = batch.for_group(cache.group), cos_sin[layer.spec.attention.rope], cache.memory
             x, residual = yield from layer.in_phases(x, residual, *place)
         return x if residual is None else residual + x
 

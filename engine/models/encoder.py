@@ -82,8 +82,8 @@ class EncoderMLP(nn.Module):
     def __init__(self, spec: model_spec.MLPSpec, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
         self._activation = spec.activation
-        self.up = ColumnParallelLinear(hidden_size, [divided("", spec.size, parallel)], bias=spec.bias)
-        self.down = RowParallelLinear(spec.size, hidden_size, parallel, bias=spec.bias)
+        self.up = ColumnParallelLinear(hidden_size, [divided("", spec.intermediate_size, parallel)], bias=spec.bias)
+        self.down = RowParallelLinear(spec.intermediate_size, hidden_size, parallel, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[tokens, hidden_size]` → the same."""

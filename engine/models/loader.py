@@ -110,11 +110,11 @@ def load_model(
         _warn_of_surplus(decoder.surplus, model)
     elif rank == 0:
         _report_surplus(checkpoint.headers, model)
-    bar = rank == 0 and config.parallel.is_first_here
+    bar = rank == 0 and config.parallel.is_first_local_replica
     if device.type == "cpu":
         _fill(units, partial(_read, checkpoint), readers=_READERS, bar=bar)
     else:
-        readers = max(_READERS, min(_GPU_READERS, len(os.sched_getaffinity(0)) // config.parallel.ranks_here))
+        readers = max(_READERS, min(_GPU_READERS, len(os.sched_getaffinity(0)) // config.parallel.num_local_ranks))
         read = partial(_read, checkpoint, staging=PinnedStaging(device))
         _fill(units, read, readers=readers, bar=bar)
     return decoder
@@ -238,11 +238,11 @@ def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
     surplus = sorted(
         name
         for name in headers.keys() - known
-        if not re.search(family.leftovers, name) and not name.startswith(family.unused)
+        if not re.search(family.ignored_pattern, name) and not name.startswith(family.ignored_prefixes)
     )
-    behind = [name for name in surplus if family.behind_layers and _layer_of(name) >= arch.num_layers]
+    behind = [name for name in surplus if family.after_layers and _layer_of(name) >= arch.num_layers]
     if behind:
-        logger.info("%s: the checkpoint's %s is not used %s", model.path, family.behind_layers, _listed(behind))
+        logger.info("%s: the checkpoint's %s is not used %s", model.path, family.after_layers, _listed(behind))
     scales = [name for name in surplus if name not in behind and name.endswith(_CACHE_SCALES)]
     if scales:
         why = "are not used, since a quantized KV cache has a scale for each token and head"

@@ -38,7 +38,7 @@ class NormSpec:
     offset: float = 0.0
     """Added to the weight: Gemma stores weights minus 1."""
 
-    def parameters(self, size: int) -> int:
+    def num_parameters(self, size: int) -> int:
         return size * (1 + self.bias)
 
 
@@ -104,13 +104,13 @@ class AttentionSpec:
         yield MatrixShape((heads + 2 * self.kv_heads_per_rank(tp)) * self.head_dim, hidden)
         yield MatrixShape(hidden, heads * self.head_dim)
 
-    def vectors(self, hidden: int, tp: int) -> int:
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
         heads, kv_heads = self.num_heads // tp, self.kv_heads_per_rank(tp)
         count = self.qkv_bias * (heads + 2 * kv_heads) * self.head_dim + self.output_bias * hidden
         if self.qk_norm is not None:
             normed = 2 if self.qk_norm_over == "head" else heads + kv_heads
-            count += self.qk_norm.parameters(normed * self.head_dim)
+            count += self.qk_norm.num_parameters(normed * self.head_dim)
         return count + self.has_sinks * heads
 
     def workspace(self, length: int, tp: int) -> int:
@@ -134,16 +134,16 @@ class MLASpec:
     """Multi-head latent attention (DeepSeek-V2, 2024): one vector per token determines the keys and values of all
     heads.
 
-    The cache holds that vector, of `latent_dim` elements, and the rotary part of the key, which all heads share.
+    The cache holds that vector, of `kv_lora_rank` elements, and the rotary part of the key, which all heads share.
     """
 
     num_heads: int
-    query_latent_dim: int | None
+    q_lora_rank: int | None
     """Size of the vector that queries are computed from; None: they are computed from the hidden state."""
-    latent_dim: int
-    plain_dim: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
     """Features of a head's queries and keys that are not rotated; another `rope.dim` are."""
-    value_dim: int
+    v_head_dim: int
     scale: float
     rope: RopeSpec
     norm: NormSpec
@@ -152,30 +152,30 @@ class MLASpec:
 
     @property
     def head_dim(self) -> int:
-        return self.plain_dim + self.rope.dim
+        return self.qk_nope_head_dim + self.rope.dim
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         heads = self.num_heads // tp
-        yield MatrixShape((self.query_latent_dim or 0) + self.latent_dim + self.rope.dim, hidden)
-        yield MatrixShape(heads * self.head_dim, self.query_latent_dim or hidden)
-        yield MatrixShape(hidden, heads * self.value_dim)
+        yield MatrixShape((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim, hidden)
+        yield MatrixShape(heads * self.head_dim, self.q_lora_rank or hidden)
+        yield MatrixShape(hidden, heads * self.v_head_dim)
 
-    def vectors(self, hidden: int, tp: int) -> int:
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices; the up-projection to keys and values is included, as it is never
         quantized."""
-        count = self.num_heads // tp * (self.plain_dim + self.value_dim) * self.latent_dim
-        count += self.bias * ((self.query_latent_dim or 0) + self.latent_dim + self.rope.dim + hidden)
-        return count + self.norm.parameters(self.latent_dim) + self.norm.parameters(self.query_latent_dim or 0)
+        count = self.num_heads // tp * (self.qk_nope_head_dim + self.v_head_dim) * self.kv_lora_rank
+        count += self.bias * ((self.q_lora_rank or 0) + self.kv_lora_rank + self.rope.dim + hidden)
+        return count + self.norm.num_parameters(self.kv_lora_rank) + self.norm.num_parameters(self.q_lora_rank or 0)
 
     def workspace(self, length: int, tp: int) -> int:
         """See `AttentionSpec`: the sequence's vectors, and the padded keys and values of some heads."""
-        return length * (self.latent_dim + self.rope.dim) + 3 * min(
+        return length * (self.kv_lora_rank + self.rope.dim) + 3 * min(
             KEYS_AND_VALUES_AT_ONCE, 2 * length * self.num_heads // tp * self.head_dim
         )
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
         """A token's entry in the KV cache of every rank: one vector, which is the key and value of all heads."""
-        return 1, 1, self.latent_dim + self.rope.dim
+        return 1, 1, self.kv_lora_rank + self.rope.dim
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""
@@ -187,27 +187,27 @@ class MLASpec:
 class MLPSpec:
     """`down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`."""
 
-    size: int
+    intermediate_size: int
     activation: Activation = "silu"
     is_gated: bool = True
     bias: bool = False
 
     def width(self, tp: int) -> int:
         """Inner features of a token on one rank."""
-        return self.size // tp
+        return self.intermediate_size // tp
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        yield MatrixShape((1 + self.is_gated) * self.size // tp, hidden)
-        yield MatrixShape(hidden, self.size // tp)
+        yield MatrixShape((1 + self.is_gated) * self.intermediate_size // tp, hidden)
+        yield MatrixShape(hidden, self.intermediate_size // tp)
 
-    def vectors(self, hidden: int, tp: int) -> int:
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices."""
-        return self.bias * ((1 + self.is_gated) * self.size // tp + hidden)
+        return self.bias * ((1 + self.is_gated) * self.intermediate_size // tp + hidden)
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""
-        if self.size % tp:
-            yield f"{self.size} feed-forward columns"
+        if self.intermediate_size % tp:
+            yield f"{self.intermediate_size} feed-forward columns"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +216,7 @@ class MoESpec:
 
     num_experts: int
     top_k: int
-    size: int
+    intermediate_size: int
     """Inner features of each expert."""
     activation: Activation | Literal["swiglu_oai"] = "silu"
     """swiglu_oai is gpt-oss's: `min(gate, 7) * sigmoid(1.702 gate) * (clamp(up, ±7) + 1)`."""
@@ -248,37 +248,37 @@ class MoESpec:
                 f"which {self.top_groups} are eligible)"
             )
 
-    def held(self, tp: int) -> tuple[int, int]:
+    def experts_per_rank(self, tp: int) -> tuple[int, int]:
         """The number of experts on a rank, and the inner features of each."""
-        return self.num_experts, self.size // tp
+        return self.num_experts, self.intermediate_size // tp
 
     def width(self, tp: int) -> int:
         """Inner features of a token on one rank."""
-        _, size = self.held(tp)
+        _, size = self.experts_per_rank(tp)
         return self.top_k * size + (0 if self.shared is None else self.shared.width(tp))
 
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
-        number, size = self.held(tp)
+        number, size = self.experts_per_rank(tp)
         yield MatrixShape(2 * size, hidden, number)
         yield MatrixShape(hidden, size, number)
         if self.shared is not None:
             yield from self.shared.matrices(hidden, tp)
 
-    def vectors(self, hidden: int, tp: int) -> int:
+    def num_other_parameters(self, hidden: int, tp: int) -> int:
         """Parameters other than the matrices; the router is included, as it is never sharded or quantized."""
-        number, size = self.held(tp)
+        number, size = self.experts_per_rank(tp)
         count = self.num_experts * (hidden + self.router_bias + self.correction_bias)
         count += self.bias * number * (2 * size + hidden) + self.shared_gate * hidden
-        return count if self.shared is None else count + self.shared.vectors(hidden, tp)
+        return count if self.shared is None else count + self.shared.num_other_parameters(hidden, tp)
 
-    def wide(self, hidden: int) -> int:
+    def num_float32_parameters(self, hidden: int) -> int:
         """Parameters that are always float32: those that decide the routing."""
         return self.num_experts * (hidden + self.correction_bias) + self.shared_gate * hidden
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""
-        if self.size % tp:
-            yield f"{self.size} feed-forward columns of an expert"
+        if self.intermediate_size % tp:
+            yield f"{self.intermediate_size} feed-forward columns of an expert"
         if self.shared is not None:
             yield from self.shared.layout_errors(tp)
 
@@ -287,11 +287,11 @@ class MoESpec:
 class ExpertParallelMoESpec(MoESpec):
     """A mixture whose experts are distributed over ranks as a whole; sizes are those of one rank."""
 
-    places: int
+    num_local_experts: int
     """Experts on each rank, including copies."""
 
-    def held(self, tp: int) -> tuple[int, int]:
-        return self.places, self.size
+    def experts_per_rank(self, tp: int) -> tuple[int, int]:
+        return self.num_local_experts, self.intermediate_size
 
     def layout_errors(self, tp: int) -> Iterator[str]:
         """What `tp` ranks cannot divide."""
@@ -325,11 +325,11 @@ class LayerSpec:
         yield from self.attention.matrices(hidden, tp)
         yield from self.feed_forward.matrices(hidden, tp)
 
-    def parameters(self, hidden: int, tp: int) -> int:
+    def num_parameters(self, hidden: int, tp: int) -> int:
         """Parameters on one rank."""
         count = sum(rows * columns * number for rows, columns, number in self.matrices(hidden, tp))
-        count += self.attention.vectors(hidden, tp) + self.feed_forward.vectors(hidden, tp)
-        return count + sum(norm.parameters(hidden) for norm in self.norms)
+        count += self.attention.num_other_parameters(hidden, tp) + self.feed_forward.num_other_parameters(hidden, tp)
+        return count + sum(norm.num_parameters(hidden) for norm in self.norms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,15 +361,15 @@ class ModelSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
-    def spread(self, ranks: int, redundant: int) -> ModelSpec:
-        """The same model with the experts of each layer, and `redundant` copies, distributed evenly over `ranks`."""
+    def with_expert_parallelism(self, ranks: int, num_redundant_experts: int) -> ModelSpec:
+        """The same model with the experts of each layer, and copies of some, distributed evenly over `ranks`."""
 
         def of(layer: LayerSpec) -> LayerSpec:
             mixture = layer.feed_forward
             if not isinstance(mixture, MoESpec):
                 return layer
-            places = (mixture.num_experts + redundant) // ranks
-            return replace(layer, feed_forward=ExpertParallelMoESpec(**vars(mixture), places=places))
+            count = (mixture.num_experts + num_redundant_experts) // ranks
+            return replace(layer, feed_forward=ExpertParallelMoESpec(**vars(mixture), num_local_experts=count))
 
         changed = {layer: of(layer) for layer in set(self.layers)}
         return replace(self, layers=tuple(changed[layer] for layer in self.layers))
@@ -382,13 +382,13 @@ class ModelSpec:
         """Parameters on one rank of a stage; a tied head is stored again if the first and last stage differ."""
         embedding = self.vocab_per_rank(tp) * self.hidden_size
         first, last = stage == 0, stage == len(stages) - 1
-        count = sum(self.layers[number].parameters(self.hidden_size, tp) for number in stages[stage])
+        count = sum(self.layers[number].num_parameters(self.hidden_size, tp) for number in stages[stage])
         if first:
             count += embedding + self.position_embeddings * self.hidden_size
         if last:
             count += 0 if self.tie_embeddings and first else embedding
             count += self.head_bias * self.vocab_per_rank(tp)
-            count += self.norm.parameters(self.hidden_size) if self.norm is not None else 0
+            count += self.norm.num_parameters(self.hidden_size) if self.norm is not None else 0
         return count
 
     def layout_errors(self, tp: int) -> list[str]:
@@ -422,7 +422,7 @@ class TransformersLayerSpec(LayerSpec):
     def matrices(self, hidden: int, tp: int) -> Iterator[MatrixShape]:
         yield from self.linears
 
-    def parameters(self, hidden: int, tp: int) -> int:
+    def num_parameters(self, hidden: int, tp: int) -> int:
         return sum(rows * columns * number for rows, columns, number in self.linears) + self.others
 
 
@@ -444,7 +444,7 @@ class TransformersModelSpec(ModelSpec):
         return self.head_rows
 
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
-        count = sum(self.layers[number].parameters(self.hidden_size, tp) for number in stages[stage])
+        count = sum(self.layers[number].num_parameters(self.hidden_size, tp) for number in stages[stage])
         if stage == 0:
             count += self.before
         if stage == len(stages) - 1:

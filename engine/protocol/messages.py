@@ -265,7 +265,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
         self.top_ids += more.top_ids
         self.top_logprobs += more.top_logprobs
 
-    def behind(self, count: int) -> PromptLogprobs:
+    def after(self, count: int) -> PromptLogprobs:
         """Return the rows after the first `count`."""
         row, top = 4 * count, 4 * count * self.num_top
         return PromptLogprobs(
@@ -386,7 +386,7 @@ class NewRequestData(msgspec.Struct, array_like=True):
     """A complete request, sent when it is first scheduled, and again after a preemption."""
 
     slot: int
-    """Row in the workers' request state, < max_num_seqs; freed by `SchedulerOutput.released`."""
+    """Row in the workers' request state, < max_num_seqs; freed by `SchedulerOutput.freed_slots`."""
     token_ids: list[int]
     """The prompt, and the tokens generated before a preemption."""
     num_prompt_tokens: int
@@ -412,7 +412,7 @@ class CachedRequestData(msgspec.Struct, array_like=True):
 
 
 class SchedulerOutput(msgspec.Struct, array_like=True):
-    """The plan of a step. Each rank applies `released`, then `new`, then runs the rows: `decodes`, then `scheduled`.
+    """The plan of a step. Each rank applies `freed_slots`, then `new`, then runs the rows: `decodes`, then `scheduled`.
 
     A row samples when its computed tokens reach its known tokens. With a single stage the workers keep the tokens that
     they sample; these are known from then on, and plans do not contain them. A plan without rows is a heartbeat, which
@@ -420,7 +420,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """
 
     step: int
-    released: list[int]
+    freed_slots: list[int]
     new: list[NewRequestData]
     scheduled: list[CachedRequestData]
     decodes: list[int] = []
@@ -431,7 +431,7 @@ class SchedulerOutput(msgspec.Struct, array_like=True):
     """By slot, the tokens that a row of `scheduled` may sample: bit `i % 32` of int32 `i // 32` for token `i`."""
     has_work: bool | None = None
     """Replicas that share experts: whether this one has requests. None: it steps independently."""
-    resumes: bool = False
+    clears_failure: bool = False
     """After a failed step: the workers stop skipping plans and run this one."""
 
     @property

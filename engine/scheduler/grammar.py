@@ -63,13 +63,13 @@ class Grammar:
         if not self._matcher.consume_tokens(token_ids):
             raise self._error()
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """Return the next tokens if the grammar allows only one continuation, tokenized canonically."""
-        forced: list[int] = self._matcher.compute_ff_tokens()
-        beyond = (at for at, token in enumerate(forced) if token >= self._vocab_size)
-        return forced[: next(beyond, None)]
+        forced_tokens: list[int] = self._matcher.compute_ff_tokens()
+        beyond = (at for at, token in enumerate(forced_tokens) if token >= self._vocab_size)
+        return forced_tokens[: next(beyond, None)]
 
-    def restricted(self, mask: Words, params: SamplingParams, output: list[int]) -> bytes:
+    def mask_row(self, mask: Words, params: SamplingParams, output: list[int]) -> bytes:
         """Return a row of `masks` without the tokens that other parameters forbid after this output.
 
         End of sequence stays allowed if nothing else can follow: the grammar overrides `min_tokens` and `ignore_eos`.
@@ -113,7 +113,7 @@ class GrammarCompiler:
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
         """Return the grammar in its initial state. Raises `GrammarError` if it is invalid or allows no first token."""
-        source = notation(outputs)
+        source = _to_llguidance(outputs)
         with self._lock:
             matcher = self._compiled.get(source)
             if matcher is not None:
@@ -126,10 +126,10 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
         return Grammar(matcher.deep_copy(), self._vocab_size, self._eos)
 
-    def problem(self, outputs: StructuredOutputs) -> str | None:
+    def error(self, outputs: StructuredOutputs) -> str | None:
         """Return why this cannot be enforced, or None. Does not use the cache."""
         try:
-            self._compile(notation(outputs))
+            self._compile(_to_llguidance(outputs))
         except GrammarError as error:
             return str(error)
         return None
@@ -170,7 +170,7 @@ class GrammarCompiler:
             return self._tokenizer
 
 
-def notation(outputs: StructuredOutputs) -> str:
+def _to_llguidance(outputs: StructuredOutputs) -> str:
     """Return the grammar in llguidance's own notation; raises `GrammarError`."""
     from llguidance import LLMatcher, grammar_from
 

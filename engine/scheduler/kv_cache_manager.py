@@ -2,7 +2,7 @@
 
 Plain Python, no torch: the blocks themselves are in the workers, and this module only does the bookkeeping.
 
-A request has a block in each group of layers (`options.CacheGroup`) for every `block_size` of its tokens. All its
+A request has a block in each group of layers (`options.KVCacheGroup`) for every `block_size` of its tokens. All its
 blocks are in one list in token order: the block of group `g` for the tokens from `i * block_size` on has index
 `i * groups + g`. `FREED` replaces a block that is outside the group's window. The hashes of full blocks are in a list
 in the same order.
@@ -28,7 +28,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from quire.engine.config.options import CacheGroup
+from quire.engine.config.options import KVCacheGroup
 
 FREED = -1
 
@@ -58,7 +58,7 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         enable_prefix_caching: bool,
-        groups: Sequence[CacheGroup] = (CacheGroup(),),
+        groups: Sequence[KVCacheGroup] = (KVCacheGroup(),),
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -98,7 +98,7 @@ class KVCacheManager:
         computed, size, count = self.num_tokens_in(len(cached)), self.block_size, 0
         for number, group in enumerate(self._groups):
             behind = self._first_visible_block(number, computed)
-            max_blocks = group.most_blocks(num_tokens - behind * size, min(row_tokens, num_tokens - computed), size)
+            max_blocks = group.max_blocks(num_tokens - behind * size, min(row_tokens, num_tokens - computed), size)
             count += max(0, max_blocks - (computed // size - behind))
         return count
 
@@ -237,7 +237,7 @@ class KVCacheManager:
             assert len(group_blocks) - len(without_freed) <= self._first_visible_block(number, position), (
                 "a block in the window was freed"
             )
-            max_blocks = group.most_blocks(len(group_blocks) * self.block_size, row_tokens, self.block_size)
+            max_blocks = group.max_blocks(len(group_blocks) * self.block_size, row_tokens, self.block_size)
             assert len(without_freed) <= max_blocks, "blocks outside the window are kept"
 
     def check_integrity(self, block_lists: Iterable[list[int]]) -> None:

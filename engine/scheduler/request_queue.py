@@ -40,17 +40,17 @@ class RequestQueue:
         heapq.heappush(self._heap, (request.order, request))
         self._count += 1
 
-    def first(self) -> Request | None:
+    def peek(self) -> Request | None:
         while self._heap and self._heap[0][1].finish_reason is not None:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def pop(self) -> None:
-        """Remove the `first` request."""
+        """Remove the request that `peek` returns."""
         heapq.heappop(self._heap)
         self._count -= 1
 
-    def end_one(self) -> None:
+    def discard_one(self) -> None:
         """Count one waiting request as ended."""
         self._count -= 1
         if len(self._heap) > 2 * self._count + 64:

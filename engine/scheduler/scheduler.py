@@ -74,13 +74,13 @@ class Scheduler:
         self.stats = EngineStats(kv_blocks=cache.num_blocks, started=time.time_ns() // 1_000_000)
         self._num_added = 0
         self._step = 0
-        self._done = -1
+        self._last_finished_step = -1
         """The last step whose result has arrived. A request with a later `last_step` is in flight."""
         self._rows_in_flight: dict[int, list[Request]] = {}
         """The requests of each plan in flight, row by row."""
         self._skipped_until = -1
         """After a failed step, the workers skip the plans in flight up to this step."""
-        self._resume_next_plan = False
+        self._next_clears_failure = False
         """The next plan is the first one that the workers run after a failure."""
         self._tokens_in_flight = 0
         self._next_victim: Request | None = None
@@ -88,7 +88,7 @@ class Scheduler:
         self._window_moved: list[Request] = []
         """With sliding windows: the requests that the last plan moved forward by more than one token."""
         self._free_slots = list(reversed(range(self.config.max_num_seqs)))
-        self._released: list[int] = []
+        self._freed_slots: list[int] = []
         """Slots that the next plan tells the workers to free."""
 
     @property
@@ -154,7 +154,7 @@ class Scheduler:
         request.finish_reason = reason
         del self.requests[request.request_id]
         if request.slot is None:
-            self.waiting.end_one()
+            self.waiting.discard_one()
         else:
             self._remove_from_workers(request)
 
@@ -167,7 +167,7 @@ class Scheduler:
         self.structured_output.remove(request)
         self._end_decode(request)
         self.kv.free(self.kv.without_freed(request.block_ids))
-        self._released.append(request.slot)
+        self._freed_slots.append(request.slot)
         self._free_slots.append(request.slot)
         request.slot = None
         request.block_ids = []
@@ -177,7 +177,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """Return the next plan, or None if nothing can run until a plan in flight has finished."""
-        plan = SchedulerOutput(step=self._step, released=[], new=[], scheduled=[])
+        plan = SchedulerOutput(step=self._step, freed_slots=[], new=[], scheduled=[])
         max_rows, tokens_left = self.token_budget.share(self.running, self.waiting, self._tokens_in_flight)
         preemptions = self.stats.preemptions
         self._next_victim = None
@@ -221,11 +221,11 @@ class Scheduler:
 
     def heartbeat(self) -> SchedulerOutput:
         """Return a plan without rows, which every rank answers."""
-        return self._finish_plan(SchedulerOutput(step=self._step, released=[], new=[], scheduled=[]), [])
+        return self._finish_plan(SchedulerOutput(step=self._step, freed_slots=[], new=[], scheduled=[]), [])
 
     def _finish_plan(self, plan: SchedulerOutput, rows: list[Request]) -> SchedulerOutput:
-        plan.released, self._released = self._released, []
-        plan.resumes, self._resume_next_plan = self._resume_next_plan, False
+        plan.freed_slots, self._freed_slots = self._freed_slots, []
+        plan.clears_failure, self._next_clears_failure = self._next_clears_failure, False
         self._rows_in_flight[plan.step] = rows
         self._tokens_in_flight += plan.num_tokens
         self._step += 1
@@ -240,7 +240,11 @@ class Scheduler:
         """Schedule one token for each decode: only its slot number unless it needs a block. Returns the rows."""
         unchanged: list[Request] = []
         extended: list[Request] = []
-        ready = self.decoding if self.workers_keep_tokens else [r for r in self.decoding if r.last_step <= self._done]
+        ready = (
+            self.decoding
+            if self.workers_keep_tokens
+            else [r for r in self.decoding if r.last_step <= self._last_finished_step]
+        )
         for request in ready[:limit]:
             computed = request.num_computed_tokens
             if computed < request.decode_until:
@@ -369,7 +373,7 @@ class Scheduler:
             extend_hashes(
                 request.hashes, request.token_ids, kv.block_size, request.core_request.cache_salt, kv.num_groups
             )
-            step = request.last_step if request.last_step > self._done else None
+            step = request.last_step if request.last_step > self._last_finished_step else None
             for index in range(request.num_published, full):
                 if (block := request.block_ids[index]) >= 0:
                     kv.publish(block, request.hashes[index], step)
@@ -380,7 +384,7 @@ class Scheduler:
 
         It is admitted only if blocks for all its known tokens are free, so that it is not preempted at once.
         """
-        request = self.waiting.first()
+        request = self.waiting.peek()
         if request is None or not self._free_slots:
             return None
         kv = self.kv
@@ -436,7 +440,7 @@ class Scheduler:
         for victim in reversed(self.running):
             if victim is request:
                 break
-            if victim.last_step <= self._done:
+            if victim.last_step <= self._last_finished_step:
                 self._remove_from_workers(victim)
                 self.waiting.push(victim)
                 self.stats.preemptions += 1
@@ -455,7 +459,7 @@ class Scheduler:
         outputs: dict[int, EngineCoreOutputs] = {}
         if result.failure and plan.step > self._skipped_until:
             self._fail(rows, result.failure, outputs)
-        self._done = plan.step
+        self._last_finished_step = plan.step
         self.kv.mark_written(plan.step)
         self._tokens_in_flight -= plan.num_tokens
         if result.prompt_logprobs:
@@ -494,7 +498,7 @@ class Scheduler:
         Requests with rows only in the skipped plans are queued again and recompute their tokens. No other request can
         have used the blocks that these plans published, because an admitted request has a row in the admitting plan.
         """
-        self._skipped_until, self._resume_next_plan = self._step - 1, True
+        self._skipped_until, self._next_clears_failure = self._step - 1, True
         for request in rows:
             if request.finish_reason is None:
                 output = self._end(request, "error")
@@ -574,7 +578,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that requests, slots, blocks and queues agree. Called by tests after every step."""
         self.kv.check_integrity(self.kv.without_freed(request.block_ids) for request in self.running)
-        self.structured_output.check_integrity(self._done)
+        self.structured_output.check_integrity(self._last_finished_step)
         waiting = self.waiting.check_integrity()
         assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
         slots = [request.slot for request in self.running] + self._free_slots

@@ -92,7 +92,7 @@ class StructuredOutputManager:
         for request, grammar, mask in zip(requests, grammars, self._grammars.masks(grammars), strict=True):
             output = request.token_ids[request.num_prompt_tokens :]
             try:
-                request.mask = grammar.restricted(mask, request.core_request.params, output)
+                request.mask = grammar.mask_row(mask, request.core_request.params, output)
                 errors.append(None)
             except GrammarError as error:
                 errors.append(str(error))
@@ -120,7 +120,7 @@ def _force(request: Request) -> list[int]:
         return []
     if params.allowed_token_ids is not None or params.bad_word_ids:
         return []
-    forced = grammar.forced()[:room]
+    forced = grammar.forced_tokens()[:room]
     ends = (at for at, token in enumerate(forced) if token in request.stops)
     forced = forced[: next(ends, None)]
     if forced:

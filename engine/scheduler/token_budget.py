@@ -43,7 +43,7 @@ class TokenBudget:
     def __init__(self, config: SchedulerConfig, stages: int) -> None:
         self.config = config
         self.stages = stages
-        self.step_time = StepTimeModel() if config.is_tuned else None
+        self.step_time = StepTimeModel() if config.dynamic_chunking else None
         self._loads: dict[int, StepLoad] = {}
         """The load of each plan in flight, to learn its step time."""
         self._mixed_plans = _DECODE_ONLY_EVERY

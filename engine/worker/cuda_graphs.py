@@ -22,10 +22,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from quire.engine.config.options import EngineConfig
-from quire.engine.config.resolve import human
+from quire.engine.config.resolve import format_bytes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.host_gather import all_gather_object
-from quire.engine.layers.attention import Batch, HostRows, LayerCache
+from quire.engine.layers.attention import Batch, HostMetadata, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.worker import graph_recorders
 from quire.engine.worker.graph_recorders import GraphRecorder, NotReplayable, Replay
@@ -46,7 +46,7 @@ class DecodeGraphs:
         parallel: Parallel,
     ) -> None:
         self._model, self._caches, self._device, self._parallel = model, caches, device, config.parallel
-        self._sizes, self._disabled_reason = config.graphs.sizes, config.graphs.why_none
+        self._sizes, self._disabled_reason = config.graphs.sizes, config.graphs.disabled_reason
         self._replays: dict[int, Replay] = {}
         self._is_last = stage == len(config.parallel.stages) - 1
         self._recorder = graph_recorders.make_recorder(device, parallel)
@@ -69,7 +69,7 @@ class DecodeGraphs:
         recorder = self._recorder
         if recorder is not None and self._disabled_reason:
             logger.info("decode steps run without %s: %s", recorder.name, self._disabled_reason)
-        if recorder is None or self._inputs is None or recorder.runs:
+        if recorder is None or self._inputs is None or recorder.runs_on_capture:
             return False
         started, free = time.perf_counter(), _free_bytes(self._device)
         # The largest comes first: the smaller ones reuse its memory.
@@ -90,7 +90,7 @@ class DecodeGraphs:
         logger.info(
             "captured %d CUDA graphs for decode steps of up to %d requests in %.1f s, using %s",
             *(len(self._sizes), self._sizes[-1], time.perf_counter() - started),
-            human(max(0, free - _free_bytes(self._device))),
+            format_bytes(max(0, free - _free_bytes(self._device))),
         )
         return True
 
@@ -180,7 +180,7 @@ class _Inputs:
 
     def batch(self, size: int) -> Batch:
         """The first `size` rows; `host` holds values that are valid for every replay."""
-        host = HostRows(np.ones(size, np.int64), np.full(size, self._longest, np.int64))
+        host = HostMetadata(np.ones(size, np.int64), np.full(size, self._longest, np.int64))
 
         def of(group: int, others: tuple[Batch, ...] = ()) -> Batch:
             return Batch(
@@ -191,7 +191,7 @@ class _Inputs:
                 sequence_lengths=self._lengths[:size],
                 query_starts=self._starts[: size + 1],
                 logits_indices=self._starts[:size],
-                others=others,
+                other_groups=others,
                 host=host,
             )
 
@@ -199,7 +199,7 @@ class _Inputs:
 
     def fill(self, received: Tensor | None, batch: Batch, size: int) -> None:
         """Copy a batch in. The rows after it become padding, whose token and blocks may be any earlier values."""
-        rows, groups = len(batch.token_ids), (batch, *batch.others)
+        rows, groups = len(batch.token_ids), (batch, *batch.other_groups)
         to, values = [self._token_ids[:rows]], [batch.token_ids]
         for place, part, padding in (
             (self._positions, batch.positions, self._zero),

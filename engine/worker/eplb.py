@@ -53,7 +53,7 @@ class ExpertLoadBalancer:
         self._upstream_shape = (3 + sum(counts.values()) - sum(self._sizes),)
         """Shape of the report from the previous stage."""
         self._report_interval = (
-            min(REPORT_INTERVAL, self._config.step_interval) if self._config.is_balanced else REPORT_INTERVAL
+            min(REPORT_INTERVAL, self._config.step_interval) if self._config.enable_eplb else REPORT_INTERVAL
         )
         self._is_finalized = False
         self._steps = self._posted = self._moved = 0
@@ -90,7 +90,7 @@ class ExpertLoadBalancer:
         if not self._is_finalized:
             return None
         reported = self._report() if self._reports_at(self._steps) else None
-        if self._config.is_balanced and self._steps and self._steps % self._config.step_interval == 0:
+        if self._config.enable_eplb and self._steps and self._steps % self._config.step_interval == 0:
             self._schedule_moves()
         for _ in range(min(len(self._pending), math.ceil(len(self._layers) / self._config.step_interval))):
             self._balance(*self._pending.popleft())
@@ -154,8 +154,8 @@ class ExpertLoadBalancer:
         mover = _Mover(layer, self._group)
         for batch in rounds(steps):
             mover.run(batch)
-        layer.place(ExpertPlacement(then))
-        self._moved += sum(step.target.place is not None for step in steps)
+        layer.set_placement(ExpertPlacement(then))
+        self._moved += sum(step.target.index is not None for step in steps)
 
     def finalize(self) -> None:
         """Check, once all ranks are loaded, that ranks that exchange experts store them in the same format, and start
@@ -166,10 +166,10 @@ class ExpertLoadBalancer:
         self._is_finalized = True
         for layer in self._layers:
             layer.tokens.zero_()
-        if not self._config.is_balanced or not self._layers:
+        if not self._config.enable_eplb or not self._layers:
             return
-        forms = str([layer.experts.form for layer in self._layers])
-        reported = self._group.all_ranks.all_gather_ints([zlib.crc32(forms.encode())])
+        layouts = str([layer.experts.layout for layer in self._layers])
+        reported = self._group.all_ranks.all_gather_ints([zlib.crc32(layouts.encode())])
         if reported.count(reported[self._group.rank]) != len(reported):
             raise ConfigError(
                 "--enable-eplb: experts cannot move between ranks whose processors need different weight formats; "
@@ -200,16 +200,16 @@ class _Mover:
         rows: list[Tensor] = []
         place = None
         for move in batch:
-            if move.target.place is None:
+            if move.target.index is None:
                 if move.source.rank == rank:
-                    self._spare = self._row(move.source.place)
+                    self._spare = self._row(move.source.index)
                 continue
             if move.source.rank == rank:
                 sent[move.target.rank] = 1
-                rows.append(self._row(move.source.place))
+                rows.append(self._row(move.source.index))
             if move.target.rank == rank:
                 received[move.source.rank] = 1
-                place = move.target.place
+                place = move.target.index
         outgoing = rows[0] if rows else self._row(0)[:0]
         arrived = self._peers.all_to_all(outgoing, sent, received)
         if place is not None:

@@ -28,7 +28,7 @@ class GraphRecorder(Protocol):
 
     name: str
     """What captured steps are called in logs."""
-    runs: bool
+    runs_on_capture: bool
     """Whether `capture` also runs the step, so that steps are captured when they first occur; it then raises
     `NotReplayable`.
 
@@ -50,7 +50,7 @@ class CudaGraphRecorder:
     runs twice; the second run checks whether it waits for the device.
     """
 
-    name, runs = "CUDA graphs", False
+    name, runs_on_capture = "CUDA graphs", False
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
@@ -112,7 +112,7 @@ class OpReplayRecorder:
     """Records the operations on tensors and replays them without the surrounding Python code: for CPUs, where the
     kernels are available."""
 
-    name, runs = "op replay", True
+    name, runs_on_capture = "op replay", True
 
     def warm_up(self, step: Callable[[], None]) -> str:
         return ""

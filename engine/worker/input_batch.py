@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.engine.layers.attention import Batch, HostRows
+from quire.engine.layers.attention import Batch, HostMetadata
 from quire.engine.protocol.messages import NewRequestData, SamplingParams, SchedulerOutput
 from quire.engine.worker.async_copies import send
 
@@ -99,7 +99,7 @@ class InputBatch:
 
     def apply(self, plan: SchedulerOutput) -> StepRows:
         """Update the state to the start of `plan`, and return the rows that the plan runs."""
-        for slot in plan.released:
+        for slot in plan.freed_slots:
             self.params[slot] = None
         for request in plan.new:
             self._add(request)
@@ -155,7 +155,7 @@ class InputBatch:
         """Indices in `memory` of the tokens at these positions."""
         return slots * self._max_length + positions
 
-    def keep(self, rows: StepRows, places: Tensor, tokens: Tensor) -> None:
+    def append_sampled(self, rows: StepRows, places: Tensor, tokens: Tensor) -> None:
         """Append one token to each row that samples: `tokens` on the device, at the indices that `batch` returned."""
         if self._is_shared:  # the same, but faster
             self._host_memory[places.numpy()] = tokens.numpy()
@@ -244,14 +244,14 @@ class InputBatch:
         batch = Batch(
             *(token_ids, places, slots[0], tables[0], ends, query_starts, sampled),
             replica_tokens=replica_tokens,
-            host=HostRows(rows.counts, lengths, {}),
+            host=HostMetadata(rows.counts, lengths, {}),
             logits_indices_only=logits_indices_only,
         )
         if self._groups == 1:
             return batch, kept
         others = zip(slots[1:], tables[1:], strict=True)
         batch = replace(
-            batch, others=tuple(replace(batch, slot_mapping=slots, block_tables=table) for slots, table in others)
+            batch, other_groups=tuple(replace(batch, slot_mapping=slots, block_tables=table) for slots, table in others)
         )
         return batch, kept
 
@@ -297,17 +297,19 @@ def split_micro_batches(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
     behind = int(ends[stop - 1]) - cut if stop else 0
     lengths = batch.sequence_lengths[:stop].clone()
     lengths[stop - 1 :] -= behind
-    hosts: list[HostRows | None] = [None, None]
+    hosts: list[HostMetadata | None] = [None, None]
     if batch.host is not None:
         before, after = counts[:stop].copy(), counts[start:].copy()
         before[-1:] -= behind
         after[:1] -= cut - (ends[start:] - counts[start:])[:1]
         known = batch.host.lengths[:stop].copy()
         known[-1:] -= behind
-        hosts = [HostRows(before, known), HostRows(after, batch.host.lengths[start:])]
+        hosts = [HostMetadata(before, known), HostMetadata(after, batch.host.lengths[start:])]
 
     def parts(whole: Batch) -> tuple[Batch, Batch]:
-        firsts, seconds = zip(*[parts(other) for other in whole.others], strict=True) if whole.others else ((), ())
+        firsts, seconds = (
+            zip(*[parts(other) for other in whole.other_groups], strict=True) if whole.other_groups else ((), ())
+        )
         first = Batch(
             token_ids=whole.token_ids[:cut],
             positions=whole.positions[:cut],
@@ -316,7 +318,7 @@ def split_micro_batches(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
             sequence_lengths=lengths,
             query_starts=whole.query_starts[: stop + 1].clamp(max=cut),
             logits_indices=whole.logits_indices[:0],
-            others=firsts,
+            other_groups=firsts,
             replica_tokens=tuple(-(-tokens // 2) for tokens in whole.replica_tokens),
             host=hosts[0],
         )
@@ -328,7 +330,7 @@ def split_micro_batches(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
             sequence_lengths=whole.sequence_lengths[start:],
             query_starts=whole.query_starts[start:].clamp(min=cut) - cut,
             logits_indices=whole.logits_indices[:0],
-            others=seconds,
+            other_groups=seconds,
             replica_tokens=tuple(tokens // 2 for tokens in whole.replica_tokens),
             host=hosts[1],
         )

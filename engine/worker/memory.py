@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from quire.engine.config import devices, parallel_config
 from quire.engine.config.options import DTYPE_BYTES, EngineConfig
-from quire.engine.config.resolve import Sizes, human, limit_blocks
+from quire.engine.config.resolve import Sizes, format_bytes, limit_blocks
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SchedulerOutput
 from quire.engine.worker import warm_up
@@ -99,7 +99,7 @@ class CudaMemoryMeter:
 
 
 @dataclass(frozen=True)
-class MemoryReading:
+class MemoryProfile:
     """A rank's memory in bytes, after the largest step and without a KV cache."""
 
     replica: int
@@ -111,7 +111,7 @@ class MemoryReading:
     """Including what a step keeps for the next."""
     activations: int
     graphs: int
-    others: int
+    non_torch: int
     """Used outside torch's allocator."""
     block_bytes: int
     """Size of a KV block."""
@@ -122,7 +122,7 @@ class MemoryReading:
 
     @property
     def used(self) -> int:
-        return self.weights + self.activations + self.graphs + self.others
+        return self.weights + self.activations + self.graphs + self.non_torch
 
     @property
     def num_blocks(self) -> int:
@@ -133,14 +133,16 @@ class MemoryReading:
         return max(0, self.budget - self.used) // self.block_bytes
 
     def parts(self) -> str:
-        graphs = f", CUDA graphs about {human(self.graphs)}" * (self.graphs > 0)
+        graphs = f", CUDA graphs about {format_bytes(self.graphs)}" * (self.graphs > 0)
         return (
-            f"weights {human(self.weights)}, activations {human(self.activations)}{graphs}, "
-            f"CUDA and libraries {human(self.others)}"
+            f"weights {format_bytes(self.weights)}, activations {format_bytes(self.activations)}{graphs}, "
+            f"CUDA and libraries {format_bytes(self.non_torch)}"
         )
 
 
-def fit(config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[SchedulerOutput], object]) -> int:
+def determine_num_blocks(
+    config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[SchedulerOutput], object]
+) -> int:
     """The number of KV blocks that fit on every rank of the replica. All ranks call this at the same time.
 
     The weights are loaded; `run` executes a plan on a cache of one block. Raises `ConfigError` if the remaining memory
@@ -150,9 +152,8 @@ def fit(config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[Sche
     readings = [reading for reading in _all_gather_object(own) if reading.replica == own.replica]
     least = min(readings, key=lambda reading: reading.num_blocks)
     share = " (this rank's share)" * (config.parallel.ranks_per_device > 1)
-    where = (
-        f" on rank {least.rank}, in addition to {least.parts()}, in {human(least.at_start)} free at the start{share}"
-    )
+    at_start = format_bytes(least.at_start)
+    where = f" on rank {least.rank}, in addition to {least.parts()}, in {at_start} free at the start{share}"
     if least.fixed_blocks and not least.num_blocks:
         raise ConfigError(
             f"--kv-cache-memory-bytes {config.options.kv_cache_memory_bytes} does not fit{where}; lower it, "
@@ -163,14 +164,14 @@ def fit(config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[Sche
         cache = num_blocks * own.block_bytes
         logger.info(
             "memory: %s free at the start%s, budget %s: %s, KV cache %s in %s blocks%s; %s left",
-            human(own.at_start),
+            format_bytes(own.at_start),
             share,
-            human(own.budget),
+            format_bytes(own.budget),
             own.parts(),
-            human(cache),
+            format_bytes(cache),
             f"{num_blocks:,}",
             f" (limited by rank {least.rank})" * (least is not own and least.num_blocks < own.num_blocks),
-            human(max(0, own.at_start - own.used - cache)),
+            format_bytes(max(0, own.at_start - own.used - cache)),
         )
     meter.keep_free(_RESERVED_BYTES + own.other_ranks)
     if config.parallel.ranks_per_device > 1:
@@ -180,7 +181,7 @@ def fit(config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[Sche
 
 def measure(
     config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[SchedulerOutput], object]
-) -> MemoryReading:
+) -> MemoryProfile:
     """Run the largest step, and measure its memory."""
     stage, sizes = config.parallel.stage_of(rank), Sizes.of(config)
     meter.reserved()
@@ -193,7 +194,7 @@ def measure(
     at_start, others, other_ranks = _device_shares(config, rank, meter, reserved)
     # The rows that other ranks send to this rank's experts depend on the tokens; a real step may receive more.
     activations = max(peak - reserved, sizes.workspace if config.parallel.experts is not None else 0)
-    return MemoryReading(
+    return MemoryProfile(
         replica=config.parallel.replica,
         rank=rank,
         at_start=at_start,
@@ -201,7 +202,7 @@ def measure(
         weights=reserved,
         activations=activations + _extra_workspace(config),
         graphs=sizes.graphs,
-        others=others,
+        non_torch=others,
         block_bytes=sizes.kv_block[stage],
         fixed_blocks=config.cache.num_blocks if config.options.kv_cache_memory_bytes is not None else 0,
         other_ranks=other_ranks,
@@ -227,7 +228,7 @@ def _extra_workspace(config: EngineConfig) -> int:
     """Bytes that attention needs for a sequence of full length beyond those for the longest one in
     `warm_up.largest_step`."""
     model, tp = config.model, config.parallel.tensor_parallel_size
-    arch = parallel_config.on_a_rank(model.architecture, config.parallel)
+    arch = parallel_config.rank_spec(model.architecture, config.parallel)
     warm_up_length = max(map(sum, warm_up.largest_rows(config)))
     more = (
         layer.attention.workspace(model.max_model_len, tp) - layer.attention.workspace(warm_up_length, tp)

@@ -50,12 +50,12 @@ def allocate_caches(config: EngineConfig, stage: int, device: torch.device) -> l
         shape: kernels.allocate_kv_cache(
             layers=count,
             num_blocks=cache.num_blocks,
-            kv_heads=shape.heads,
+            kv_heads=shape.num_heads,
             block_size=cache.block_size,
-            head_dim=shape.numbers,
+            head_dim=shape.head_dim,
             dtype=kernels.kv_cache_dtype(cache.dtype),
             device=device,
-            sides=shape.sides,
+            num_tensors=shape.num_tensors,
         )
         for shape, count in count_planes(specs, groups, stage).items()
     }
@@ -87,9 +87,9 @@ class ModelRunner:
         self._tp, self._pipeline, self._device = parallel_state.tp, parallel_state.pipeline, device
         self._replicas: ExpertCommunicator | None = None
         """This rank's counterparts in the replicas that share experts; None: there are none."""
-        self._split_tokens: int | None = None
+        self._dbo_token_threshold: int | None = None
         if (experts := parallel_state.experts) is not None and experts.dp.size > 1:
-            self._replicas, self._split_tokens = experts.dp, experts.config.split_tokens
+            self._replicas, self._dbo_token_threshold = experts.dp, experts.config.dbo_token_threshold
         self._hidden_size, self._dtype = arch.hidden_size, getattr(torch, model.dtype)
         self._vocab_size = arch.vocab_size
         minimum, maximum = _SCORE_CHUNK_TOKENS
@@ -122,12 +122,12 @@ class ModelRunner:
         """Blocks in the KV cache, the same on every rank of the replica."""
         if meter is not None and cache.num_blocks:
             self._caches = allocate_caches(config.with_blocks(1), parallel_state.pipeline.stage, device)
-            self.num_blocks = memory.fit(config, rank, meter, lambda plan: self._launch(plan).result())
+            self.num_blocks = memory.determine_num_blocks(config, rank, meter, lambda plan: self._launch(plan).result())
         config = config.with_blocks(self.num_blocks)
         self._caches = allocate_caches(config, parallel_state.pipeline.stage, device) if cache.num_blocks else []
         # GPU kernels are compiled or loaded at their first launch.
         self._warm_up_plans = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
-        self._shows_progress = rank == 0 and config.parallel.is_first_here
+        self._shows_progress = rank == 0 and config.parallel.is_first_local_replica
         if isinstance(self._model, Decoder) and self._pooler is None:
             self._graphs = DecodeGraphs(
                 self._model, self._caches, config, device, parallel_state.pipeline.stage, parallel_state.tp
@@ -158,7 +158,7 @@ class ModelRunner:
         begun = time.perf_counter()
         for plan in self._warm_up_plans:
             self._launch(plan).result()
-            seconds["try decodes"] = time.perf_counter() - begun
+            seconds["warm up decodes"] = time.perf_counter() - begun
         if self._balancer is not None:
             self._balancer.finalize()
         return seconds
@@ -222,7 +222,7 @@ class ModelRunner:
         has_prompts = plan.num_tokens > plan.num_rows
         logits_indices_only = self._logits_indices_only and has_prompts and not rows.scoring
         batch, places = self._input_batch.batch(rows, replica_tokens, logits_indices_only=logits_indices_only)
-        if self._split_tokens is not None and max(replica_tokens) >= self._split_tokens:
+        if self._dbo_token_threshold is not None and max(replica_tokens) >= self._dbo_token_threshold:
             batch = replace(batch, micro_batches=split_micro_batches(batch, rows.counts))
         if not plan.num_rows:
             return self._run_without_rows(batch)
@@ -336,7 +336,7 @@ class ModelRunner:
             return
         if tokens is None:
             tokens = torch.empty(len(rows.sampling), dtype=torch.int64, device=self._device)
-        self._input_batch.keep(rows, places, self._tp.broadcast(tokens))
+        self._input_batch.append_sampled(rows, places, self._tp.broadcast(tokens))
 
     def _run_without_rows(self, batch: Batch | None = None) -> list[AsyncRead]:
         """Run a plan without rows: each stage waits for the previous one and for its own ranks, and signals the next.

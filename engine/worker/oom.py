@@ -42,7 +42,7 @@ class OOMHandler:
     """Wraps every step of a rank that has no collectives with other ranks, which would wait for it.
 
     A step that fails has changed only the state of its own requests. The core aborts these when it receives the
-    failure. Plans that it made before depend on them and are skipped, up to the first plan with `resumes`.
+    failure. Plans that it made before depend on them and are skipped, up to the first plan with `clears_failure`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class OOMHandler:
 
         `skip` applies a plan's changes to the request state, without running the plan.
         """
-        if self._reason and not plan.resumes:
+        if self._reason and not plan.clears_failure:
             skip()
             return failed(self._reason)
         self._reason = ""

@@ -17,7 +17,7 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 @dataclass
-class _Seen:
+class _PoolState:
     """Running totals over the chunks of a prompt. Sums are float64, so that the result does not depend on the
     chunks."""
 
@@ -29,13 +29,13 @@ class _Seen:
     """The sum with the weights 1, 2, 3, …"""
 
     @staticmethod
-    def of(x: Tensor, position: int) -> _Seen:
+    def of(x: Tensor, position: int) -> _PoolState:
         """The totals of `x` `[tokens, hidden_size]`, which starts at `position`."""
         wide = x.double()
         weights = torch.arange(position + 1, position + len(x) + 1, dtype=wide.dtype, device=x.device)
-        return _Seen(len(x), x[0].clone(), x.amax(dim=0), wide.sum(dim=0), weights @ wide)
+        return _PoolState(len(x), x[0].clone(), x.amax(dim=0), wide.sum(dim=0), weights @ wide)
 
-    def extend(self, more: _Seen) -> None:
+    def extend(self, more: _PoolState) -> None:
         self.count += more.count
         self.largest = torch.maximum(self.largest, more.largest)
         self.sum += more.sum
@@ -53,7 +53,7 @@ class Pooler:
         )  # the server does the normalization
         weights = iter(dense)
         self._modules = [(module, None if module == "normalize" else next(weights)) for module in modules]
-        self._seen: dict[int, _Seen] = {}
+        self._states: dict[int, _PoolState] = {}
         """By slot, for the prompts that have started."""
 
     def pool_last(self, x: Tensor) -> Tensor:
@@ -69,15 +69,15 @@ class Pooler:
         parts = torch.split(x.float(), rows.counts.tolist())
         for row, (slot, part) in enumerate(zip(rows.slots.tolist(), parts, strict=True)):
             position = int(input_batch.num_computed_tokens[slot])
-            seen = _Seen.of(part, position)
+            seen = _PoolState.of(part, position)
             if position:
-                before = self._seen.pop(slot)
+                before = self._states.pop(slot)
                 before.extend(seen)
                 seen = before
             if row in ends:
                 pooled.append(torch.cat([_vector(mode, seen, part[-1]) for mode in self._modes]))
             else:
-                self._seen[slot] = seen
+                self._states[slot] = seen
         return self._finish(torch.stack(pooled)) if pooled else None
 
     def _finish(self, x: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class Pooler:
         return x
 
 
-def _vector(mode: Mode, seen: _Seen, last: Tensor) -> Tensor:
+def _vector(mode: Mode, seen: _PoolState, last: Tensor) -> Tensor:
     match mode:
         case "cls":
             return seen.first

@@ -22,7 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SamplerOutput:
     """The sampled tokens of a step, on the device."""
 
     tokens: Tensor
@@ -59,7 +59,7 @@ class Sampler:
 
     def sample(
         self, logits: Tensor, input_batch: InputBatch, slots: Ints, masks: Mapping[int, bytes] | None = None
-    ) -> Sampled:
+    ) -> SamplerOutput:
         """Sample one token for each row of `logits` (float32 `[rows, vocab]`, overwritten); the rows belong to `slots`.
 
         `masks` are the plan's bitmasks by slot: a row with a mask may only sample tokens in it, and the mask already
@@ -82,7 +82,7 @@ class Sampler:
         columns: tuple[Tensor, ...] = ()
         if raw is not None:
             columns = kernels.score_tokens(raw, tokens[self._send(logprob_rows)], int(counts.max()))
-        return Sampled(tokens, logprob_rows, counts, columns)
+        return SamplerOutput(tokens, logprob_rows, counts, columns)
 
     def score(self, logits: Tensor, tokens: Ints, num_top: int) -> tuple[Tensor, ...]:
         """For `logits` (float32 `[rows, vocab]`) and one token per row, the columns of `PromptLogprobs`."""

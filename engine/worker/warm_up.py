@@ -94,12 +94,12 @@ def _max_logprobs(config: EngineConfig) -> int:
 def _plan(
     config: EngineConfig,
     number: int,
-    released: int,
+    num_freed: int,
     rows: Sequence[tuple[int, int]],
     params: Iterable[SamplingParams],
 ) -> SchedulerOutput:
-    """A plan that releases the first `released` slots and adds one new request for each of `rows`."""
-    plan = SchedulerOutput(number, list(range(released)), [], [])
+    """A plan that releases the first `num_freed` slots and adds one new request for each of `rows`."""
+    plan = SchedulerOutput(number, list(range(num_freed)), [], [])
     tokens = [0] * max(map(sum, rows), default=0)
     for slot, ((computed, count), row_params) in enumerate(zip(rows, params, strict=True)):
         known = computed + count

@@ -27,7 +27,7 @@ from quire.engine.config.options import EngineConfig
 from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.distributed.watchdog import CollectiveError
-from quire.engine.layers.attention import attention_needs
+from quire.engine.layers.attention import attention_config
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput, WorkerFailed, WorkerReady
 from quire.engine.worker.async_copies import AsyncOutput
@@ -52,14 +52,14 @@ class Worker:
         meter: MemoryMeter | None = None
         if parallel.device == "cpu":
             cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.ranks_here)))
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.num_local_ranks)))
             device = torch.device("cpu")
         else:
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order, by which the devices were chosen
             device = torch.device("cuda", parallel.device_of(rank))
             meter = CudaMemoryMeter(device.index)
             torch.cuda.set_device(device)
-        wait_for_kernels = kernels.prepare(device, getattr(torch, config.model.dtype), attention_needs(config))
+        wait_for_kernels = kernels.prepare(device, getattr(torch, config.model.dtype), attention_config(config))
         self._parallel_state = connect(parallel, rank, init_method, device, timedelta(seconds=parallel.timeout))
         connected, waited = time.perf_counter(), 0.0
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels import backends, reference
 from quire.kernels import triton as kernels
-from quire.kernels.backends import AttentionNeeds
+from quire.kernels.backends import AttentionConfig
 
 logger = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ Call = Callable[[Any], Any]
 
 
 def passing(
-    device: torch.device, dtype: torch.dtype, needs: AttentionNeeds
+    device: torch.device, dtype: torch.dtype, config: AttentionConfig
 ) -> tuple[types.SimpleNamespace, dict[str, str]]:
     """Return the kernels that agree with the reference, and what is wrong with each of the others, by name.
 
     Logs a warning for each of the others; the reference is used for them. On a GPU the kernels are compiled in
     parallel: one takes about a second the first time on a host.
     """
-    calls = list(_calls(device, dtype, needs))
+    calls = list(_calls(device, dtype, config))
     if device.type == "cuda":
         # A new thread starts with device 0, whatever the process has selected; set_device takes an index.
         index = torch.empty(0, device=device).get_device()
@@ -72,7 +72,7 @@ def _difference(actual: Any, expected: Any, dtype: torch.dtype) -> str:
     return ""
 
 
-def _calls(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds) -> Iterator[tuple[str, Call]]:
+def _calls(device: torch.device, dtype: torch.dtype, config: AttentionConfig) -> Iterator[tuple[str, Call]]:
     """Yield every operation of the platform on small inputs of odd sizes, and attention with the model's parameters."""
     noise = torch.Generator().manual_seed(0)
 
@@ -106,7 +106,7 @@ def _calls(device: torch.device, dtype: torch.dtype, needs: AttentionNeeds) -> I
             module.paged_attention(query, *batch, 0.1, **options),
         ),
     )
-    for case in backends.check_cases(device, dtype, needs):
+    for case in backends.check_cases(device, dtype, config):
         yield "paged_attention", functools.partial(_attend, case)
     ids = torch.randint(-1, 6, (3, 2), generator=noise).to(device)
     experts = random(5, 96, 200) / 14, random(5, 200, 48) / 7

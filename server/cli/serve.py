@@ -98,7 +98,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:
     """Raise `ConfigError` if node 0 is headless, or another node is not."""
-    from quire.engine.config.parallel_config import ranks_here
+    from quire.engine.config.parallel_config import num_local_ranks
 
     if server.headless and options.node_rank == 0:
         raise ConfigError(
@@ -106,7 +106,7 @@ def _check_node(options: EngineOptions, server: ServerOptions) -> None:
         )
     if not server.headless and options.node_rank != 0:
         raise ConfigError(f"--node-rank {options.node_rank}: only node 0 runs the API; start this node with --headless")
-    ranks_here(options)
+    num_local_ranks(options)
 
 
 def read_options(parsed: argparse.Namespace) -> tuple[EngineOptions, ServerOptions]:

@@ -508,7 +508,7 @@ class EngineClient:
             repeated = min(running.num_repeated, len(scores))
             running.num_repeated -= repeated
             running.num_scored_tokens += len(scores) - repeated
-            output.prompt_logprobs = scores.behind(repeated) if repeated < len(scores) else None
+            output.prompt_logprobs = scores.after(repeated) if repeated < len(scores) else None
         if output.token_ids:
             if running.num_cached_tokens is None:
                 running.num_cached_tokens = output.num_cached_tokens

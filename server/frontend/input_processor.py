@@ -374,7 +374,7 @@ class InputProcessor:
         if chosen not in prompts:
             known = f"it has {', '.join(prompts)}" if prompts else "it has none"
             raise InvalidParameter(f"prompt_name: this model has no prompt {chosen!r}; {known}", "prompt_name")
-        if prompts[chosen] and not self.pooling.pools_prompts:
+        if prompts[chosen] and not self.pooling.include_prompt:
             raise InvalidParameter(
                 "prompt_name: this model excludes prompts from pooling (include_prompt false), which is not supported",
                 "prompt_name",

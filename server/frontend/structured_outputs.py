@@ -221,11 +221,11 @@ def _decoded(encoded: str | bytes) -> StructuredOutputs:
 def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
     """Make the sandbox's function, which returns why an output cannot be enforced, or nothing."""
     grammars = GrammarCompiler(model)
-    grammars.problem(StructuredOutputs(regex="a"))  # loads the vocabulary
+    grammars.error(StructuredOutputs(regex="a"))  # loads the vocabulary
 
     def problem(question: bytes) -> bytes:
         outputs = _decoded(question)
-        reason = grammars.problem(outputs)
+        reason = grammars.error(outputs)
         if reason is None:
             return b""
         keyword = None if outputs.json is None else _blame(outputs.json, grammars)
@@ -244,7 +244,7 @@ def _blame(schema: Any, grammars: GrammarCompiler) -> str | None:
             break
         items = list(holder.items())
         del holder[keyword]
-        good = grammars.problem(StructuredOutputs(json=schema)) is None
+        good = grammars.error(StructuredOutputs(json=schema)) is None
         holder.clear()
         holder.update(items)
         if good and holder in _FORMATS.values():

@@ -68,7 +68,7 @@ def test_a_stop_sequence_ends_a_message(claude: anthropic.Anthropic) -> None:
     assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 3)
 
 
-def test_a_message_calls_a_tool_and_tells_its_result(claude: anthropic.Anthropic) -> None:
+def test_a_message_calls_a_tool_and_sends_its_result(claude: anthropic.Anthropic) -> None:
     asked: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     request: dict[str, Any] = {"model": "quire-demo", "max_tokens": 100, "tools": [TOOL], "extra_body": GREEDY}
     message = claude.messages.create(messages=asked, **request)

@@ -36,7 +36,7 @@ def refusal(*arguments: str) -> str:
         (["--max-model-len", "99999"], "quire: error: --max-model-len 99999 is more than the model's"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(arguments: list[str], message: str) -> None:
+def test_unsupported_models_are_rejected_in_one_line(arguments: list[str], message: str) -> None:
     assert refusal(*arguments).startswith(message)
 
 
@@ -74,7 +74,7 @@ def test_tensors_that_do_not_fit_are_one_line(tmp_path: Path, tp: str) -> None:
     assert "model.layers.6.input_layernorm.weight is missing" in refusal(str(tmp_path), "-tp", tp, "--port", "0")
 
 
-def test_a_rank_that_dies_is_named_and_everybody_is_told() -> None:
+def test_a_rank_that_dies_is_named_to_every_client() -> None:
     with serve("-tp", "2") as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             stream = client.completions.create(

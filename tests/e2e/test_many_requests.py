@@ -61,7 +61,7 @@ async def test_all_streams_end_and_nothing_is_left_behind(server: Server) -> Non
             assert await asyncio.to_thread(metric, server, "quire:num_requests_running") == 0
             assert await asyncio.to_thread(metric, server, "quire:kv_cache_usage_perc") == 0
             memory.append(sum(process.memory_info().rss for process in server.family()))
-    # What streams leave behind comes with every two rounds; first tapes and larger steps than before, with some.
+    # What streams leave behind comes with every two rounds; first replays and larger steps than before, with some.
     least = min(after - before for before, after in zip(memory, memory[2:], strict=False))
     assert least < 2 * STREAMS * 4096, f"resident bytes after each round: {memory}"
     assert memory[-1] < memory[2] * 1.1, f"resident bytes after each round: {memory}"

@@ -289,7 +289,7 @@ WEATHER: Any = {
 }
 
 
-def test_a_tool_is_called_and_its_result_told(client: openai.OpenAI) -> None:
+def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
     answer = client.chat.completions.create(model="quire-demo", messages=messages, tools=[WEATHER], temperature=0)
     choice = answer.choices[0]

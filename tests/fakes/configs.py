@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from quire.engine.config.options import (
     CacheConfig,
-    CacheGroup,
     EngineConfig,
+    KVCacheGroup,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -17,7 +17,7 @@ from quire.engine.models.model_spec import AttentionSpec, LayerSpec, MLPSpec, Mo
 
 NORM = NormSpec(eps=1e-6)
 TINY_ATTENTION = AttentionSpec(num_heads=8, num_kv_heads=4, head_dim=4, scale=0.5, rope=RopeSpec(theta=10000.0, dim=4))
-TINY_FEED_FORWARD = MLPSpec(size=64)
+TINY_FEED_FORWARD = MLPSpec(intermediate_size=64)
 TINY_LAYER = LayerSpec(
     attention=TINY_ATTENTION,
     attention_norm=NORM,
@@ -84,7 +84,7 @@ def engine_config(
             num_blocks=num_blocks,
             dtype="float32",
             enable_prefix_caching=prefix,
-            groups=tuple(CacheGroup(window=window) for window in windows),
+            groups=tuple(KVCacheGroup(window=window) for window in windows),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

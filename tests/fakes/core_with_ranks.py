@@ -89,7 +89,7 @@ class Ranks:
         cache = {k: v for k, v in settings.items() if k in CacheConfig.__dataclass_fields__}
         assert scheduler.keys() | cache.keys() == settings.keys()
         if "max_num_batched_tokens" in scheduler:
-            scheduler.setdefault("is_tuned", False)  # as where the user gives a number
+            scheduler.setdefault("dynamic_chunking", False)  # as where the user gives a number
         blocks = num_blocks or self.config.cache.num_blocks
         assert blocks <= self.config.cache.num_blocks
         config = replace(

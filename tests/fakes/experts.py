@@ -18,8 +18,8 @@ from quire.engine.models.model_spec import MLPSpec, MoESpec
 from tests.integration.engine.layers.test_sharding import fill
 
 HIDDEN = 32
-PLAIN = MoESpec(num_experts=6, top_k=2, size=24, activation="silu", scoring="softmax", renormalize=True)
-SHARED = replace(PLAIN, shared=MLPSpec(size=40), shared_gate=True)
+PLAIN = MoESpec(num_experts=6, top_k=2, intermediate_size=24, activation="silu", scoring="softmax", renormalize=True)
+SHARED = replace(PLAIN, shared=MLPSpec(intermediate_size=40), shared_gate=True)
 EVERYTHING = replace(
     SHARED,
     num_experts=12,
@@ -33,7 +33,7 @@ EVERYTHING = replace(
     correction_bias=True,
     router_bias=True,
     bias=True,
-    shared=MLPSpec(size=40, bias=True),
+    shared=MLPSpec(intermediate_size=40, bias=True),
 )
 
 

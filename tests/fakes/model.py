@@ -63,14 +63,14 @@ class FakeModel:
         self.plans.append(plan)
         assert plan.num_tokens <= self.max_tokens
         self._apply(plan)
-        assert self.is_skipping or not plan.resumes
-        self.is_skipping = (self.is_skipping and not plan.resumes) or self.fails(plan)
+        assert self.is_skipping or not plan.clears_failure
+        self.is_skipping = (self.is_skipping and not plan.clears_failure) or self.fails(plan)
         if self.is_skipping:
             return ModelRunnerOutput(plan.step, [], failure=FAILURE)
         return self._run(plan)
 
     def _apply(self, plan: SchedulerOutput) -> None:
-        for slot in plan.released:
+        for slot in plan.freed_slots:
             del self.rows[slot]
         for new in plan.new:
             assert new.slot not in self.rows

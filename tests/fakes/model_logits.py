@@ -45,8 +45,8 @@ def logits(config: EngineConfig, tokens: Tensor, parallel: Parallel) -> Tensor:
         decoder = load_model(config, stage * parallel.size + parallel.rank, parallel, CPU, experts=experts)
         shapes = [arch.layers[number].attention.kv_shape(parallel.size) for number in layers]
         caches = [
-            kernels.allocate_kv_cache(1, blocks, kv_heads, 4, head_dim, dtype, CPU, sides)[0]
-            for sides, kv_heads, head_dim in shapes
+            kernels.allocate_kv_cache(1, blocks, kv_heads, 4, head_dim, dtype, CPU, num_tensors)[0]
+            for num_tensors, kv_heads, head_dim in shapes
         ]
         hidden = decoder(hidden, batch, [LayerCache(memory) for memory in caches])
     assert hidden is not None

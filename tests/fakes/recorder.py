@@ -18,7 +18,7 @@ from quire.engine.worker.graph_recorders import Replay
 class CallAgain:
     """Replays a step by calling it. For ranks that meet in Python, which no graph would keep."""
 
-    name, runs = "CUDA graphs", False
+    name, runs_on_capture = "CUDA graphs", False
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0

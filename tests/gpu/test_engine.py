@@ -72,7 +72,9 @@ def test_tokens_are_those_of_transformers(family: str, folders: Callable[[str], 
     ids=str,
 )
 @pytest.mark.parametrize("family", ["Llama", "Gemma 3", "Mixtral"])
-def test_how_steps_run_does_not_show(family: str, changes: dict[str, Any], folders: Callable[[str], Path]) -> None:
+def test_execution_mode_does_not_change_tokens(
+    family: str, changes: dict[str, Any], folders: Callable[[str], Path]
+) -> None:
     assert serve(folders(family), **changes) == serve(folders(family))
 
 
@@ -99,7 +101,7 @@ def test_two_ranks_on_one_gpu_give_the_tokens_of_one(
     assert [result.outputs[0].token_ids for result in results] == serve(folders("Llama"))
 
 
-def test_half_precision_serves(folders: Callable[[str], Path]) -> None:
+def test_half_precision_generates(folders: Callable[[str], Path]) -> None:
     for dtype in ("bfloat16", "float16"):
         tokens = serve(folders("Llama"), dtype=dtype)
         assert [len(each) for each in tokens] == [COUNT] * len(PROMPTS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import backends, reference
-from quire.kernels.backends import AttentionLayer, AttentionNeeds
+from quire.kernels.backends import AttentionConfig, AttentionLayer
 from quire.kernels.flashinfer import FlashInfer
 from tests.gpu.conftest import DEVICE, TYPES
 from tests.integration.kernels import test_attention, test_sampling
@@ -24,8 +24,8 @@ KINDS = [
     AttentionLayer(14, 2, 64, 0.125),
     AttentionLayer(16, 8, 256, 0.0625, window=128, softcap=50.0),
     AttentionLayer(64, 8, 64, 0.125, window=128, has_sinks=True),
-    AttentionLayer(32, 32, 80, 0.1, has_slopes=True),
-    AttentionLayer(16, 1, 576, 0.07, is_latent=True),
+    AttentionLayer(32, 32, 80, 0.1, has_alibi=True),
+    AttentionLayer(16, 1, 576, 0.07, is_mla=True),
 ]
 MIXED = [(0, 1), (0, 170), (40, 1), (5, 3), (1500, 1), (2600, 130), (511, 1)]
 DECODES = [(length, 1) for length in (0, 15, 511, 512, 4095, 9000)]
@@ -48,7 +48,7 @@ def test_every_kernel_passes_the_check_of_a_rank(
     from quire.kernels.triton import check
 
     caplog.set_level(logging.WARNING)
-    passing, problems = check.passing(device, dtype, AttentionNeeds(tuple(KINDS), 16, dtype))
+    passing, problems = check.passing(device, dtype, AttentionConfig(tuple(KINDS), 16, dtype))
     assert not problems
     assert set(vars(passing)) == set(triton.__all__)
     assert not caplog.text
@@ -106,7 +106,7 @@ def test_paged_attention(
 ) -> None:
     if DEVICE.type == "cpu":  # the interpreter is slow
         requests = [(min(length, 600), min(count, 20)) for length, count in requests]
-    case = backends._case(device, dtype, AttentionNeeds((kind,), 16, cache_dtype or dtype), kind, requests)
+    case = backends._case(device, dtype, AttentionConfig((kind,), 16, cache_dtype or dtype), kind, requests)
     close(backends._run(case, kernels.paged_attention), backends._run(case, reference.paged_attention), dtype)
 
 
@@ -177,23 +177,23 @@ def test_flashinfer(
             backends.choose(
                 torch.device("cuda"),
                 dtype,
-                AttentionNeeds((kind,), 16, dtype, "flashinfer"),
+                AttentionConfig((kind,), 16, dtype, "flashinfer"),
                 reference.paged_attention,
             )
         return
-    needs = AttentionNeeds((kind,), 16, dtype)
+    config = AttentionConfig((kind,), 16, dtype)
     for _ in range(2):
-        assert found.compare(backends._case(device, dtype, needs, kind, requests)) == ""
+        assert found.compare(backends._case(device, dtype, config, kind, requests)) == ""
 
 
 def test_flashinfer_does_not_wait_for_the_device(device: torch.device) -> None:
     if device.type == "cpu" or importlib.util.find_spec("flashinfer") is None:
         pytest.skip("FlashInfer and a GPU are needed")
     kind, dtype = KINDS[0], torch.bfloat16
-    found, needs = FlashInfer(device), AttentionNeeds(tuple(KINDS[:1]), 16, torch.bfloat16)
+    found, config = FlashInfer(device), AttentionConfig(tuple(KINDS[:1]), 16, torch.bfloat16)
     for requests in (MIXED, DECODES):
-        found.compare(backends._case(device, dtype, needs, kind, requests))  # compiled, and the wrappers made
-        case = backends._case(device, dtype, needs, kind, requests)
+        found.compare(backends._case(device, dtype, config, kind, requests))  # compiled, and the wrappers made
+        case = backends._case(device, dtype, config, kind, requests)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

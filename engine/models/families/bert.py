@@ -34,7 +34,7 @@ def _bert(name: str, config: Config, **changes: Any) -> EncoderSpec:
         attention_norm=None,
         attention_post_norm=norm,
         feed_forward=MLPSpec(
-            size=int(config["intermediate_size"]),
+            intermediate_size=int(config["intermediate_size"]),
             activation=activation(config.get("hidden_act", "gelu")),
             is_gated=False,
             bias=True,
@@ -121,7 +121,7 @@ def _family(architecture: Callable[[str, Config], EncoderSpec], names: Mapping[s
         architecture,
         {module: prefix + name for module, name in names.items()},
         prefix=prefix,
-        unused=(*_BESIDE, *(prefix + name for name in _BESIDE)),
+        ignored_prefixes=(*_BESIDE, *(prefix + name for name in _BESIDE)),
     )
 
 

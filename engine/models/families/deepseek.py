@@ -31,10 +31,10 @@ def _deepseek(name: str, config: Config) -> ModelSpec:
         scale *= yarn_temperature(rope_spec.factor, float(scaling["mscale_all_dim"])) ** 2
     attention = MLASpec(
         num_heads=int(config["num_attention_heads"]),
-        query_latent_dim=None if config["q_lora_rank"] is None else int(config["q_lora_rank"]),
-        latent_dim=int(config["kv_lora_rank"]),
-        plain_dim=int(config["qk_nope_head_dim"]),
-        value_dim=int(config["v_head_dim"]),
+        q_lora_rank=None if config["q_lora_rank"] is None else int(config["q_lora_rank"]),
+        kv_lora_rank=int(config["kv_lora_rank"]),
+        qk_nope_head_dim=int(config["qk_nope_head_dim"]),
+        v_head_dim=int(config["v_head_dim"]),
         scale=scale,
         rope=rope_spec,
         norm=replace(norm, eps=1e-6),  # the latents' norm, independent of the model's eps
@@ -65,13 +65,13 @@ def _softmax_experts(config: Config) -> MoESpec:
     return MoESpec(
         num_experts=int(config["n_routed_experts"]),
         top_k=int(config["num_experts_per_tok"]),
-        size=size,
+        intermediate_size=size,
         activation=activation(config.get("hidden_act", "silu")),
         renormalize=False,
         scale=float(config["routed_scaling_factor"]),
         groups=int(config["n_group"]) if grouped else 1,
         top_groups=int(config["topk_group"]) if grouped else 1,
-        shared=feed_forward(config, size=size * shared, bias=False) if shared else None,
+        shared=feed_forward(config, intermediate_size=size * shared, bias=False) if shared else None,
     )
 
 
@@ -87,7 +87,7 @@ _NAMES = NAMES_BY_EXPERT | {
 
 def _names(arch: ModelSpec) -> dict[str, str]:
     attention = arch.layers[0].attention
-    is_direct = isinstance(attention, MLASpec) and attention.query_latent_dim is None
+    is_direct = isinstance(attention, MLASpec) and attention.q_lora_rank is None
     return {**_NAMES, "layers.attention.query": f"model.layers.{{layer}}.self_attn.q_{'' if is_direct else 'b_'}proj"}
 
 
@@ -122,6 +122,6 @@ FAMILIES = {
             "num_experts_per_tok": 8,
             "norm_topk_prob": True,
         },
-        behind_layers="multi-token prediction",
+        after_layers="multi-token prediction",
     ),
 }

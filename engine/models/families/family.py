@@ -39,11 +39,11 @@ class Family:
     """Whether a module's matrices are stored as `[in, out]`."""
     rows: Callable[[LayerSpec, str, str], Runs | None] = lambda layer, module, part: None
     """For a layer, a module and its part: the rows of the part in the checkpoint's tensor. None: in order."""
-    unused: tuple[str, ...] = ()
+    ignored_prefixes: tuple[str, ...] = ()
     """Prefixes of tensors that are not part of the model and are ignored without a warning."""
-    leftovers: str = r"rotary_emb\.inv_freq$"
+    ignored_pattern: str = r"rotary_emb\.inv_freq$"
     """A pattern of names in old checkpoints that are not needed."""
-    behind_layers: str = ""
+    after_layers: str = ""
     """What extra layers after the last one are, in checkpoints that have some; they are not supported."""
 
     def names_of(self, arch: ModelSpec) -> Mapping[str, str]:
@@ -119,7 +119,7 @@ def feed_forward(config: Config, **changes: Any) -> MLPSpec:
     """A feed-forward with the usual names in config.json."""
     return MLPSpec(
         **{
-            "size": int(config["intermediate_size"]),
+            "intermediate_size": int(config["intermediate_size"]),
             "activation": activation(config.get("hidden_act", "silu")),
             "bias": bool(config.get("mlp_bias", False)),
             **changes,

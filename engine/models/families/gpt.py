@@ -260,7 +260,7 @@ FAMILIES = {
         },
         prefix="transformer.",
         is_transposed=_is_conv1d,
-        leftovers=_MASKS,
+        ignored_pattern=_MASKS,
     ),
     "OPTForCausalLM": Family(
         _opt,
@@ -279,7 +279,7 @@ FAMILIES = {
         },
         prefix="gpt_neox.",
         rows=grouped_rows,
-        leftovers=_MASKS,
+        ignored_pattern=_MASKS,
     ),
     "FalconForCausalLM": Family(
         _falcon,

@@ -41,7 +41,7 @@ def _mixtral(name: str, config: Config) -> ModelSpec:
     experts = MoESpec(
         num_experts=int(config["num_local_experts"]),
         top_k=int(config["num_experts_per_tok"]),
-        size=int(config["intermediate_size"]),
+        intermediate_size=int(config["intermediate_size"]),
         activation=activation(config.get("hidden_act", "silu")),
         renormalize=True,
     )
@@ -61,11 +61,13 @@ def _qwen_moe(name: str, config: Config) -> ModelSpec:
     """Qwen2 has a shared expert with a gate; in both families some layers may be dense."""
     norm, rope_spec, is_second = rms_norm(config), rope(config, head_dim(config)), name.startswith("Qwen2")
     dense = feed_forward(config)
-    shared = feed_forward(config, size=int(config["shared_expert_intermediate_size"])) if is_second else None
+    shared = (
+        feed_forward(config, intermediate_size=int(config["shared_expert_intermediate_size"])) if is_second else None
+    )
     experts = MoESpec(
         num_experts=int(config.get("num_local_experts") or config["num_experts"]),
         top_k=int(config["num_experts_per_tok"]),
-        size=int(config["moe_intermediate_size"]),
+        intermediate_size=int(config["moe_intermediate_size"]),
         activation=activation(config.get("hidden_act", "silu")),
         renormalize=bool(config["norm_topk_prob"]),
         shared=shared,
@@ -94,7 +96,7 @@ def _granite_moe(name: str, config: Config) -> ModelSpec:
         feed_forward=MoESpec(
             num_experts=int(config["num_local_experts"]),
             top_k=int(config["num_experts_per_tok"]),
-            size=int(config["intermediate_size"]),
+            intermediate_size=int(config["intermediate_size"]),
             activation=activation(config.get("hidden_act", "silu")),
             scoring="topk_softmax",
         ),
@@ -145,7 +147,7 @@ def sigmoid_experts(config: Config) -> MoESpec:
     return MoESpec(
         num_experts=int(config["n_routed_experts"]),
         top_k=int(config["num_experts_per_tok"]),
-        size=size,
+        intermediate_size=size,
         activation=activation(config.get("hidden_act", "silu")),
         scoring="sigmoid",
         renormalize=bool(config["norm_topk_prob"]),
@@ -154,7 +156,7 @@ def sigmoid_experts(config: Config) -> MoESpec:
         top_groups=int(config.get("topk_group") or 1),
         group_score="top2_sum",
         correction_bias=True,
-        shared=feed_forward(config, size=size * shared, bias=False) if shared else None,
+        shared=feed_forward(config, intermediate_size=size * shared, bias=False) if shared else None,
     )
 
 
@@ -180,7 +182,7 @@ def _gpt_oss(name: str, config: Config) -> ModelSpec:
     experts = MoESpec(
         num_experts=int(config["num_local_experts"]),
         top_k=int(config["num_experts_per_tok"]),
-        size=int(config["intermediate_size"]),
+        intermediate_size=int(config["intermediate_size"]),
         activation="swiglu_oai",
         scoring="topk_softmax",
         router_bias=True,
@@ -212,7 +214,7 @@ def _gpt_oss_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
     """Rows of gate and up alternate."""
     if module != "layers.feed_forward.experts.gate_up" or not isinstance(layer.feed_forward, MoESpec):
         return None
-    return [range(("gate", "up").index(part), 2 * layer.feed_forward.size, 2)]
+    return [range(("gate", "up").index(part), 2 * layer.feed_forward.intermediate_size, 2)]
 
 
 _QWEN = {
@@ -272,7 +274,7 @@ FAMILIES = {
             "routed_scaling_factor": 1.0,
             "n_shared_experts": 1,
         },
-        behind_layers="multi-token prediction",
+        after_layers="multi-token prediction",
     ),
     "GptOssForCausalLM": Family(
         _gpt_oss,

@@ -171,7 +171,7 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
                     softcap=call.settings.softcap,
                     has_sinks=call.has_sinks,
                 ),
-                feed_forward=MLPSpec(size=sizes.widest * tp),
+                feed_forward=MLPSpec(intermediate_size=sizes.widest * tp),
                 linears=tuple(sizes.linears[layer]) if is_first_call else (),
                 others=sizes.others[layer] if is_first_call else 0,
             )

@@ -138,7 +138,7 @@ def test_two_ranks_of_a_second_family_run_where_there_is_time(tmp_path: Path, mo
         assert [record.kind for record in tokens.ranks(lab)] == kinds
 
 
-def test_other_tokens_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_tokens_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = module("gpu.tokens")
     generate = tokens.checkpoints.generate
     monkeypatch.setattr(tokens.checkpoints, "generate", lambda *args: [[*one[:2], -1, -1] for one in generate(*args)])

@@ -133,7 +133,7 @@ def run_all() -> None:
             )
         query = torch.zeros(9, 128, 576, dtype=dtype)
         for of_cache in (dtype, *LARGEST):
-            side = allocate_kv_cache(1, 64, 1, 16, 576, of_cache, query.device, sides=1)[0]
+            side = allocate_kv_cache(1, 64, 1, 16, 576, of_cache, query.device, num_tensors=1)[0]
             platform.paged_attention(query, side.expand(2, -1, -1, -1, -1), table, lengths, starts, 0.1)
         weights, ids = torch.ones(4, 2), torch.zeros(4, 2, dtype=torch.int64)
         matrices = torch.zeros(8, 256, 4096, dtype=dtype), torch.zeros(8, 4096, 128, dtype=dtype)

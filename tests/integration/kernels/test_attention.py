@@ -145,7 +145,7 @@ def test_half_precision_rounds_only_inputs_and_output(dtype: torch.dtype) -> Non
     torch.testing.assert_close(half.run(), exact.run().to(dtype))
 
 
-def test_what_lies_behind_a_sequence_cannot_reach_it() -> None:
+def test_memory_after_a_sequence_is_not_read() -> None:
     """Stale slots of its last block, and the blocks of others that pad its table, hold NaN and infinity."""
     case = build([(0, 3), (37, 1), (5, 2)], 4, 2, 8, 16)
     whole = case.run()
@@ -231,7 +231,7 @@ def test_options_hold_for_any_batch(
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 64), (10, 24)])
 @pytest.mark.parametrize("window", [1, 16, 17, 300])
-def test_what_lies_behind_the_window_is_not_read(dtype: torch.dtype, heads: int, head_dim: int, window: int) -> None:
+def test_keys_outside_the_window_are_not_read(dtype: torch.dtype, heads: int, head_dim: int, window: int) -> None:
     """Blocks that no query of a request sees any more belong to others: their entries name a block of NaN."""
     requests = [(700, 1), (37, 1), (330, 40), (0, 5), (64, 2), (2300, 1)]
     case = build(requests, heads, 2, head_dim, 16, window=window)

@@ -276,7 +276,7 @@ def test_int8_tiles_are_the_int8_linears(size: int, hidden: int, dtype: torch.dt
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-def test_a_token_is_the_same_in_any_company_and_by_any_threads(kind: str, implementation: str) -> None:
+def test_output_of_a_token_does_not_depend_on_batch_or_threads(kind: str, implementation: str) -> None:
     if implementation == "reference":
         pytest.skip("a property of the compiled kernels")
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32

@@ -26,14 +26,14 @@ from torch import Tensor
 from quire import kernels
 from quire.kernels import backends, dispatch, reference
 from quire.kernels import flashinfer as ours
-from quire.kernels.backends import AttentionLayer, AttentionNeeds, BackendUnavailable, HostRows
+from quire.kernels.backends import AttentionConfig, AttentionLayer, BackendUnavailable, HostMetadata
 from quire.kernels.flashinfer import FlashInfer
 from tests.fakes import flashinfer as fake
 from tests.integration.kernels import test_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LAYER = AttentionLayer(heads=4, kv_heads=2, head_dim=64, scale=0.125)
-NEEDS = AttentionNeeds((LAYER,), 16, torch.float16)
+NEEDS = AttentionConfig((LAYER,), 16, torch.float16)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -55,8 +55,8 @@ def _fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fake.plans.clear()
 
 
-def host_of(case: test_attention.Case) -> HostRows:
-    return HostRows(np.array(case.counts), np.array(case.lengths), {})
+def host_of(case: test_attention.Case) -> HostMetadata:
+    return HostMetadata(np.array(case.counts), np.array(case.lengths), {})
 
 
 def halved(case: test_attention.Case) -> test_attention.Case:
@@ -105,7 +105,7 @@ def test_what_it_lacks_is_left_to_others() -> None:
 
         torch.testing.assert_close(each.run(with_host), each.run(reference.paged_attention))
     case.run()  # a step that is cut in two: nothing is known on the host
-    bounds = HostRows(host.counts, host.lengths + 100)  # a CUDA graph's
+    bounds = HostMetadata(host.counts, host.lengths + 100)  # a CUDA graph's
     case.run(lambda *args, **options: kernels.paged_attention(*args, host=bounds, **options))
     assert not fake.plans
     for backend.handles_prefill, plans in ((False, []), (True, ["prompts"])):
@@ -122,7 +122,7 @@ def test_steps_ahead_and_groups_of_layers_have_plans_of_their_own() -> None:
         for _ in range(2):
             for each in (case, other):
 
-                def with_host(*args: Any, host: HostRows = host, **options: Any) -> Any:
+                def with_host(*args: Any, host: HostMetadata = host, **options: Any) -> Any:
                     return backend(*args, host=host, **options)
 
                 torch.testing.assert_close(each.run(with_host), each.run(reference.paged_attention))
@@ -159,7 +159,7 @@ def test_a_plan_that_is_still_being_sent_is_not_written_over() -> None:
     assert launch() in used
 
 
-def test_a_step_that_cannot_be_planned_is_served_by_others(
+def test_a_step_that_cannot_be_planned_uses_another_backend(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def overflows(*_: Any, **__: Any) -> None:
@@ -175,9 +175,9 @@ def test_a_step_that_cannot_be_planned_is_served_by_others(
     assert caplog.text.count("Buffer overflow") == 1
 
 
-def choose(needs: AttentionNeeds, dtype: torch.dtype = torch.float16, problem: str = "") -> FlashInfer | None:
+def choose(config: AttentionConfig, dtype: torch.dtype = torch.float16, problem: str = "") -> FlashInfer | None:
     """As on a GPU."""
-    return backends._with_flashinfer(CPU, dtype, needs, reference.paged_attention, problem)
+    return backends._with_flashinfer(CPU, dtype, config, reference.paged_attention, problem)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_requested_backend_is_used_where_supported_and_the_log_names_the_rest(
 ) -> None:
     caplog.set_level(logging.INFO)
     layers = (LAYER, AttentionLayer(4, 2, 64, 0.1, window=9, has_sinks=True), AttentionLayer(4, 2, 80, 0.1))
-    found = choose(AttentionNeeds(layers, 16, torch.float16, "flashinfer"))
+    found = choose(AttentionConfig(layers, 16, torch.float16, "flashinfer"))
     assert found is not None
     assert found.handles_prefill
     assert found.handles_decode
@@ -219,8 +219,8 @@ def test_a_requested_backend_is_used_where_supported_and_the_log_names_the_rest(
 @pytest.mark.parametrize(
     ("layer", "dtypes", "reason"),
     [
-        (AttentionLayer(4, 1, 576, 0.1, is_latent=True), (torch.float16,) * 2, "latent attention"),
-        (AttentionLayer(4, 2, 64, 0.1, has_slopes=True), (torch.float16,) * 2, "ALiBi"),
+        (AttentionLayer(4, 1, 576, 0.1, is_mla=True), (torch.float16,) * 2, "latent attention"),
+        (AttentionLayer(4, 2, 64, 0.1, has_alibi=True), (torch.float16,) * 2, "ALiBi"),
         (LAYER, (torch.float32,) * 2, "float32"),
         (LAYER, (torch.bfloat16, torch.int8), "a cache of int8"),
     ],
@@ -228,9 +228,9 @@ def test_a_requested_backend_is_used_where_supported_and_the_log_names_the_rest(
 def test_a_requested_backend_that_supports_no_layer_is_refused(
     layer: AttentionLayer, dtypes: tuple[torch.dtype, torch.dtype], reason: str
 ) -> None:
-    needs = AttentionNeeds((layer,), 16, dtypes[1], "flashinfer")
+    config = AttentionConfig((layer,), 16, dtypes[1], "flashinfer")
     with pytest.raises(BackendUnavailable, match=f"--attention-backend flashinfer: {reason} not supported; use triton"):
-        backends.choose(CUDA, dtypes[0], needs, reference.paged_attention)
+        backends.choose(CUDA, dtypes[0], config, reference.paged_attention)
 
 
 def test_a_backend_that_computes_something_else_is_not_used(
@@ -275,14 +275,14 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch, caplog: py
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     assert backends.choose(CUDA, torch.float16, NEEDS, reference.paged_attention) is None
     assert "attention on cuda: triton (flashinfer is not used: cannot be imported" in caplog.text
-    named = AttentionNeeds((LAYER,), 16, torch.float16, "flashinfer")
+    named = AttentionConfig((LAYER,), 16, torch.float16, "flashinfer")
     with pytest.raises(BackendUnavailable, match=r"pip install 'quire\[flashinfer\]'; use triton or omit the flag"):
         backends.choose(CUDA, torch.float16, named, reference.paged_attention)
 
 
 def test_triton_by_name_must_work(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    named = AttentionNeeds((LAYER,), backend="triton")
+    named = AttentionConfig((LAYER,), backend="triton")
     assert backends.choose(CUDA, torch.float16, named, reference.paged_attention) is None
     assert "attention on cuda: triton, as requested" in caplog.text
     with pytest.raises(BackendUnavailable, match="the kernel does not work on cuda: wrong PTX; use auto or reference"):
@@ -300,12 +300,12 @@ def test_prepare_chooses_for_the_cpu_and_raises_where_one_waits(monkeypatch: pyt
     attend = reference.paged_attention
     monkeypatch.setattr(reference, "paged_attention", counted)
     case = test_attention.build([(3, 2)], 2, 1, 8, 4)
-    kernels.prepare("cpu", torch.float32, AttentionNeeds(backend="reference"))()
+    kernels.prepare("cpu", torch.float32, AttentionConfig(backend="reference"))()
     assert torch.equal(case.run(), case.run(attend))
     assert calls == ["reference"]
     kernels.prepare("cpu")()
     assert not backends.CHOSEN
-    ready = kernels.prepare("cpu", torch.float32, AttentionNeeds(backend="triton"))
+    ready = kernels.prepare("cpu", torch.float32, AttentionConfig(backend="triton"))
     with pytest.raises(
         BackendUnavailable, match="--attention-backend triton needs a GPU; omit the flag or use reference"
     ):
@@ -332,7 +332,7 @@ def test_kernels_are_prepared_on_the_device_by_its_number(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: chosen.append((threading.current_thread().name, device))
     )
-    monkeypatch.setattr(dispatch, "_load_triton", lambda device, needs, dtype: chosen.append(("load", device)))
+    monkeypatch.setattr(dispatch, "_load_triton", lambda device, config, dtype: chosen.append(("load", device)))
     kernels.prepare("cuda")()
     assert chosen == [("prepare-kernels", torch.device("cuda", 1)), ("load", torch.device("cuda", 1))]
 

@@ -102,7 +102,9 @@ def test_gated_products_are_the_product_and_its_activation(
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_no_rows_and_the_company_of_others(quantization: kernels.Quantization | None, implementation: str) -> None:
+def test_empty_input_and_independence_of_the_batch(
+    quantization: kernels.Quantization | None, implementation: str
+) -> None:
     """A row's product is its own, whatever stands beside it: to the bit, where it is our own."""
     product = kernels.pack_linear(torch.randn(48, 704), quantization)
     x = torch.randn(240, 704) * torch.logspace(-3, 3, 240)[:, None]

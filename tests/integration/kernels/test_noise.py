@@ -59,7 +59,7 @@ def test_is_uniform_along_each_axis(axis: str) -> None:
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("lag", [1, 2, 64, 1024])
-def test_neighbours_are_independent(axis: str, lag: int) -> None:
+def test_adjacent_values_are_independent(axis: str, lag: int) -> None:
     noise = along(axis)
     cells = (noise[:-lag] * 16).long() * 16 + (noise[lag:] * 16).long()
     expected = len(cells) / 256

@@ -138,7 +138,7 @@ def test_a_replay_that_fails_lets_go_too() -> None:
     assert out.eq(1).all()
 
 
-def test_ranks_meet_in_a_replay() -> None:
+def test_collectives_run_in_a_replay() -> None:
     memory, out = torch.zeros(shared.segment_bytes(1), dtype=torch.uint8), torch.zeros(8)
     x = torch.randn(8)
     with torch.inference_mode():

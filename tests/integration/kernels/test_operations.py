@@ -78,7 +78,7 @@ def turns(tokens: int, rotary_dim: int) -> Tensor:
 @pytest.mark.parametrize(
     ("head_dim", "rotary_dim"), [(2, 2), (6, 6), (64, 64), (64, 32), (80, 20), (128, 78), (7, 2), (5, 0), (96, 0)]
 )
-def test_rotary_turns_pairs_as_complex_numbers(head_dim: int, rotary_dim: int) -> None:
+def test_rotary_rotates_pairs_as_complex_numbers(head_dim: int, rotary_dim: int) -> None:
     cache = kernels.allocate_kv_cache(1, 2, 2, 3, head_dim, torch.float32, torch.device("cpu"))[0]
     query, key, value = torch.randn(5, 4, head_dim), torch.randn(5, 2, head_dim), torch.randn(5, 2, head_dim)
     rotations = turns(5, rotary_dim)
@@ -143,8 +143,7 @@ def test_a_token_without_a_slot_is_not_stored(slots: list[int], of_cache: torch.
         assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
         caches.append(cache)
     before, after = (
-        QuantizedRows.of(x).numbers.view(torch.uint8) if of_cache in LARGEST else x
-        for x in (as_cache(start), caches[1])
+        QuantizedRows.of(x).values.view(torch.uint8) if of_cache in LARGEST else x for x in (as_cache(start), caches[1])
     )
     changed = (before != after).any(-1).any(0).any(1).flatten().nonzero().flatten().tolist()
     assert changed == sorted(slot for slot in slots if slot >= 0)
@@ -152,7 +151,7 @@ def test_a_token_without_a_slot_is_not_stored(slots: list[int], of_cache: torch.
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *LARGEST])
 def test_keys_that_are_values_are_stored_once_and_read_again(dtype: torch.dtype) -> None:
-    cache = kernels.allocate_kv_cache(1, 5, 1, 4, 20, dtype, torch.device("cpu"), sides=1)[0]
+    cache = kernels.allocate_kv_cache(1, 5, 1, 4, 20, dtype, torch.device("cpu"), num_tensors=1)[0]
     query, key, turns = torch.randn(7, 3, 12), torch.randn(7, 1, 20), torch.randn(7, 8)
     table = torch.tensor([3, 1])
     slots = table.repeat_interleave(4)[:7] * 4 + torch.arange(7) % 4

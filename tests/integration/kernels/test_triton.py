@@ -205,7 +205,7 @@ def test_attention_does_not_depend_on_the_batch() -> None:
         first += count
 
 
-def test_attention_does_not_meet_what_lies_behind() -> None:
+def test_attention_does_not_read_after_a_sequence() -> None:
     case = test_attention.build([(0, 3), (37, 1), (5, 2)], 4, 2, 8, 16)
     whole, poisoned = case.run(), case.cache.clone()
     used = torch.zeros(poisoned.shape[1], poisoned.shape[3], dtype=torch.bool)
@@ -342,8 +342,8 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
     from quire.kernels.triton import check
 
     names = set(platform.__all__)
-    needs = kernels.AttentionNeeds((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
-    whole, problems = check.passing(torch.device("cpu"), torch.float32, needs)
+    config = kernels.AttentionConfig((kernels.AttentionLayer(6, 2, 24, 0.2, window=9, softcap=5.0, has_sinks=True),))
+    whole, problems = check.passing(torch.device("cpu"), torch.float32, config)
     assert set(vars(whole)) == names
     assert not problems
 
@@ -355,7 +355,7 @@ def test_the_check_passes_what_is_right_and_names_what_is_not(
 
     monkeypatch.setattr(platform, "act_mul", wrong)
     monkeypatch.setattr(platform, "rms_norm", broken)
-    passing, problems = check.passing(torch.device("cpu"), torch.float32, needs)
+    passing, problems = check.passing(torch.device("cpu"), torch.float32, config)
     assert set(vars(passing)) == names - {"act_mul", "rms_norm"}
     assert set(problems) == {"act_mul", "rms_norm"}
     assert "act_mul is not used on cpu" in caplog.text

@@ -178,7 +178,7 @@ def test_errors_reach_the_caller_and_the_engine_goes_on(llm: LLM) -> None:
         llm.generate(["a<hang>", "a<die>"])
 
 
-def test_what_cannot_be_served_is_said_at_once(model_folder: Path, core_mode: Callable[[str], None]) -> None:
+def test_unsupported_models_are_rejected_at_once(model_folder: Path, core_mode: Callable[[str], None]) -> None:
     with pytest.raises(ConfigError, match="does not divide"):
         LLM(str(model_folder), load_format="dummy", device="cpu", tensor_parallel_size=3)
     with pytest.raises(TypeError, match="no_such_option"):

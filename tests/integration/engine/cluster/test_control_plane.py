@@ -178,7 +178,7 @@ def test_a_follower_can_be_refused(two: Host) -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "rank 1 was killed by SIGKILL"])
-def test_the_end_is_told(two: Host, reason: str) -> None:
+def test_closing_sends_the_reason(two: Host, reason: str) -> None:
     follower = two.join(1)
     two.leader.send(1, b"last")
     two.leader.close(reason)

@@ -78,12 +78,12 @@ def test_a_stage_on_several_nodes_is_warned_of(
     assert "stage 1 of tensor parallel 2 is on several nodes" in caplog.text
 
 
-def test_what_the_cluster_lacks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cluster_resources_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, 'print(\'{"error": "too few"}\')')
     assert refusal() == "too few"
 
 
-def test_a_wrong_token_is_told_as_soon_as_ray_logs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_token_is_reported_as_soon_as_ray_logs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, "print('RPC error: InvalidAuthToken: no', file=sys.stderr, flush=True); time.sleep(60)")
     begun = time.monotonic()
     assert "does not accept this process's token; give every node and this process the same" in refusal()
@@ -111,7 +111,7 @@ def test_a_cluster_that_does_not_answer_is_not_waited_for(
     assert time.monotonic() - begun < 20
 
 
-def test_an_address_where_nobody_listens_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_without_a_listener_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
@@ -164,6 +164,6 @@ def test_auto_goes_on_without_a_cluster_that_is_gone(
     assert "Ray is not used: no Ray cluster" in caplog.text
 
 
-def test_a_child_that_fails_after_it_has_joined_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_fails_after_connecting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, "print('quire: connected', flush=True); sys.exit('KeyError: 5')")
     assert "could not be asked: KeyError: 5" in refusal()

@@ -208,7 +208,7 @@ def test_tokens_are_those_of_one_rank(
 ) -> None:
     """Uneven loads, a replica without any, and a sleep before each."""
     case = cases[model]
-    experts = ExpertParallelConfig(placement=placement, all2all=all2all, split_tokens=split)
+    experts = ExpertParallelConfig(placement=placement, all2all_backend=all2all, dbo_token_threshold=split)
     with replicas(config_of(case, tp, pp), tmp_path, 2, experts) as them:
         for replica_of in ([0] * 5, [1] * 5, [0, 1, 0, 0, 1]):
             assert them.tokens(replica_of, case.prompts) == case.expected
@@ -234,7 +234,7 @@ def test_tokens_stay_while_experts_move(
     decode = _decode
     monkeypatch.setattr(sys.modules[__name__], "_decode", noted)
     case = cases[model]
-    experts = ExpertParallelConfig(all2all=all2all, is_balanced=True, redundant=4, step_interval=3)
+    experts = ExpertParallelConfig(all2all_backend=all2all, enable_eplb=True, num_redundant_experts=4, step_interval=3)
     with replicas(config_of(case, 2, 1), tmp_path, 2, experts) as them:
         begun = time.monotonic()
         while not any(load in loads[1] for load in loads[0]) and time.monotonic() - begun < 60.0:

@@ -158,7 +158,7 @@ def test_running_ahead_changes_nothing(cases: dict[str, Case], tp: int) -> None:
         assert ranks.stats.preemptions > 0
 
 
-def test_seeded_sampling_does_not_depend_on_the_company(cases: dict[str, Case]) -> None:
+def test_seeded_sampling_does_not_depend_on_the_batch(cases: dict[str, Case]) -> None:
     case = cases["demo"]
     sampled = SamplingParams(temperature=1.0, top_p=0.95, top_k=50, seed=1234, max_tokens=COUNT, ignore_eos=True)
     mine = (case.prompts[3], sampled)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config.options import CacheGroup, EngineConfig, EngineOptions
+from quire.engine.config.options import EngineConfig, EngineOptions, KVCacheGroup
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.messages import SamplingParams
 from tests.fakes.checkpoints import generate, write_checkpoint
@@ -52,7 +52,7 @@ def configure(folder: Path, tp: int, pp: int, groups: int) -> EngineConfig:
         )
     )
     layers = [tuple(tuple(stage[at::groups]) for stage in config.parallel.stages) for at in range(groups)]
-    cut = tuple(CacheGroup(window=WINDOW, layers=of_stages) for of_stages in layers)
+    cut = tuple(KVCacheGroup(window=WINDOW, layers=of_stages) for of_stages in layers)
     return replace(config, cache=replace(config.cache, groups=cut))
 
 
@@ -64,7 +64,7 @@ def test_tokens_equal_transformers(
     requests = [(prompt, SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)) for prompt in prompts]
     with Ranks(config) as ranks:
         for budget in (5, 64):
-            tight = config.cache.most_blocks(256, budget) + 2
+            tight = config.cache.max_blocks(256, budget) + 2
             for num_blocks in (None, tight):
                 tokens = ranks.tokens(requests, max_num_batched_tokens=budget, num_blocks=num_blocks)
                 assert tokens == expected

@@ -199,7 +199,7 @@ def test_it_does_not_depend_on_ranks_or_stages(
         {"enable_prefix_caching": False, "num_blocks": 36},
     ],
 )
-def test_it_does_not_depend_on_the_company(
+def test_output_does_not_depend_on_the_batch(
     ranks: Ranks, mixed: tuple[list[SamplingParams], list[list[int]]], settings: dict[str, Any]
 ) -> None:
     params, expected = mixed

@@ -42,7 +42,7 @@ def test_ranks_share_memory_where_all_reach_each_other() -> None:
     )
 
 
-def test_sizes_are_told_in_runs() -> None:
+def test_algorithms_are_described_by_ranges_of_sizes() -> None:
     one, two = AllReduceAlgorithm("one-shot", lambda x: x), AllReduceAlgorithm("two-shot", lambda x: x)
     assert SIZES[-1] == MAX_BYTES
     assert describe_algorithms([one] * 3 + [two] * (len(SIZES) - 3)) == (
@@ -175,7 +175,7 @@ def types(tp: CudaParallel, site: Site) -> dict[str, set[str | None]]:
     return {str(dtype): {name(algorithm) for algorithm in algorithms} for dtype, algorithms in tp.table.items()}
 
 
-def test_a_sum_goes_the_way_that_was_fastest_for_its_size(tmp_path: Path) -> None:
+def test_all_reduce_uses_the_fastest_algorithm_for_its_size(tmp_path: Path) -> None:
     first, second, said = on_ranks(tmp_path, ways_by_size)
     one, two = "one-shot", "two-shot"
     assert first == second == [one, one, one, two, two, None, None, None, None, None]
@@ -185,17 +185,17 @@ def test_a_sum_goes_the_way_that_was_fastest_for_its_size(tmp_path: Path) -> Non
     )
 
 
-def test_sums_and_gathers_are_right_whichever_way_they_go(tmp_path: Path) -> None:
+def test_all_reduce_and_all_gather_are_correct_with_every_algorithm(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, sums)[0] == [["one-shot"] * 3, []]
 
 
-def test_a_way_that_one_rank_finds_wrong_is_taken_by_none(tmp_path: Path) -> None:
+def test_an_algorithm_that_fails_on_one_rank_is_used_by_none(tmp_path: Path) -> None:
     first, second, said = on_ranks(tmp_path, types, {}, {"wrong": "one-shot"})
     assert first == second == {f"torch.{name}": {"two-shot", None} for name in ("bfloat16", "float16", "float32")}
     assert said[0].startswith("one-shot all-reduces of bfloat16 are not used: rank 1: Tensor-likes are not close!")
 
 
-def test_a_type_that_a_way_refuses_goes_another(tmp_path: Path) -> None:
+def test_an_unsupported_dtype_uses_another_algorithm(tmp_path: Path) -> None:
     first, second, said = on_ranks(tmp_path, types, *[{"refuses": "one-shot"}] * 2)
     assert first == second
     assert first["torch.float16"] == {"two-shot", None}
@@ -210,7 +210,9 @@ def test_a_type_that_a_way_refuses_goes_another(tmp_path: Path) -> None:
         (({"apart": True}, {"apart": True}), "the ranks are not all on one host"),
     ],
 )
-def test_where_a_rank_cannot_nccl_serves_all(options: tuple[dict[str, Any], ...], reason: str, tmp_path: Path) -> None:
+def test_nccl_is_used_if_one_rank_has_no_symmetric_memory(
+    options: tuple[dict[str, Any], ...], reason: str, tmp_path: Path
+) -> None:
     first, second, said = on_ranks(tmp_path, types, *options)
     assert first == second == {}
     assert said == [f"all-reduces of a stage: only NCCL, since {reason}"]

@@ -18,7 +18,7 @@ from tests.integration.engine.distributed.test_parallel_state import CPU, grid
 
 
 def coupled(dp: int, tp: int, pp: int, replica: int, all2all: Any = "all_to_all") -> ParallelConfig:
-    experts = ExpertParallelConfig(all2all=all2all)
+    experts = ExpertParallelConfig(all2all_backend=all2all)
     return replace(grid(tp, pp), replicas=dp, replica=replica, local_replicas=range(dp), experts=experts)
 
 
@@ -40,7 +40,7 @@ def check_rows(peers: ExpertCommunicator, name: int) -> None:
     expected = [row for sender in everyone for row in rows(sender, peers.rank)]
     for dtype in (torch.int64, torch.float32, torch.bfloat16):
         x = torch.tensor(mine, dtype=dtype).view(-1, 4)
-        first, second = peers.start(x, sent, received), peers.start(x + 1, sent, received)
+        first, second = peers.start_all_to_all(x, sent, received), peers.start_all_to_all(x + 1, sent, received)
         assert first.wait().tolist() == expected
         assert second.wait().tolist() == [[number + 1 for number in row] for row in expected]
     counts = [3 * rank for rank in everyone]  # the first has none

@@ -115,7 +115,7 @@ def test_exchanges_go_through_the_host(tmp_path: Path) -> None:
         assert found.get("hidden") == (None if first == 0 else (base + rank - 2).tolist())
 
 
-def test_the_stand_in_notices_what_gloo_sees(tmp_path: Path) -> None:
+def test_the_fake_device_detects_tensors_passed_to_gloo(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", world_size=1, rank=0)
     try:
         with SharedDevice(), pytest.raises(AssertionError, match="sees the device"):

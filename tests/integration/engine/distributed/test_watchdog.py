@@ -138,7 +138,7 @@ def test_what_ends_in_time_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> N
     assert [looks.get() for _ in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_the_trace_of_a_flight_recorder() -> None:
+def test_the_trace_of_the_flight_recorder() -> None:
     """As torch writes it for NCCL; groups that this process does not have are not known."""
     entry = {
         "record_id": 7,

@@ -193,7 +193,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
     hosts.close()
 
 
-def test_plans_go_out_results_come_back_and_the_end_is_told(hosts: Hosts) -> None:
+def test_plans_results_and_shutdown_reach_the_nodes(hosts: Hosts) -> None:
     hosts.start()
     executor, follower = hosts.executor, hosts.follower
     assert executor is not None
@@ -419,7 +419,7 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
         (ConfigError("no tensor"), NodeFailed("no tensor", is_certain=True, user_error=True)),
     ],
 )
-def test_a_node_tells_of_its_trouble_and_hears_why_all_end(
+def test_a_node_reports_its_failure_and_gets_the_root_cause(
     follows: Follows, problem: Exception, reported: NodeFailed
 ) -> None:
     for _ in range(2):
@@ -430,9 +430,7 @@ def test_a_node_tells_of_its_trouble_and_hears_why_all_end(
     assert follows.reason() == "rank 0 was killed by SIGKILL on node 0"
 
 
-def test_a_node_that_is_not_answered_ends_with_its_own_trouble(
-    follows: Follows, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_without_an_answer_ends_with_its_own_failure(follows: Follows, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_REASON_TIMEOUT", 0.2)
     follows.ranks.say(problem=RankFailed("rank 3 failed: closed", is_certain=False))
     assert follows.reason() == "rank 3 failed: closed"
@@ -448,7 +446,7 @@ def test_interfaces_follow_the_address_and_the_users_choice(hosts: Hosts, monkey
         set_interfaces(hosts.config)
 
 
-def test_node_0_is_told_of_a_node_whose_address_is_wrong(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_node_0_reports_a_node_with_a_wrong_address(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_HOST_IP", "192.0.2.9")
     leader = Leader(
         hosts.options.master_port, [1], on_lost=lambda number, text: None, on_message=lambda number, body: None
@@ -484,4 +482,4 @@ def test_devices_are_counted_on_each_host(hosts: Hosts) -> None:
         assert [replace(there, devices=(5, 3)).device_of(rank) for rank in there.ranks_of(node)] == [5, 3]
     second = replace(parallel, nodes=1, replicas=2, replica=1, local_replicas=range(2))
     assert [second.device_of(rank) for rank in range(4)] == [4, 5, 6, 7]
-    assert (parallel.ranks_here, second.ranks_here) == (2, 8)
+    assert (parallel.num_local_ranks, second.num_local_ranks) == (2, 8)

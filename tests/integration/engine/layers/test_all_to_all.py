@@ -61,13 +61,13 @@ def test_replicas_give_what_one_rank_gives(
     spec: MoESpec, counts: tuple[int, int], placement: Any, backend: Any
 ) -> None:
     """Uneven and empty ones as well, with and without shared experts."""
-    check(spec, ExpertParallelConfig(placement=placement, all2all=backend), 2, 2, counts)
+    check(spec, ExpertParallelConfig(placement=placement, all2all_backend=backend), 2, 2, counts)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 1), (1, 2), (1, 4), (2, 1), (3, 1), (4, 1), (3, 2)])
-def test_any_grid_gives_what_one_rank_gives(dp: int, tp: int, backend: Any) -> None:
-    config = ExpertParallelConfig(placement="round_robin", all2all=backend)
+def test_any_dp_and_tp_gives_what_one_rank_gives(dp: int, tp: int, backend: Any) -> None:
+    config = ExpertParallelConfig(placement="round_robin", all2all_backend=backend)
     check(EVERYTHING, config, dp, tp, [3 + 4 * replica for replica in range(dp)], is_packed=dp != 3)
 
 
@@ -75,7 +75,9 @@ def test_any_grid_gives_what_one_rank_gives(dp: int, tp: int, backend: Any) -> N
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 4), (2, 2)])
 def test_copies_change_nothing(dp: int, tp: int, placement: Any, backend: Any) -> None:
-    config = ExpertParallelConfig(placement=placement, all2all=backend, is_balanced=True, redundant=8)
+    config = ExpertParallelConfig(
+        placement=placement, all2all_backend=backend, enable_eplb=True, num_redundant_experts=8
+    )
     check(EVERYTHING, config, dp, tp, [9, 14][:dp])
 
 
@@ -83,7 +85,7 @@ def test_copies_change_nothing(dp: int, tp: int, placement: Any, backend: Any) -
 def test_experts_may_be_anywhere(backend: Any) -> None:
     """As they are once they have been moved: the tokens of one position go to one copy, wherever it is."""
     moved = ExpertPlacement(((11, 3, 0, 0), (1, 3, 2, 4), (3, 5, 6, 7), (10, 9, 8, 3)))
-    config = ExpertParallelConfig(all2all=backend, is_balanced=True, redundant=4)
+    config = ExpertParallelConfig(all2all_backend=backend, enable_eplb=True, num_redundant_experts=4)
     counts = (13, 6)
     inputs = [torch.randn(count, HIDDEN) for count in counts]
 
@@ -93,7 +95,7 @@ def test_experts_may_be_anywhere(backend: Any) -> None:
         assert isinstance(full, MixtureOfExperts)
         for mine, theirs in zip(module.experts.parameters(), full.experts.parameters(), strict=True):
             mine.data.copy_(theirs.data[list(moved.experts[group.rank])])
-        module.place(moved)
+        module.set_placement(moved)
         x = inputs[group.dp.rank]
         out: Tensor = packed(module)(x, batch(len(x), counts))
         return out
@@ -104,7 +106,7 @@ def test_experts_may_be_anywhere(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_batches_may_be_under_way(backend: Any) -> None:
+def test_two_batches_may_be_in_flight(backend: Any) -> None:
     counts = ((6, 2), (0, 9))
     micro_batches = [[torch.randn(count, HIDDEN) for count in half] for half in counts]
 
@@ -114,11 +116,11 @@ def test_two_batches_may_be_under_way(backend: Any) -> None:
         begun = []
         for inputs, tokens in zip(micro_batches, counts, strict=True):
             x = inputs[group.dp.rank]
-            begun.append(module.begin(x, batch(len(x), tokens)))
+            begun.append(module.dispatch(x, batch(len(x), tokens)))
         begun = [module.compute(each) for each in begun]
-        return [module.end(each) for each in begun]
+        return [module.combine(each) for each in begun]
 
-    for rank, results in enumerate(on_replicas(2, 2, ExpertParallelConfig(all2all=backend), run)):
+    for rank, results in enumerate(on_replicas(2, 2, ExpertParallelConfig(all2all_backend=backend), run)):
         for inputs, result in zip(micro_batches, results, strict=True):
             if len(x := inputs[rank // 2]):
                 expected = whole(EVERYTHING, x)
@@ -126,7 +128,7 @@ def test_two_batches_may_be_under_way(backend: Any) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_token_is_the_same_in_any_company(backend: Any) -> None:
+def test_output_of_a_token_does_not_depend_on_the_batch(backend: Any) -> None:
     """To the last bit: alone, or in a replica and beside one that have others."""
     x = torch.randn(12, HIDDEN)
     counts = ((1, 0), (12, 5))
@@ -138,14 +140,14 @@ def test_a_token_is_the_same_in_any_company(backend: Any) -> None:
             out.append(module(mine, batch(len(mine), tokens)))
         return out
 
-    alone, among = on_replicas(2, 2, ExpertParallelConfig(all2all=backend), run)[0]
+    alone, among = on_replicas(2, 2, ExpertParallelConfig(all2all_backend=backend), run)[0]
     assert torch.equal(alone[0], among[0])
 
 
 def test_a_token_goes_to_a_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many of its experts are there; and by all_to_all, only where they are."""
     spec = replace(TWELVE, router_bias=True)
-    config = ExpertParallelConfig(all2all="all_to_all")
+    config = ExpertParallelConfig(all2all_backend="all_to_all")
 
     def run(group: ExpertGroup) -> int:
         module = build(spec, group)
@@ -153,7 +155,7 @@ def test_a_token_goes_to_a_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
         module.router.bias.zero_()
         module.router.bias[3:7] = 1e4  # of ranks 1 and 2
         x = torch.randn(8, HIDDEN)
-        return len(module.begin(x, batch(8, (8, 8))).dispatch.received().x)
+        return len(module.dispatch(x, batch(8, (8, 8))).dispatch.received().x)
 
     assert on_replicas(2, 2, config, run) == [0, 16, 16, 0]
 
@@ -163,10 +165,10 @@ def test_half_precision_is_summed_in_float32() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         x = torch.randn(40, HIDDEN)
-        spec = replace(EVERYTHING, shared=MLPSpec(size=40))
+        spec = replace(EVERYTHING, shared=MLPSpec(intermediate_size=40))
         expected = whole(spec, x).float()
         for backend in BACKENDS:
-            config = ExpertParallelConfig(all2all=backend)
+            config = ExpertParallelConfig(all2all_backend=backend)
             for result in on_replicas(2, 2, config, lambda group: packed(build(spec, group))(x, batch(40, (40, 40)))):
                 assert result.dtype == torch.bfloat16
                 assert (result.float() - expected).norm() <= 0.02 * expected.norm()
@@ -178,7 +180,7 @@ def test_half_precision_is_summed_in_float32() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quantized_experts_are_spread_alike(backend: Any, quantization: Any) -> None:
     """Whole ones are rounded as on one rank."""
-    spec, counts = replace(TWELVE, size=32), (11, 4)
+    spec, counts = replace(TWELVE, intermediate_size=32), (11, 4)
     inputs = [torch.randn(count, HIDDEN) for count in counts]
     alone = packed(fill(MixtureOfExperts(spec, HIDDEN, Parallel())), quantization)
 
@@ -187,7 +189,7 @@ def test_quantized_experts_are_spread_alike(backend: Any, quantization: Any) -> 
         out: Tensor = packed(build(spec, group), quantization)(x, batch(len(x), counts))
         return out
 
-    results = on_replicas(2, 2, ExpertParallelConfig(all2all=backend), run)
+    results = on_replicas(2, 2, ExpertParallelConfig(all2all_backend=backend), run)
     with torch.no_grad():
         for rank, result in enumerate(results):
             expected = alone(inputs[rank // 2])
@@ -195,15 +197,15 @@ def test_quantized_experts_are_spread_alike(backend: Any, quantization: Any) -> 
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("redundant", [0, 4])
-def test_every_expert_has_a_place(placement: Any, redundant: int) -> None:
-    config = ExpertParallelConfig(placement=placement, redundant=redundant)
+@pytest.mark.parametrize("num_redundant_experts", [0, 4])
+def test_every_expert_has_a_place(placement: Any, num_redundant_experts: int) -> None:
+    config = ExpertParallelConfig(placement=placement, num_redundant_experts=num_redundant_experts)
     found = ExpertPlacement.initial(12, 4, config)
-    assert found.places == 3 + redundant // 4
+    assert found.num_local_experts == 3 + num_redundant_experts // 4
     copies = found.copies(12)
-    assert sorted(place for places in copies for place in places) == list(range(12 + redundant))
-    assert [len(places) for places in copies] == [2] * redundant + [1] * (12 - redundant)
+    assert sorted(place for places in copies for place in places) == list(range(12 + num_redundant_experts))
+    assert [len(places) for places in copies] == [2] * num_redundant_experts + [1] * (12 - num_redundant_experts)
     flat = [expert for rank in found.experts for expert in rank]
     assert all(flat[place] == expert for expert, places in enumerate(copies) for place in places)
-    if not redundant:
+    if not num_redundant_experts:
         assert found.experts[1] == ((3, 4, 5) if placement == "linear" else (1, 5, 9))

@@ -22,10 +22,10 @@ from tests.integration.engine.layers.test_sharding import check, fill
 HIDDEN, BLOCK = 24, 4
 SPEC = model_spec.MLASpec(
     num_heads=4,
-    query_latent_dim=10,
-    latent_dim=16,
-    plain_dim=6,
-    value_dim=5,
+    q_lora_rank=10,
+    kv_lora_rank=16,
+    qk_nope_head_dim=6,
+    v_head_dim=5,
     scale=0.3,
     rope=RopeSpec(theta=100.0, dim=4),
     norm=NormSpec(eps=1e-6),
@@ -54,14 +54,14 @@ def batch_of(contexts: list[int], counts: list[int]) -> tuple[Batch, Tensor]:
 
 
 def cache_of(blocks: int, dtype: torch.dtype = torch.float32, spec: model_spec.MLASpec = SPEC) -> Tensor:
-    sides, heads, numbers = spec.kv_shape(1)
-    return kernels.allocate_kv_cache(1, blocks, heads, BLOCK, numbers, dtype, torch.device("cpu"), sides)[0]
+    num_tensors, heads, head_dim = spec.kv_shape(1)
+    return kernels.allocate_kv_cache(1, blocks, heads, BLOCK, head_dim, dtype, torch.device("cpu"), num_tensors)[0]
 
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.int8, 1e-4), (torch.float8_e4m3fn, 1e-4)]
 )
-def test_both_forms_are_equal(dtype: torch.dtype, tolerance: float) -> None:
+def test_absorbed_and_plain_attention_are_equal(dtype: torch.dtype, tolerance: float) -> None:
     """Whatever the cache holds: it is read by both alike."""
     layer = fill(MLA(SPEC, HIDDEN, Parallel()))
     assert isinstance(layer, MLA)
@@ -76,7 +76,7 @@ def test_both_forms_are_equal(dtype: torch.dtype, tolerance: float) -> None:
     torch.testing.assert_close(absorbed, layer.plain(query, batch, cache), rtol=tolerance, atol=tolerance)
 
 
-def test_a_batch_takes_the_form_that_pays_for_each_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_request_uses_the_cheaper_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = fill(MLA(SPEC, HIDDEN, Parallel()))
     assert isinstance(layer, MLA)
     many = layer._plain_from
@@ -87,7 +87,7 @@ def test_a_batch_takes_the_form_that_pays_for_each_request(monkeypatch: pytest.M
     plain = MLA.plain
 
     def counted(layer: MLA, query: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-        asked.append(batch.rows().counts.tolist())
+        asked.append(batch.host_metadata().counts.tolist())
         return plain(layer, query, batch, cache)
 
     monkeypatch.setattr(MLA, "plain", counted)
@@ -113,8 +113,8 @@ def test_nothing_is_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     monkeypatch.setattr(kernels, "paged_attention", lambda query, *_, **__: torch.empty_like(query))
     query = torch.empty(len(batch.token_ids), SPEC.num_heads, SPEC.head_dim, device="meta")
-    mixed = layer._attend(query, replace(batch, host=batch.rows(), **tensors), cache)
-    assert mixed.shape == (len(query), SPEC.num_heads, SPEC.value_dim)
+    mixed = layer._attend(query, replace(batch, host=batch.host_metadata(), **tensors), cache)
+    assert mixed.shape == (len(query), SPEC.num_heads, SPEC.v_head_dim)
 
 
 class Prefill(nn.Module):
@@ -134,23 +134,25 @@ class Prefill(nn.Module):
 @pytest.mark.parametrize("latent_queries", [True, False])
 @pytest.mark.parametrize("count", [3, 60])
 def test_heads_are_cut_over_the_ranks(latent_queries: bool, count: int) -> None:
-    spec = SPEC if latent_queries else replace(SPEC, query_latent_dim=None)
+    spec = SPEC if latent_queries else replace(SPEC, q_lora_rank=None)
     check(lambda parallel: Prefill(spec, parallel), torch.randn(count, HIDDEN))
 
 
 def test_a_token_takes_576_numbers_whatever_the_heads_and_ranks() -> None:
     """DeepSeek-V3's sizes: the paper's figure."""
-    spec = replace(SPEC, num_heads=128, latent_dim=512, plain_dim=128, value_dim=128, rope=RopeSpec(theta=1e4, dim=64))
+    spec = replace(
+        SPEC, num_heads=128, kv_lora_rank=512, qk_nope_head_dim=128, v_head_dim=128, rope=RopeSpec(theta=1e4, dim=64)
+    )
     for tp in (1, 8, 128):
         assert torch.tensor(spec.kv_shape(tp)).prod() == 576
 
 
 def test_parameters_are_as_many_as_described() -> None:
-    for spec in (SPEC, replace(SPEC, query_latent_dim=None, bias=True)):
+    for spec in (SPEC, replace(SPEC, q_lora_rank=None, bias=True)):
         for size in (1, 2, 4):
 
             def count(parallel: Parallel, spec: model_spec.MLASpec = spec) -> int:
                 return sum(weight.numel() for weight in MLA(spec, HIDDEN, parallel).parameters())
 
             matrices = sum(rows * columns * number for rows, columns, number in spec.matrices(HIDDEN, size))
-            assert on_ranks(size, count) == [matrices + spec.vectors(HIDDEN, size)] * size
+            assert on_ranks(size, count) == [matrices + spec.num_other_parameters(HIDDEN, size)] * size

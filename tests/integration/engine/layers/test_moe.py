@@ -60,7 +60,7 @@ def test_an_expert_that_nobody_chooses_may_hold_anything() -> None:
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantization_leaves_router_and_gate_alone(quantization: kernels.Quantization) -> None:
-    spec = replace(EVERYTHING, size=32, shared=MLPSpec(size=64))
+    spec = replace(EVERYTHING, intermediate_size=32, shared=MLPSpec(intermediate_size=64))
     module = fill(MixtureOfExperts(spec, 64, Parallel()))
     x = torch.randn(30, 64)
     assert isinstance(module, MixtureOfExperts)
@@ -181,7 +181,7 @@ DEEPSEEK_V3 = replace(
     top_groups=2,
     group_score="top2_sum",
     correction_bias=True,
-    shared=MLPSpec(size=48),
+    shared=MLPSpec(intermediate_size=48),
 )
 FAMILIES: dict[str, tuple[Callable[[Any], nn.Module], Any, Callable[[nn.Module], Lookup], MoESpec]] = {
     "Mixtral": (
@@ -202,7 +202,7 @@ FAMILIES: dict[str, tuple[Callable[[Any], nn.Module], Any, Callable[[nn.Module],
             **SIZES, num_experts=12, moe_intermediate_size=24, shared_expert_intermediate_size=40, norm_topk_prob=False
         ),
         lambda module: stacked(module, "gate", "shared_expert"),
-        replace(TWELVE, renormalize=False, shared=MLPSpec(size=40), shared_gate=True),
+        replace(TWELVE, renormalize=False, shared=MLPSpec(intermediate_size=40), shared_gate=True),
     ),
     "GraniteMoE": (
         GraniteMoeMoE,
@@ -222,7 +222,7 @@ FAMILIES: dict[str, tuple[Callable[[Any], nn.Module], Any, Callable[[nn.Module],
         DeepseekV2Moe,
         transformers.DeepseekV2Config(**SIZES, **DEEPSEEK, topk_method="group_limited_greedy", n_group=4, topk_group=2),
         lambda module: stacked(module, "gate"),
-        replace(TWELVE, renormalize=False, scale=2.5, groups=4, top_groups=2, shared=MLPSpec(size=48)),
+        replace(TWELVE, renormalize=False, scale=2.5, groups=4, top_groups=2, shared=MLPSpec(intermediate_size=48)),
     ),
     "DeepSeek-V3": (
         DeepseekV3MoE,

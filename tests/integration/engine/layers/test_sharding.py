@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quire import kernels
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Attention, Batch
-from quire.engine.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from quire.engine.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided, kv_heads
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.rotary import Rotary, inverse_frequencies
@@ -85,7 +85,7 @@ def test_row_parallel_sums_and_adds_its_bias_once(bias: bool) -> None:
 @pytest.mark.parametrize("vocab", [5, 97, 128])
 def test_embedding_and_head_with_uneven_vocabulary(vocab: int) -> None:
     check(lambda parallel: VocabParallelEmbedding(vocab, 12, parallel), torch.arange(vocab))
-    check(lambda parallel: VocabParallelHead(vocab, 12, parallel), torch.randn(3, 12))
+    check(lambda parallel: ParallelLMHead(vocab, 12, parallel), torch.randn(3, 12))
 
 
 @pytest.mark.parametrize("bias", [True, False])

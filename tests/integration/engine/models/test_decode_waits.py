@@ -68,8 +68,10 @@ def decode(folder: Path, case: str, **options: Any) -> None:
     assert isinstance(model, Decoder)
     caches = []
     for layer in config.model.architecture.layers:
-        sides, heads, numbers = layer.attention.kv_shape(1)
-        caches.append(LayerCache(kernels.allocate_kv_cache(1, 8, heads, 16, numbers, torch.float32, CPU, sides)[0]))
+        num_tensors, heads, head_dim = layer.attention.kv_shape(1)
+        caches.append(
+            LayerCache(kernels.allocate_kv_cache(1, 8, heads, 16, head_dim, torch.float32, CPU, num_tensors)[0])
+        )
     batch = cuda_graphs._Inputs(config, CPU, receives=False).batch(ROWS)
     with torch.inference_mode(), NoWaiting():
         hidden = model(None, batch, caches)

@@ -174,7 +174,7 @@ def test_sizes_are_known_beforehand(case: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_served_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_unsupported_settings_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     save("bert", tmp_path)
     import json
 

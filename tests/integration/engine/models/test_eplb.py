@@ -43,15 +43,15 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, 130) for _ in range(length)] for length in (1, 33, 40)]
 
 
-@pytest.mark.parametrize("redundant", [0, 4])
+@pytest.mark.parametrize("num_redundant_experts", [0, 4])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_stay_while_experts_move(
-    family: str, tp: int, pp: int, redundant: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, tp: int, pp: int, num_redundant_experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(family, tmp_path)
     expected = generate(tmp_path, prompts(), STEPS)
-    config = moving(tmp_path, tp, pipeline_parallel_size=pp, num_redundant_experts=redundant)
+    config = moving(tmp_path, tp, pipeline_parallel_size=pp, num_redundant_experts=num_redundant_experts)
     moved: list[ExpertMove] = []
     run: Callable[[Any, list[ExpertMove]], None] = eplb._Mover.run
 
@@ -69,12 +69,12 @@ def test_tokens_stay_while_experts_move(
 
 @pytest.mark.parametrize("pp", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
-def test_processes_move_experts_and_tell_of_it(quantization: Any, pp: int, tmp_path: Path) -> None:
+def test_processes_move_experts_and_report_it(quantization: Any, pp: int, tmp_path: Path) -> None:
     """The same tokens as where nothing moves, bytes and all."""
     write("Mixtral", tmp_path)
     outputs, loads = [], list[ExpertLoad]()
-    for is_balanced in (False, True):
-        options = {"enable_eplb": is_balanced, "num_redundant_experts": 4 * is_balanced, "quantization": quantization}
+    for enable_eplb in (False, True):
+        options = {"enable_eplb": enable_eplb, "num_redundant_experts": 4 * enable_eplb, "quantization": quantization}
         config = moving(tmp_path, 2, pipeline_parallel_size=pp, max_num_seqs=8, block_size=4, **options)
         ranks = Processes(config, tmp_path)
 
@@ -98,7 +98,7 @@ def test_processes_move_experts_and_tell_of_it(quantization: Any, pp: int, tmp_p
     assert all(1.0 <= load.imbalance <= 2.0 for load in loads)
 
 
-def test_room_is_set_aside_for_experts_that_move(tmp_path: Path) -> None:
+def test_the_plan_includes_buffers_for_moving_experts(tmp_path: Path) -> None:
     write("Mixtral", tmp_path)
     still, config = moving(tmp_path, 2, enable_eplb=False), moving(tmp_path, 2)
     one = 3 * SIZES["hidden_size"] * SIZES["intermediate_size"] * 4

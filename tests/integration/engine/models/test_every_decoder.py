@@ -24,7 +24,9 @@ UNEXPLAINED = frozenset(
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model_type", DECODERS)
-def test_it_is_served_or_refused_by_name(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_architecture_is_supported_or_rejected_by_name(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transformers_backend, "describe", describe.describe)
     is_tiny = write(model_type, tmp_path)
     reasons = [refusal(tmp_path, tp, pp) for tp, pp in LAYOUTS]
@@ -35,7 +37,7 @@ def test_it_is_served_or_refused_by_name(model_type: str, tmp_path: Path, monkey
         assert model_type in UNEXPLAINED, reasons[0]
 
 
-def test_most_are_served(tmp_path: Path) -> None:
+def test_most_architectures_are_supported(tmp_path: Path) -> None:
     """Those that only transformers has among them."""
     count = 0
     for model_type in DECODERS:

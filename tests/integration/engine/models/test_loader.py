@@ -128,7 +128,7 @@ def test_dummy_weights_do_not_depend_on_the_ranks() -> None:
     assert not torch.allclose(logits(other, tokens, Parallel()), expected)
 
 
-MIXTURE = MoESpec(num_experts=6, top_k=2, size=24, shared=MLPSpec(size=16), shared_gate=True)
+MIXTURE = MoESpec(num_experts=6, top_k=2, intermediate_size=24, shared=MLPSpec(intermediate_size=16), shared_gate=True)
 BIASED_MIXTURE = replace(MIXTURE, bias=True, router_bias=True, correction_bias=True, shared_gate=False)
 MOE = replace(TINY, name="Qwen2MoeForCausalLM", layers=(TINY_LAYER, *[replace(TINY_LAYER, feed_forward=MIXTURE)] * 5))
 

@@ -154,7 +154,7 @@ def test_code_in_the_folder_runs_where_it_is_trusted(tmp_path: Path, monkeypatch
         ("OlmoModel", {"model_type": "olmo"}, "not a causal language model"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(
+def test_unsupported_models_are_rejected_by_name(
     architecture: str, changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     config: dict[str, Any] = {"model_type": "olmo"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.engine.distributed.parallel_state import connect
-from quire.engine.layers.attention import attention_needs
+from quire.engine.layers.attention import attention_config
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SamplingParams
 from quire.engine.worker.model_runner import ModelRunner
@@ -63,11 +63,11 @@ def test_a_step_is_planned_once_for_all_its_layers(settings: dict[str, Any], tmp
 
     assert decode(execute, config.cache.num_blocks, prompts) == generate(folder, prompts, COUNT)
     assert fake.plans == expected
-    assert bool(attention_needs(config).layers[0].window) == bool(settings)
+    assert bool(attention_config(config).layers[0].window) == bool(settings)
     assert "prompts" in fake.plans
 
 
-def test_the_reference_serves_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_backend_is_used_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_checkpoint("qwen3", tmp_path)
     config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128, attention_backend="reference")
     called: list[int] = []
@@ -106,7 +106,7 @@ def test_a_gpu_that_cannot_read_the_cache_is_refused(monkeypatch: pytest.MonkeyP
     gpu, dtype = torch.device("cuda", 3), torch.bfloat16
 
     def choose(cache: torch.dtype, backend: backends.AttentionBackend) -> object:
-        needs = backends.AttentionNeeds(cache_dtype=cache, backend=backend)
+        needs = backends.AttentionConfig(cache_dtype=cache, backend=backend)
         return backends.choose(gpu, dtype, needs, reference.paged_attention)
 
     refusal = r"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or higher; cuda:3 has 8.6. Use"

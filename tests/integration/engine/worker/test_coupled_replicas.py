@@ -81,21 +81,31 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-MOVING = ExpertParallelConfig(is_balanced=True, step_interval=2, redundant=4)
+MOVING = ExpertParallelConfig(enable_eplb=True, step_interval=2, num_redundant_experts=4)
 """Experts find new places every second step."""
 LAYOUTS = [
     pytest.param("Mixtral", 2, 1, 1, ExpertParallelConfig(), id="mixtral"),
-    pytest.param("Mixtral", 2, 2, 1, ExpertParallelConfig(all2all="all_to_all"), id="mixtral-tp2"),
+    pytest.param("Mixtral", 2, 2, 1, ExpertParallelConfig(all2all_backend="all_to_all"), id="mixtral-tp2"),
     pytest.param("DeepSeek V3", 2, 1, 2, ExpertParallelConfig(placement="round_robin"), id="deepseek-pp2"),
-    pytest.param("DeepSeek V3", 2, 1, 1, ExpertParallelConfig(split_tokens=1), id="deepseek-halves"),
+    pytest.param("DeepSeek V3", 2, 1, 1, ExpertParallelConfig(dbo_token_threshold=1), id="deepseek-halves"),
     pytest.param(
-        "Granite MoE", 2, 2, 1, ExpertParallelConfig(split_tokens=8, all2all="all_to_all"), id="granite-halves"
+        "Granite MoE",
+        2,
+        2,
+        1,
+        ExpertParallelConfig(dbo_token_threshold=8, all2all_backend="all_to_all"),
+        id="granite-halves",
     ),
-    pytest.param("Mixtral", 4, 1, 1, ExpertParallelConfig(split_tokens=20), id="mixtral-dp4-halves"),
+    pytest.param("Mixtral", 4, 1, 1, ExpertParallelConfig(dbo_token_threshold=20), id="mixtral-dp4-halves"),
     pytest.param("Mixtral", 2, 2, 1, MOVING, id="mixtral-moving"),
     pytest.param("DeepSeek V3", 2, 1, 2, replace(MOVING, placement="round_robin"), id="deepseek-pp2-moving"),
     pytest.param(
-        "Granite MoE", 2, 2, 1, replace(MOVING, all2all="all_to_all", split_tokens=8), id="granite-halves-moving"
+        "Granite MoE",
+        2,
+        2,
+        1,
+        replace(MOVING, all2all_backend="all_to_all", dbo_token_threshold=8),
+        id="granite-halves-moving",
     ),
 ]
 
@@ -134,7 +144,7 @@ def test_tokens_are_those_of_one_rank(
         executor.close()
 
 
-def test_a_large_step_is_cut_and_a_small_one_is_not(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_large_steps_are_split(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     cuts: list[tuple[int, ...]] = []
 
     def counted(batch: Batch, counts: Ints) -> tuple[Batch, Batch]:
@@ -142,7 +152,7 @@ def test_a_large_step_is_cut_and_a_small_one_is_not(folders: dict[str, Path], mo
         return split_micro_batches(batch, counts)
 
     monkeypatch.setattr(runners, "split_micro_batches", counted)
-    config = coupled(configure(folders["Mixtral"], max_model_len=64), 2, ExpertParallelConfig(split_tokens=20))
+    config = coupled(configure(folders["Mixtral"], max_model_len=64), 2, ExpertParallelConfig(dbo_token_threshold=20))
     executors = replica_executors(config)
     with serving(config, executors) as them:
         them.submit(1, "a", list(range(3, 23)), 4)
@@ -153,7 +163,7 @@ def test_a_large_step_is_cut_and_a_small_one_is_not(folders: dict[str, Path], mo
 
 
 @pytest.mark.parametrize("counts", [[], [1], [1, 1], [7], [1, 1, 1, 9], [6, 2, 4], [2, 6, 4], [1, 12, 1]])
-def test_halves_are_the_whole(counts: list[int]) -> None:
+def test_micro_batches_cover_the_whole_batch(counts: list[int]) -> None:
     total = sum(counts)
     ends = torch.tensor([0, *counts]).cumsum(0)
     computed = 5  # of each row before
@@ -161,11 +171,11 @@ def test_halves_are_the_whole(counts: list[int]) -> None:
     positions = torch.cat([torch.arange(computed, computed + count) for count in counts] or [torch.empty(0)]).long()
     numbers, tables = torch.arange(total), torch.arange(len(counts))[:, None]
     whole = Batch(numbers, positions, numbers + 100, tables, lengths, ends, ends[1:] - 1, replica_tokens=(total, 3))
-    whole = replace(whole, others=(replace(whole, slot_mapping=numbers + 200, block_tables=tables + 50),))
+    whole = replace(whole, other_groups=(replace(whole, slot_mapping=numbers + 200, block_tables=tables + 50),))
     first, second = split_micro_batches(whole, torch.tensor(counts, dtype=torch.int64).numpy())
     assert [half.replica_tokens for half in (first, second)] == [(-(-total // 2), 2), (total // 2, 1)]
     seen = []
-    for half in (first, second, *first.others, *second.others):
+    for half in (first, second, *first.other_groups, *second.other_groups):
         assert len(half.token_ids) == len(half.positions) == len(half.slot_mapping) == int(half.query_starts[-1])
         assert len(half.block_tables) == len(half.sequence_lengths) == len(half.query_starts) - 1
         sizes = half.query_starts.diff()

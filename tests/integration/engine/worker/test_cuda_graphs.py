@@ -208,9 +208,9 @@ def test_what_is_sent_to_the_next_stage_stays(recorder: Recording, folders: Call
         assert torch.equal(first, before) == stays
 
 
-@pytest.mark.parametrize("redundant", [0, 4])
+@pytest.mark.parametrize("num_redundant_experts", [0, 4])
 def test_experts_move_where_replays_look_for_them_and_padding_is_no_load(
-    redundant: int, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    num_redundant_experts: int, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moving = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_step_interval": 2, "tensor_parallel_size": 2}
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
@@ -218,7 +218,7 @@ def test_experts_move_where_replays_look_for_them_and_padding_is_no_load(
     monkeypatch.setattr(graph_recorders, "make_recorder", lambda *place: CallAgain())
     outputs, counts = [], []
     for sizes in ((), (8,)):
-        config = config_of(folders("Mixtral"), *sizes, num_redundant_experts=redundant, **moving)
+        config = config_of(folders("Mixtral"), *sizes, num_redundant_experts=num_redundant_experts, **moving)
         loads: list[torch.Tensor] = []
         executor = CountingExecutor(config, loads)
         with Ranks(config, executor) as ranks:
@@ -242,9 +242,9 @@ class CountingExecutor(ThreadExecutor):
         super()._run(runner, plans)
 
 
-@pytest.mark.parametrize("redundant", [0, 4])
-def test_a_layer_of_experts_replays_by_the_places_of_now(redundant: int) -> None:
-    config = ExpertParallelConfig(is_balanced=True, redundant=redundant)
+@pytest.mark.parametrize("num_redundant_experts", [0, 4])
+def test_a_layer_of_experts_replays_by_the_places_of_now(num_redundant_experts: int) -> None:
+    config = ExpertParallelConfig(enable_eplb=True, num_redundant_experts=num_redundant_experts)
     module = packed(build(EVERYTHING, ExpertGroup(config, Parallel(), ExpertCommunicator(), ExpertCommunicator())))
     assert isinstance(module, MixtureOfExperts)
     count = EVERYTHING.num_experts
@@ -258,18 +258,18 @@ def test_a_layer_of_experts_replays_by_the_places_of_now(redundant: int) -> None
         replay = Recording().capture(compute)
         assert module.placement is not None
         before = module.placement.experts[0]
-        after = tuple((5 * number + 1) % count for number in range(count)) + (5,) * redundant
+        after = tuple((5 * number + 1) % count for number in range(count)) + (5,) * num_redundant_experts
         held = [[part.clone() for part in module.experts.state(place)] for place in range(len(before))]
         for place, number in enumerate(after):
             module.experts.restore(place, held[before.index(number)])
-        module.place(ExpertPlacement((after,)))
+        module.set_placement(ExpertPlacement((after,)))
         module.tokens.zero_()
         replay()
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert int(module.tokens.sum()) == 6 * EVERYTHING.top_k
 
 
-def test_what_cannot_be_captured_is_said_and_runs(
+def test_a_step_that_cannot_be_captured_is_logged_and_runs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, folders: Callable[[str], Path]
 ) -> None:
     class Refusing(CallAgain):
@@ -283,7 +283,7 @@ def test_what_cannot_be_captured_is_said_and_runs(
     assert tokens == crowds(driver(replace(config, graphs=GraphConfig())))
     assert caplog.text.count("capturing a step failed: operation not permitted when stream is capturing\n") == 1
     with caplog.at_level(logging.INFO):
-        driver(replace(config, graphs=GraphConfig(why_none="--enforce-eager")))
+        driver(replace(config, graphs=GraphConfig(disabled_reason="--enforce-eager")))
     assert "decode steps run without CUDA graphs: --enforce-eager" in caplog.text
 
 
@@ -395,7 +395,7 @@ OPTIONS = [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"kv_cache_dtype": "
     [*((family, {}) for family in CASES), *(("Llama", options) for options in OPTIONS)],
     ids=[*CASES, *(", ".join(options) for options in OPTIONS)],
 )
-def test_cpus_tape_steps_as_they_come(
+def test_op_replay_captures_steps_when_they_first_occur(
     family: str, options: dict[str, Any], folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of every family, each number of requests when it comes first, and the tokens stay the same."""
@@ -406,7 +406,7 @@ def test_cpus_tape_steps_as_they_come(
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}])
-def test_cpus_tape_the_products_of_onednn(
+def test_op_replay_captures_onednn_products(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     folders: Callable[[str], Path],
@@ -421,7 +421,7 @@ def test_cpus_tape_the_products_of_onednn(
 
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"quantization": "int8"}])
-def test_cpus_tape_mixtures_of_experts_whose_products_are_panels(
+def test_op_replay_captures_moe_with_packed_tiles(
     options: dict[str, Any], folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """And run others, whose experts are called one by one, as they are."""
@@ -432,7 +432,7 @@ def test_cpus_tape_mixtures_of_experts_whose_products_are_panels(
     assert ("decode steps run without" not in caplog.text) == is_panels
 
 
-def test_each_size_is_taped_once(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
+def test_each_size_is_captured_once(monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]) -> None:
     config = config_of(folders("Llama"), *range(1, 9))
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU)
     runner.finalize()
@@ -450,7 +450,7 @@ def test_each_size_is_taped_once(monkeypatch: pytest.MonkeyPatch, folders: Calla
     assert runner._graphs._replays == kept
 
 
-def test_a_first_step_that_fails_leaves_no_tape_and_the_next_is_taped(
+def test_after_a_failed_capture_the_next_step_is_captured(
     monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]
 ) -> None:
     config = config_of(folders("Llama"), *range(1, 9))
@@ -478,7 +478,7 @@ def test_a_first_step_that_fails_leaves_no_tape_and_the_next_is_taped(
 
 
 @pytest.mark.parametrize("way", [Tensor.tolist, Tensor.sum, lambda x: x.data, lambda x: torch.tensor(len(x))])
-def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
+def test_a_step_that_depends_on_python_is_not_captured(
     way: Callable[[Tensor], Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -498,7 +498,7 @@ def test_a_step_that_python_has_a_part_in_runs_and_is_not_taped(
     assert reported == (way is not Tensor.sum)
 
 
-def test_ranks_that_meet_outside_of_operations_are_not_taped() -> None:
+def test_ranks_that_synchronize_outside_operations_are_not_captured() -> None:
     assert isinstance(graph_recorders.make_recorder(CPU, Parallel()), OpReplayRecorder)
     assert on_ranks(2, lambda parallel: graph_recorders.make_recorder(CPU, parallel)) == [None, None]
 
@@ -566,7 +566,7 @@ def test_cuda_graphs_are_warmed_up_checked_once_and_captured_into_one_pool(monke
     assert cuda.calls == ["replay", "replay"]
 
 
-def test_a_step_that_waits_runs_to_its_end_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_synchronizes_finishes_and_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks may be in an exchange behind the place where it waits."""
     cuda = FakeCuda(monkeypatch)
 
@@ -582,7 +582,7 @@ def test_a_step_that_waits_runs_to_its_end_and_is_told(monkeypatch: pytest.Monke
     assert cuda.mode == 0
 
 
-def test_nothing_is_held_when_the_ranks_part(
+def test_closing_releases_the_communicators(
     recorder: Recording, monkeypatch: pytest.MonkeyPatch, folders: Callable[[str], Path]
 ) -> None:
     """NCCL would wait for the graphs that use it."""

@@ -29,7 +29,15 @@ from tests.fakes.ranks import on_replicas
 BACKENDS: Any = ("allgather_reducescatter", "all_to_all")
 CPU = torch.device("cpu")
 ALONE = Pipeline(0, 1, 0, 1, CPU)
-SPEC = replace(PLAIN, num_experts=16, top_k=3, size=32, router_bias=True, bias=True, shared=MLPSpec(size=64, bias=True))
+SPEC = replace(
+    PLAIN,
+    num_experts=16,
+    top_k=3,
+    intermediate_size=32,
+    router_bias=True,
+    bias=True,
+    shared=MLPSpec(intermediate_size=64, bias=True),
+)
 
 
 def skewed(group: ExpertGroup, quantization: kernels.Quantization | None = None) -> MixtureOfExperts:
@@ -42,7 +50,7 @@ def skewed(group: ExpertGroup, quantization: kernels.Quantization | None = None)
 
 
 def balanced(**settings: Any) -> ExpertParallelConfig:
-    return ExpertParallelConfig(**{"is_balanced": True, "step_interval": 5, **settings})
+    return ExpertParallelConfig(**{"enable_eplb": True, "step_interval": 5, **settings})
 
 
 def serve(
@@ -79,14 +87,14 @@ def serve(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("redundant", [0, 4])
-def test_busy_experts_move_and_outputs_stay(dp: int, tp: int, redundant: int, backend: Any) -> None:
-    ranks = serve(balanced(all2all=backend, redundant=redundant), dp, tp, 12, layers=2)
+@pytest.mark.parametrize("num_redundant_experts", [0, 4])
+def test_busy_experts_move_and_outputs_stay(dp: int, tp: int, num_redundant_experts: int, backend: Any) -> None:
+    ranks = serve(balanced(all2all_backend=backend, num_redundant_experts=num_redundant_experts), dp, tp, 12, layers=2)
     first_told = ranks[0][1]
     assert len(first_told) == 2
     assert first_told[0].moved == 0
     assert first_told[1].moved > 0
-    assert first_told[0].imbalance > (1.3 if not redundant else 1.1)
+    assert first_told[0].imbalance > (1.3 if not num_redundant_experts else 1.1)
     assert first_told[1].imbalance < min(1.2, first_told[0].imbalance)
     for outs, reported, placements in ranks:
         # Bit for bit while nothing moves; then the sum over ranks has another order.
@@ -102,7 +110,7 @@ def test_busy_experts_move_and_outputs_stay(dp: int, tp: int, redundant: int, ba
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_experts_move_as_they_are(quantization: kernels.Quantization) -> None:
     """They are not rounded again."""
-    for outs, reported, _ in serve(balanced(redundant=4), 2, 2, 8, quantization=quantization):
+    for outs, reported, _ in serve(balanced(num_redundant_experts=4), 2, 2, 8, quantization=quantization):
         assert reported[0].imbalance > 1.3
         assert not torch.equal(outs[-1], outs[0])
         assert (outs[-1] - outs[0]).abs().max() <= 2e-6 * outs[0].abs().max()
@@ -126,7 +134,7 @@ def test_a_layer_moves_with_a_step() -> None:
 def test_every_token_is_counted_once(dp: int, tp: int, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without EPLB too; nothing moves then."""
     monkeypatch.setattr("quire.engine.worker.eplb.REPORT_INTERVAL", 3)
-    ranks = serve(ExpertParallelConfig(all2all=backend, step_interval=1), dp, tp, 8, layers=2)
+    ranks = serve(ExpertParallelConfig(all2all_backend=backend, step_interval=1), dp, tp, 8, layers=2)
     for outs, reported, placements in ranks:
         assert all(torch.equal(out, outs[0]) for out in outs)
         assert placements == [ExpertPlacement.initial(SPEC.num_experts, dp * tp, ExpertParallelConfig())] * 2
@@ -141,7 +149,7 @@ def test_every_token_is_counted_once(dp: int, tp: int, backend: Any, monkeypatch
     assert REPORT_INTERVAL >= 50  # as the exchange takes time
 
 
-def test_nothing_is_told_by_a_stage_that_is_not_the_last_but_it_goes_on() -> None:
+def test_only_the_last_stage_reports_expert_load() -> None:
     """The second stage tells of both."""
     sent: list[Tensor] = []
 
@@ -206,7 +214,7 @@ def test_steps_before_the_ranks_have_settled_are_not_counted_and_move_nothing(in
         assert placements[first + 1] != placements[0]
 
 
-def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_with_different_weight_layouts_do_not_move_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(group: ExpertGroup) -> None:
         layer = build(PLAIN, group)
         if group.rank == 1:
@@ -215,11 +223,11 @@ def test_ranks_whose_weights_have_different_forms_do_not_exchange_them(monkeypat
 
     with pytest.raises(ConfigError, match="--enable-eplb: experts cannot move between ranks whose processors"):
         on_replicas(1, 2, balanced(), run)
-    monkeypatch.setattr(ExpertsOfRank, "form", "same")
+    monkeypatch.setattr(ExpertsOfRank, "layout", "same")
     on_replicas(1, 2, balanced(), run)
 
 
-def test_few_experts_are_beside_the_held_ones_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_moving_experts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that leaves, one that comes, and one laid beside."""
     most: list[int] = []
     exchange = ThreadExpertCommunicator.all_to_all
@@ -230,5 +238,5 @@ def test_few_experts_are_beside_the_held_ones_at_a_time(monkeypatch: pytest.Monk
         return exchange(peers, x, sent, received)
 
     monkeypatch.setattr(ThreadExpertCommunicator, "all_to_all", watched)
-    serve(balanced(redundant=8), 1, 4, 8)
+    serve(balanced(num_redundant_experts=8), 1, 4, 8)
     assert max(most) == 1

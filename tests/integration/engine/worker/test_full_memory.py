@@ -28,7 +28,7 @@ def test_requests_of_every_kind(check: Check) -> None:
     assert found.ok, found.detail
 
 
-def test_a_request_that_ends_early_is_told(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_ends_early_is_reported(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = importlib.import_module("gpu.memory").LLM
     generate = llm.generate
 

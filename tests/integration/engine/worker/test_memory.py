@@ -80,7 +80,7 @@ def many(folder: Path, **options: Any) -> EngineConfig:
 
 
 def fit(config: EngineConfig, meter: FakeMeter) -> int:
-    return memory.fit(config, 0, meter, meter.run)
+    return memory.determine_num_blocks(config, 0, meter, meter.run)
 
 
 def test_the_cache_gets_what_the_rest_leaves(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +125,7 @@ def agree(rank: int, config: EngineConfig, init_method: str, weights: int, pipe:
     links = connect(config.parallel, rank, init_method, CPU)
     meter = FakeMeter(weights=weights)
     try:
-        pipe.send(memory.fit(config, rank, meter, meter.run))
+        pipe.send(memory.determine_num_blocks(config, rank, meter, meter.run))
     except ConfigError as error:
         pipe.send(str(error))
     pipe.recv()
@@ -193,7 +193,7 @@ class SharingMeter(FakeMeter):
 
 def share(rank: int, config: EngineConfig, init_method: str, meter: SharingMeter, pipe: Connection) -> None:
     links = connect(config.parallel, rank, init_method, CPU)
-    blocks = memory.fit(config, rank, meter, meter.run)
+    blocks = memory.determine_num_blocks(config, rank, meter, meter.run)
     cache = blocks * Sizes.of(config).kv_block[rank]
     meter.taken[rank] += cache
     pipe.send((blocks, meter.left, cache))
@@ -261,7 +261,7 @@ def test_the_largest_step_runs_and_leaves_nothing_behind(
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, meter)
     step, end = seen.plans
     assert step.num_tokens == min(budget, rows * 511)
-    assert step.num_rows == len(step.new) == len(end.released) == min(rows, budget)
+    assert step.num_rows == len(step.new) == len(end.freed_slots) == min(rows, budget)
     assert all(len(new.token_ids) < 512 for new in step.new)
     assert runner.num_blocks == runner._caches[0].memory.shape[1] == limit_blocks(config, 1 << 40, 1)
     prompt = [5, 6, 7, 8, 9, 10, 11]

@@ -53,7 +53,7 @@ def greedy(prompts: list[list[int]]) -> list[Request]:
 
 
 @pytest.mark.parametrize(("block_size", "budget"), [(1, 7), (4, 10), (16, 3), (16, 1000)])
-def test_chunked_prefill_beside_decodes(
+def test_chunked_prefill_with_decodes(
     folder: Path, prompts: list[list[int]], expected: list[list[int]], block_size: int, budget: int
 ) -> None:
     requests = greedy(prompts)
@@ -165,7 +165,7 @@ FEATURES = SamplingParams(
 )
 
 
-def test_seeded_sampling_alone_in_a_crowd_and_preempted(folder: Path, prompts: list[list[int]]) -> None:
+def test_seeded_sampling_alone_batched_and_preempted(folder: Path, prompts: list[list[int]]) -> None:
     params = [FEATURES, SamplingParams(seed=9), SamplingParams(seed=-1, top_k=20, min_p=0.01), FEATURES, FEATURES]
 
     def make() -> list[Request]:

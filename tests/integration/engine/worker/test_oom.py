@@ -109,7 +109,7 @@ def tokens(outputs: list[EngineCoreOutput]) -> list[int]:
 
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("steps", [(0,), (1,), (2, 3), (6,), (9, 14)], ids=str)
-def test_its_requests_fail_and_the_others_do_not_notice(
+def test_only_requests_of_the_failed_step_fail(
     ranks: Ranks, scarcity: Scarcity, kind: str, steps: tuple[int, ...]
 ) -> None:
     """The books are checked after every turn; what the scheduler shares has been computed, or tokens would differ."""
@@ -140,7 +140,7 @@ def test_a_rank_that_always_lacks_memory_answers_everybody(ranks: Ranks, scarcit
     assert [outputs[-1].finish_reason for outputs in ended] == ["error"] * 10
 
 
-def test_without_a_shortage_a_failure_is_one(config: EngineConfig, scarcity: Scarcity) -> None:
+def test_other_errors_end_the_rank(config: EngineConfig, scarcity: Scarcity) -> None:
     """Nothing but a lack of memory is recovered from: the state might be wrong."""
     scarcity.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     with Ranks(config, UniExecutor(config)) as ranks:
@@ -158,9 +158,7 @@ class Told:
 
 
 @pytest.mark.parametrize("error", [ERRORS["cuda"], ValueError("no such block")], ids=["out of memory", "other"])
-def test_a_rank_that_others_wait_for_ends_and_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_rank_that_others_wait_for_ends_with_a_remedy(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(os, "_exit", sys.exit)
     reported = Told()
     with pytest.raises(SystemExit):

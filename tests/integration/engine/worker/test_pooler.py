@@ -111,7 +111,7 @@ def test_preemption(qwen3: Path, prompts: list[list[int]], states: list[Tensor],
     check([torch.from_numpy(np.frombuffer(found[0], np.float32).copy())], [pooled("mean", states[4])])
 
 
-def test_a_decoder_that_is_told_to_embed_and_one_without_a_head(
+def test_embedding_with_a_decoder_and_with_a_headless_model(
     qwen3: Path, prompts: list[list[int]], states: list[Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = [x[-1] for x in states]

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire import kernels
 from quire.engine.protocol.messages import NewRequestData, SamplingParams, SchedulerOutput, TokenLogprobs
 from quire.engine.worker.input_batch import InputBatch, Ints
-from quire.engine.worker.sampler import Sampled, Sampler
+from quire.engine.worker.sampler import Sampler, SamplerOutput
 from quire.kernels import dispatch, reference
 
 VOCAB = 50
@@ -52,7 +52,7 @@ def sample(*rows: Row) -> tuple[list[int], list[TokenLogprobs | None]]:
     return reported(Sampler(logits.shape[1], EOS, CPU).sample(logits, states, chosen, masks))
 
 
-def reported(sampled: Sampled) -> tuple[list[int], list[TokenLogprobs | None]]:
+def reported(sampled: SamplerOutput) -> tuple[list[int], list[TokenLogprobs | None]]:
     columns = [column.numpy() for column in sampled.columns]
     return sampled.tokens.tolist(), sampled.logprobs(*columns) if columns else []
 

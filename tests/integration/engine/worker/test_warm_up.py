@@ -64,13 +64,13 @@ def chunk(longest: int) -> int:
 
 
 @pytest.mark.parametrize(("seqs", "length"), [(1, 2), (1, 512), (6, 100), (40, 40)])
-def test_every_variant_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seqs: int, length: int) -> None:
+def test_every_variant_is_warmed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seqs: int, length: int) -> None:
     folder = write_checkpoint("qwen3", tmp_path)
     config = configure(folder, block_size=4, max_num_seqs=seqs, max_model_len=length)
     runner = ModelRunner(config, 0, connect(config.parallel, 0, None, CPU), CPU, Meter())
     calls = Calls(monkeypatch)
     seconds = runner.finalize()
-    assert list(seconds) == ["try decodes"]
+    assert list(seconds) == ["warm up decodes"]
     assert calls.rows == {*(rows for rows in (1, 2, 4, 8, 16, 32) if rows < seqs), seqs}
     assert calls.drawn == {
         (False, False, False),
@@ -86,7 +86,7 @@ def test_every_variant_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_nothing_stays_of_what_was_tried(tmp_path: Path, family: str) -> None:
+def test_warm_up_leaves_no_state(tmp_path: Path, family: str) -> None:
     windows = {"sliding_window": 16} if family == "mistral" else {}
     folder = write_checkpoint(family, tmp_path, **windows)
     config = configure(folder, block_size=4, max_num_seqs=8, max_model_len=128)
@@ -99,7 +99,7 @@ def test_nothing_stays_of_what_was_tried(tmp_path: Path, family: str) -> None:
     assert [request.output for request in requests] == generate(folder, prompts, 8)
 
 
-def test_ranks_without_a_meter_and_models_that_embed_try_nothing(tmp_path: Path) -> None:
+def test_warm_up_is_skipped_without_a_meter_and_for_embedding_models(tmp_path: Path) -> None:
     folder = write_checkpoint("qwen3", tmp_path)
     for changes, meter in (({}, None), ({"runner": "pooling"}, Meter())):
         config = configure(folder, block_size=4, max_num_seqs=2, max_model_len=64, **changes)
@@ -119,7 +119,7 @@ def test_replicas_that_share_experts_step_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has no wheel for this platform")
-def test_the_longest_that_is_tried_is_the_most_that_is_counted_at_once() -> None:
+def test_warm_up_covers_the_largest_penalty_kernel() -> None:
     assert (
         importlib.import_module("quire.kernels.triton.logits")._CHUNK == warm_up._PENALTY_LENGTHS[1] == chunk(1 << 20)
     )

@@ -106,7 +106,7 @@ def run(cores: SimpleQueue[tuple[int, int]]) -> Iterator[Callable[[EngineConfig,
             stack.close()  # before the pool waits for them
 
 
-def test_a_replica_that_dies_is_told_of_and_started_again(
+def test_a_replica_that_dies_is_reported_and_restarted(
     config: EngineConfig,
     cores: SimpleQueue[tuple[int, int]],
     run: Callable[..., Running],

@@ -164,7 +164,7 @@ async def test_a_stream_goes_on_at_another_replica_as_if_nothing_had_happened(tm
         assert not engine.client.num_open
 
 
-async def test_what_was_told_of_the_prompt_is_not_told_twice(tmp_path: Path) -> None:
+async def test_prompt_logprobs_are_not_sent_twice(tmp_path: Path) -> None:
     """It was lost in the middle of its prompt, and is cut elsewhere by the next."""
     rows: Any = [(float(number), 1, [5, 6], [float(number), -1.0]) for number in range(9)]
     for cuts in ((2, 9), (4, 9), (9,), (3, 4, 9)):
@@ -207,7 +207,7 @@ async def test_nothing_that_was_queued_for_the_dead_reaches_its_successor(tmp_pa
         assert (await successor.hear(EngineCoreRequest)).request_id == "new"  # it has the least to do
 
 
-async def test_where_no_replica_is_left_the_reason_is_told(tmp_path: Path) -> None:
+async def test_without_replicas_the_reason_is_reported(tmp_path: Path) -> None:
     async with scripted(tmp_path) as engine:
         stream = engine.submit("a", [1])
         first = await engine.of("a")
@@ -394,7 +394,7 @@ async def test_one_that_cannot_load_ends_the_start_and_is_not_started_again(
             await client.close()
 
 
-async def test_when_none_can_load_the_reason_is_told(config: EngineConfig, tmp_path: Path) -> None:
+async def test_if_no_replica_loads_the_reason_is_reported(config: EngineConfig, tmp_path: Path) -> None:
     ends = endpoints(tmp_path, 2)
     with started(config, ends, ["dead", "dead"]) as cores:
         client = EngineClient(ends, cores, Metrics("m", replicas=range(2)), replicas=range(2))
@@ -405,7 +405,7 @@ async def test_when_none_can_load_the_reason_is_told(config: EngineConfig, tmp_p
             await client.close()
 
 
-async def test_one_that_has_not_answered_yet_serves_when_the_only_other_has_died(tmp_path: Path) -> None:
+async def test_a_replica_without_an_answer_yet_takes_over(tmp_path: Path) -> None:
     """An API process that joins does not know which replicas still load."""
     ends = endpoints(tmp_path, 2)
     client = EngineClient(ends, None, Metrics("m", replicas=range(2)), replicas=range(2))

@@ -65,7 +65,7 @@ def test_processes_that_share_nothing_count_alone() -> None:
     assert samples(second)["quire:request_success_total stop"] == 0
 
 
-def test_each_expert_of_each_layer_is_told_of_unless_they_are_too_many() -> None:
+def test_expert_load_is_exported_unless_there_are_too_many_experts() -> None:
     metrics = Metrics("m")
     assert not any("expert" in name for name in samples(metrics))
     metrics.expert_load = ExpertLoad({1: 4, 3: 4}, array("q", [5, 1, 0, 2, 7, 7, 7, 7]).tobytes(), 1.25, 6)
@@ -83,7 +83,7 @@ def test_each_expert_of_each_layer_is_told_of_unless_they_are_too_many() -> None
     assert not any(name.startswith("quire:expert_tokens") for name in found)
 
 
-def test_each_replica_is_told_of_and_their_sum(tmp_path: Path) -> None:
+def test_each_replica_and_the_sum_are_exported(tmp_path: Path) -> None:
     path = str(tmp_path / "metrics")
     first, second = (Metrics("m", path, index, 2, [0, 3]) for index in (0, 1))
     first.take(0, EngineStats(running=2, waiting=1, kv_blocks=4, kv_blocks_used=1, steps=5, generated_tokens=50))

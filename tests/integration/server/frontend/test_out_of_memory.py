@@ -35,7 +35,7 @@ async def complete(server: Server, length: int, max_tokens: int) -> openai.types
     )
 
 
-async def test_a_prompt_that_finds_no_memory_is_an_error_and_the_next_is_served(server: Server) -> None:
+async def test_a_prompt_that_runs_out_of_memory_fails_alone(server: Server) -> None:
     before = await complete(server, 32, 8)
     with pytest.raises(openai.InternalServerError, match=REASON) as failure:
         await complete(server, 120, 8)
@@ -69,7 +69,7 @@ async def test_a_stream_that_finds_no_memory_ends_with_an_error_event(server: Se
     assert (await complete(server, 32, 8)).choices[0].finish_reason == "length"
 
 
-async def test_those_that_wait_are_served_behind_those_that_failed(server: Server) -> None:
+async def test_waiting_requests_run_after_failed_ones(server: Server) -> None:
     """Four run at once, of which one outgrows the memory and takes the others of its step along."""
     alone = (await complete(server, 32, 8)).choices[0].text
     sent = [complete(server, 32, 100 if number < 4 else 8) for number in range(12)]

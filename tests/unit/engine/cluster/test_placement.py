@@ -63,7 +63,7 @@ def test_a_stage_that_no_host_could_hold_is_cut() -> None:
         (((1, 2), (1, 2)), 2, 1, "stage 0 of 1 finds none"),
     ],
 )
-def test_what_cannot_be_placed_is_told_with_the_numbers(
+def test_placement_errors_have_the_numbers(
     counts: tuple[int | tuple[int, int], ...], tp: int, pp: int, message: str
 ) -> None:
     with pytest.raises(ConfigError) as error:

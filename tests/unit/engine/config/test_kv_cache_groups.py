@@ -9,29 +9,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.engine.config.kv_cache_groups import KVCacheShape, KVCacheSpec, count_planes, group_layers, place_layers
-from quire.engine.config.options import CacheConfig, CacheGroup
+from quire.engine.config.options import CacheConfig, KVCacheGroup
 
-SHAPE = KVCacheShape(sides=2, heads=2, numbers=64)
-LATENT = KVCacheShape(sides=1, heads=1, numbers=576)
+SHAPE = KVCacheShape(num_tensors=2, num_heads=2, head_dim=64)
+LATENT = KVCacheShape(num_tensors=1, num_heads=1, head_dim=576)
 
 
 def cut(
     windows: list[int | None], stages: list[range] | None = None, length: int = 32768, shape: KVCacheShape = SHAPE
-) -> tuple[CacheGroup, ...]:
+) -> tuple[KVCacheGroup, ...]:
     specs = [KVCacheSpec(shape, window) for window in windows]
     return group_layers(
-        specs, stages or [range(len(windows))], lambda group: group.most_blocks(length, min(length, 512), 16)
+        specs, stages or [range(len(windows))], lambda group: group.max_blocks(length, min(length, 512), 16)
     )
 
 
-def kinds(groups: tuple[CacheGroup, ...]) -> dict[int | None, int]:
+def kinds(groups: tuple[KVCacheGroup, ...]) -> dict[int | None, int]:
     return dict(Counter(group.window for group in groups))
 
 
 @pytest.mark.parametrize("window", [None, 512])
 def test_layers_of_one_kind_are_one_group(window: int | None) -> None:
     (group,) = cut([window] * 30)
-    assert group == CacheGroup(window=window, layers=(tuple(range(30)),))
+    assert group == KVCacheGroup(window=window, layers=(tuple(range(30)),))
 
 
 def test_a_few_full_layers_give_the_size_of_all_groups() -> None:
@@ -71,7 +71,7 @@ def test_every_layer_has_a_place_of_its_own(kinds: list[tuple[KVCacheShape, int 
     specs = [KVCacheSpec(*kind) for kind in kinds]
     cut = min(first, len(specs))
     stages = [stage for stage in (range(cut), range(cut, len(specs))) if stage]
-    groups = group_layers(specs, stages, lambda group: group.most_blocks(1000, 50, 16))
+    groups = group_layers(specs, stages, lambda group: group.max_blocks(1000, 50, 16))
     for stage, layers in enumerate(stages):
         places, planes = place_layers(specs, groups, stage), count_planes(specs, groups, stage)
         assert sorted(places) == list(layers)
@@ -88,8 +88,8 @@ def test_blocks_at_once_are_exact(window: int, row: int, size: int) -> None:
     touched = (
         (min(tokens, begin + row) - 1) // size - max(0, begin + 1 - window) // size + 1 for begin in range(tokens - row)
     )
-    assert CacheGroup(window=window).most_blocks(tokens, row, size) == max(touched)
-    assert CacheGroup().most_blocks(tokens, row, size) == -(-tokens // size)
+    assert KVCacheGroup(window=window).max_blocks(tokens, row, size) == max(touched)
+    assert KVCacheGroup().max_blocks(tokens, row, size) == -(-tokens // size)
 
 
 def test_a_request_needs_blocks_in_all_groups() -> None:
@@ -98,6 +98,6 @@ def test_a_request_needs_blocks_in_all_groups() -> None:
         num_blocks=0,
         dtype="float32",
         enable_prefix_caching=True,
-        groups=(CacheGroup(), CacheGroup(window=9), CacheGroup(window=9)),
+        groups=(KVCacheGroup(), KVCacheGroup(window=9), KVCacheGroup(window=9)),
     )
-    assert cache.most_blocks(100, 1) == 25 + 3 + 3
+    assert cache.max_blocks(100, 1) == 25 + 3 + 3

@@ -149,7 +149,7 @@ def test_everything_else(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_not_served_is_named(
+def test_unsupported_settings_are_named(
     modules: tuple[tuple[str, str], ...], settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     module(tmp_path, "1_Pooling", **settings)
@@ -183,7 +183,7 @@ def test_a_default_prompt_must_be_one_and_pooled(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="include_prompt"):
         read(tmp_path)
     module(tmp_path, "1_Pooling", pooling_mode="lasttoken", include_prompt=False)
-    assert read(tmp_path).pools_prompts
+    assert read(tmp_path).include_prompt
 
 
 # --- the plan -------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_an_encoder_runs_whole_prompts_and_keeps_nothing(tmp_path: Path) -> None
     assert config.model.max_model_len == 100
     assert (config.cache.num_blocks, config.cache.enable_prefix_caching) == (0, False)
     assert not config.scheduler.enable_chunked_prefill
-    assert not config.scheduler.is_tuned
+    assert not config.scheduler.dynamic_chunking
     assert config.scheduler.max_num_batched_tokens >= 100
     text = plan_text(config)
     assert "embeds prompts of up to 100 tokens (--runner pooling): mean pooling, normalize: 32 numbers" in text

@@ -87,19 +87,19 @@ def test_a_single_stage_of_processes_runs_one_plan_ahead(tmp_path: Path, tp: int
     assert resolve(asked).scheduler.depth == depth
 
 
-def test_the_size_of_a_step_is_tuned_unless_it_is_given(tmp_path: Path) -> None:
+def test_the_token_budget_is_dynamic_unless_given(tmp_path: Path) -> None:
     model = folder(tmp_path)
     tuned = resolve(options(model, itl_target_ms=50.0))
-    assert (tuned.scheduler.max_num_batched_tokens, tuned.scheduler.is_tuned) == (512, True)
+    assert (tuned.scheduler.max_num_batched_tokens, tuned.scheduler.dynamic_chunking) == (512, True)
     assert tuned.scheduler.itl_target == 0.05
     assert "up to 512 tokens a step" in plan_text(tuned)
     fixed = resolve(options(model, max_num_batched_tokens=512))
-    assert (fixed.scheduler.max_num_batched_tokens, fixed.scheduler.is_tuned) == (512, False)
+    assert (fixed.scheduler.max_num_batched_tokens, fixed.scheduler.dynamic_chunking) == (512, False)
     whole = resolve(options(model, enable_chunked_prefill=False))
-    assert (whole.scheduler.max_num_batched_tokens, whole.scheduler.is_tuned) == (2048, False)
+    assert (whole.scheduler.max_num_batched_tokens, whole.scheduler.dynamic_chunking) == (2048, False)
 
 
-def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
+def test_layers_are_partitioned_as_requested(tmp_path: Path) -> None:
     model = folder(tmp_path)
     config = resolve(options(model, pipeline_parallel_size=3, pipeline_layer_partition="3,2,1"))
     assert [len(stage) for stage in config.parallel.stages] == [3, 2, 1]
@@ -136,12 +136,12 @@ def test_layers_are_cut_as_asked(tmp_path: Path) -> None:
         ({"attention_backend": "flashinfer"}, r"--attention-backend flashinfer needs a GPU"),
     ],
 )
-def test_what_cannot_be_served_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_options_are_rejected(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(options(folder(tmp_path), **changes))
 
 
-def test_halves_of_a_batch_are_refused_where_nothing_is_exchanged_between_replicas(tmp_path: Path) -> None:
+def test_dbo_is_rejected_without_an_all_to_all(tmp_path: Path) -> None:
     model = folder(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(ConfigError, match=r"--enable-dbo hides the exchange .* there is one"):
         resolve(options(model, enable_expert_parallel=True, enable_dbo=True))
@@ -171,7 +171,7 @@ def test_halves_of_a_batch_are_refused_where_nothing_is_exchanged_between_replic
         ({"hidden_size": "wide"}, "config.json has a value that LlamaForCausalLM cannot use"),
     ],
 )
-def test_what_the_model_has_and_we_lack_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_model_features_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(options(folder(tmp_path, **changes)))
 
@@ -217,7 +217,7 @@ def test_a_sliding_window_needs_no_more_than_itself_and_a_chunk(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"holds 192 tokens, .*-len 192 or less, --max-num-batched-tokens"):
         resolve(options(model, kv_cache_memory_bytes=(per_request - 1) * block, **settings))
     shorter = resolve(options(model, kv_cache_memory_bytes=(per_request - 1) * block, max_model_len=192, **settings))
-    assert shorter.cache.most_blocks(192, 64) == per_request - 1
+    assert shorter.cache.max_blocks(192, 64) == per_request - 1
 
 
 def test_a_window_that_no_request_outgrows_is_none(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_quantization_that_cannot_be_is_refused(tmp_path: Path) -> None:
     ("quantization", "dtype", "expected"),
     [(None, "bfloat16", "bfloat16"), ("int8", "float32", "bfloat16"), ("int4", "float16", "float16")],
 )
-def test_the_kv_cache_is_of_16_bits_beside_quantized_weights(
+def test_the_kv_cache_is_16_bit_with_quantized_weights(
     tmp_path: Path, quantization: str | None, dtype: str, expected: str
 ) -> None:
     assert resolve(options(folder(tmp_path), quantization=quantization, dtype=dtype)).cache.dtype == expected
@@ -381,13 +381,13 @@ def test_the_kv_cache_is_of_16_bits_beside_quantized_weights(
     ("asked", "dtype"),
     [("auto", "float32"), ("bfloat16", "bfloat16"), ("int8", "int8"), ("fp8", "fp8"), ("fp8_e4m3", "fp8")],
 )
-def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: str) -> None:
+def test_the_kv_cache_has_its_own_dtype(tmp_path: Path, asked: str, dtype: str) -> None:
     """And takes the memory that the plan says."""
     config = resolve(options(folder(tmp_path), kv_cache_dtype=asked, kv_cache_memory_bytes=1 << 24))
     arch, cache = config.model.architecture, config.cache
     assert cache.dtype == dtype
     assert (f"tokens in {dtype}" in plan_text(config)) == (asked != "auto")
-    sides, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
+    num_tensors, kv_heads, head_dim = arch.layers[0].attention.kv_shape(1)
     allocated = kernels.allocate_kv_cache(
         *(
             arch.num_layers,
@@ -397,7 +397,7 @@ def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: s
             head_dim,
             kernels.kv_cache_dtype(dtype),
             torch.device("cpu"),
-            sides,
+            num_tensors,
         ),
     )
     block = Sizes.of(config).kv_block[0]
@@ -405,7 +405,7 @@ def test_the_kv_cache_has_a_type_of_its_own(tmp_path: Path, asked: str, dtype: s
 
 
 @pytest.mark.parametrize("wrong", [{"quantization": "awq"}, {"dtype": "float8"}, {"kv_cache_dtype": "int4"}])
-def test_words_that_are_not_choices_are_refused_from_python_too(tmp_path: Path, wrong: dict[str, str]) -> None:
+def test_invalid_choices_are_rejected_from_python_too(tmp_path: Path, wrong: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=f"must be one of .*, got {next(iter(wrong.values()))}"):
         resolve(options(folder(tmp_path), **wrong))
 
@@ -437,7 +437,7 @@ def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: 
         ({"data_parallel_start_rank": 0, "data_parallel_size_local": 0}, "leave one of them out"),
     ],
 )
-def test_replicas_that_there_are_not(tmp_path: Path, changes: dict[str, int], message: str) -> None:
+def test_replica_numbers_out_of_range_are_rejected(tmp_path: Path, changes: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve(options(folder(tmp_path), data_parallel_size=2, **changes))
 
@@ -477,7 +477,7 @@ def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypa
     model = folder(tmp_path)
     on_cpu = resolve(options(model, cuda_graph_sizes="1,2", max_num_seqs=12))
     assert on_cpu.graphs == GraphConfig(sizes=tuple(range(1, 13)))
-    assert resolve(options(model, enforce_eager=True)).graphs == GraphConfig(why_none="--enforce-eager")
+    assert resolve(options(model, enforce_eager=True)).graphs == GraphConfig(disabled_reason="--enforce-eager")
     on_a_gpu(monkeypatch)
 
     def sizes(**changes: Any) -> tuple[int, ...]:
@@ -497,9 +497,7 @@ def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypa
         sizes(cuda_graph_sizes="9", max_num_seqs=8)
 
 
-def test_graphs_are_counted_and_the_plan_says_why_there_are_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_shows_graphs_or_why_they_are_disabled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA graph" not in plan_text(resolve(options(folder(tmp_path))))
     on_a_gpu(monkeypatch)
     asked = options(folder(tmp_path), device="cuda", max_num_seqs=16)
@@ -512,7 +510,7 @@ def test_graphs_are_counted_and_the_plan_says_why_there_are_none(
     assert Sizes.of(eager).graphs == 0
     assert "no CUDA graphs: --enforce-eager" in plan_text(eager)
     pooling = resolve(options(folder(tmp_path), device="cuda", runner="pooling"))
-    assert pooling.graphs.why_none == "embedding models have no decode steps"
+    assert pooling.graphs.disabled_reason == "embedding models have no decode steps"
     fits = Sizes.of(config).weights[0] + Sizes.of(config).workspace
     on_a_gpu(monkeypatch, int(fits / 0.9) + (1 << 16))
     with pytest.raises(ConfigError, match=r"per rank \(.*workspace .* \+ CUDA graphs"):

@@ -14,7 +14,7 @@ import pytest
 from quire.engine.config import devices, parallel_config, topology
 from quire.engine.config.devices import Devices
 from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig
-from quire.engine.config.topology import Links, LinkType, arrange, crossed
+from quire.engine.config.topology import Links, LinkType, assign_devices, slowest_links
 from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
 from tests.unit.engine.config.test_resolve import LLAMA
@@ -123,7 +123,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     ],
 )
 def test_groups_lie_inside_the_fastest_islands(links: Links, groups: list[int], expected: tuple[int, ...]) -> None:
-    assert arrange(links, groups) == expected
+    assert assign_devices(links, groups) == expected
 
 
 def test_a_group_avoids_the_one_slow_pair() -> None:
@@ -133,23 +133,23 @@ def test_a_group_avoids_the_one_slow_pair() -> None:
         tuple(LinkType.NVLINK if (min(a, b), max(a, b)) in fast else LinkType.SOCKETS for b in range(4))
         for a in range(4)
     )
-    order = arrange(ring, [2, 2])
-    assert crossed(ring, order, [2, 2], 2).tensor is LinkType.NVLINK
+    order = assign_devices(ring, [2, 2])
+    assert slowest_links(ring, order, [2, 2], 2).tensor is LinkType.NVLINK
 
 
 def test_large_hosts_are_arranged_at_once() -> None:
     sixteen = islands([list(range(0, 16, 2)), list(range(1, 16, 2))], LinkType.NVLINK, LinkType.SOCKETS)
-    assert arrange(sixteen, [8, 8]) == (*range(0, 16, 2), *range(1, 16, 2))
+    assert assign_devices(sixteen, [8, 8]) == (*range(0, 16, 2), *range(1, 16, 2))
 
 
 def test_what_is_crossed_is_the_slowest_of_each_kind() -> None:
-    order = arrange(TWO_ISLANDS, [4, 4])
-    assert crossed(TWO_ISLANDS, order, [4, 4], 2) == topology.CrossedLinks(LinkType.NVLINK, LinkType.SOCKETS)
-    assert crossed(TWO_ISLANDS, order, [4, 4], 1) == topology.CrossedLinks(LinkType.NVLINK, None), (
+    order = assign_devices(TWO_ISLANDS, [4, 4])
+    assert slowest_links(TWO_ISLANDS, order, [4, 4], 2) == topology.SlowestLinks(LinkType.NVLINK, LinkType.SOCKETS)
+    assert slowest_links(TWO_ISLANDS, order, [4, 4], 1) == topology.SlowestLinks(LinkType.NVLINK, None), (
         "two replicas do not talk"
     )
-    assert crossed(TWO_ISLANDS, range(8), [8], 1).tensor is LinkType.SOCKETS
-    assert crossed(TWO_ISLANDS, [0], [1], 1) == topology.CrossedLinks()
+    assert slowest_links(TWO_ISLANDS, range(8), [8], 1).tensor is LinkType.SOCKETS
+    assert slowest_links(TWO_ISLANDS, [0], [1], 1) == topology.SlowestLinks()
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_memory_is_that_of_the_smallest_gpu_that_is_used(install: Install) -> No
     assert devices.find("cuda", [4, 1]).memory == 1
 
 
-def test_a_driver_that_does_not_tell_leaves_the_order_alone(install: Install) -> None:
+def test_unknown_links_keep_the_device_order(install: Install) -> None:
     install(TWO_ISLANDS, silent=True)
     found = devices.find("cuda", [4, 4])
     assert found.order == tuple(range(8))
     assert found.links[0][1] is LinkType.UNKNOWN
 
 
-def test_no_gpu_and_wrong_ones_are_said(install: Install) -> None:
+def test_missing_and_invalid_gpus_are_reported(install: Install) -> None:
     install(())
     found = devices.find("auto", [1])
     assert (found.kind, found.order, found.links) == ("cpu", (), ())
@@ -211,16 +211,16 @@ def test_no_gpu_and_wrong_ones_are_said(install: Install) -> None:
     ],
 )
 def test_groups_of_this_host(changes: dict[str, Any], groups: tuple[int, ...]) -> None:
-    assert parallel_config.groups_here(EngineOptions(**changes)) == groups
+    assert parallel_config.local_group_sizes(EngineOptions(**changes)) == groups
 
 
 def plan(links: Links | None, **changes: Any) -> str:
     """What the plan says of the grid on a host with such GPUs, or without any."""
     asked = EngineOptions(**changes)
-    groups = parallel_config.groups_here(asked)
+    groups = parallel_config.local_group_sizes(asked)
     found = Devices("cpu", 8, 1 << 30)
     if links is not None:
-        found = Devices("cuda", len(links), 80 << 30, arrange(links, groups), links)
+        found = Devices("cuda", len(links), 80 << 30, assign_devices(links, groups), links)
     return "\n".join(parallel_config.plan_lines(parallel_config.resolve(asked, ARCH, found), ARCH))
 
 
@@ -255,7 +255,7 @@ def test_the_plan_warns_of_layers_cut_over_slow_links(monkeypatch: pytest.Monkey
     assert "tensor parallel across hosts over mlx5_0 (400 Gb/sec)" in plan(ALL_NVLINK, **wide)
 
 
-def test_the_plan_tells_of_replicas_and_experts() -> None:
+def test_the_plan_shows_replicas_and_experts() -> None:
     asked = EngineOptions(tensor_parallel_size=2, data_parallel_size=4, data_parallel_size_local=2)
     parallel = parallel_config.resolve(asked, ARCH, Devices("cpu", 8, 1 << 30))
     assert "  4 replicas, which run free of each other: replicas 0-1 on this host" in "\n".join(
@@ -264,7 +264,9 @@ def test_the_plan_tells_of_replicas_and_experts() -> None:
     mixture = from_hf_config(
         LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
     )
-    experts = ExpertParallelConfig(all2all="all_to_all", is_balanced=True, redundant=8, split_tokens=64)
+    experts = ExpertParallelConfig(
+        all2all_backend="all_to_all", enable_eplb=True, num_redundant_experts=8, dbo_token_threshold=64
+    )
     text = "\n".join(parallel_config.plan_lines(replace(parallel, experts=experts), mixture))
     assert "4 replicas, which step together" in text
     assert "8 experts a layer and 8 copies over 8 ranks (4 replicas × 2), 2 each, linear" in text
@@ -288,14 +290,14 @@ def test_the_fastest_active_port_is_the_network(tmp_path: Path) -> None:
 def shared(count: int, **changes: Any) -> ParallelConfig:
     """The grid on a host whose `count` GPUs ranks may share."""
     asked = EngineOptions(**changes)
-    return parallel_config.resolve(asked, ARCH, devices.find("cuda", parallel_config.groups_here(asked)))
+    return parallel_config.resolve(asked, ARCH, devices.find("cuda", parallel_config.local_group_sizes(asked)))
 
 
 @pytest.mark.parametrize(
     ("count", "tp", "pp", "order"),
     [(1, 2, 1, (0, 0)), (1, 1, 2, (0, 0)), (2, 2, 2, (0, 1, 0, 1)), (2, 1, 3, (0, 1, 0)), (2, 2, 1, (0, 1))],
 )
-def test_ranks_go_round_the_gpus_where_they_may_share_them(
+def test_ranks_share_gpus_round_robin(
     count: int, tp: int, pp: int, order: tuple[int, ...], install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(islands([list(range(count))], LinkType.NVLINK, LinkType.NVLINK))

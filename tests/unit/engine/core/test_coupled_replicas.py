@@ -131,7 +131,7 @@ def test_requests_at_any_replica_are_answered_and_then_all_sleep(replicas: int, 
         assert them.steps() == steps, "somebody steps in its sleep"
 
 
-def test_a_sign_of_life_is_a_step_of_all() -> None:
+def test_a_probe_runs_a_step_on_all_replicas() -> None:
     with running(2, 1, 1) as them:
         them.probe(1)
         assert [plans[0].num_rows for plans in them.meeting.plans] == [0, 0]
@@ -147,7 +147,7 @@ def test_an_idle_replica_takes_part_without_rows_and_nobody_is_woken_twice() -> 
         assert [wire.num_wakes for wire in them.wires] == [1, 0]
 
 
-def test_who_is_to_stop_steps_on_until_the_others_have_no_work() -> None:
+def test_a_stopping_replica_steps_until_the_others_are_idle() -> None:
     with running(2, 1, 1) as them:
         them.submit(0, "a", [1], 100)
         them.submit(1, "b", [2], 100)
@@ -156,7 +156,7 @@ def test_who_is_to_stop_steps_on_until_the_others_have_no_work() -> None:
         assert them.wires[0].answer("a") == continuation([1], 100)
 
 
-def test_who_waits_too_long_for_the_others_to_stop_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopping_replica_leaves_after_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "_STOP_TIMEOUT", 0.0)
     wire = LinkedWire(0, 2)
     config = engine_config(depth=2)
@@ -184,20 +184,20 @@ def reported(mine: str, *heard: ReplicaFailed | Shutdown, replicas: int = 3) -> 
     return reason
 
 
-def test_the_cause_is_named_by_the_replica_that_has_it() -> None:
+def test_the_replica_that_failed_first_names_the_root_cause() -> None:
     killed, lost = "rank 1 was killed by SIGKILL", f"rank 0 failed: {LOST_REPLICAS}: Connection closed"
     assert reported(killed) == f"replica 0: {killed}"
     assert reported(lost, ReplicaFailed(2, lost), ReplicaFailed(1, killed)) == f"replica 1: {killed}"
 
 
-def test_who_says_nothing_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_replica_is_the_root_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "_CAUSE_TIMEOUT", 0.05)
     lost = f"rank 0 failed: {LOST_REPLICAS}: Connection closed"
     assert reported(lost, ReplicaFailed(2, lost)) == f"replica 1 ended or hung: {lost}"
     assert reported(lost, ReplicaFailed(2, lost), ReplicaFailed(1, lost)) == f"replica 0: {lost}"
 
 
-def test_nobody_is_to_blame_for_being_shut_down() -> None:
+def test_a_shutdown_has_no_root_cause() -> None:
     assert reported(LOST_REPLICAS, Shutdown()) is None
 
 

@@ -177,7 +177,7 @@ def test_a_refused_request_gets_its_terminal_message() -> None:
     assert (output.finish_reason, output.error) == ("error", "the prompt is empty")
 
 
-def test_when_a_rank_dies_every_request_is_told() -> None:
+def test_when_a_rank_dies_every_request_fails_with_the_reason() -> None:
     core = core_with({}, [submit(0, "a", [1], 50), submit(1, "b", [2], 50)], dies_at=3)
     with pytest.raises(WorkerError, match="rank 1 was killed"):
         core.run()
@@ -295,7 +295,7 @@ def test_grammars_that_take_long_leave_room_for_others(monkeypatch: pytest.Monke
     assert message.request is quick
 
 
-def test_who_comes_anew_leaves_nothing_compiling_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_joins_again_cancels_its_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_with({}, [])
     monkeypatch.setattr(core._compile_pool, "submit", lambda work: None)
     core.handle(structured("a"))
@@ -305,7 +305,7 @@ def test_who_comes_anew_leaves_nothing_compiling_behind(monkeypatch: pytest.Monk
     assert not wire_of(core).outputs(0, "a"), "nobody is there to hear it"
 
 
-def test_requests_that_are_compiling_are_told_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_are_compiling_fail_when_the_core_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     core = core_with({}, [])
     monkeypatch.setattr(core._compile_pool, "submit", lambda work: None)
     core.handle(structured("a"))

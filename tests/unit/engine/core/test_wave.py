@@ -99,7 +99,7 @@ def test_all_run_the_same_steps_and_then_sleep(cores: int, depth: int) -> None:
         assert sum(idle) <= (2 * depth - 1) * waves, f"seed {seed}: they run on without work"
 
 
-def test_a_wave_of_no_work_is_as_long_as_the_plans_in_flight() -> None:
+def test_a_wave_without_work_ends_after_the_plans_in_flight() -> None:
     """So it is when only a sign of life is asked for."""
     wave = Wave(2)
     assert wave.start(has_work=True)
@@ -113,7 +113,7 @@ def test_a_wave_of_no_work_is_as_long_as_the_plans_in_flight() -> None:
     assert wave.is_idle
 
 
-def test_who_is_called_while_the_last_steps_come_back_begins_after_them_and_calls_nobody() -> None:
+def test_a_wave_started_during_the_last_steps_begins_after_them() -> None:
     wave = Wave(1)
     wave.start(has_work=True)
     wave.on_submit()
@@ -127,7 +127,7 @@ def test_who_is_called_while_the_last_steps_come_back_begins_after_them_and_call
     assert wave.is_running
 
 
-def test_a_call_for_a_wave_that_cannot_be_next_is_of_a_core_that_is_gone() -> None:
+def test_a_wave_number_out_of_order_is_ignored() -> None:
     wave = Wave(1)
     wave.wake(7)
     assert wave.is_idle

@@ -100,7 +100,7 @@ def test_moves_make_one_placement_of_the_other(case: tuple[list[int], Table], se
 
 def run_round(some: list[ExpertMove], locations: dict[ExpertSlot, int]) -> None:
     """As ranks do it: lay beside, read all, write all."""
-    laid, sent = ([move for move in some if (move.target.place is None) == beside] for beside in (True, False))
+    laid, sent = ([move for move in some if (move.target.index is None) == beside] for beside in (True, False))
     locations.update({move.target: locations[move.source] for move in laid})
     locations.update({move.target: locations[move.source] for move in sent})
     for ranks in ([move.source.rank for move in sent], [move.target.rank for move in sent]):

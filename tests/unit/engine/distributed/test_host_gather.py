@@ -29,16 +29,16 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     return store
 
 
-def test_a_rank_that_is_alone_hears_itself() -> None:
+def test_a_single_rank_gathers_its_own_object() -> None:
     assert all_gather_object("a size", "out of memory") == ["out of memory"]
 
 
-def test_all_are_heard_in_their_order(store: Store) -> None:
+def test_objects_are_gathered_in_rank_order(store: Store) -> None:
     store.set("quire-a size-1", "out of memory")
     assert all_gather_object("a size", "") == ["", "out of memory"]
 
 
-def test_who_says_nothing_in_time_is_named(store: Store) -> None:
+def test_a_silent_rank_is_named(store: Store) -> None:
     store.set("quire-another size-1", "")
     with pytest.raises(CollectiveError, match=r"all_gather_object of a size: rank 1 did not come \(True\)"):
         all_gather_object("a size", "")

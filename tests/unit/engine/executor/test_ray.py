@@ -64,7 +64,7 @@ def use(monkeypatch: pytest.MonkeyPatch, **fake: Any) -> FakeRay:
     return ray
 
 
-def test_a_group_that_is_not_given_is_told_and_given_back(
+def test_a_group_that_is_not_scheduled_is_reported_and_removed(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     ray = use(monkeypatch, has_room=False, started=0)
@@ -74,7 +74,7 @@ def test_a_group_that_is_not_given_is_told_and_given_back(
     assert len(ray.removed) == 1
 
 
-def test_workers_that_do_not_start_are_told_with_their_node(
+def test_workers_that_do_not_start_are_reported_with_their_node(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
     ray = use(monkeypatch, has_room=True, started=3)

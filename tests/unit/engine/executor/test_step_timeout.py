@@ -41,7 +41,7 @@ def plan(rows: int, has_work: bool | None = None) -> SchedulerOutput:
         (1, {"replicas": 2, "tensor_parallel_size": 2}),
     ],
 )
-def test_a_rank_that_waits_for_another_speaks_first(
+def test_a_rank_that_waits_for_another_times_out_first(
     timeout: float, device: Literal["cpu", "cuda"], rows: int, grid: dict[str, Any]
 ) -> None:
     if "replicas" in grid:
@@ -50,7 +50,7 @@ def test_a_rank_that_waits_for_another_speaks_first(
     assert wait(step, timeout=timeout, device=device, **grid) > COMPUTES[device] + timeout + TELLS
 
 
-def test_who_waits_for_nobody_is_given_up_sooner() -> None:
+def test_step_timeout_is_shorter_without_other_ranks() -> None:
     assert wait(plan(1), timeout=4.0) == STEP_TIMEOUT
     assert wait(plan(0), timeout=4.0, tensor_parallel_size=2) == HEARTBEAT_TIMEOUT
     assert wait(plan(1), timeout=4.0, tensor_parallel_size=2, device="cuda") < 20.0, "nothing else ends it there"

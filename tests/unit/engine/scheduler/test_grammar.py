@@ -56,16 +56,16 @@ def members(mask: bytes | np.ndarray[Any, Any]) -> set[int]:
 
 def allowed(grammars: GrammarCompiler, grammar: Grammar, output: list[int] | None = None, **params: Any) -> set[int]:
     (mask,) = grammars.masks([grammar])
-    return members(grammar.restricted(mask, SamplingParams(max_tokens=None, **params), output or []))
+    return members(grammar.mask_row(mask, SamplingParams(max_tokens=None, **params), output or []))
 
 
 def test_a_grammar_goes_on_with_the_tokens_sampled(grammars: GrammarCompiler) -> None:
     grammar = grammars.compile(StructuredOutputs(regex="a(b|c)d?"))
-    assert grammar.forced() == [letter("a")]
+    assert grammar.forced_tokens() == [letter("a")]
     assert allowed(grammars, grammar) == {letter("a")}
     grammar.advance([letter("a")])
     assert allowed(grammars, grammar) == {letter("b"), letter("c")}
-    assert grammar.forced() == []
+    assert grammar.forced_tokens() == []
     grammar.advance([letter("c")])
     assert allowed(grammars, grammar) == {letter("d"), EOS}
     assert not grammar.is_complete
@@ -81,12 +81,12 @@ def test_what_is_not_allowed_is_an_error(grammars: GrammarCompiler) -> None:
     assert not grammar.is_complete
     (mask,) = grammars.masks([grammar])
     with pytest.raises(GrammarError):
-        grammar.restricted(mask, SamplingParams(), [])
+        grammar.mask_row(mask, SamplingParams(), [])
 
 
 def test_forced_tokens_are_those_of_the_tokenizer(grammars: GrammarCompiler) -> None:
     for text in ("hello world, how are you?", "中文 😀", "serve a model"):
-        assert grammars.compile(StructuredOutputs(choice=[text])).forced() == ids(text)
+        assert grammars.compile(StructuredOutputs(choice=[text])).forced_tokens() == ids(text)
 
 
 def test_choices_may_have_any_character(grammars: GrammarCompiler) -> None:
@@ -114,7 +114,8 @@ def test_padded_and_cut_vocabularies(folder: Path, vocab_size: int) -> None:
     assert max(members(masks[0])) < min(vocab_size, SIZE)
     assert members(masks[1]) == {letter("a")}
     assert (
-        max(grammars.compile(StructuredOutputs(choice=["hello world, how are you"])).forced(), default=0) < vocab_size
+        max(grammars.compile(StructuredOutputs(choice=["hello world, how are you"])).forced_tokens(), default=0)
+        < vocab_size
     )
 
 
@@ -178,11 +179,11 @@ def test_what_was_compiled_is_shared_and_does_not_interfere(folder: Path, monkey
     "outputs",
     [{"regex": "("}, {"grammar": "start: nothing"}, {"json": {"not": {}}}, {"json": {"enum": []}}, {"json": "["}],
 )
-def test_what_does_not_compile_is_told(grammars: GrammarCompiler, outputs: dict[str, Any]) -> None:
+def test_compile_errors_are_returned(grammars: GrammarCompiler, outputs: dict[str, Any]) -> None:
     with pytest.raises(GrammarError):
         grammars.compile(StructuredOutputs(**outputs))
-    assert grammars.problem(StructuredOutputs(**outputs))
-    assert grammars.problem(StructuredOutputs(regex="a")) is None
+    assert grammars.error(StructuredOutputs(**outputs))
+    assert grammars.error(StructuredOutputs(regex="a")) is None
 
 
 def test_the_server_s_options_cannot_be_overridden(grammars: GrammarCompiler) -> None:
@@ -213,7 +214,7 @@ def test_tokens_that_only_the_tokenizer_s_settings_add(tmp_path: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     grammars = GrammarCompiler(model(folder, SIZE + 32))
     grammar = grammars.compile(StructuredOutputs(grammar='start: <tool> "hello world, how are you?"'))
-    assert grammar.forced() == [SIZE, *ids("hello world, how are you?")]
+    assert grammar.forced_tokens() == [SIZE, *ids("hello world, how are you?")]
 
 
 def test_a_tokenizer_of_the_other_kind(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.config.options import CacheGroup
+from quire.engine.config.options import KVCacheGroup
 from quire.engine.scheduler.kv_cache_manager import FREED, KVCacheManager, extend_hashes
 
 
@@ -92,7 +92,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 
 
 def grouped(windows: tuple[int | None, ...], num_blocks: int = 400, block_size: int = 4) -> KVCacheManager:
-    return KVCacheManager(num_blocks, block_size, True, [CacheGroup(window=window) for window in windows])
+    return KVCacheManager(num_blocks, block_size, True, [KVCacheGroup(window=window) for window in windows])
 
 
 Windows = (

@@ -125,14 +125,14 @@ CIRCUMSTANCES: list[tuple[int, bool, Windows]] = [
 
 def tightened(config: EngineConfig) -> EngineConfig:
     """With hardly more blocks than the longest request needs, so that others are preempted."""
-    least = config.cache.most_blocks(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
+    least = config.cache.max_blocks(config.model.max_model_len, config.scheduler.max_num_batched_tokens)
     return replace(config, cache=replace(config.cache, num_blocks=least + 8))
 
 
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize(("budget", "tight", "windows"), CIRCUMSTANCES)
-def test_the_answer_does_not_depend_on_the_company(
+def test_output_does_not_depend_on_the_batch(
     stages: int, depth: int, budget: int, prefix: bool, tight: bool, windows: Windows
 ) -> None:
     config = engine_config(
@@ -237,7 +237,7 @@ def test_what_has_been_scored_may_come_from_the_cache_again() -> None:
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
 @pytest.mark.parametrize("windows", [(None,), *WINDOWS])
 @pytest.mark.parametrize("tight", [True, False])
-def test_a_request_goes_on_behind_the_output_that_another_replica_gave(
+def test_a_request_continues_after_the_output_of_another_replica(
     stages: int, depth: int, windows: Windows, tight: bool
 ) -> None:
     """Cut at every position, all at once; what was told is not told again, the scores of the prompt neither."""
@@ -262,7 +262,7 @@ def test_a_request_goes_on_behind_the_output_that_another_replica_gave(
         assert not engine.scored(f"length {cut}")
 
 
-def test_what_another_replica_has_ended_but_for_the_word_is_ended() -> None:
+def test_a_request_that_another_replica_completed_is_finished() -> None:
     engine = Engine(engine_config())
     engine.add("a", [1, 2, 3], reported=[4, 5], max_tokens=2)
     assert (engine.tokens("a"), engine.ends("a")) == ([], ["length"])
@@ -411,7 +411,7 @@ def test_stop_tokens_and_end_of_sequence() -> None:
     assert [engine.ends(name) for name in ("eos", "ignore", "stop")] == [["stop"], ["length"], ["stop"]]
 
 
-def test_the_next_decode_is_planned_while_its_token_is_under_way() -> None:
+def test_the_next_decode_is_scheduled_while_its_token_is_in_flight() -> None:
     engine = Engine(engine_config(depth=2))
     engine.add("a", [1, 2, 3], max_tokens=4)
     engine.turn()
@@ -548,13 +548,13 @@ def test_a_long_prompt_is_cut_into_equal_chunks_for_the_stages(length: int, chun
     assert [plan.num_tokens for plan in engine.model.plans] == [*chunks, 1]
 
 
-def test_a_sign_of_life_tells_the_workers_what_was_released() -> None:
+def test_a_heartbeat_frees_slots_on_the_workers() -> None:
     engine = Engine(engine_config())
     engine.add("a", [1, 2, 3], max_tokens=5)
     engine.turn()
     engine.abort("a")
     plan = engine.scheduler.heartbeat()
-    assert plan.released == [0]
+    assert plan.freed_slots == [0]
     assert engine.scheduler.update(plan, engine.model.execute(plan)) == {}
     assert not engine.model.rows
 
@@ -588,7 +588,7 @@ def test_prompt_chunks_are_sized_by_the_time_they_take(
     config = engine_config(
         stages=stages, depth=depth, max_num_batched_tokens=2048, max_model_len=4000, num_blocks=6000, prefix=False
     )
-    tuned = replace(config.scheduler, is_tuned=True, itl_target=None if target is None else target * stages)
+    tuned = replace(config.scheduler, dynamic_chunking=True, itl_target=None if target is None else target * stages)
     engine = TimedEngine(replace(config, scheduler=tuned))
     for index in range(4):
         engine.add(f"short {index}", [index] * 4, max_tokens=150)
@@ -611,7 +611,7 @@ def test_prompt_chunks_are_sized_by_the_time_they_take(
 
 def test_when_nobody_decodes_a_chunk_is_as_large_as_it_pays() -> None:
     config = engine_config(max_num_batched_tokens=2048, max_model_len=4000, num_blocks=2000, prefix=False)
-    engine = TimedEngine(replace(config, scheduler=replace(config.scheduler, is_tuned=True)))
+    engine = TimedEngine(replace(config, scheduler=replace(config.scheduler, dynamic_chunking=True)))
     for index in range(3):
         engine.add(str(index), [index] * 3000, max_tokens=1)
     engine.run()
@@ -633,7 +633,7 @@ def test_a_fixed_size_learns_nothing() -> None:
 @pytest.mark.parametrize("budget", [8, 48])
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("prompt", [3, 250])
-def test_memory_stays_flat_behind_a_window(stages: int, depth: int, budget: int, prefix: bool, prompt: int) -> None:
+def test_blocks_outside_the_window_are_freed(stages: int, depth: int, budget: int, prefix: bool, prompt: int) -> None:
     """Sixteen windows long, prompt or output: the window, a step's chunk, and the blocks that they begin and end in."""
     window, size = 16, 4
     config = engine_config(
@@ -658,10 +658,10 @@ def test_memory_stays_flat_behind_a_window(stages: int, depth: int, budget: int,
 
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
 @pytest.mark.parametrize("windows", WINDOWS)
-def test_who_was_preempted_goes_on_behind_its_windows(stages: int, depth: int, windows: Windows) -> None:
+def test_a_preempted_request_with_windows_resumes(stages: int, depth: int, windows: Windows) -> None:
     """All begin with a block, and the cache is as small as may be."""
     config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=8)
-    least = config.cache.most_blocks(config.model.max_model_len, 8)
+    least = config.cache.max_blocks(config.model.max_model_len, 8)
     engine = Engine(replace(config, cache=replace(config.cache, num_blocks=least)))
     for index in range(16):
         engine.add(str(index), [index], max_tokens=100)
@@ -670,7 +670,7 @@ def test_who_was_preempted_goes_on_behind_its_windows(stages: int, depth: int, w
     assert all(engine.tokens(str(index)) == continuation([index], 100) for index in range(16))
 
 
-def test_a_pool_for_one_long_request_serves_many() -> None:
+def test_a_pool_for_one_long_request_holds_many_windowed_ones() -> None:
     """Each needs its window and no more, so that several run where one without a window would."""
     config = engine_config(windows=(8,), max_model_len=128, max_num_batched_tokens=16, prefix=False)
     engine = Engine(replace(config, cache=replace(config.cache, num_blocks=32)))
@@ -748,7 +748,7 @@ def failing_once(engine: Engine, step: int) -> None:
     engine.model.fails = lambda plan: plan.step == step
 
 
-def test_a_prompt_behind_a_failed_prefix_computes_it_again() -> None:
+def test_a_prompt_with_a_failed_prefix_recomputes_it() -> None:
     """The second request is admitted while the first is under way, and finds its blocks; they never get content."""
     engine = Engine(engine_config(depth=2, max_num_batched_tokens=16))
     failing_once(engine, 0)
@@ -763,7 +763,7 @@ def test_a_prompt_behind_a_failed_prefix_computes_it_again() -> None:
     engine.run()
     assert engine.model.plans[2].new[0].num_computed_tokens == 0
     assert engine.tokens("second") == continuation([5] * 16 + [6], 4)
-    assert [plan.resumes for plan in engine.model.plans[:4]] == [False, False, True, False]
+    assert [plan.clears_failure for plan in engine.model.plans[:4]] == [False, False, True, False]
 
 
 def test_what_was_computed_before_a_failure_stays_cached() -> None:
@@ -780,7 +780,7 @@ def test_what_was_computed_before_a_failure_stays_cached() -> None:
     assert engine.tokens("third") == continuation([5] * 16 + [7], 4)
 
 
-def test_a_decode_that_fails_while_the_next_is_under_way_fails_once() -> None:
+def test_a_decode_that_fails_with_the_next_in_flight_fails_once() -> None:
     engine = Engine(engine_config(depth=2))
     failing_once(engine, 3)
     engine.add("first", [5, 6, 7], max_tokens=20)

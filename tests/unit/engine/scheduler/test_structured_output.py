@@ -55,7 +55,7 @@ SCHEMA = {
     ("budget", "tight", "windows"),
     [*itertools.product([16, 64], [True, False], [(None,)]), (16, True, (7, None)), (64, False, (7, None))],
 )
-def test_the_answer_does_not_depend_on_the_company(
+def test_output_does_not_depend_on_the_batch(
     folder: Path, stages: int, depth: int, budget: int, tight: bool, windows: Windows
 ) -> None:
     rng = random.Random(depth * budget)
@@ -107,7 +107,7 @@ def test_the_answer_does_not_depend_on_the_company(
 @pytest.mark.parametrize(
     "params", [asked(json=SCHEMA), asked(choice=CHOICES), asked(regex="[a-d]{3,9}!"), asked(json=SCHEMA, max_tokens=12)]
 )
-def test_an_output_goes_on_in_its_grammar_behind_what_another_replica_gave(
+def test_a_grammar_continues_after_the_output_of_another_replica(
     folder: Path, stages: int, depth: int, params: dict[str, Any]
 ) -> None:
     """Cut at every position, in the middle of forced tokens, too."""
@@ -276,7 +276,7 @@ def test_random_aborts_lose_nothing(folder: Path, stages: int, depth: int) -> No
     assert all(len(engine.ends(str(turn))) == 1 for turn in range(60))
 
 
-def test_others_are_not_held_up(folder: Path) -> None:
+def test_other_requests_are_not_delayed(folder: Path) -> None:
     """Run ahead of the device, a free request has a row in every plan, a constrained one in every second."""
     engine = Engine(config_of(folder, depth=2))
     engine.add("free", [71], max_tokens=40, ignore_eos=True)

@@ -67,7 +67,7 @@ def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> Non
         SchedulerOutput(0, [], start, [CachedRequestData(2, 3, [], []), CachedRequestData(0, 1, [], [])])
     )
     step, _ = states.batch(rows)
-    of_groups = [step.of(group) for group in range(2)]
+    of_groups = [step.for_group(group) for group in range(2)]
     assert [each.slot_mapping.tolist() for each in of_groups] == [[12, 13, 14, 36], [16, 17, 18, 4]]
     assert [each.block_tables.tolist() for each in of_groups] == [[[7, 3], [9, 0]], [[8, 4], [1, 0]]]
     assert all(each.block_tables.is_contiguous() for each in of_groups)
@@ -76,8 +76,8 @@ def test_each_group_of_layers_has_slots_and_block_tables(is_shared: bool) -> Non
 
     rows = states.apply(SchedulerOutput(1, [], [], [CachedRequestData(2, 3, [], [6, 2])]))
     step, _ = states.batch(rows)
-    assert [step.of(group).slot_mapping.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
-    assert [step.of(group).block_tables.tolist() for group in range(2)] == [[[7, 3, 6]], [[8, 4, 2]]]
+    assert [step.for_group(group).slot_mapping.tolist() for group in range(2)] == [[15, 24, 25], [19, 8, 9]]
+    assert [step.for_group(group).block_tables.tolist() for group in range(2)] == [[[7, 3, 6]], [[8, 4, 2]]]
 
 
 def test_a_slot_is_taken_until_it_is_released(is_shared: bool) -> None:
@@ -91,7 +91,7 @@ def test_a_slot_is_taken_until_it_is_released(is_shared: bool) -> None:
     assert (step.token_ids.tolist(), step.slot_mapping.tolist()) == ([6], [12])
 
 
-def test_decodes_are_bare_slots_that_go_on_from_what_was_kept(is_shared: bool) -> None:
+def test_decodes_continue_from_the_appended_tokens(is_shared: bool) -> None:
     states = InputBatch(4, 32, 4, is_shared=is_shared)
     start = [new(2, [1, 2, 3], 0, [7]), new(0, [5], 0, [9])]
     rows = states.apply(
@@ -99,7 +99,7 @@ def test_decodes_are_bare_slots_that_go_on_from_what_was_kept(is_shared: bool) -
     )
     _, places = states.batch(rows)
     states.advance(rows)
-    states.keep(rows, places, torch.tensor([40, 50]))
+    states.append_sampled(rows, places, torch.tensor([40, 50]))
 
     rows = states.apply(SchedulerOutput(1, [], [], [], decodes=[0, 2]))
     step, _ = states.batch(rows)
@@ -133,7 +133,7 @@ def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     _, places = states.batch(rows)
     states.advance(rows)
-    states.keep(rows, places, torch.tensor([77]))
+    states.append_sampled(rows, places, torch.tensor([77]))
     rows = states.apply(SchedulerOutput(1, [], [], [CachedRequestData(1, 1, [], [300])]))
     step, places = states.batch(rows)
     assert (step.token_ids.tolist(), step.slot_mapping.tolist(), places.tolist()) == ([77], [1200], [1024 + 901])
@@ -143,7 +143,7 @@ def test_only_what_changed_travels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [5, 1, 2], [1, 7], [3], [1, 1, 1], [2, 2], [1]])
-def test_halves_tell_the_host_what_they_tell_the_device(counts: list[int]) -> None:
+def test_micro_batches_have_matching_host_metadata(counts: list[int]) -> None:
     states = InputBatch(8, 32, 4)
     starts = [new(slot, list(range(count + slot)), slot, [slot] * 4) for slot, count in enumerate(counts)]
     rows = states.apply(
@@ -152,6 +152,6 @@ def test_halves_tell_the_host_what_they_tell_the_device(counts: list[int]) -> No
     step, _ = states.batch(rows)
     for half in split_micro_batches(step, rows.counts):
         assert half.host is not None
-        from_device = replace(half, host=None).rows()
+        from_device = replace(half, host=None).host_metadata()
         assert half.host.counts.tolist() == from_device.counts.tolist()
         assert half.host.lengths.tolist() == from_device.lengths.tolist()

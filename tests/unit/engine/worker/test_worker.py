@@ -53,7 +53,7 @@ class Rank:
         return msgspec.msgpack.decode(self.pipe.recv_bytes(), type=ModelRunnerOutput | WorkerFailed | WorkerReady)
 
 
-def test_results_follow_behind_the_launches() -> None:
+def test_results_are_sent_after_the_launches() -> None:
     rank = Rank()
     steps = [Late(number) for number in range(3)]
     for number, step in enumerate(steps):
@@ -90,7 +90,7 @@ def codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ended
 
 
-def test_the_core_hears_why_a_rank_ends(codes: list[int]) -> None:
+def test_the_core_gets_the_reason_why_a_rank_ends(codes: list[int]) -> None:
     rank = Rank()
     workers._fail(7, RuntimeError("an illegal memory access"), rank.reports)
     assert rank.receive() == WorkerFailed("RuntimeError: an illegal memory access", user_error=False)

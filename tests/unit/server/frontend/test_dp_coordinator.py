@@ -210,7 +210,7 @@ def test_an_api_of_its_own_behind_an_api_of_all_is_refused(site: Site) -> None:
             future.result(30)
 
 
-def test_a_lost_replica_is_told_and_may_come_back(reported: Told, site: Site) -> None:
+def test_a_lost_replica_is_reported_and_may_come_back(reported: Told, site: Site) -> None:
     starting, member = site.api(site.config(3, None, 1)), site.headless(site.config(3, 1, 2)).result(30)
     api = joined(starting)
     member.tell(2, "rank 0 was killed by SIGKILL")
@@ -225,7 +225,7 @@ def test_a_lost_replica_is_told_and_may_come_back(reported: Told, site: Site) ->
     assert (again.requests, again.responses) == (api.requests, api.responses)
 
 
-def test_the_end_of_the_api_is_told(site: Site) -> None:
+def test_the_end_of_the_api_is_reported(site: Site) -> None:
     starting, member = site.api(site.config(2, None, 1)), site.headless(site.config(2, 1, 1)).result(30)
     ends: SimpleQueue[str] = SimpleQueue()
     member.listen(lambda end: ends.put(str(end)))

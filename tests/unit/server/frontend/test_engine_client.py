@@ -122,7 +122,7 @@ async def test_a_core_that_will_not_stop_is_killed(
     assert frontend.client._replicas[0].core.returncode == -9
 
 
-async def test_what_the_engine_tells_of_experts_is_in_the_metrics(server: Server) -> None:
+async def test_expert_load_is_in_the_metrics(server: Server) -> None:
     server.frontend.client._deliver(
         EngineCoreOutputs(expert_load=ExpertLoad({0: 2}, array("q", [3, 1]).tobytes(), 1.5, 2))
     )

@@ -209,7 +209,7 @@ def place(router: Router, request_id: str, prompt: list[int], stats: dict[int, E
     return router.place(asked(request_id, prompt, **asks), stats)
 
 
-def test_equals_are_taken_in_turn_and_processes_begin_apart() -> None:
+def test_equal_replicas_are_chosen_round_robin() -> None:
     router = Router(range(3), cache=CACHE, max_num_seqs=8)
     assert [place(router, str(n), [n] * 40, idle(3)) for n in range(6)] == [0, 1, 2, 0, 1, 2]
     routers = [Router(range(3), cache=CACHE, max_num_seqs=8, first=index) for index in range(3)]

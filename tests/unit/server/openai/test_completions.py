@@ -473,7 +473,7 @@ async def test_text_that_is_not_unicode_is_the_clients_error(server: Server) -> 
         (DetokenizeRequest, "tokens"),
     ],
 )
-def test_of_a_long_list_the_first_error_is_told(request_type: type[BaseModel], name: str) -> None:
+def test_only_the_first_error_of_a_long_list_is_reported(request_type: type[BaseModel], name: str) -> None:
     good = {"prompt": "x"} if request_type is CompletionRequest else {}
     lists: list[Any] = [[1.5] * 50, [[1.5] * 50], [[1.5]] * 50, [*range(50), None, None], ["a", *[None] * 50]]
     for given in lists:

@@ -274,7 +274,7 @@ async def test_prompts_and_lower_case(config: EngineConfig, core_mode: Callable[
             ({"input": ids("FOX")}, ids("FOX")),
         ):
             close((await post(server, **body))["data"][0]["embedding"], expected(tokens))
-    async with run_server(embedding(config, pools_prompts=False)) as server:
+    async with run_server(embedding(config, include_prompt=False)) as server:
         assert (await refused(server, input="a", prompt_name="query"))[1] == "prompt_name"
         await post(server, input="a", prompt_name="document")
 
@@ -348,7 +348,7 @@ async def test_a_model_that_generates_does_not_embed(config: EngineConfig, core_
         assert "--runner pooling" in message
 
 
-async def test_clouds_find_the_route_by_its_field(
+async def test_invocations_choose_the_route_by_field(
     config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AIP_PREDICT_ROUTE", "/predict")
@@ -361,7 +361,7 @@ async def test_clouds_find_the_route_by_its_field(
         assert [len(each["data"][0]["embedding"]) for each in answer["predictions"]] == [SIZE, 4]
 
 
-async def test_many_inputs_leave_other_requests_their_turn(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_inputs_do_not_block_other_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vectors are written in a thread."""
     threads = []
 

@@ -277,7 +277,7 @@ async def test_an_id_in_use_is_refused(server: Server) -> None:
         await post(server, "completions", prompt="b", request_id="other")
 
 
-async def test_special_tokens_are_added_unless_told_otherwise(
+async def test_special_tokens_are_added_by_default(
     server: Server, submitted: list[EngineCoreRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []

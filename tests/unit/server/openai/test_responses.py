@@ -298,7 +298,7 @@ async def test_a_running_response_can_be_ended(server: Server, end: str) -> None
     assert not server.frontend.client._running
 
 
-async def test_a_failure_is_told(server: Server) -> None:
+async def test_a_failure_is_reported(server: Server) -> None:
     assert (await refused(server, "responses", {"input": "x<fail>"}, 500))["code"] == "request_failed"
     streamed = await server.http.post("/v1/responses", json={"input": "x<fail>", "stream": True})
     *_, last = events_of(streamed.text)
@@ -394,7 +394,7 @@ async def test_an_error_about_a_message_names_the_item(server: Server, monkeypat
         assert (error["param"], error["message"]) == (f"{place}.content", f"{place}.content is bad")
 
 
-async def test_an_error_may_tell_half_of_a_surrogate_pair(server: Server) -> None:
+async def test_an_error_may_contain_half_of_a_surrogate_pair(server: Server) -> None:
     content = json.dumps({"messages": [], "tools": [{"type": "\ud800"}]})
     headers = {"content-type": "application/json"}
     response = await server.http.post("/v1/chat/completions", content=content, headers=headers)

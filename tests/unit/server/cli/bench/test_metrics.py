@@ -106,7 +106,7 @@ def test_tokens_are_spread_over_chunks_that_did_not_say() -> None:
     assert metrics.peak_token_rate([one]) == 5
 
 
-def test_a_client_that_falls_behind_is_told() -> None:
+def test_a_slow_benchmark_client_is_reported() -> None:
     assert summary(record(0, [100]), record(50, [100], sent=62))["max_client_lag_ms"] == pytest.approx(12)
 
 

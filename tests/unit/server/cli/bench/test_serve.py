@@ -221,7 +221,7 @@ def test_it_waits_until_the_server_is_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_the_picture(tmp_path: Path, suffix: str) -> None:
+def test_the_plot(tmp_path: Path, suffix: str) -> None:
     async def script(connection: Connection) -> None:
         if len(server.asked) == 3:
             return connection.reply(429, {})

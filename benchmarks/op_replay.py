@@ -1,6 +1,6 @@
 """Decode steps with and without op replay (`--enforce-eager`), alternating.
 
-.venv/bin/python benchmarks/tapes.py
+.venv/bin/python benchmarks/op_replay.py
 
 The model has random weights in the shape of Qwen2.5-0.5B with a vocabulary of 32,000; one rank with two threads.
 """
