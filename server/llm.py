@@ -409,7 +409,7 @@ async def _process(
     frontend: Frontend, prompt: PromptLike, params: SamplingParams | None, priority: int
 ) -> _ProcessedPrompt:
     processor, (given, salt) = frontend.admit(), _taken_apart(prompt)
-    options = RequestOptions(priority=_integer(priority, "priority"), cache_salt=salt)
+    options = _options(priority, salt)
     processed = await processor.process_prompts([given], _checked(processor, params), options)
     return _ProcessedPrompt(processed, given if isinstance(given, str) else None)
 
@@ -417,7 +417,7 @@ async def _process(
 async def _process_chat(
     frontend: Frontend, chat: ChatInput, params: SamplingParams | None, priority: int
 ) -> _ProcessedPrompt:
-    processor, options = frontend.admit(), RequestOptions(priority=_integer(priority, "priority"))
+    processor, options = frontend.admit(), _options(priority)
     return _ProcessedPrompt(await processor.process_chat(chat, _checked(processor, params), options))
 
 
@@ -437,6 +437,10 @@ def _checked(processor: InputProcessor, params: SamplingParams | None) -> Sampli
         raise InvalidParameter(f"sampling parameters: {error}") from None
     checked.structured_outputs = params.structured_outputs
     return checked
+
+
+def _options(priority: Any, cache_salt: str | None = None) -> RequestOptions:
+    return RequestOptions(priority=_integer(priority, "priority"), cache_salt=cache_salt, reject_long_output=False)
 
 
 def _integer(value: Any, param: str) -> int:

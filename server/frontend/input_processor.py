@@ -99,10 +99,11 @@ class InputProcessor:
         """Process texts and token ids to continue. With `add_special_tokens`, texts get the tokenizer's."""
         params = await self._validate(params, options.param_names)
         last = self._num_kept(options.truncate_prompt_tokens, params.max_tokens)
+        max_tokens = params.max_tokens if options.reject_long_output else None
 
         def tokenize() -> list[list[int]]:
             ids = [self._token_ids(prompt, "prompt", add_special_tokens) for prompt in prompts]
-            return [self._fit(each, "prompt", last, params.max_tokens) for each in ids]
+            return [self._fit(each, "prompt", last, max_tokens) for each in ids]
 
         tokenized = await run_in_thread(sum(map(len, prompts)), tokenize)
         return GenerationInput(
@@ -117,9 +118,9 @@ class InputProcessor:
         """
         answer, params = params.structured_outputs, await self._validate(params, options.param_names)
         last = self._num_kept(options.truncate_prompt_tokens, params.max_tokens)
+        max_tokens = params.max_tokens if options.reject_long_output else None
         prompt = await run_in_thread(
-            _length(chat.messages, chat.tools),
-            lambda: self._fit(self._render(chat), "messages", last, params.max_tokens),
+            _length(chat.messages, chat.tools), lambda: self._fit(self._render(chat), "messages", last, max_tokens)
         )
         output_format = self._output_format(chat, prompt)
         if chat.tool_use is not None and (chat.tool_use.needs_grammar or answer is not None):

@@ -42,6 +42,8 @@ class RequestOptions:
     priority: int = 0
     cache_salt: str | None = None
     """Requests share cached prefixes only with requests that have the same salt."""
+    reject_long_output: bool = True
+    """Reject a request whose output may exceed the model's length. Otherwise the output ends there."""
     param_names: Mapping[str, str] = field(default_factory=dict)
     """The API's names of sampling parameters, for error messages, where they differ."""
 
