@@ -408,7 +408,7 @@ def _chat_input(
 async def _process(
     frontend: Frontend, prompt: PromptLike, params: SamplingParams | None, priority: int
 ) -> _ProcessedPrompt:
-    processor, (given, salt) = frontend.admit(), _taken_apart(prompt)
+    processor, (given, salt) = frontend.admit(), _split_salt(prompt)
     options = _options(priority, salt)
     processed = await processor.process_prompts([given], _checked(processor, params), options)
     return _ProcessedPrompt(processed, given if isinstance(given, str) else None)
@@ -464,7 +464,7 @@ async def _embed(
     request_id: str | None = None,
     priority: int = 0,
 ) -> EmbeddingRequestOutput:
-    processor, (given, salt) = frontend.admit(embeds=True), _taken_apart(prompt)
+    processor, (given, salt) = frontend.admit(embeds=True), _split_salt(prompt)
     (ids,) = await processor.process_embeddings({"prompt": given}, rendering, vectors)
     request_id = request_id or uuid.uuid4().hex
     with frontend.embed(request_id, [ids], _integer(priority, "priority"), salt) as embedding:
@@ -479,7 +479,7 @@ async def _embed(
     )
 
 
-def _taken_apart(prompt: PromptLike) -> tuple[Prompt, str | None]:
+def _split_salt(prompt: PromptLike) -> tuple[Prompt, str | None]:
     """Return a prompt and its salt."""
     if not isinstance(prompt, Mapping):
         return prompt, None

@@ -37,7 +37,7 @@ from quire.server.http.errors import describe, json_response
 from quire.server.http.response import EventStreamResponse, part, while_connected
 from quire.server.http.state import AppState
 from quire.server.openai.chat import ChatRequest
-from quire.server.openai.protocol import Int64, LenientModel, StrictModel, reject_extra, renamed, variant
+from quire.server.openai.protocol import Int64, LenientModel, StrictModel, reject_extra, renamed_params, variant
 
 router = APIRouter()
 
@@ -214,7 +214,7 @@ class CountTokensRequest(LenientModel):
         """Process the request like a chat; raises `InvalidParameter`."""
         thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
         chat, places = self.as_chat(), [place for place, _ in self._conversation()]
-        with renamed(_NAMES, places):
+        with renamed_params(_NAMES, places):
             return await chat.process(processor, thinking)
 
 

@@ -69,13 +69,13 @@ def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ..
 
 
 @dataclass(frozen=True)
-class _StartOrder:
+class _ApiProcessArgs:
     """The configuration of an API process, sent to it when it starts."""
 
     config: EngineConfig
     options: ServerOptions
     names: tuple[str, ...]
-    place: ApiProcessInfo
+    process_info: ApiProcessInfo
     listener: int
     """File descriptor of the inherited socket."""
 
@@ -91,11 +91,11 @@ class ApiProcesses:
         names: tuple[str, ...],
         listener: socket.socket,
     ) -> None:
-        self._order = _StartOrder(config, options, names, frontend.place, listener.fileno())
-        indexes = range(1, frontend.place.count)
+        self._args = _ApiProcessArgs(config, options, names, frontend.process_info, listener.fileno())
+        indexes = range(1, frontend.process_info.count)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._serving = {index: asyncio.Event() for index in indexes}
-        self._keepers = [asyncio.create_task(self._keep(index)) for index in indexes]
+        self._supervisors = [asyncio.create_task(self._supervise(index)) for index in indexes]
 
     async def ready(self) -> None:
         """Wait until each process has been ready once."""
@@ -110,9 +110,9 @@ class ApiProcesses:
 
     async def close(self) -> None:
         """Stop the processes; kill those that do not exit in time."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
         for one in self._processes.values():
             assert one.stdin is not None
             one.stdin.close()
@@ -126,7 +126,7 @@ class ApiProcesses:
                 one.kill()
                 await one.wait()
 
-    async def _keep(self, index: int) -> None:
+    async def _supervise(self, index: int) -> None:
         """Start the process with this index, and restart it whenever it exits."""
         while True:
             begun = time.monotonic()
@@ -134,13 +134,13 @@ class ApiProcesses:
                 *(sys.executable, "-P", "-m", "quire.server.cli.api_process"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                pass_fds=(self._order.listener,),
+                pass_fds=(self._args.listener,),
                 start_new_session=True,
             )
             assert one.stdin is not None
             assert one.stdout is not None
-            order = replace(self._order, place=replace(self._order.place, index=index))
-            one.stdin.write(pickle.dumps(order))
+            args = replace(self._args, process_info=replace(self._args.process_info, index=index))
+            one.stdin.write(pickle.dumps(args))
             if await one.stdout.read(1):
                 if self._serving[index].is_set():
                     logger.info("API process %d is ready again", index)
@@ -151,13 +151,13 @@ class ApiProcesses:
             await asyncio.sleep(max(0.0, begun + _RESTART_SECONDS - time.monotonic()))
 
 
-async def _serve(order: _StartOrder) -> None:
-    options, place = order.options, order.place
+async def _serve(args: _ApiProcessArgs) -> None:
+    options, process_info = args.options, args.process_info
     formats = ChatFormats.of(options)
     frontend = await Frontend.join(
-        order.config, place, name=order.names[0], formats=formats, max_queue=options.queue_limit
+        args.config, process_info, name=args.names[0], formats=formats, max_queue=options.queue_limit
     )
-    http = http_server(frontend, options, order.names)
+    http = http_server(frontend, options, args.names)
     stop = asyncio.Event()
     threading.Thread(target=_listen, args=(asyncio.get_running_loop(), frontend, stop), daemon=True).start()
     stopping = asyncio.create_task(stop.wait())
@@ -171,7 +171,7 @@ async def _serve(order: _StartOrder) -> None:
                 await ready
                 gc.collect()
                 gc.freeze()
-                serving = asyncio.create_task(http.serve([socket.socket(fileno=order.listener)]))
+                serving = asyncio.create_task(http.serve([socket.socket(fileno=args.listener)]))
                 os.write(sys.stdout.fileno(), b"!")
                 await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
                 frontend.client.fail(SHUTTING_DOWN)
@@ -195,11 +195,11 @@ def _listen(loop: asyncio.AbstractEventLoop, frontend: Frontend, stop: asyncio.E
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the first process handles Ctrl-C
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # as in the first process
-    order: _StartOrder = pickle.load(sys.stdin.buffer)
-    process.set_name(f"quire-api-{order.place.index}")
-    log.setup(order.options.log_level, f"api {order.place.index}")
+    args: _ApiProcessArgs = pickle.load(sys.stdin.buffer)
+    process.set_name(f"quire-api-{args.process_info.index}")
+    log.setup(args.options.log_level, f"api {args.process_info.index}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(order))
+        runner.run(_serve(args))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class CoreConnection:
         self.state: Literal["loading", "up", "dead"] = "loading"
         self.has_been_ready = False
         """It has been ready before, so it is restarted if it dies."""
-        self.is_silent = False
+        self.is_unresponsive = False
         """It has not answered a probe in time, and has sent nothing since."""
         self.core: subprocess.Popen[bytes] | None = None
         self._address = address

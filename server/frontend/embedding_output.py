@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_LEAST_LENGTH = 1e-12
+_MIN_NORM = 1e-12
 """Shorter vectors are divided by this, as in torch."""
 
 
@@ -49,7 +49,7 @@ class VectorOptions:
 
         x = np.frombuffer(vector, "<f4")[: self.dimensions]
         if pooling.is_normalized if self.normalize is None else self.normalize:
-            x = x / np.float32(max(float(np.linalg.norm(x.astype(np.float64))), _LEAST_LENGTH))
+            x = x / np.float32(max(float(np.linalg.norm(x.astype(np.float64))), _MIN_NORM))
         return x
 
 

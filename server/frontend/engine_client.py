@@ -138,7 +138,7 @@ class EngineClient:
         self._replicas = {
             number: CoreConnection(number, endpoints.requests[number], self._context) for number in replicas
         }
-        self._only = replicas[0] if len(replicas) == 1 else None
+        self._single_replica = replicas[0] if len(replicas) == 1 else None
         """The replica if there is only one: no choice, and no other replica to resume a request."""
         self._router = Router(replicas, cache=cache, max_num_seqs=max_num_seqs, first=index)
         self.loop.add_reader(self._responses.FD, self._receive)
@@ -224,7 +224,7 @@ class EngineClient:
         finally:
             del self._probes[key]
         if not answer.done() and replica.state == "up":
-            replica.is_silent = True
+            replica.is_unresponsive = True
             logger.warning("%shas not answered for %g seconds", self._name(replica), PROBE_SECONDS)
         return answer.done() and not answer.cancelled()
 
@@ -244,8 +244,8 @@ class EngineClient:
         for request_id, prompt_ids, params in requests:
             running = self._running[request_id] = _RunningRequest(stream, now)
             submit = EngineCoreRequest(self.index, request_id, prompt_ids, params, priority, cache_salt)
-            if self._only is not None:
-                running.replica = self._only
+            if self._single_replica is not None:
+                running.replica = self._single_replica
             else:
                 running.submit = submit
                 running.replica = self._router.place(submit, self._stats())
@@ -270,7 +270,7 @@ class EngineClient:
         """Update router and metrics for a request that has left `_running`."""
         self._metrics.finished(reason, time.monotonic() - running.arrived)
         if running.submit is not None:
-            self._router.ended(request_id, running.delivered)
+            self._router.on_finished(request_id, running.delivered)
 
     def fail(self, reason: str) -> None:
         """Fail all open requests, abort them in the engine, and accept no new ones."""
@@ -333,7 +333,9 @@ class EngineClient:
             cause = lost_too_many if self._live_replicas() else "no other replica is available"
             error = f"{reason}; the request cannot go on, as {cause}"
             running.stream.put(EngineCoreOutput(request_id, [], finish_reason="error", error=error))
-        self._router.lost(replica.number)  # last, as the tokens of finished requests are added to the replica's cache
+        self._router.on_replica_dead(
+            replica.number
+        )  # last, as the tokens of finished requests are added to the replica's cache
         logger.error("%s; %d requests resumed on other replicas, %d failed", reason, len(moved) - len(lost), len(lost))
 
     def _is_first_load(self, replica: CoreConnection) -> bool:
@@ -348,7 +350,7 @@ class EngineClient:
             return False
         resume_request = running.resume_request
         running.num_repeated = 0 if resume_request.output_token_ids else running.num_scored_tokens
-        self._router.ended(resume_request.request_id, [])
+        self._router.on_finished(resume_request.request_id, [])
         running.replica = self._router.place(resume_request, among)
         self._send(resume_request, running.replica)
         return True
@@ -359,12 +361,12 @@ class EngineClient:
             return
         if replica.has_been_ready:
             logger.info("%sis ready again", self._name(replica))
-        replica.state, replica.has_been_ready, replica.is_silent = "up", True, False
+        replica.state, replica.has_been_ready, replica.is_unresponsive = "up", True, False
         replica.open()
-        self._router.joined(replica.number)
+        self._router.on_replica_ready(replica.number)
         if self._is_owner:
             self._metrics.state(replica.number, replica.state)
-        self._greeting = ready
+        self._ready_message = ready
         if ready.stats is not None:
             self._metrics.take(replica.number, ready.stats)
         self._update_ready()
@@ -373,12 +375,12 @@ class EngineClient:
         """Become ready once all replicas are up, or once one is up if another process runs the engine."""
         is_settled = not (self._is_owner and any(map(self._is_first_load, self._replicas.values())))
         if is_settled and self._live_replicas() and not self._ready.done():
-            self._ready.set_result(self._greeting)
+            self._ready.set_result(self._ready_message)
 
     def _live_replicas(self) -> list[int]:
         """The replicas that get requests. Silent ones are included only if there are no others."""
         up = [replica for replica in self._replicas.values() if replica.state == "up"]
-        return [replica.number for replica in up if not replica.is_silent] or [replica.number for replica in up]
+        return [replica.number for replica in up if not replica.is_unresponsive] or [replica.number for replica in up]
 
     def _stats(self) -> dict[int, EngineStats]:
         """The latest stats of the replicas that get requests."""
@@ -419,7 +421,7 @@ class EngineClient:
 
     def _name(self, replica: CoreConnection) -> str:
         """The prefix of log messages about this replica, if there are several."""
-        return "" if self._only is not None else f"replica {replica.number}: "
+        return "" if self._single_replica is not None else f"replica {replica.number}: "
 
     def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a background task that `close` cancels."""
@@ -454,7 +456,7 @@ class EngineClient:
         replica = self._replicas.get(message.replica)
         match message:
             case ProbeReply(probe_id) if replica is not None:
-                replica.is_silent = False
+                replica.is_unresponsive = False
                 if (answer := self._probes.get((message.replica, probe_id))) is not None and not answer.done():
                     answer.set_result(None)
             case EngineReady() as ready if replica is not None:
@@ -467,7 +469,7 @@ class EngineClient:
         replica = self._replicas.get(news.replica)
         if replica is None or replica.state == "dead":
             return
-        replica.is_silent = False
+        replica.is_unresponsive = False
         now = time.monotonic()
         if news.stats is not None:
             self._metrics.take(news.replica, news.stats)
@@ -514,4 +516,4 @@ class EngineClient:
                 running.num_cached_tokens = output.num_cached_tokens
             output.num_cached_tokens = running.num_cached_tokens
             running.delivered += output.token_ids
-            self._router.began(output.request_id)
+            self._router.on_first_token(output.request_id)

@@ -45,7 +45,7 @@ _NO_PARAMS = SamplingParams()
 """Used where nothing is sampled."""
 _LEAVE_SECONDS = 0.05
 """Polling interval of hosts that shut down together."""
-_LONGEST_FOLDER = 90
+_MAX_FOLDER_BYTES = 90
 """In bytes. The path of a Unix socket inside must be shorter than 108 bytes (unix(7))."""
 
 
@@ -73,16 +73,23 @@ class Frontend:
     """The running replicas and their text side. Call `start`, await `ready`, then `close`, all on one event loop."""
 
     def __init__(
-        self, config: EngineConfig, client: EngineClient, metrics: Metrics, place: ApiProcessInfo, formats: ChatFormats
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        metrics: Metrics,
+        process_info: ApiProcessInfo,
+        formats: ChatFormats,
     ) -> None:
         self.config = config
         self.client = client
         self.metrics = metrics
-        self.place = place
+        self.process_info = process_info
         self._serials = itertools.count()
         self._open: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
         """By the caller's id."""
-        self._seeds = random.Random(f"{config.model.seed}/{place.index}" if place.index else config.model.seed)
+        self._seeds = random.Random(
+            f"{config.model.seed}/{process_info.index}" if process_info.index else config.model.seed
+        )
         self._remove_folder: weakref.finalize[[str], Frontend] | None = None
         self._hosts: DPCoordinator | None = None
         self._ports: list[socket.socket] = []
@@ -107,7 +114,7 @@ class Frontend:
         (`quire.server.frontend.dp_coordinator.meet`), which are closed with the frontend.
         """
         folder = tempfile.mkdtemp(prefix="quire-")
-        if len(folder) > _LONGEST_FOLDER:
+        if len(folder) > _MAX_FOLDER_BYTES:
             os.rmdir(folder)
             raise ConfigError(
                 f"the path in TMPDIR is too long for Unix sockets: {os.path.dirname(folder)}; set a shorter one"
@@ -115,8 +122,8 @@ class Frontend:
         endpoints = local_endpoints(config.parallel, folder, count)
         if hosts is not None:
             endpoints = Endpoints(hosts.requests, hosts.responses or endpoints.responses)
-        place = ApiProcessInfo(folder, endpoints, served(config))
-        metrics = Metrics(name, place.metrics, 0, count, place.replicas)
+        process_info = ApiProcessInfo(folder, endpoints, served(config))
+        metrics = Metrics(name, process_info.metrics, 0, count, process_info.replicas)
         ports = reserve_ports(LOOPBACK, 1) if config.parallel.is_coupled and hosts is None else []
         master = (LOOPBACK, port_of(ports[0])) if ports else None if hosts is None else hosts.master
 
@@ -125,7 +132,7 @@ class Frontend:
 
         cores = {replica: start_replica(replica) for replica in config.parallel.local_replicas}
         restart = None if config.parallel.is_coupled else start_replica  # coupled replicas end together
-        frontend = Frontend._of(config, cores, metrics, place, formats or ChatFormats(), max_queue, restart)
+        frontend = Frontend._of(config, cores, metrics, process_info, formats or ChatFormats(), max_queue, restart)
         frontend._ports = ports
         frontend._remove_folder = weakref.finalize(frontend, shutil.rmtree, folder, ignore_errors=True)
         if hosts is not None:
@@ -135,35 +142,40 @@ class Frontend:
 
     @staticmethod
     async def join(
-        config: EngineConfig, place: ApiProcessInfo, *, name: str, formats: ChatFormats, max_queue: int | None = None
+        config: EngineConfig,
+        process_info: ApiProcessInfo,
+        *,
+        name: str,
+        formats: ChatFormats,
+        max_queue: int | None = None,
     ) -> Frontend:
         """Create the text side for an engine that another process has started; `max_queue` as in `start`."""
-        metrics = Metrics(name, place.metrics, place.index, place.count, place.replicas)
-        return Frontend._of(config, None, metrics, place, formats, max_queue)
+        metrics = Metrics(name, process_info.metrics, process_info.index, process_info.count, process_info.replicas)
+        return Frontend._of(config, None, metrics, process_info, formats, max_queue)
 
     @staticmethod
     def _of(
         config: EngineConfig,
         cores: Mapping[int, subprocess.Popen[bytes]] | None,
         metrics: Metrics,
-        place: ApiProcessInfo,
+        process_info: ApiProcessInfo,
         formats: ChatFormats,
         max_queue: int | None,
         restart: Callable[[int], subprocess.Popen[bytes]] | None = None,
     ) -> Frontend:
         client = EngineClient(
-            place.endpoints,
+            process_info.endpoints,
             cores,
             metrics,
-            place.index,
-            replicas=place.replicas,
+            process_info.index,
+            replicas=process_info.replicas,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_queue=max_queue,
             cache=config.cache,
             restart=restart,
             are_coupled=config.parallel.is_coupled,
         )
-        return Frontend(config, client, metrics, place, formats)
+        return Frontend(config, client, metrics, process_info, formats)
 
     async def ready(self) -> dict[str, float]:
         """Wait until requests can be served; returns the durations of the start-up phases in seconds.
@@ -252,7 +264,7 @@ class Frontend:
         # Numbered, and with the number of the process, so that a late output of a finished request is not mistaken for
         # one of a new request with the same id.
         serial = next(self._serials)
-        engine_ids = [f"{request_id}-{at}-{serial}@{self.place.index}" for at in range(len(sequences))]
+        engine_ids = [f"{request_id}-{at}-{serial}@{self.process_info.index}" for at in range(len(sequences))]
         # The engine sees no text: a salt has the length of a prefix cache hash.
         salt = blake2b(cache_salt.encode(errors="surrogatepass"), digest_size=16).digest() if cache_salt else b""
         requests = [(engine_id, *sequence) for engine_id, sequence in zip(engine_ids, sequences, strict=True)]

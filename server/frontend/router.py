@@ -32,11 +32,11 @@ from quire.engine.protocol.messages import EngineCoreRequest, EngineStats
 DECODE_TOKENS = 32
 """Tokens by which a running request delays the prompt of another."""
 FAIR_SHARE = 1.25
-_LATELY = 64
+_DECAY_REQUESTS = 64
 """Requests per replica after which the weight of sent tokens decays to about a third."""
 _FIRST_GUESS = 128.0
 """Assumed tokens of an output, and of a prompt sent by another process, before any was seen."""
-_MEMORY = 0.05
+_AVERAGE_WEIGHT = 0.05
 """Weight of the newest value in a moving average."""
 
 
@@ -86,7 +86,7 @@ class Router:
         self._block_size = cache.block_size if cache else 0
         self._num_groups = len(cache.groups) if cache else 1
         self._num_blocks = cache.num_blocks if cache else 0
-        self._caches = cache is not None and cache.enable_prefix_caching
+        self._has_prefix_cache = cache is not None and cache.enable_prefix_caching
         self._output = self._prompt = _FIRST_GUESS
         """Average tokens of an output, and of a prompt to compute."""
 
@@ -94,34 +94,36 @@ class Router:
         """Choose a replica for a request, given the replicas' newest stats, and record the request as sent."""
         tokens = submit.prompt_token_ids + submit.output_token_ids
         hashes: list[int] = []
-        if self._caches:
-            self._extend(hashes, tokens, submit.cache_salt)
+        if self._has_prefix_cache:
+            self._extend_hashes(hashes, tokens, submit.cache_salt)
         spares = submit.params.prompt_logprobs is None or bool(submit.output_token_ids)
-        rests = {number: self._rest(number, len(tokens), hashes if spares else []) for number in stats}
+        uncached_at = {number: self._num_uncached(number, len(tokens), hashes if spares else []) for number in stats}
         chosen = min(
             stats,
             key=lambda number: (
-                not self._has_room(number, rests[number], stats[number]),
-                rests[number] + self._ahead(number, stats[number]) + self._excess(number, stats),
+                not self._has_room(number, uncached_at[number], stats[number]),
+                uncached_at[number] + self._num_queued(number, stats[number]) + self._num_excess(number, stats),
                 self._loads[number].sent,
                 self._order[number],
             ),
         )
-        rest, load = rests[chosen], self._loads[chosen]
-        placed = _PlacedRequest(chosen, submit.prompt_token_ids, submit.cache_salt, hashes, rest, self._blocks(rest))
+        uncached, load = uncached_at[chosen], self._loads[chosen]
+        placed = _PlacedRequest(
+            chosen, submit.prompt_token_ids, submit.cache_salt, hashes, uncached, self._num_new_blocks(uncached)
+        )
         self._placed[submit.request_id] = placed
         load.open += 1
         load.pending += placed.pending
         load.blocks += placed.blocks
         for each in self._loads.values():
-            each.sent *= 1 - 1 / (_LATELY * len(self._loads))
-        load.sent += rest + self._output
-        self._prompt += (rest - self._prompt) * _MEMORY
+            each.sent *= 1 - 1 / (_DECAY_REQUESTS * len(self._loads))
+        load.sent += uncached + self._output
+        self._prompt += (uncached - self._prompt) * _AVERAGE_WEIGHT
         load.capacity = stats[chosen].kv_blocks or load.capacity
-        self._keep(load, hashes)
+        self._record_cached(load, hashes)
         return chosen
 
-    def began(self, request_id: str) -> None:
+    def on_first_token(self, request_id: str) -> None:
         """Record that a request's first token has arrived."""
         placed = self._placed.get(request_id)
         if placed is not None and placed.pending:
@@ -130,30 +132,30 @@ class Router:
             load.blocks -= placed.blocks
             placed.pending = placed.blocks = 0
 
-    def ended(self, request_id: str, output: list[int]) -> None:
+    def on_finished(self, request_id: str, output: list[int]) -> None:
         """Record that a request has finished, was aborted or has lost its replica. Unknown ids are ignored."""
-        self.began(request_id)
+        self.on_first_token(request_id)
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return
         load = self._loads[placed.replica]
         load.open -= 1
         if output:
-            self._output += (len(output) - self._output) * _MEMORY
-        if self._caches and output:
+            self._output += (len(output) - self._output) * _AVERAGE_WEIGHT
+        if self._has_prefix_cache and output:
             # The KV of the last token is not computed.
-            self._extend(placed.hashes, (placed.prompt + output)[:-1], placed.salt)
-            self._keep(load, placed.hashes)
+            self._extend_hashes(placed.hashes, (placed.prompt + output)[:-1], placed.salt)
+            self._record_cached(load, placed.hashes)
 
-    def lost(self, replica: int) -> None:
+    def on_replica_dead(self, replica: int) -> None:
         """Record that a replica has died; its cache is lost."""
         self._loads[replica].cached.clear()
 
-    def joined(self, replica: int) -> None:
+    def on_replica_ready(self, replica: int) -> None:
         """Record that a replica is up (again). It gets no more than its equal share."""
         self._loads[replica].sent = max(load.sent for load in self._loads.values())
 
-    def _rest(self, replica: int, length: int, hashes: list[int]) -> int:
+    def _num_uncached(self, replica: int, length: int, hashes: list[int]) -> int:
         """Tokens of a request to compute at a replica: at least the last one, whose logits are needed."""
         cached, known = 0, self._loads[replica].cached
         for digest in hashes:
@@ -162,7 +164,7 @@ class Router:
             cached += self._block_size
         return max(1, length - cached)
 
-    def _ahead(self, replica: int, stats: EngineStats) -> float:
+    def _num_queued(self, replica: int, stats: EngineStats) -> float:
         """Tokens to compute at a replica before it starts a new request."""
         load = self._loads[replica]
         others = max(0, stats.running + stats.waiting - load.open)
@@ -171,28 +173,28 @@ class Router:
         waiting = min(others, stats.waiting)
         return load.pending + waiting * self._prompt + there * DECODE_TOKENS + must_end * self._output
 
-    def _excess(self, replica: int, among: Iterable[int]) -> float:
+    def _num_excess(self, replica: int, among: Iterable[int]) -> float:
         """Tokens recently sent to a replica beyond its share."""
         sent = [self._loads[number].sent for number in among]
         return max(0.0, self._loads[replica].sent - FAIR_SHARE * sum(sent) / len(sent))
 
-    def _has_room(self, replica: int, rest: int, stats: EngineStats) -> bool:
+    def _has_room(self, replica: int, uncached: int, stats: EngineStats) -> bool:
         total = stats.kv_blocks or self._num_blocks
         if not total:
             return True
-        return stats.kv_blocks_used + self._loads[replica].blocks + self._blocks(rest) <= total
+        return stats.kv_blocks_used + self._loads[replica].blocks + self._num_new_blocks(uncached) <= total
 
-    def _extend(self, hashes: list[int], tokens: list[int], salt: bytes) -> None:
+    def _extend_hashes(self, hashes: list[int], tokens: list[int], salt: bytes) -> None:
         """Append the missing hashes of a chain: one for each full block, over its tokens and all tokens before it."""
         size = self._block_size
         while (end := (len(hashes) + 1) * size) <= len(tokens):
             hashes.append(hash((hashes[-1] if hashes else salt, *tokens[end - size : end])))
 
-    def _blocks(self, tokens: int) -> int:
+    def _num_new_blocks(self, tokens: int) -> int:
         """KV blocks for this number of additional tokens."""
         return -(-tokens // self._block_size) * self._num_groups if self._block_size else 0
 
-    def _keep(self, load: _ReplicaLoad, hashes: list[int]) -> None:
+    def _record_cached(self, load: _ReplicaLoad, hashes: list[int]) -> None:
         """Record these blocks as cached, the first of the chain most recently; evict the least recently used."""
         for digest in reversed(hashes):
             load.cached[digest] = None

@@ -32,10 +32,10 @@ Answer = Callable[[bytes], bytes]
 
 MAX_MEMORY = 2**29
 """Memory limit of an answer in bytes, in addition to what is prepared."""
-_PATIENCE = 0.25
+_NICE_AFTER_SECONDS = 0.25
 """Seconds after which the scheduling priority of an answer is lowered."""
 _NICENESS = 5
-_WALL = 10
+_WALL_CLOCK_FACTOR = 10
 """Wall-clock limit of an answer, as a multiple of its processor time limit; it matters on a busy machine."""
 _PID = struct.Struct("!i")
 _HELPER = "from quire.server.frontend import sandbox; sandbox.main()"
@@ -73,11 +73,11 @@ class Sandbox(Generic[T]):
         mine, theirs = socket.socketpair()
         with mine:
             with theirs:
-                self._hand_over(theirs)
+                self._pass_socket(theirs)
             with contextlib.suppress(BrokenPipeError):
                 mine.sendall(question)
             mine.shutdown(socket.SHUT_WR)
-            mine.settimeout(_PATIENCE)
+            mine.settimeout(_NICE_AFTER_SECONDS)
             reported = b""
             while True:
                 try:
@@ -104,7 +104,7 @@ class Sandbox(Generic[T]):
         if helper is not None:
             helper[1]()
 
-    def _hand_over(self, channel: socket.socket) -> None:
+    def _pass_socket(self, channel: socket.socket) -> None:
         with self._lock:
             for is_new in (False, True):
                 if self._helper is None or is_new:
@@ -185,7 +185,7 @@ def _answer(answer: Answer, control: socket.socket, idle: int, seconds: float) -
         control.close()
         os.close(idle)
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        signal.setitimer(signal.ITIMER_REAL, seconds * _WALL)
+        signal.setitimer(signal.ITIMER_REAL, seconds * _WALL_CLOCK_FACTOR)
         with socket.socket(fileno=channels[0]) as connection:
             connection.sendall(_PID.pack(os.getpid()))
             question = b"".join(iter(lambda: connection.recv(2**16), b""))

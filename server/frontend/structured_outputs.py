@@ -42,9 +42,9 @@ COMPILE_SECONDS = 3.0
 """Processor time limit of compiling. The engine compiles again, in a thread that cannot be stopped."""
 MAX_COMPILING = 4
 """Maximum number of grammars compiled at once; also limited by the number of cores, but at least two. Others wait."""
-_REMEMBERED = 64
+_CACHE_SIZE = 64
 """Number of structured outputs in the cache."""
-_BLAME_SECONDS = 0.5
+_SEARCH_SECONDS = 0.5
 """Time limit of the search for the invalid keyword, which leaves out keywords one by one."""
 
 _ONE = ("items", "additionalItems", "additionalProperties")
@@ -86,7 +86,7 @@ _SET_OPERATION = re.compile(r"(?<!\\)(?:\\\\)*\[\^?\]?(?:\\.|[^\]\\])*?(?:\[|&&|
 """
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f\ud800-\udfff]")
 """Characters that JSON can only represent as numeric escapes."""
-_HALF_A_PAIR = re.compile(r"[\ud800-\udfff]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _LARK_OPTION = re.compile(r"^[?!]*[a-z_][\w-]*\[[^]\n]*?\b(temperature|stop)\s*=", re.MULTILINE)
 _INLINE_JSON = re.compile(r"%json\s*(?=\{)")
 
@@ -100,7 +100,7 @@ class _CheckJob:
     """A check in progress, shared by all requests for the same structured outputs."""
 
     result: asyncio.Future[Resolved]
-    askers: int = 0
+    num_waiting: int = 0
 
 
 class StructuredOutputCheck:
@@ -112,7 +112,7 @@ class StructuredOutputCheck:
         cores = len(os.sched_getaffinity(0))
         self._waiting = ThreadPoolExecutor(min(MAX_COMPILING, max(2, cores)), "structured")
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, Resolved] = OrderedDict()
+        self._cache: OrderedDict[str, Resolved] = OrderedDict()
         self._jobs: dict[str, _CheckJob] = {}
         """By encoded structured outputs; used only in the event loop's thread."""
 
@@ -124,7 +124,7 @@ class StructuredOutputCheck:
         """
         with _about(param):
             encoded = _encoded(outputs)
-            return _good(self._remembered(encoded) or await self._joined(encoded))
+            return _enforceable(self._cached(encoded) or await self._resolve_shared(encoded))
 
     def resolve(self, outputs: StructuredOutputs, param: str = "structured_outputs") -> StructuredOutputs:
         """Return the structured outputs for the engine, with schemas as they are enforced. Blocks: usually for
@@ -136,31 +136,31 @@ class StructuredOutputCheck:
         """
         with _about(param):
             encoded = _encoded(outputs)
-            return _good(self._remembered(encoded) or self._resolved(encoded))
+            return _enforceable(self._cached(encoded) or self._resolved(encoded))
 
     def close(self) -> None:
         """Stop the compiling process."""
         self._waiting.shutdown(wait=False, cancel_futures=True)  # first, as another question would start a new process
         self._compiler.close()
 
-    def _remembered(self, encoded: str) -> Resolved | None:
+    def _cached(self, encoded: str) -> Resolved | None:
         with self._lock:
-            if encoded in self._known:
-                self._known.move_to_end(encoded)
-            return self._known.get(encoded)
+            if encoded in self._cache:
+                self._cache.move_to_end(encoded)
+            return self._cache.get(encoded)
 
-    async def _joined(self, encoded: str) -> Resolved:
+    async def _resolve_shared(self, encoded: str) -> Resolved:
         """Call `_resolved` in a thread, once for all concurrent requests."""
         job = self._jobs.get(encoded)
         if job is None:
             result = asyncio.get_running_loop().run_in_executor(self._waiting, self._resolved, encoded)
             job = self._jobs[encoded] = _CheckJob(result)
-        job.askers += 1
+        job.num_waiting += 1
         try:
             return await asyncio.shield(job.result)
         finally:
-            job.askers -= 1
-            if not job.askers:
+            job.num_waiting -= 1
+            if not job.num_waiting:
                 job.result.cancel()
                 del self._jobs[encoded]
 
@@ -168,9 +168,9 @@ class StructuredOutputCheck:
         """Resolve, and cache the result."""
         resolved = self._compiled(encoded)
         with self._lock:
-            self._known[encoded] = resolved
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+            self._cache[encoded] = resolved
+            if len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
         return resolved
 
     def _compiled(self, encoded: str) -> Resolved:
@@ -201,7 +201,7 @@ def _about(param: str) -> Iterator[None]:
         raise InvalidParameter(f"{param}: {error}", param) from None
 
 
-def _good(resolved: Resolved) -> StructuredOutputs:
+def _enforceable(resolved: Resolved) -> StructuredOutputs:
     """Return what the engine gets; raises ValueError if it cannot be enforced."""
     outputs, reason = resolved
     if reason:
@@ -228,7 +228,7 @@ def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
         reason = grammars.error(outputs)
         if reason is None:
             return b""
-        keyword = None if outputs.json is None else _blame(outputs.json, grammars)
+        keyword = None if outputs.json is None else _find_unsupported_keyword(outputs.json, grammars)
         at = f"the schema's {keyword}: " if keyword else ""
         reason = at + reason.replace(_ONE_OF, "several alternatives may match at once; use anyOf")
         return reason.encode(errors="replace")
@@ -236,9 +236,9 @@ def _compiler(model: ModelConfig) -> Callable[[bytes], bytes]:
     return problem
 
 
-def _blame(schema: Any, grammars: GrammarCompiler) -> str | None:
+def _find_unsupported_keyword(schema: Any, grammars: GrammarCompiler) -> str | None:
     """Find the innermost keyword without which the schema could be enforced."""
-    deadline = time.monotonic() + _BLAME_SECONDS
+    deadline = time.monotonic() + _SEARCH_SECONDS
     for path, holder, keyword in _keywords(schema, ""):
         if time.monotonic() > deadline:
             break
@@ -285,19 +285,19 @@ class _SchemaWalk:
         self._names: dict[str, str] = {"#": "#"}
         self._by_target: dict[int, str] = {}
         """Names of the targets by identity, since a target has several possible pointers."""
-        self._ahead: deque[tuple[str, Any, str]] = deque()
+        self._pending: deque[tuple[str, Any, str]] = deque()
         """Name, schema and path of the targets to rewrite."""
         self._namesakes: Counter[str] = Counter()
 
     def result(self) -> dict[str, Any]:
         checked: dict[str, Any] = self._schema(self._root, "")
-        while self._ahead:
-            name, target, path = self._ahead.popleft()
+        while self._pending:
+            name, target, path = self._pending.popleft()
             self._targets[name] = self._schema(target, path)
         if self._targets:
             checked["$defs"] = self._targets
         if not self._is_finite(checked):
-            raise self._refusal("$ref", "", "refers to itself endlessly, so no value can be complete")
+            raise self._error("$ref", "", "refers to itself endlessly, so no value can be complete")
         return checked
 
     def _schema(self, schema: Any, path: str) -> Any:
@@ -310,11 +310,11 @@ class _SchemaWalk:
             here = f"{path}/{keyword}"
             if keyword in _LISTS or (keyword == "items" and isinstance(value, list)):
                 if not isinstance(value, list):
-                    raise self._refusal(keyword, path, "must be a list")
+                    raise self._error(keyword, path, "must be a list")
                 result[keyword] = [self._schema(each, f"{here}/{at}") for at, each in enumerate(value)]
             elif keyword in _MAPS:
                 if not isinstance(value, dict):
-                    raise self._refusal(keyword, path, "must be an object")
+                    raise self._error(keyword, path, "must be an object")
                 result[keyword] = {name: self._schema(each, f"{here}/{name}") for name, each in value.items()}
             elif keyword in _ONE:
                 result[keyword] = self._schema(value, here)
@@ -322,12 +322,12 @@ class _SchemaWalk:
                 result[keyword] = self._reference(value, path)
             elif keyword in _ENFORCED:
                 if keyword not in _NUMBERS and not all(map(_fits, _leaves(value))):
-                    raise self._refusal(keyword, path, "has an integer of more than 64 bits")
+                    raise self._error(keyword, path, "has an integer of more than 64 bits")
                 result[keyword] = value
             elif not (keyword in _ANNOTATIONS or _is_harmless(keyword, value)):
-                raise self._refusal(keyword, path, "is not supported")
-            elif isinstance(value, str) and _HALF_A_PAIR.search(value):
-                raise self._refusal(keyword, path, "contains an unpaired surrogate")
+                raise self._error(keyword, path, "is not supported")
+            elif isinstance(value, str) and _SURROGATE.search(value):
+                raise self._error(keyword, path, "contains an unpaired surrogate")
         self._check(schema, path)
         if "format" in result:
             result["allOf"] = [*result.get("allOf", ()), _FORMATS[result.pop("format")]]
@@ -336,28 +336,28 @@ class _SchemaWalk:
     def _check(self, schema: dict[str, Any], path: str) -> None:
         """Reject what llguidance would enforce only partially."""
         if "format" in schema and (not isinstance(schema["format"], str) or schema["format"] not in _FORMATS):
-            raise self._refusal("format", path, f"must be one of {', '.join(_FORMATS)}, not {schema['format']!r}")
+            raise self._error("format", path, f"must be one of {', '.join(_FORMATS)}, not {schema['format']!r}")
         literals = {keyword: list(_leaves(schema[keyword])) for keyword in _NUMBERS if keyword in schema}
         for keyword, values in (*literals.items(), ("properties", schema.get("properties", ()))):
             if not all(map(_is_exact, values)):
-                raise self._refusal(
+                raise self._error(
                     keyword,
                     path,
                     "contains a number that does not fit into a double and 64 bits; integers up to 2^53 always do",
                 )
             if any(isinstance(value, str) and _UNWRITABLE.search(value) for value in values):
-                raise self._refusal(keyword, path, "contains a control character or an unpaired surrogate")
+                raise self._error(keyword, path, "contains a control character or an unpaired surrogate")
         for pattern in (schema.get("pattern"), *schema.get("patternProperties", ())):
             if isinstance(pattern, str) and _SET_OPERATION.search(pattern):
                 keyword = "pattern" if pattern == schema.get("pattern") else "patternProperties"
-                raise self._refusal(
+                raise self._error(
                     keyword, path, r"contains [, &&, -- or ~~ in a character class; write \[, \& and so on"
                 )
         if "prefixItems" in schema and ("additionalItems" in schema or isinstance(schema.get("items"), list)):
-            raise self._refusal("prefixItems", path, "cannot be combined with additionalItems or a list of items")
+            raise self._error("prefixItems", path, "cannot be combined with additionalItems or a list of items")
         least, required = schema.get("minProperties", 0), schema.get("required", ())
         if isinstance(least, int) and isinstance(required, list | tuple) and least > len(set(map(str, required))) + 1:
-            raise self._refusal(
+            raise self._error(
                 "minProperties",
                 path,
                 "must be at most one more than the number of required properties, since keys may repeat",
@@ -366,7 +366,7 @@ class _SchemaWalk:
     def _reference(self, reference: Any, path: str) -> str:
         """Resolve a reference inside the schema once, and return its new name."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise self._refusal("$ref", path, 'must be "#" or point into this schema as "#/…"')
+            raise self._error("$ref", path, 'must be "#" or point into this schema as "#/…"')
         if reference not in self._names:
             target: Any = self._root
             for part in unquote(reference[2:]).split("/"):
@@ -374,12 +374,12 @@ class _SchemaWalk:
                 try:
                     target = target[int(part) if isinstance(target, list) else part]
                 except (LookupError, TypeError, ValueError):
-                    raise self._refusal("$ref", path, f"points to nothing: {reference}") from None
+                    raise self._error("$ref", path, f"points to nothing: {reference}") from None
             if (name := self._by_target.get(id(target))) is None:
                 name = self._new_name(re.sub(r"\W", "_", reference.rpartition("/")[2]) or "_")
                 self._by_target[id(target)] = name
                 self._targets[name] = True  # keeps the order
-                self._ahead.append((name, target, reference[1:]))
+                self._pending.append((name, target, reference[1:]))
             self._names[reference] = f"#/$defs/{name}"
         return self._names[reference]
 
@@ -404,9 +404,9 @@ class _SchemaWalk:
         met.
         """
         finite: list[int] = []
-        ahead: list[dict[str, Any]] = [root]
-        while ahead:
-            schema = ahead.pop()
+        pending: list[dict[str, Any]] = [root]
+        while pending:
+            schema = pending.pop()
             if id(schema) in unmet:
                 continue
             needs = [need for need in self._needs(schema, root) if all(isinstance(each, dict) for each in need)]
@@ -416,7 +416,7 @@ class _SchemaWalk:
             for need in needs:
                 for each in need:
                     waiting.setdefault(id(each), []).append((id(schema), need))
-                    ahead.append(each)
+                    pending.append(each)
         while finite and unmet[id(root)]:
             for waiter, need in waiting.get(finite.pop(), ()):
                 if need:
@@ -446,7 +446,7 @@ class _SchemaWalk:
                 yield [rest]
         yield from ([each] for each in schema.get("allOf", ()))
 
-    def _refusal(self, keyword: str, path: str, problem: str) -> ValueError:
+    def _error(self, keyword: str, path: str, problem: str) -> ValueError:
         return ValueError(f"the schema's {keyword} (at {path or '/'}) {problem}; it cannot be enforced")
 
 

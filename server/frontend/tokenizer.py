@@ -52,7 +52,7 @@ class Tokenizer:
         try:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # raised for a str that cannot be encoded as UTF-8
-            raise _half_a_pair() from None
+            raise _surrogate_error() from None
         return ids
 
     def encode_within(
@@ -71,7 +71,7 @@ class Tokenizer:
         try:
             encoding = self.backend.encode(text, add_special_tokens=False)
         except TypeError:
-            raise _half_a_pair() from None
+            raise _surrogate_error() from None
         encoding.truncate(room, direction=side)
         ids: list[int] = self.backend.post_process(encoding, None, add_special_tokens).ids
         return ids
@@ -152,7 +152,7 @@ class _Pieces(dict[int, str]):
         return text
 
 
-def _half_a_pair() -> InvalidParameter:
+def _surrogate_error() -> InvalidParameter:
     return InvalidParameter("the text contains an unpaired surrogate, which is not a character")
 
 

@@ -45,11 +45,11 @@ class ApiKeys:
     def admit(self, key: bytes) -> bool:
         """Return whether this key is currently accepted."""
         if self._file is not None:
-            self._look_again(self._file)
+            self._reload(self._file)
         digest = hashlib.sha256(key).digest()
         return digest in self._fixed or digest in self._from_file
 
-    def _look_again(self, file: str) -> None:
+    def _reload(self, file: str) -> None:
         """Reload the file if it has changed. If it cannot be read, the previous keys stay valid."""
         try:
             state = _state(file)

@@ -93,7 +93,7 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 def install(app: FastAPI) -> None:
     """Return all errors in this format."""
-    app.add_exception_handler(ClientDisconnect, _nobody_there)
+    app.add_exception_handler(ClientDisconnect, _client_closed_request)
     for kind in (
         *(InvalidParameter, RequestValidationError, HTTPException),
         *(QueueFull, EngineUnavailable, RequestFailed, Exception),
@@ -135,7 +135,7 @@ async def _respond(request: Request, error: Exception) -> Response:
     return json_response(body, status, _headers(error))
 
 
-async def _nobody_there(request: Request, error: Exception) -> Response:
+async def _client_closed_request(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nginx's "client closed request"; the client never sees it
 
 

@@ -47,25 +47,25 @@ class ResponseStore:
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self.running: dict[str, RunningResponse] = {}
-        self._kept: dict[str, StoredResponse] = {}
+        self._stored: dict[str, StoredResponse] = {}
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._bytes = 0
 
     def keep(self, response_id: str, kept: StoredResponse) -> None:
         """Store a response; remove old ones if there is no room."""
-        self._kept[response_id] = kept
+        self._stored[response_id] = kept
         self._bytes += kept.size
-        while len(self._kept) > self._max_responses or self._bytes > self._max_bytes:
-            self.delete(next(iter(self._kept)))
+        while len(self._stored) > self._max_responses or self._bytes > self._max_bytes:
+            self.delete(next(iter(self._stored)))
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a finished response, or None if it is not stored."""
-        return self._kept.get(response_id)
+        return self._stored.get(response_id)
 
     def delete(self, response_id: str) -> bool:
         """Delete a response; returns whether it was stored."""
-        kept = self._kept.pop(response_id, None)
+        kept = self._stored.pop(response_id, None)
         if kept is not None:
             self._bytes -= kept.size
         return kept is not None

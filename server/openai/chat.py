@@ -18,7 +18,7 @@ from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.frontend.tools import read_tool_use
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState
-from quire.server.openai.logprobs import LEAST_LOGPROB, TokenNames, prompt_logprobs_object
+from quire.server.openai.logprobs import MIN_LOGPROB, TokenNames, prompt_logprobs_object
 from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, Int64, LenientModel
 from quire.server.parsers.events import ToolCall
 
@@ -217,7 +217,7 @@ class _ChatFormatter:
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self._name(token_id),
-            "logprob": max(logprob, LEAST_LOGPROB),
+            "logprob": max(logprob, MIN_LOGPROB),
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 

@@ -16,7 +16,7 @@ from quire.server.frontend.output_processor import Detokenizer, TextDelta
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState
-from quire.server.openai.logprobs import LEAST_LOGPROB, TokenNames, prompt_logprobs_object
+from quire.server.openai.logprobs import MIN_LOGPROB, TokenNames, prompt_logprobs_object
 from quire.server.openai.protocol import MAX_SEQUENCES, GenerationRequest, Int64, ManyTokenIds, Texts, TokenIds
 
 router = APIRouter()
@@ -219,7 +219,7 @@ class _CompletionFormatter:
             token_ids, offsets = prompt + token_ids, echo.offsets + offsets
             places = delta.prompt_logprobs.rows() + places
         tokens = [self._name(token_id) for token_id in token_ids]
-        scores = [max(at.logprob, LEAST_LOGPROB) for at in places]
+        scores = [max(at.logprob, MIN_LOGPROB) for at in places]
         tops = (
             [self._top(token, at) for token, at in zip(tokens[-len(places) :], places, strict=True)] if places else []
         )
@@ -253,8 +253,8 @@ class _CompletionFormatter:
         count = self._body.logprobs
         top: dict[str, float] = {}
         for token_id, logprob in zip(at.top_ids[:count], at.top_logprobs, strict=False):
-            top.setdefault(self._name(token_id), max(logprob, LEAST_LOGPROB))
-        top.setdefault(token, max(at.logprob, LEAST_LOGPROB))
+            top.setdefault(self._name(token_id), max(logprob, MIN_LOGPROB))
+        top.setdefault(token, max(at.logprob, MIN_LOGPROB))
         return top
 
 

@@ -9,7 +9,7 @@ from quire.engine.protocol.messages import PromptLogprobs
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.llm_outputs import Logprob, prompt_logprobs
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have. OpenAI's API uses the same value."""
 
 
@@ -47,4 +47,4 @@ def prompt_logprobs_object(
 
 
 def _object(entry: Logprob) -> dict[str, Any]:
-    return entry._asdict() | {"logprob": max(entry.logprob, LEAST_LOGPROB)}
+    return entry._asdict() | {"logprob": max(entry.logprob, MIN_LOGPROB)}

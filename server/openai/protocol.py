@@ -68,11 +68,11 @@ def schema_extra(harmless: Iterable[str], refused: Mapping[str, Any]) -> Callabl
     `refused` maps a field to the values that have no effect and are accepted. docs/api.md is generated from this.
     """
 
-    def tell(schema: dict[str, Any]) -> None:
+    def add_extra(schema: dict[str, Any]) -> None:
         schema["x-harmless"] = sorted(set(harmless) - schema["properties"].keys())
         schema["x-refused"] = {name: list(refused[name]) for name in sorted(refused.keys() - schema["properties"])}
 
-    return tell
+    return add_extra
 
 
 Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -300,7 +300,7 @@ _MESSAGE = re.compile(r"\bmessages\[([0-9]+)\]")
 
 
 @contextlib.contextmanager
-def renamed(names: Mapping[str, str], places: Sequence[str] = ()) -> Iterator[None]:
+def renamed_params(names: Mapping[str, str], places: Sequence[str] = ()) -> Iterator[None]:
     """Rename the parameter in an `InvalidParameter` about chat to the one that the user of another API has sent.
 
     `names` maps parts of names. `places` gives, for each chat message, the parameter that it was made from.

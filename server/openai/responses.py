@@ -35,7 +35,7 @@ from quire.server.http.response import EventStreamResponse, part, while_connecte
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.chat import ChatRequest
-from quire.server.openai.protocol import Int64, LenientModel, StrictModel, reject_extra, renamed, variant
+from quire.server.openai.protocol import Int64, LenientModel, StrictModel, reject_extra, renamed_params, variant
 from quire.server.openai.responses_input import InputTurns, is_json_object
 
 router = APIRouter()
@@ -206,7 +206,7 @@ async def create_response(body: ResponsesRequest, request: Request, state: AppSt
     model = state.check_model(body.model)
     turns = body.conversation(state)
     asked = body.as_chat(turns.messages)
-    with renamed(_NAMES, body.places(turns)):
+    with renamed_params(_NAMES, body.places(turns)):
         chat = await asked.process(state.frontend.admit())
     response = _ResponseFormatter(body, model, chat, turns.messages, state)
     generation = state.frontend.generate(response.id, chat)
@@ -223,7 +223,7 @@ async def get_response(response_id: str, state: AppState, stream: bool = False) 
         raise InvalidParameter("stream: only a new response can be streamed", "stream")
     if (running := state.responses.running.get(response_id)) is not None:
         return json_response(running.object())
-    return Response(_kept(response_id, state, "response_id").response, media_type="application/json")
+    return Response(_stored(response_id, state, "response_id").response, media_type="application/json")
 
 
 @router.post("/v1/responses/{response_id}/cancel")
@@ -232,7 +232,7 @@ async def cancel_response(response_id: str, state: AppState) -> Response:
     if (running := state.responses.running.get(response_id)) is not None:
         running.cancel()
         return json_response(running.object())
-    kept = msgspec.json.decode(_kept(response_id, state, "response_id").response)
+    kept = msgspec.json.decode(_stored(response_id, state, "response_id").response)
     if kept["status"] != "cancelled":
         raise InvalidParameter(f"response {response_id} is {kept['status']}; there is nothing to cancel", "response_id")
     return json_response(kept)
@@ -356,9 +356,9 @@ class _ResponseFormatter:
         for block in self._blocks.blocks:
             match block.kind:
                 case "reasoning":
-                    turns.think(block.text)
+                    turns.add_reasoning(block.text)
                 case "text":
-                    turns.say(block.text)
+                    turns.add_text(block.text)
                 case "call" if is_json_object(block.text):
                     turns.call(block.call_id, block.name, block.text)
         return turns.messages
@@ -466,17 +466,17 @@ def _nested(choice: Any) -> Any:
 def _earlier(response_id: str, state: ServedModel) -> list[dict[str, Any]]:
     if response_id in state.responses.running:
         raise InvalidParameter(f"response {response_id} has not ended yet", "previous_response_id")
-    return _kept(response_id, state, "previous_response_id").messages()
+    return _stored(response_id, state, "previous_response_id").messages()
 
 
-def _kept(response_id: str, state: ServedModel, param: str) -> StoredResponse:
+def _stored(response_id: str, state: ServedModel, param: str) -> StoredResponse:
     if (kept := state.responses.get(response_id)) is None:
         raise _not_found(response_id, state, param)
     return kept
 
 
 def _not_found(response_id: str, state: ServedModel, param: str) -> ResponseNotFound:
-    count = state.frontend.place.count
+    count = state.frontend.process_info.count
     others = f", and each of the {count} API processes has only its own" if count > 1 else ""
     return ResponseNotFound(
         f"response {response_id} not found: only the newest responses with store: true are kept, in memory{others}",

@@ -78,11 +78,11 @@ class InputTurns:
     def _add(self, item: LenientModel, param: str) -> None:
         match item:
             case _InputMessage(role="assistant"):
-                self.say(_text(item.content, f"{param}.content"))
+                self.add_text(_text(item.content, f"{param}.content"))
             case _InputMessage():
                 self.messages.append({"role": item.role, "content": _text(item.content, f"{param}.content")})
             case _ReasoningItem():
-                self.think(_thoughts(item.content or (), f"{param}.content"))
+                self.add_reasoning(_thoughts(item.content or (), f"{param}.content"))
             case _FunctionCallItem():
                 if not is_json_object(item.arguments):
                     raise InvalidParameter(f"{param}.arguments must be a JSON object", f"{param}.arguments")
@@ -91,12 +91,12 @@ class InputTurns:
                 text = _text(item.output, f"{param}.output")
                 self.messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Add reasoning, which precedes text and calls."""
         if text:
             self._turn("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
 
-    def say(self, text: str) -> None:
+    def add_text(self, text: str) -> None:
         """Add text, which precedes calls."""
         self._turn("content", "tool_calls")["content"] = text
 

@@ -20,9 +20,9 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[-+.\w]*")
 _SPACE = re.compile(r"\s*")
 _CLOSER = {"{": "}", "[": "]"}
-_LONGEST_NAME = 256
+_MAX_NAME = 256
 """Maximum number of characters of a key or name; longer ones are invalid."""
-_MOST_SPACE = 16
+_MAX_SPACE = 16
 """Maximum number of white space characters that belong to a marker; at most this many are held back."""
 
 
@@ -105,14 +105,14 @@ class IncrementalParser(ABC):
             if found is not None and found.end() < len(self._text):
                 self._pos = found.end()
                 return found[0]
-            if len(self._text) - self._pos > _LONGEST_NAME:
+            if len(self._text) - self._pos > _MAX_NAME:
                 raise MalformedText
             yield from self._more()
 
     def _string(self) -> Steps[str]:
         """Read a short JSON string: a key or a name."""
         while (found := _STRING.match(self._text, self._pos)) is None:
-            if not self._text.startswith('"', self._pos) or len(self._text) - self._pos > _LONGEST_NAME:
+            if not self._text.startswith('"', self._pos) or len(self._text) - self._pos > _MAX_NAME:
                 raise MalformedText
             yield from self._more()
         self._pos = found.end()
@@ -186,5 +186,5 @@ def beginning_of(markers: Iterable[str]) -> re.Pattern[str]:
 
 def space_before(text: str, end: int) -> int:
     """How much of the white space that ends at `end` belongs to a marker there: all, up to a limit."""
-    begin = max(0, end - _MOST_SPACE)
+    begin = max(0, end - _MAX_SPACE)
     return end - begin - len(text[begin:end].rstrip())

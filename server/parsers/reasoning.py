@@ -74,7 +74,7 @@ class ReasoningParser(IncrementalParser):
             yield from self._thoughts()
             yield from self._skip_space()
         while True:
-            self._say(Content, len(self._text))
+            self._emit_text(Content, len(self._text))
             yield
 
     def _opens(self) -> Steps[bool]:
@@ -94,16 +94,16 @@ class ReasoningParser(IncrementalParser):
         """Emit the text up to the closing marker, and discard the marker."""
         while (found := self._close.search(self._text)) is None:
             if self._ended:
-                self._say(Reasoning, len(self._text))
+                self._emit_text(Reasoning, len(self._text))
                 return
             half = self._half_close.search(self._text, max(0, len(self._text) - len(self._format.close)))
             end = half.start() if half else len(self._text)
-            self._say(Reasoning, end - space_before(self._text, end))
+            self._emit_text(Reasoning, end - space_before(self._text, end))
             yield
-        self._say(Reasoning, found.start() - space_before(self._text, found.start()))
+        self._emit_text(Reasoning, found.start() - space_before(self._text, found.start()))
         self._pos = self._text.index(self._format.close) + len(self._format.close)
 
-    def _say(self, kind: type[Content | Reasoning], length: int) -> None:
+    def _emit_text(self, kind: type[Content | Reasoning], length: int) -> None:
         if length:
             self._events.append(kind(self._text[:length]))
             self._text = self._text[length:]

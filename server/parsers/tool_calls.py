@@ -83,18 +83,18 @@ class ToolParser(IncrementalParser):
                 marker, end = found[0], found.start()
                 if marker in self._format.markers:
                     space = space_before(self._text, end)
-                    self._say(end - space)
+                    self._emit_text(end - space)
                     self._pos = space + len(marker)
                     return True
-                self._say(end)
+                self._emit_text(end)
                 self._text = self._text[len(marker) :]
                 continue
             if self._ended:
-                self._say(len(self._text))
+                self._emit_text(len(self._text))
                 return False
             half = self._half_marker.search(self._text, max(0, len(self._text) - self._longest))
             end = half.start() if half else len(self._text)
-            self._say(end - space_before(self._text, end))
+            self._emit_text(end - space_before(self._text, end))
             yield
 
     def _try_block(self) -> Steps[None]:
@@ -110,7 +110,7 @@ class ToolParser(IncrementalParser):
             if self._count == calls_before:
                 marker = self._hidden_marker.sub("", self._text[:behind_marker])
                 self._text = marker + self._text[behind_marker:]
-                self._say(len(marker))
+                self._emit_text(len(marker))
             elif self._is_closing and isinstance(error, TextCutOff):
                 self._text = ""
             self._pos = 0
@@ -127,7 +127,7 @@ class ToolParser(IncrementalParser):
             yield from read()
             self._is_closing = True
             self._drop()
-            if separator is None or not (yield from self._goes_on(separator.strip())):
+            if separator is None or not (yield from self._continues(separator.strip())):
                 break
         close = self._format.close.strip()
         if in_list:
@@ -135,7 +135,7 @@ class ToolParser(IncrementalParser):
         if close and not (in_list and close == "]"):
             yield from self._expect(close)
 
-    def _goes_on(self, separator: str) -> Steps[bool]:
+    def _continues(self, separator: str) -> Steps[bool]:
         """Return whether another call follows, and read the separator if so."""
         yield from self._peek()
         if separator:
@@ -218,7 +218,7 @@ class ToolParser(IncrementalParser):
             raise MalformedText
         return name
 
-    def _say(self, length: int) -> None:
+    def _emit_text(self, length: int) -> None:
         """Emit the first characters as content."""
         if length:
             self._events.append(Content(self._text[:length]))

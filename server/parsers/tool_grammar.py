@@ -20,7 +20,7 @@ from quire.server.parsers.tool_formats import ToolFormat
 TokenId = Callable[[str], int | None]
 """The id of a marker that is one added token; None for plain text."""
 
-_SAYS_NOTHING = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | {
+_UNCONSTRAINING = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"} | {
     "$schema", "$id", "title", "description", "default", "examples", "strict",
 }  # fmt: skip
 """The schema keywords that keyword arguments can enforce, and the values that have no effect."""
@@ -159,7 +159,7 @@ class _GrammarText:
 
     def _keywords(self, index: int, name: str, schema: dict[str, Any]) -> Iterator[str]:
         """Keyword arguments in the schema's order: one alternative for each possible first argument."""
-        if unheld := sorted(schema.keys() - _SAYS_NOTHING):
+        if unheld := sorted(schema.keys() - _UNCONSTRAINING):
             raise InvalidParameter(
                 f"tools: {unheld[0]} in the parameters of {name}: this model's tool calls use keyword arguments, which "
                 "can enforce only properties and required",

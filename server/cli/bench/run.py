@@ -56,7 +56,7 @@ class BenchRun:
         options = self._options
         key = options.api_key or os.environ.get("OPENAI_API_KEY")
         with BenchClient(options.url, key, self._clock) as self._client:
-            make = await self._get_ready()
+            make = await self._wait_until_ready()
             warmups = make(dataclasses.replace(self._wanted, num_prompts=options.num_warmups), dataset.WARMUP_SEED)
             await self._load(warmups, [0.0] * len(warmups), is_shown=False)
             samples = make(self._wanted, 0)
@@ -80,19 +80,19 @@ class BenchRun:
 
             return await drive(send, arrivals, self._options.max_concurrency, self._clock)
 
-    async def _get_ready(self) -> Make:
+    async def _wait_until_ready(self) -> Make:
         """Find out the model and the form of prompts, waiting up to --ready-check-timeout-sec."""
         give_up = time.monotonic() + self._options.ready_check_timeout_sec
         while True:
             try:
-                self._model = self._options.model or await self._ask_for_the_model()
-                return await self._way_to_ask()
+                self._model = self._options.model or await self._fetch_model_name()
+                return await self._request_method()
             except ConfigError:
                 if time.monotonic() >= give_up:
                     raise
             await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _ask_for_the_model(self) -> str:
+    async def _fetch_model_name(self) -> str:
         url = f"{self._options.url}/v1/models"
         try:
             answer = await self._client.get("/v1/models")
@@ -105,7 +105,7 @@ class BenchRun:
             raise ConfigError(f"{url} lists no models; choose one with --model") from None
         return name
 
-    async def _way_to_ask(self) -> Make:
+    async def _request_method(self) -> Make:
         """Use token ids as prompts if the server accepts them, otherwise text of about the right length."""
         options = self._options
         if not options.is_chat:

@@ -107,7 +107,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_slow_answer_gives_way(answering: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(os, "setpriority", lambda which, pid, niceness: given.append(niceness))
-    slow = answering(FOR_EVER, seconds=sandbox._PATIENCE + 0.1)
+    slow = answering(FOR_EVER, seconds=sandbox._NICE_AFTER_SECONDS + 0.1)
     with pytest.raises(SandboxStopped):
         slow.ask(b"")
     assert given == [sandbox._NICENESS]

@@ -107,7 +107,7 @@ async def test_a_core_that_cannot_start_says_why(config: EngineConfig, core_mode
     await frontend.close()
     assert frontend.client._replicas[0].core is not None
     assert frontend.client._replicas[0].core.returncode == 0
-    assert not Path(frontend.place.folder).exists()
+    assert not Path(frontend.process_info.folder).exists()
 
 
 async def test_a_core_that_will_not_stop_is_killed(

@@ -140,15 +140,15 @@ def run(
         engine = engines[number]
         assert engine.under_way is not None
         for news in engine.scheduler.update(*engine.under_way).values():
-            ended = [output.request_id for output in news.outputs if output.finish_reason]
+            on_finished = [output.request_id for output in news.outputs if output.finish_reason]
             for request_id in [output.request_id for output in news.outputs] + news.request_ids:
                 router = routers[int(request_id) % processes]
                 if not outputs[request_id]:
                     traffic.first_tokens.append(now - arrivals[request_id])
-                    router.began(request_id)
+                    router.on_first_token(request_id)
                 outputs[request_id].append(7)
-            for request_id in ended:
-                routers[int(request_id) % processes].ended(request_id, outputs.pop(request_id))
+            for request_id in on_finished:
+                routers[int(request_id) % processes].on_finished(request_id, outputs.pop(request_id))
         reported[number] = structs.replace(engine.scheduler.snapshot())
         go_on(engine, now)
     assert not any(engine.scheduler.has_requests for engine in engines)
@@ -220,10 +220,10 @@ def test_a_prefix_is_known_with_its_salt_and_its_output() -> None:
     router = Router(range(2), cache=CACHE, max_num_seqs=8)
     prompt, output = list(range(100)), list(range(200, 300))
     first = place(router, "a", prompt, idle(2), salt=b"x")
-    router.began("a")
+    router.on_first_token("a")
     assert place(router, "other salt", prompt, idle(2), salt=b"y") != first
-    router.ended("other salt", [])
-    router.ended("a", output)
+    router.on_finished("other salt", [])
+    router.on_finished("a", output)
     turn = [*prompt, *output, 7, 8]
     assert place(router, "b", turn, idle(2), salt=b"x") == first
     assert router._placed["b"].pending == 202 - 192
@@ -238,7 +238,7 @@ def test_caches_are_as_large_as_the_replicas_say() -> None:
     for blocks in (0, 5):
         router = Router(range(2), cache=replace(CACHE, num_blocks=blocks), max_num_seqs=64)
         assert place(router, "a", prompt, idle(2)) == 0
-        router.ended("a", [1])
+        router.on_finished("a", [1])
         assert place(router, "b", prompt, idle(2)) == 0
         assert router._placed["b"].pending == 1  # all is cached, and the last is computed for its logits
 
@@ -247,13 +247,13 @@ def test_a_replica_without_room_is_avoided() -> None:
     router = Router(range(2), cache=CACHE, max_num_seqs=64)
     prompt = list(range(400))
     assert place(router, "a", prompt, idle(2)) == 0
-    router.ended("a", [1])
+    router.on_finished("a", [1])
     assert place(router, "b", prompt, idle(2)) == 0
-    router.ended("b", [1])
+    router.on_finished("b", [1])
     full = idle(2) | {0: EngineStats(kv_blocks=2000, kv_blocks_used=2000)}
     assert place(router, "c", prompt, full) == 1
     both = {number: EngineStats(kv_blocks=2000, kv_blocks_used=2000) for number in range(2)}
-    router.lost(1)
+    router.on_replica_dead(1)
     assert place(router, "d", prompt, both) == 0  # then it is as ever
     # What is under way takes blocks that no stats tell of yet.
     router = Router(range(2), cache=replace(CACHE, num_blocks=30), max_num_seqs=64)
@@ -270,9 +270,9 @@ def test_who_has_much_to_do_is_avoided() -> None:
     ):
         router = Router(range(2), cache=CACHE, max_num_seqs=8)
         assert place(router, "a", prompt, idle(2)) == 0
-        router.ended("a", [1])
+        router.on_finished("a", [1])
         assert place(router, "b", prompt, idle(2)) == 0
-        router.ended("b", [1])
+        router.on_finished("b", [1])
         assert place(router, "c", prompt, {0: busy, 1: idle(1)[0]}) == 1
 
 
@@ -280,9 +280,9 @@ def test_one_that_comes_back_knows_nothing_and_is_not_flooded() -> None:
     router = Router(range(2), cache=CACHE, max_num_seqs=64)
     for number in range(100):
         place(router, str(number), [number] * 64, idle(2))
-        router.ended(str(number), [1])
-    router.lost(0)
-    router.joined(0)
+        router.on_finished(str(number), [1])
+    router.on_replica_dead(0)
+    router.on_replica_ready(0)
     taken = [place(router, f"new {number}", [1000 + number] * 64, idle(2)) for number in range(20)]
     assert 8 <= sum(taken) <= 12
 
@@ -292,8 +292,8 @@ def test_what_it_remembers_is_bounded() -> None:
     stats = {0: EngineStats()}
     for number in range(100):
         place(router, str(number), [number] * 160, stats)
-        router.ended(str(number), [1] * 100)
+        router.on_finished(str(number), [1] * 100)
     assert len(router._loads[0].cached) == 50
     assert not router._placed
-    router.ended("unknown", [])
-    router.began("unknown")
+    router.on_finished("unknown", [])
+    router.on_first_token("unknown")
