@@ -37,15 +37,13 @@ from quire.server.parsers.tool_grammar import tool_grammar
 T = TypeVar("T")
 
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_DEFAULT_OPTIONS = RequestOptions()
 _SHORT = 2048
 """Characters and token ids that are processed on the event loop. More are processed in a thread, so that other streams
 do not wait.
 """
 _TAIL = 16
 """Tokens at a prompt's end that may contain a marker that opens or closes reasoning."""
-
-
-_DEFAULT_OPTIONS = RequestOptions()
 
 
 class InputProcessor:
@@ -124,7 +122,9 @@ class InputProcessor:
         )
         output_format = self._output_format(chat, prompt)
         if chat.tool_use is not None and (chat.tool_use.needs_grammar or answer is not None):
-            schema = None if answer is None else _schema_of(answer, _name("structured_outputs", options.param_names))
+            schema = None
+            if answer is not None and not chat.tool_use.required:
+                schema = _schema_of(answer, _name("structured_outputs", options.param_names))
             grammar = self._tool_grammar(chat.tool_use, output_format, schema)
             params.structured_outputs = await self._structured.resolve_in_thread(grammar, "tools")
         return GenerationInput(
@@ -248,7 +248,7 @@ class InputProcessor:
             self.tokenizer.added_id,
             required=use.required,
             several=use.several,
-            answer=None if use.required else answer,
+            answer=answer,
             reasoning=output_format.reasoning,
             is_thinking=output_format.is_thinking,
         )
