@@ -146,27 +146,27 @@ def test_the_answer_does_not_depend_on_the_company(
     stages: int, depth: int, budget: int, tight: bool, windows: Windows, prefix: bool
 ) -> None:
     config = engine_config(
-        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=2000
+        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=1200
     )
     engine = Engine(tightened(config) if tight else config)
     rng = random.Random(depth * budget + tight)
     shared = [rng.randrange(97) for _ in range(30)]
     prompts = [
-        shared[: rng.randrange(31)] + [rng.randrange(97) for _ in range(rng.randrange(1, 50))] for _ in range(60)
+        shared[: rng.randrange(31)] + [rng.randrange(97) for _ in range(rng.randrange(1, 50))] for _ in range(40)
     ]
 
     def arrive(turn: int) -> None:
         if turn < len(prompts):
             engine.add(str(turn), prompts[turn], max_tokens=1 + turn % 40)
 
-    engine.run(arrive, at_least=60)
+    engine.run(arrive, at_least=40)
     for index, prompt in enumerate(prompts):
         assert engine.tokens(str(index)) == continuation(prompt, 1 + index % 40)
         assert engine.ends(str(index)) == ["length"]
     stats = engine.scheduler.snapshot()
     assert (stats.preemptions > 0) == tight or (tight and windows != (None,))
     assert (stats.prefix_hit_tokens > 0) == prefix
-    assert stats.generated_tokens == sum(1 + index % 40 for index in range(60))
+    assert stats.generated_tokens == sum(1 + index % 40 for index in range(40))
 
 
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
@@ -177,14 +177,14 @@ def test_random_aborts_and_stops_lose_nothing(stages: int, depth: int, windows: 
     prompts: dict[str, list[int]] = {}
 
     def disturb(turn: int) -> None:
-        if turn < 200:
+        if turn < 100:
             prompt = [rng.randrange(5) for _ in range(rng.randrange(1, 60))]
             prompts[str(turn)] = prompt
             engine.add(str(turn), prompt, max_tokens=20, stop_token_ids=[rng.randrange(97) for _ in range(turn % 8)])
             if rng.random() < 0.5:
                 engine.abort(str(rng.randrange(turn + 1)))
 
-    engine.run(disturb, at_least=200)
+    engine.run(disturb, at_least=100)
     for request_id in engine.outputs:
         assert len(engine.ends(request_id)) == 1
         tokens = engine.tokens(request_id)
@@ -198,13 +198,13 @@ def test_every_prompt_token_is_scored_once(
 ) -> None:
     """In order and without gaps, whatever is cached, cut, preempted in the middle of its prompt, or aborted."""
     config = engine_config(
-        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=2000
+        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=1200
     )
     engine = Engine(tightened(config) if tight else config)
     rng = random.Random(depth * budget + tight)
     shared = [rng.randrange(97) for _ in range(30)]
     prompts = [
-        [*shared, *(rng.randrange(97) for _ in range(rng.randrange(60)))][rng.randrange(30) :] for _ in range(60)
+        [*shared, *(rng.randrange(97) for _ in range(rng.randrange(60)))][rng.randrange(30) :] for _ in range(40)
     ]
 
     def arrive(turn: int) -> None:
@@ -214,7 +214,7 @@ def test_every_prompt_token_is_scored_once(
             if turn % 7 == 6:
                 engine.abort(str(turn - 2))
 
-    engine.run(arrive, at_least=60)
+    engine.run(arrive, at_least=40)
     for index, prompt in enumerate(prompts):
         expected = [] if index % 3 == 0 else list(enumerate(map(float, prompt)))[1:]
         if engine.ends(str(index)) == ["abort"]:
@@ -226,7 +226,7 @@ def test_every_prompt_token_is_scored_once(
         assert not any(output.prompt_logprobs for output in engine.outputs[str(index)][first:])
     stats = engine.scheduler.snapshot()
     assert (stats.preemptions > 0) == tight or (tight and windows != (None,))
-    assert stats.generated_tokens == sum(len(engine.tokens(str(index))) for index in range(60))
+    assert stats.generated_tokens == sum(len(engine.tokens(str(index))) for index in range(40))
 
 
 def test_what_has_been_scored_may_come_from_the_cache_again() -> None:
@@ -254,7 +254,7 @@ def test_a_request_goes_on_behind_the_output_that_another_replica_gave(
     stages: int, depth: int, windows: Windows, tight: bool
 ) -> None:
     """Cut at every position, all at once; what was told is not told again, the scores of the prompt neither."""
-    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=2000)
+    config = engine_config(stages=stages, depth=depth, windows=windows, max_num_batched_tokens=32, num_blocks=1400)
     engine = Engine(tightened(config) if tight else config)
     prompt = list(range(3, 40))
     output = continuation(prompt, 30)
@@ -599,7 +599,7 @@ def test_prompt_chunks_are_sized_by_the_time_they_take(
     target: float | None, expected: float, stages: int, depth: int
 ) -> None:
     config = engine_config(
-        stages=stages, depth=depth, max_num_batched_tokens=2048, max_model_len=4000, num_blocks=6000, prefix=False
+        stages=stages, depth=depth, max_num_batched_tokens=2048, max_model_len=4000, num_blocks=1000, prefix=False
     )
     tuned = replace(config.scheduler, is_tuned=True, itl_target=None if target is None else target * stages)
     engine = TimedEngine(replace(config, scheduler=tuned))
@@ -724,14 +724,14 @@ def test_steps_that_fail_end_their_own_requests_and_no_others(
 ) -> None:
     """The fake model would see a block that was shared without having been written."""
     config = engine_config(
-        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=2000
+        stages=stages, depth=depth, max_num_batched_tokens=budget, prefix=prefix, windows=windows, num_blocks=1200
     )
     engine = Engine(tightened(config) if tight else config)
     rng = random.Random(7 * depth + budget)
     engine.model.fails = out_of_memory_at(rng, 0.05)
     shared = [rng.randrange(97) for _ in range(40)]
     heads, tails = [0, 8, 33, 40], range(1, 41)
-    prompts = {str(i): shared[: rng.choice(heads)] + [rng.randrange(97)] * rng.choice(tails) for i in range(60)}
+    prompts = {str(i): shared[: rng.choice(heads)] + [rng.randrange(97)] * rng.choice(tails) for i in range(40)}
     waiting = list(prompts)
 
     def come_and_go(turn: int) -> None:
