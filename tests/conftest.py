@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
+
+NAMESPACES = {f"tests/e2e/test_{name}.py" for name in ("namespaces", "nodes", "ray", "replicas")}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -14,3 +17,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     # A shell without job control has what it puts into the background ignore Ctrl-C, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As --dist loadfile; and the files whose hosts are network namespaces, which have fixed names, are as one file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "namespaces" if file in NAMESPACES else file
+
+    return Scheduling(config, log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from quire.server.frontend.sandbox import Answer
@@ -14,7 +15,7 @@ class InProcessSandbox:
     """In place of `quire.server.frontend.sandbox.Sandbox`, without its limits."""
 
     def __init__(self, make: Callable[[T], Answer], argument: T, seconds: float) -> None:
-        self._make = lambda: make(argument)
+        self._make = partial(make, argument)
         self._answer: Answer | None = None
 
     def ask(self, question: bytes) -> bytes:

@@ -258,15 +258,13 @@ def test_a_part_that_breaks_takes_no_other_along(broken: Any, tmp_path: Path) ->
     parts, lab = module("gpu.parts"), make_lab(tmp_path, machine=None)
     part = parts.Part("hang", "broken:hang", 1, 30)
     heard: list[Any] = []
-    begun = time.monotonic()
 
     def give_up(record: Any) -> None:
         heard.append(record)
         lab.deadline = time.monotonic()  # as if its time were over
 
-    outcome = parts.run(part, lab, 60, give_up)
-    assert time.monotonic() - begun < 60
-    assert outcome.error.startswith("terminated after 60 s")
+    outcome = parts.run(part, lab, 10_000, give_up)  # which nobody waits for
+    assert outcome.error.startswith("terminated after 10000 s")
     assert [record.text for record in heard] == ["it begins"]
 
     outcomes = broken.Run(lab, ["crash", "fail", "work"], 300)()
