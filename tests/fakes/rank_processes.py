@@ -5,7 +5,6 @@ No transformers here: it imports slowly, and in every rank.
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +16,7 @@ from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import read_plans
+from tests.fakes.processes import CONTEXT
 
 
 def serve(config: EngineConfig, rank: int, init_method: str, pipe: Connection) -> None:
@@ -32,12 +32,11 @@ def serve(config: EngineConfig, rank: int, init_method: str, pipe: Connection) -
 
 class Ranks:
     def __init__(self, config: EngineConfig, folder: Path) -> None:
-        spawn = multiprocessing.get_context("spawn")
         init_method = f"file://{folder}/rendezvous-{config.parallel.world_size}-{id(self)}"
-        pipes = [spawn.Pipe() for _ in range(config.parallel.world_size)]
+        pipes = [CONTEXT.Pipe() for _ in range(config.parallel.world_size)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            spawn.Process(target=serve, args=(config, rank, init_method, theirs))
+            CONTEXT.Process(target=serve, args=(config, rank, init_method, theirs))
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:

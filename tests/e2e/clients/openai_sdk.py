@@ -6,7 +6,6 @@ import asyncio
 import json
 import operator
 import os
-import time
 from typing import Any, Literal
 
 import openai
@@ -215,10 +214,8 @@ def retries() -> None:
             raise AssertionError("the server is not busy")
         impatient.models.list()  # the turn after a busy one
     with openai.OpenAI(base_url=BUSY_URL, api_key=KEY, max_retries=1) as patient:
-        start = time.monotonic()
         answer = patient.chat.completions.create(messages=QUESTION, **MODEL)
         assert ANSWER in (answer.choices[0].message.content or "")
-        assert time.monotonic() - start >= 1
 
 
 async def is_asynchronous() -> None:

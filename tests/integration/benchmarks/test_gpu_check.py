@@ -43,14 +43,6 @@ def found(part: Any, folder: Path, **fields: Any) -> tuple[dict[str, Any], list[
     return {record.key: record for record in records if record.kind == "row"}, wrong
 
 
-def test_kernels_of_the_cpu_are_right(tmp_path: Path) -> None:
-    checks = [record for record in module("gpu.kernel_checks").check(make_lab(tmp_path)) if record.kind == "check"]
-    assert [record for record in checks if not record.ok] == []
-    named = {record.what for record in checks}
-    for dtype in ("bfloat16", "float16", "float32"):
-        assert {f"cpu {name}, {dtype}" for name in ("rms_norm", "paged_attention", "rotary_write_kv")} <= named
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are masked out
 def test_every_kernel_for_gpus_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """By Triton's interpreter: the calls are ones that the kernels take."""
@@ -81,15 +73,19 @@ def test_attention_is_checked_by_flashinfer_where_that_is_chosen(monkeypatch: py
     assert len(fake.plans) == 1
 
 
-def test_a_wrong_kernel_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_of_the_cpu_are_right_and_a_wrong_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks, cpu = module("gpu.kernel_checks"), importlib.import_module("quire.kernels.cpu")
     right = cpu.act_mul
     monkeypatch.setattr(cpu, "act_mul", lambda x, activation: right(x, activation) * 1.5)
     monkeypatch.setattr(cpu, "rms_norm", lambda *_: 1 / 0)
-    wrong = {record.what: record.detail for record in found(checks.check, tmp_path)[1]}
-    assert len(wrong) == 6  # in three types
+    records = [record for record in checks.check(make_lab(tmp_path)) if record.kind == "check"]
+    wrong = {record.what: record.detail for record in records if not record.ok}
+    assert len(wrong) == 6  # in three types; all others are right
     assert "of the tolerance" in wrong["cpu act_mul, float16"]
     assert "ZeroDivisionError: division by zero" in wrong["cpu rms_norm, bfloat16"]
+    named = {record.what for record in records}
+    for dtype in ("bfloat16", "float16", "float32"):
+        assert {f"cpu {name}, {dtype}" for name in ("rms_norm", "paged_attention", "rotary_write_kv")} <= named
 
 
 def test_errors_are_measured_in_what_is_allowed() -> None:
@@ -262,15 +258,13 @@ def test_a_part_that_breaks_takes_no_other_along(broken: Any, tmp_path: Path) ->
     parts, lab = module("gpu.parts"), make_lab(tmp_path, machine=None)
     part = parts.Part("hang", "broken:hang", 1, 30)
     heard: list[Any] = []
-    begun = time.monotonic()
 
     def give_up(record: Any) -> None:
         heard.append(record)
         lab.deadline = time.monotonic()  # as if its time were over
 
-    outcome = parts.run(part, lab, 60, give_up)
-    assert time.monotonic() - begun < 60
-    assert outcome.error.startswith("terminated after 60 s")
+    outcome = parts.run(part, lab, 10_000, give_up)  # which nobody waits for
+    assert outcome.error.startswith("terminated after 10000 s")
     assert [record.text for record in heard] == ["it begins"]
 
     outcomes = broken.Run(lab, ["crash", "fail", "work"], 300)()

@@ -187,15 +187,13 @@ def close(out: Tensor, expected: Tensor, of_cache: torch.dtype) -> None:
 ALL = ("window", "softcap", "sinks", "slopes")
 
 
-@pytest.mark.parametrize(
-    ("window", "names"), [*((window, names) for window in (1, 100, 600) for names in (ALL[:1], ALL)), (0, ALL[1:])]
-)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (14, 2, 40), (64, 1, 16)])
+@pytest.mark.parametrize(("window", "names"), [(1, ALL), (100, ALL[:1]), (100, ALL), (600, ALL), (0, ALL[1:])])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (14, 2, 40), (32, 1, 16)])
 def test_options_are_those_of_dense_attention(
     window: int, names: tuple[str, ...], heads: int, kv_heads: int, head_dim: int
 ) -> None:
     """Over contexts that are split, tiles of few rows and of many, and first tokens, which see themselves alone."""
-    requests = [(700, 1), (2300, 40), (0, 130), (1500, 2), (511, 1), (0, 1), (230, 60), (0, 600)]
+    requests = [(700, 1), (1300, 40), (0, 130), (1100, 2), (511, 1), (0, 1), (230, 60), (0, 300)]
     case = build(requests, heads, kv_heads, head_dim, 16, **of_heads(heads, *names, window=window))
     torch.testing.assert_close(case.run(), case.expected, rtol=1e-5, atol=1e-5)
     case = case._replace(cache=converted(case.cache, torch.bfloat16))

@@ -236,7 +236,7 @@ def test_a_script_needs_no_main_guard_and_cleans_up(model_folder: Path, tmp_path
         textwrap.dedent(f"""
             from quire.server.frontend import frontend
             from tests.fakes import fake_core
-            frontend.start_core = fake_core.start
+            frontend.start_core = fake_core.start_process
             from quire import LLM
             llm = LLM({str(model_folder)!r}, load_format="dummy", device="cpu")
             print(llm.generate("hello", use_tqdm=False)[0].outputs[0].text)

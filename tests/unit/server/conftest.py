@@ -1,5 +1,16 @@
-"""A server with a fake core behind it."""
+"""A server with a fake core behind it, in one process."""
 
+from __future__ import annotations
+
+import pytest
+
+from quire.server.frontend import structured_outputs
 from tests.fakes.api_server import config, core_mode, free_port, model_folder, server
+from tests.fakes.sandbox import InProcessSandbox
 
 __all__ = ["config", "core_mode", "free_port", "model_folder", "server"]
+
+
+@pytest.fixture(autouse=True)
+def sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_outputs, "Sandbox", InProcessSandbox)

@@ -257,11 +257,9 @@ def test_when_one_is_killed_all_end_and_name_it(whom: str, tp: int, cases: dict[
         family = {process.name(): process for process in _family(them.cores[1].pid)}
         everyone = [process for core in them.cores for process in _family(core.pid)]
         family["quire-core-1" if whom == "core" else "quire-rank-1"].send_signal(signal.SIGKILL)
-        begun = time.monotonic()
         reasons = them.deaths(1 if whom == "core" else 2)
         _, left = psutil.wait_procs([each for each in everyone if each.pid not in {c.pid for c in them.cores}], 10)
         codes = [core.wait(10) for core in them.cores]
-        assert time.monotonic() - begun < 15
     assert not left
     if whom == "core":
         assert list(reasons) == [0]
@@ -278,9 +276,7 @@ def test_a_replica_that_hangs_is_named(cases: dict[str, Case], tmp_path: Path) -
     with replicas(config, tmp_path, 2, ExpertParallelConfig()) as them:
         assert them.tokens([0], case.prompts[:1]) == case.expected[:1]
         them.cores[1].send_signal(signal.SIGSTOP)
-        begun = time.monotonic()
         them.send(0, Probe(0, 1))
         while not isinstance(message := them.receive(20.0), EngineDead):
             pass
-        assert time.monotonic() - begun < 15
         assert message.reason.startswith("replica 1 ended or hung: ")

@@ -164,7 +164,7 @@ def test_the_table_is_as_large_as_it_claims() -> None:
     assert len({json.dumps(schema) for schema in SCHEMAS}) == len(SCHEMAS) >= 150
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_output_satisfies_its_schema(ranks: Ranks, seed: int) -> None:
     texts = Texts(ranks).run([asked(seed, json=schema) for schema in SCHEMAS], max_num_seqs=256)
     assert check_all(texts, SCHEMAS) > 0.95 * len(SCHEMAS)

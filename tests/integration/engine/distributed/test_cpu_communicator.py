@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import random
 import re
@@ -24,6 +23,7 @@ from quire.engine.distributed.communicator import GroupParallel
 from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.engine.distributed.parallel_state import connect
 from quire.kernels.cpu import shared
+from tests.fakes.processes import CONTEXT
 from tests.integration.engine.distributed.test_parallel_state import CPU, grid
 
 Work = Callable[[CpuParallel], Any]
@@ -49,13 +49,11 @@ def ranks(
     folder: Path, tp: int, pp: int = 1, unprepared: tuple[int, ...] = (), timeout: float = 60.0
 ) -> Iterator[list[tuple[ForkServerProcess, Connection]]]:
     """Settled ranks that do what is sent to them, each a process; `unprepared` ones have no compiled kernels."""
-    context = multiprocessing.get_context("forkserver")  # as the workers: they end without the clean-up of libraries
-    context.set_forkserver_preload(["quire.engine.worker.worker"])
     started = []
     for rank in range(tp * pp):
-        ours, theirs = context.Pipe()
+        ours, theirs = CONTEXT.Pipe()
         arguments = (tp, pp, rank, f"file://{folder}/rendezvous", rank not in unprepared, timeout, theirs)
-        process = context.Process(target=serve, args=arguments)
+        process = CONTEXT.Process(target=serve, args=arguments)
         process.start()
         theirs.close()
         started.append((process, ours))

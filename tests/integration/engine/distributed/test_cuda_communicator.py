@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from quire.engine.distributed import cuda_communicator, symmetric_memory
 from quire.engine.distributed.cuda_communicator import SIZES, CudaParallel, describe_algorithms
 from quire.engine.distributed.symmetric_memory import MAX_BYTES, AllReduceAlgorithm, SymmetricBuffer, unavailable_reason
+from tests.fakes.processes import CONTEXT
 from tests.integration.engine.distributed.test_parallel_state import CPU
 
 KIB = 1 << 10
@@ -125,12 +125,10 @@ def serve(
 
 def on_ranks(folder: Path, work: Callable[[CudaParallel, Site], Any], *options: dict[str, Any]) -> list[Any]:
     """What `work` returns on each of two settled ranks; what the first has logged."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["quire.engine.worker.worker"])
     started = []
     for rank, own in enumerate(options or ({}, {})):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(rank, f"file://{folder}/rendezvous", own, work, theirs))
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=serve, args=(rank, f"file://{folder}/rendezvous", own, work, theirs))
         process.start()
         started.append((process, ours))
     try:

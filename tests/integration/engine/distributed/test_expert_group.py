@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from quire.engine.config.options import ExpertParallelConfig, ParallelConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import connect
+from tests.fakes.processes import CONTEXT
 from tests.integration.engine.distributed.test_parallel_state import CPU, grid
 
 
@@ -97,8 +97,7 @@ def compute(dp: int, tp: int, replica: int, rank: int, init_method: str, all2all
 
 
 def run(target: Any, everyone: list[tuple[Any, ...]]) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=target, args=arguments) for arguments in everyone]
+    processes = [CONTEXT.Process(target=target, args=arguments) for arguments in everyone]
     for process in processes:
         process.start()
     for process in processes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from quire.engine.config.options import ParallelConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.parallel_state import connect
+from tests.fakes.processes import CONTEXT
 
 CPU = torch.device("cpu")
 
@@ -68,9 +68,8 @@ def talk(tp: int, pp: int, rank: int, init_method: str) -> None:
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2), (1, 3)])
 def test_ranks_reach_their_stage_and_the_next(tp: int, pp: int, tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
     init_method = f"file://{tmp_path}/rendezvous"
-    processes = [spawn.Process(target=talk, args=(tp, pp, rank, init_method)) for rank in range(tp * pp)]
+    processes = [CONTEXT.Process(target=talk, args=(tp, pp, rank, init_method)) for rank in range(tp * pp)]
     for process in processes:
         process.start()
     for process in processes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -21,6 +20,7 @@ from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import read_plans
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.model_logits import CPU, configure
+from tests.fakes.processes import CONTEXT
 from tests.integration.engine.distributed.test_parallel_state import grid
 
 SHAPE = (64, 1024)
@@ -83,9 +83,8 @@ def receive(folder: str, arrived: Event) -> None:
 
 
 def test_what_is_expected_arrives_while_a_stage_computes(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    arrived = spawn.Event()
-    processes = [spawn.Process(target=target, args=(str(tmp_path), arrived)) for target in (send, receive)]
+    arrived = CONTEXT.Event()
+    processes = [CONTEXT.Process(target=target, args=(str(tmp_path), arrived)) for target in (send, receive)]
     for process in processes:
         process.start()
     for process in processes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from quire.engine.config.options import ExpertParallelConfig
 from quire.engine.distributed.communicator import HostStagedParallel
 from quire.engine.distributed.parallel_state import ParallelState, connect
 from tests.fakes.late_device import GPU, DeviceTensor, LateDevice
+from tests.fakes.processes import CONTEXT
 from tests.integration.engine.distributed.test_parallel_state import CPU, grid
 
 FIRST = torch.device("cuda", 0)
@@ -85,12 +85,10 @@ def serve(rank: int, init_method: str, pipe: Connection) -> None:
 
 
 def test_exchanges_go_through_the_host(tmp_path: Path) -> None:
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["quire.engine.worker.worker"])
     started = []
     for rank in range(4):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(rank, f"file://{tmp_path}/rendezvous", theirs))
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=serve, args=(rank, f"file://{tmp_path}/rendezvous", theirs))
         process.start()
         started.append((process, ours))
     try:

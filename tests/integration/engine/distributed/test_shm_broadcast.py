@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from multiprocessing.connection import Connection
 
 import pytest
 
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
-
-CONTEXT = multiprocessing.get_context("spawn")
+from tests.fakes.processes import CONTEXT
 
 
 def echo(ring: ShmBroadcast, reader: int, pipe: Connection) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from quire.engine.distributed import watchdog
 from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.watchdog import PendingCollective, parse_pending, watch
+from tests.fakes.processes import CONTEXT
 from tests.integration.engine.distributed.test_parallel_state import CPU, grid
 
 TIMEOUT = 1.0
@@ -42,13 +42,11 @@ def serve(rank: int, tp: int, pp: int, init_method: str, work: Work | None, pipe
 
 def without_last(folder: Path, tp: int, pp: int, work: Work) -> list[Any]:
     """What `work` comes to on all ranks but the last, which does not take part."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload(["quire.engine.worker.worker"])
     started = []
     for rank in range(tp * pp):
-        ours, theirs = context.Pipe()
+        ours, theirs = CONTEXT.Pipe()
         here = None if rank == tp * pp - 1 else work
-        process = context.Process(target=serve, args=(rank, tp, pp, f"file://{folder}/rendezvous", here, theirs))
+        process = CONTEXT.Process(target=serve, args=(rank, tp, pp, f"file://{folder}/rendezvous", here, theirs))
         process.start()
         started.append((process, ours))
     try:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.encoder_spec import EncoderSpec as Description
+from quire.engine.models.families import transformers_backend
 from quire.engine.models.families.bert import FAMILIES
 from quire.engine.models.loader import build, load_model
 from quire.engine.protocol.errors import ConfigError
@@ -174,10 +176,16 @@ def test_sizes_are_known_beforehand(case: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unsupported_settings_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    save("bert", tmp_path)
-    import json
+def test_unsupported_settings_are_named(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers is not asked; tests of its backend show what it says."""
 
+    def describe(request: transformers_backend.DescribeRequest) -> NoReturn:
+        raise ConfigError("transformers cannot build it")
+
+    monkeypatch.setattr(transformers_backend, "describe", describe)
+    save("bert", tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ConfigError, match=message):

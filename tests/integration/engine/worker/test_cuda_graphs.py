@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import random
 import re
 import warnings
@@ -38,6 +37,7 @@ from tests.fakes.experts import EVERYTHING, HIDDEN, batch, build, packed
 from tests.fakes.families import CASES, SIZES, write_model
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.plans import Driver, Request, executing
+from tests.fakes.processes import CONTEXT
 from tests.fakes.ranks import on_ranks
 from tests.fakes.recorder import CallAgain, Recording
 from tests.fakes.threads import ThreadExecutor
@@ -338,11 +338,10 @@ def capture_on(rank: int, place: str, config: EngineConfig, init_method: str, pi
 
 
 def on_two_ranks(config: EngineConfig, place: str, folder: Path) -> list[Any]:
-    spawn = multiprocessing.get_context("spawn")
-    pipes = [spawn.Pipe() for _ in range(2)]
+    pipes = [CONTEXT.Pipe() for _ in range(2)]
     init_method = (folder / f"meet-{place}").as_uri()
     ranks = [
-        spawn.Process(target=capture_on, args=(rank, place, config, init_method, theirs), daemon=True)
+        CONTEXT.Process(target=capture_on, args=(rank, place, config, init_method, theirs), daemon=True)
         for rank, (_, theirs) in enumerate(pipes)
     ]
     for process in ranks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -23,6 +22,7 @@ from quire.engine.worker.oom import is_out_of_memory
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.plans import Driver, Request, executing
+from tests.fakes.processes import CONTEXT
 
 U = 1 << 27
 """Bytes, an eighth of a GiB."""
@@ -136,11 +136,10 @@ def agree(rank: int, config: EngineConfig, init_method: str, weights: int, pipe:
 def test_ranks_agree_on_the_least(folder: Path, tmp_path: Path, weights: int) -> None:
     """Stages of the same layers: the last has more to hold, and all say so."""
     config = many(folder, pipeline_parallel_size=2)
-    spawn = multiprocessing.get_context("spawn")
-    pipes = [spawn.Pipe() for _ in range(2)]
+    pipes = [CONTEXT.Pipe() for _ in range(2)]
     init_method = (tmp_path / "meet").as_uri()
     ranks = [
-        spawn.Process(target=agree, args=(rank, config, init_method, size * U, theirs))
+        CONTEXT.Process(target=agree, args=(rank, config, init_method, size * U, theirs))
         for rank, (size, (_, theirs)) in enumerate(zip((16, weights), pipes, strict=True))
     ]
     for process in ranks:
@@ -205,16 +204,15 @@ def test_ranks_that_share_a_device_count_their_own(folder: Path, tmp_path: Path)
     """Each has half, and half of what no allocator has; the second to start found less free."""
     config = many(folder, pipeline_parallel_size=2)
     config = replace(config, parallel=replace(config.parallel, devices=(0, 0)))
-    spawn = multiprocessing.get_context("spawn")
-    taken, events = spawn.Array("q", 2), [spawn.Event() for _ in range(2)]
-    pipes = [spawn.Pipe() for _ in range(2)]
+    taken, events = CONTEXT.Array("q", 2), [CONTEXT.Event() for _ in range(2)]
+    pipes = [CONTEXT.Pipe() for _ in range(2)]
     ranks = []
     for rank, (weights, others) in enumerate(((16, 1), (20, 3))):
         taken[rank] = (weights + others) * U
         at_start = SHARED - rank * U
         meter = SharingMeter(at_start, others * U, weights * U, rank=rank, taken=taken, has_given_back=events)
         arguments = (rank, config, (tmp_path / "meet").as_uri(), meter, pipes[rank][1])
-        ranks.append(spawn.Process(target=share, args=arguments))
+        ranks.append(CONTEXT.Process(target=share, args=arguments))
     for process in ranks:
         process.start()
     reported = [ours.recv() for ours, _ in pipes]

@@ -35,7 +35,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> SimpleQueue[tuple[int, int]]:
     started: SimpleQueue[tuple[int, int]] = SimpleQueue()
 
     def start(config: EngineConfig, endpoints: Endpoints, log_level: str) -> Any:
-        core = fake_core.start(config, endpoints, log_level, MODE[0])
+        core = fake_core.start_process(config, endpoints, log_level, MODE[0])
         started.put((config.parallel.replica, core.pid))
         return core
 

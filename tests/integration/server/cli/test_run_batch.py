@@ -21,7 +21,9 @@ from quire.server.cli import batch_input, remote
 from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read_lines
 from quire.server.cli.batch_output import BatchResults
 from quire.server.cli.main import main
+from tests.fakes.configs import TINY
 from tests.fakes.fake_openai import Connection, fake_server
+from tests.fakes.sentence import write_modules
 from tests.integration.server.cli.test_serve import RUN
 
 
@@ -451,3 +453,31 @@ def test_a_server_that_refuses_the_key_ends_the_run(tmp_path: Path, capsys: pyte
     assert "rejected the API key" in capsys.readouterr().err
     assert records(tmp_path / "out") == []
     assert remote.error_text(b"<h1>Bad\nGateway</h1>") == "<h1>Bad Gateway</h1>"
+
+
+def test_a_file_of_requests_for_embeddings(model_folder: Path, tmp_path: Path) -> None:
+    for path in model_folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    folder = write_modules(tmp_path, "lasttoken", {})
+    asked = [
+        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/embeddings", "body": {"input": [f"text {n}", "b"]}}
+        for n in range(5)
+    ]
+    wrong = {
+        "custom_id": "chat",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"messages": [{"role": "user", "content": "hello"}]},
+    }
+    source, target = write(tmp_path / "in.jsonl", [*asked, wrong]), tmp_path / "out.jsonl"
+    done = run(folder, source, target)
+    assert done.returncode == 0, done.stderr
+    found = {record["custom_id"]: record["response"] for record in records(target)}
+    assert len(found) == 6
+    for n in range(5):
+        body = found[f"r{n}"]["body"]
+        assert found[f"r{n}"]["status_code"] == 200
+        assert [entry["index"] for entry in body["data"]] == [0, 1]
+        assert len(body["data"][0]["embedding"]) == TINY.hidden_size
+    assert found["chat"]["status_code"] == 400
+    assert "/v1/embeddings" in json.dumps(found["chat"])

@@ -52,7 +52,7 @@ from quire.server.frontend import frontend
 from quire.server.cli.main import main
 from tests.fakes import fake_core
 mode = sys.argv.pop(1)
-frontend.start_core = lambda config, endpoints, level: fake_core.start(config, endpoints, level, mode)
+frontend.start_core = lambda config, endpoints, level: fake_core.start_process(config, endpoints, level, mode)
 code = main()
 assert sys.modules.get("torch") is None
 assert ("transformers" in sys.modules) == (mode == "transformers")

@@ -321,7 +321,7 @@ def started(config: EngineConfig, ends: Endpoints, modes: list[str]) -> Iterator
 
 def start(config: EngineConfig, ends: Endpoints, replica: int, mode: str = "") -> subprocess.Popen[bytes]:
     parallel = replace(config.parallel, replicas=len(ends.requests), replica=replica)
-    return fake_core.start(replace(config, parallel=parallel), ends, "info", mode)
+    return fake_core.start_process(replace(config, parallel=parallel), ends, "info", mode)
 
 
 def prompt(number: int) -> list[int]:

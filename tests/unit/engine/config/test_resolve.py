@@ -8,7 +8,7 @@ import struct
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from quire.engine.config import cuda_graph_sizes, devices, topology
 from quire.engine.config.options import EngineOptions, GraphConfig
 from quire.engine.config.resolve import Sizes, fetch_weights, plan_text, resolve
 from quire.engine.config.topology import LinkType
-from quire.engine.models.families import from_hf_config
+from quire.engine.models.families import from_hf_config, transformers_backend
 from quire.engine.protocol.errors import ConfigError
 from quire.kernels.cache import FP8_CAPABILITY
 
@@ -147,6 +147,11 @@ def test_dbo_is_rejected_without_an_all_to_all(tmp_path: Path) -> None:
         resolve(options(model, enable_expert_parallel=True, enable_dbo=True))
 
 
+def describe(request: transformers_backend.DescribeRequest) -> NoReturn:
+    """transformers cannot build it either."""
+    raise ConfigError(f"transformers cannot build {request.path}")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -171,12 +176,16 @@ def test_dbo_is_rejected_without_an_all_to_all(tmp_path: Path) -> None:
         ({"hidden_size": "wide"}, "config.json has a value that LlamaForCausalLM cannot use"),
     ],
 )
-def test_unsupported_model_features_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_model_features_are_named(
+    tmp_path: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_backend, "describe", describe)
     with pytest.raises(ConfigError, match=message):
         resolve(options(folder(tmp_path, **changes)))
 
 
-def test_a_config_that_lacks_a_number_names_it(tmp_path: Path) -> None:
+def test_a_config_that_lacks_a_number_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_backend, "describe", describe)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(ConfigError, match="lacks 'hidden_size'"):
         resolve(options(str(tmp_path)))

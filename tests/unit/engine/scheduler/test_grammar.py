@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,22 +230,3 @@ def test_a_tokenizer_of_the_other_kind(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_that_can_be_used(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match=r"tokenizer\.json"):
         GrammarCompiler(model(tmp_path)).compile(StructuredOutputs(regex="a"))
-
-
-def test_neither_torch_nor_anything_before_it_is_needed(folder: Path) -> None:
-    code = f"""
-import sys
-from pathlib import Path
-from quire.engine.scheduler.grammar import GrammarCompiler
-from quire.engine.protocol.messages import StructuredOutputs
-from quire.server.frontend.structured_outputs import StructuredOutputCheck
-from tests.unit.engine.scheduler.test_grammar import model
-assert "llguidance" not in sys.modules
-given, outputs = model(Path({str(folder)!r})), StructuredOutputs(json={{"type": "object"}})
-StructuredOutputCheck(given).resolve(outputs)  # which has a process of its own for it
-assert "llguidance" not in sys.modules
-GrammarCompiler(given).compile(outputs)
-assert "llguidance" in sys.modules
-assert not {{"torch", "transformers"}} & sys.modules.keys()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -50,46 +50,58 @@ SCHEMA = {
 }
 
 
+def mixed(index: int) -> dict[str, Any]:
+    match index % 4:
+        case 0:
+            return asked(json=SCHEMA)
+        case 1:
+            return asked(choice=CHOICES)
+        case 2:
+            return asked(regex="[a-d]{3,9}!")
+    return {"max_tokens": 20, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[tuple[list[int], list[int]]]:
+    """Prompts, and what each is answered with by `mixed` if nothing runs beside it."""
+    rng = random.Random(16)
+    prompts = [[rng.randrange(60, 97) for _ in range(rng.randrange(1, 40))] for _ in range(40)]
+    answers = []
+    for index, prompt in enumerate(prompts):
+        engine = Engine(config_of(folder))
+        engine.add("x", prompt, **mixed(index))
+        engine.run()
+        answers.append(engine.tokens("x"))
+    return list(zip(prompts, answers, strict=True))
+
+
 @pytest.mark.parametrize(("stages", "depth"), AHEAD)
 @pytest.mark.parametrize(
     ("budget", "tight", "windows"),
     [*itertools.product([16, 64], [True, False], [(None,)]), (16, True, (7, None)), (64, False, (7, None))],
 )
 def test_output_does_not_depend_on_the_batch(
-    folder: Path, stages: int, depth: int, budget: int, tight: bool, windows: Windows
+    folder: Path,
+    alone: list[tuple[list[int], list[int]]],
+    stages: int,
+    depth: int,
+    budget: int,
+    tight: bool,
+    windows: Windows,
 ) -> None:
-    rng = random.Random(depth * budget)
-    prompts = [[rng.randrange(60, 97) for _ in range(rng.randrange(1, 40))] for _ in range(40)]
-
-    def params(index: int) -> dict[str, Any]:
-        match index % 4:
-            case 0:
-                return asked(json=SCHEMA)
-            case 1:
-                return asked(choice=CHOICES)
-            case 2:
-                return asked(regex="[a-d]{3,9}!")
-        return {"max_tokens": 20, "ignore_eos": True}
-
-    alone = []
-    for index, prompt in enumerate(prompts):
-        engine = Engine(config_of(folder))
-        engine.add("x", prompt, **params(index))
-        engine.run()
-        alone.append(engine.tokens("x"))
     config = config_of(
         folder, stages=stages, depth=depth, max_num_batched_tokens=budget, windows=windows, num_blocks=800
     )
     engine = Engine(tightened(config) if tight else config)
 
     def arrive(turn: int) -> None:
-        if turn < len(prompts):
-            engine.add(str(turn), prompts[turn], **params(turn))
+        if turn < len(alone):
+            engine.add(str(turn), alone[turn][0], **mixed(turn))
 
     engine.run(arrive, at_least=40)
-    for index, prompt in enumerate(prompts):
+    for index, (prompt, answer) in enumerate(alone):
         tokens = engine.tokens(str(index))
-        assert tokens == alone[index]
+        assert tokens == answer
         assert engine.ends(str(index)) == ["length" if index % 4 == 3 else "stop"]
         match index % 4:
             case 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,7 +25,6 @@ from quire.server.frontend.output_stream import RequestFailed
 from tests.fakes import fake_core
 from tests.fakes.api_server import Server, run_server
 from tests.fakes.sentence import write_modules
-from tests.integration.server.cli.test_run_batch import records, run, write
 
 SIZE = 32
 POOLING = Pooling(
@@ -450,23 +448,3 @@ def test_a_text_model_says_how_it_could_embed(model_folder: Path, core_mode: Cal
         pytest.raises(InvalidParameter, match="--runner pooling"),
     ):
         llm.embed("a")
-
-
-def test_a_file_of_requests(folder: Path, tmp_path: Path) -> None:
-    asked = [
-        {"custom_id": f"r{n}", "method": "POST", "url": "/v1/embeddings", "body": {"input": [f"text {n}", "b"]}}
-        for n in range(5)
-    ]
-    wrong = {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": USER}}
-    source, target = write(tmp_path / "in.jsonl", [*asked, wrong]), tmp_path / "out.jsonl"
-    done = run(folder, source, target)
-    assert done.returncode == 0, done.stderr
-    found = {record["custom_id"]: record["response"] for record in records(target)}
-    assert len(found) == 6
-    for n in range(5):
-        body = found[f"r{n}"]["body"]
-        assert found[f"r{n}"]["status_code"] == 200
-        assert [entry["index"] for entry in body["data"]] == [0, 1]
-        assert len(body["data"][0]["embedding"]) == SIZE
-    assert found["chat"]["status_code"] == 400
-    assert "/v1/embeddings" in json.dumps(found["chat"])

@@ -24,7 +24,7 @@ from quire.engine.models.families import from_hf_config
 from quire.engine.models.loader import needed_tensors
 from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
-from tests.unit.engine.models.real_models import REAL, Real
+from tests.integration.engine.models.real_models import REAL, Real
 
 TP, PP, GIB = 8, 2, 1 << 30
 MANY = ("DeepSeek-R1", "Qwen3-235B-A22B")

@@ -1,0 +1,19 @@
+"""The compiled kernels, for the tests that have them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from quire import kernels
+from quire.kernels import cpu, dispatch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cpu_kernels() -> None:
+    """As in a worker: the compiled kernels serve wherever an operation is called."""
+    kernels.prepare("cpu")()
+    if "cpu" not in dispatch.PLATFORMS and shutil.which(os.environ.get("CXX", "c++")):
+        cpu.load()  # raises: with a compiler here, kernels that do not compile are a failure

@@ -1,0 +1,5 @@
+"""The compiled kernels serve here."""
+
+from tests.fakes.cpu_kernels import cpu_kernels
+
+__all__ = ["cpu_kernels"]

@@ -1,0 +1,33 @@
+"""Unit tests start no process and load no C++: what does either fails here."""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import pytest
+
+from quire.kernels import cpu, dispatch
+
+
+def refuse(what: str) -> Callable[..., NoReturn]:
+    def refused(*args: object, **kwargs: object) -> NoReturn:
+        pytest.fail(f"a unit test {what}: move it to tests/integration")
+
+    return refused
+
+
+@pytest.fixture(autouse=True, scope="module")
+def only_this_process() -> Iterator[None]:
+    """Operations are those of the reference, as kernels may have been loaded before for other tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess.Popen, "_execute_child", refuse("starts a process"))
+        patch.setattr(multiprocessing.util, "spawnv_passfds", refuse("starts a process"))
+        for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system"):
+            patch.setattr(os, name, refuse("starts a process"))
+        patch.setattr(cpu, "load", refuse("loads compiled kernels"))
+        patch.setattr(dispatch, "PLATFORMS", {})
+        yield
