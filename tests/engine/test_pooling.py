@@ -253,5 +253,5 @@ def test_missing_weights_of_a_dense_module_are_named_at_once(tmp_path: Path) -> 
     module(tmp_path, "2_Dense", in_features=32, out_features=8)
     listed(tmp_path, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (DENSE, "2_Dense"))
     options = EngineOptions(model=str(tmp_path), device="cpu")
-    with pytest.raises(ConfigError, match=r"2_Dense: no \*.safetensors there"):
+    with pytest.raises(ConfigError, match=r"2_Dense: no \*.safetensors found"):
         fetch_weights(options, resolve(options))

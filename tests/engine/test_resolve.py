@@ -129,7 +129,7 @@ def test_layers_are_partitioned_as_requested(tmp_path: Path) -> None:
             {"distributed_executor_backend": "ray", "data_parallel_size": 2},
             r"--data-parallel-size 2 goes without --distributed-executor-backend ray",
         ),
-        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"runs one rank, not 2"),
+        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"supports one rank, not 2"),
         ({"device": "cuda"}, r"no NVIDIA GPU is visible"),
         ({"max_model_len": 1}, r"--max-model-len 1 has no room for a prompt and an output token; use 2 or more"),
         ({"attention_backend": "triton"}, r"--attention-backend triton needs a GPU; omit it to use the CPU"),
@@ -143,7 +143,7 @@ def test_unsupported_options_are_rejected(tmp_path: Path, changes: dict[str, Any
 
 def test_dbo_is_rejected_without_an_all_to_all(tmp_path: Path) -> None:
     model = folder(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ConfigError, match=r"--enable-dbo hides the exchange .* there is one"):
+    with pytest.raises(ConfigError, match=r"--enable-dbo overlaps the all-to-all .* --data-parallel-size is 1"):
         resolve(options(model, enable_expert_parallel=True, enable_dbo=True))
 
 
@@ -271,7 +271,7 @@ def test_whole_weights_are_accepted_and_garbage_is_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a safetensors file"):
         fetch(model)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"no \*\.safetensors there"):
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors found"):
         fetch(model)
 
 
@@ -292,7 +292,7 @@ def test_a_broken_config_is_one_clear_error(tmp_path: Path, content: str) -> Non
 
 
 def test_a_folder_without_config_and_no_folder_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json there"):
+    with pytest.raises(ConfigError, match=r"no config\.json found"):
         resolve(options(str(tmp_path)))
     with pytest.raises(ConfigError, match="no such model folder"):
         resolve(options(str(tmp_path / "nowhere")))
@@ -415,9 +415,9 @@ def test_replicas_share_the_host(tmp_path: Path) -> None:
     config = resolve(options(folder(tmp_path), data_parallel_size=3, data_parallel_size_local=2))
     assert config.parallel.local_replicas == range(2)
     assert config.cache.num_blocks <= alone.cache.num_blocks
-    assert "3 replicas, which run free of each other: replicas 0-1 on this host" in plan_text(config)
+    assert "3 replicas, which run independently: replicas 0-1 on this host" in plan_text(config)
     second = resolve(options(folder(tmp_path), data_parallel_size=3, data_parallel_start_rank=2))
-    assert "3 replicas, which run free of each other: replica 2 on this host" in plan_text(second)
+    assert "3 replicas, which run independently: replica 2 on this host" in plan_text(second)
 
 
 def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,7 +434,7 @@ def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: 
         ({"data_parallel_start_rank": 2}, "there are 2 replicas"),
         ({"data_parallel_start_rank": -1}, "there are 2 replicas"),
         ({"data_parallel_size_local": 3}, "there are 2 replicas"),
-        ({"data_parallel_start_rank": 0, "data_parallel_size_local": 0}, "leave one of them out"),
+        ({"data_parallel_start_rank": 0, "data_parallel_size_local": 0}, "omit one of them"),
     ],
 )
 def test_replica_numbers_out_of_range_are_rejected(tmp_path: Path, changes: dict[str, int], message: str) -> None:

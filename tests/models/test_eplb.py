@@ -107,7 +107,7 @@ def test_the_plan_includes_buffers_for_moving_experts(tmp_path: Path) -> None:
 
 def test_more_copies_than_ranks_for_them_are_refused(tmp_path: Path) -> None:
     write("Mixtral", tmp_path)
-    with pytest.raises(ConfigError, match=r"--num-redundant-experts 10: 8 experts, each once on each of 2 ranks"):
+    with pytest.raises(ConfigError, match=r"--num-redundant-experts 10: 8 experts over 2 ranks"):
         moving(tmp_path, 2, num_redundant_experts=10)
     with pytest.raises(ConfigError, match="have at most 0 copies"):
         moving(tmp_path, 1, num_redundant_experts=1)

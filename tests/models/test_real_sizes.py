@@ -141,7 +141,7 @@ def test_whole_experts_take_as_much_as_slices_of_them(name: str, memory: list[in
     real = REAL[name]
     mixtures = [layer.feed_forward for layer in from_hf_config(real.config).layers]
     if not any(isinstance(mixture, MoESpec) for mixture in mixtures):
-        with pytest.raises(ConfigError, match="has no experts; leave it out"):
+        with pytest.raises(ConfigError, match="has no experts; omit the flag"):
             configure(real, tmp_path, enable_expert_parallel=True)
         return
     sliced, spread = (Sizes.of(configure(real, tmp_path, enable_expert_parallel=whole)) for whole in (False, True))
