@@ -196,7 +196,7 @@ class Leader:
 
     def wait(self, seconds: float) -> dict[int, Hello]:
         """Wait until all followers have joined; raises `ConfigError` if one does not, or is lost."""
-        logger.info("waiting up to %.0f s for %s at port %d", seconds, _several(self._noun, self._expected), self.port)
+        logger.info("waiting up to %.0f s for %s at port %d", seconds, _numbered(self._noun, self._expected), self.port)
         with self._changed:
             self._changed.wait_for(lambda: self._lost or len(self._peers) == len(self._expected), seconds)
             if self._lost:
@@ -206,7 +206,7 @@ class Leader:
         if missing:
             names = ", ".join(hello.name for _, hello in sorted(joined.items())) or "nobody else"
             raise ConfigError(
-                f"{_several(self._noun, missing)} did not join at port {self.port} within {seconds:.0f} s: "
+                f"{_numbered(self._noun, missing)} did not join at port {self.port} within {seconds:.0f} s: "
                 f"{len(joined)} of {len(self._expected)} came ({names})"
             )
         return joined
@@ -228,7 +228,7 @@ class Leader:
                     f"{remote.name} has {what}, unlike {local.name}; copy the same model files to every host"
                 )
 
-    def give_up(self, number: int, reason: str) -> None:
+    def fail(self, number: int, reason: str) -> None:
         """Record that this follower will not join: `wait` raises the reason."""
         with self._changed:
             if number not in self._peers:
@@ -239,7 +239,7 @@ class Leader:
         """Send a message to a follower; dropped if it is lost."""
         self._socket.put((number, _BODY, body))
 
-    def refuse(self, number: int, reason: str) -> None:
+    def reject(self, number: int, reason: str) -> None:
         """Disconnect a follower with a reason; `on_lost` is not called for it."""
         self._socket.put((number, _END, reason.encode()))
 
@@ -256,7 +256,7 @@ class Leader:
         except Exception as error:  # otherwise failures would go unnoticed
             logger.exception("communication with the other hosts failed")
             for peer in list(self._peers.values()):
-                self._lose(peer, f"{peer.hello.name} was lost: {type(error).__name__}: {error}")
+                self._on_dead(peer, f"{peer.hello.name} was lost: {type(error).__name__}: {error}")
             self._socket.close()
 
     def _serve(self) -> None:
@@ -298,7 +298,7 @@ class Leader:
             self._on_message(peer.hello.number, body)
         elif kind == _END:
             reason = body.decode(errors="replace")
-            self._lose(peer, f"{peer.hello.name} {f'has ended: {reason}' if reason else 'has left'}")
+            self._on_dead(peer, f"{peer.hello.name} {f'has ended: {reason}' if reason else 'has left'}")
 
     def _join(self, identity: bytes, body: bytes, frame: zmq.Frame) -> None:
         try:
@@ -310,7 +310,7 @@ class Leader:
         if known is None or known.identity != identity:
             rejection = ""
             if number not in self._expected:
-                rejection = f"{hello.name}: {_several(self._noun, self._expected)} can join here, not {number}"
+                rejection = f"{hello.name}: {_numbered(self._noun, self._expected)} can join here, not {number}"
             elif known is not None:
                 rejection = f"{hello.name} cannot join: {known.hello.name} is {self._noun} {number} already"
             elif number in self._lost and self._on_join is None:
@@ -335,12 +335,12 @@ class Leader:
         now = time.monotonic()
         for peer in list(self._peers.values()):
             if peer.fd in self._socket.closed:
-                self._lose(peer, f"{peer.hello.name} was lost: its connection has closed")
+                self._on_dead(peer, f"{peer.hello.name} was lost: its connection has closed")
             elif now - peer.last_heard > LOST_SECONDS:
-                self._lose(peer, f"{peer.hello.name} was lost: nothing was heard of it for {LOST_SECONDS:.0f} s")
+                self._on_dead(peer, f"{peer.hello.name} was lost: nothing was heard of it for {LOST_SECONDS:.0f} s")
         self._socket.closed.clear()
 
-    def _lose(self, peer: _FollowerLink, reason: str) -> None:
+    def _on_dead(self, peer: _FollowerLink, reason: str) -> None:
         number = peer.hello.number
         with self._changed:
             del self._peers[number]
@@ -545,7 +545,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
     return found | {file.name: f"{file.stat().st_size} bytes" for file in weights if file.is_file()}
 
 
-def _several(noun: str, numbers: Iterable[int]) -> str:
+def _numbered(noun: str, numbers: Iterable[int]) -> str:
     """nodes 1, 2 and 3"""
     *first, last = map(str, sorted(numbers))
     return f"{noun}s {', '.join(first)} and {last}" if first else f"{noun} {last}"

@@ -36,7 +36,7 @@ CONNECT_SECONDS = 12.0
 """To be connected to the cluster."""
 NODES_SECONDS = 60.0
 """For all nodes to tell what they have; the files of a model that is not there yet are downloaded meanwhile."""
-_CURRENT = Path("/tmp/ray/ray_current_cluster")
+_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` writes the address of the cluster that runs on this host."""
 _CONNECTED = b"quire: connected\n"
 _COMMAND = (sys.executable, "-P", "-m", "quire.engine.cluster.ray_cluster")
@@ -107,33 +107,33 @@ def find(options: EngineOptions) -> RayResources | None:
             raise ConfigError(f"--{name} {count} goes without --distributed-executor-backend ray; {remedy}")
     group = _current_group()
     try:
-        answer = ask(options, group)
+        report = ask(options, group)
     except ConfigError as error:
         if is_asked or group is not None:
             raise
         logger.warning("Ray is not used: %s", error)
         return None
-    if not is_asked and group is None and answer.kind == "cpu":
+    if not is_asked and group is None and report.kind == "cpu":
         return None  # its nodes have nothing that this host has not
-    if answer.cut:
+    if report.cut:
         logger.warning(
             "stage%s %s of tensor parallel %d %s on several nodes, since none has so many devices: every layer waits "
             "for the network; --tensor-parallel-size %d with a larger --pipeline-parallel-size would not",
-            "s" * (len(answer.cut) > 1),
-            ", ".join(map(str, answer.cut)),
+            "s" * (len(report.cut) > 1),
+            ", ".join(map(str, report.cut)),
             options.tensor_parallel_size,
-            "are" if len(answer.cut) > 1 else "is",
-            max(n for n in range(1, max(answer.shares) + 1) if options.tensor_parallel_size % n == 0),
+            "are" if len(report.cut) > 1 else "is",
+            max(n for n in range(1, max(report.shares) + 1) if options.tensor_parallel_size % n == 0),
         )
     # Memory of a host is shared by its ranks; that of a device is one rank's.
     per_rank = [
-        free // share if answer.kind == "cpu" else free
-        for free, share in zip(answer.memory, answer.shares, strict=True)
+        free // share if report.kind == "cpu" else free
+        for free, share in zip(report.memory, report.shares, strict=True)
     ]
     return RayResources(
-        RayPlacement(answer.address, answer.head, group, tuple(answer.nodes), tuple(answer.bundles)),
-        (0, *answer.shares),
-        Devices(answer.kind, sum(answer.shares), min(per_rank)),
+        RayPlacement(report.address, report.head, group, tuple(report.nodes), tuple(report.bundles)),
+        (0, *report.shares),
+        Devices(report.kind, sum(report.shares), min(per_rank)),
     )
 
 
@@ -146,7 +146,7 @@ def ask(options: EngineOptions, group: str | None = None) -> ClusterReport:
             "RAY_ADDRESS=HEAD:6379 or none"
         )
     local = Path(options.model).expanduser()
-    question = ClusterQuery(
+    query = ClusterQuery(
         str(local.absolute()) if local.is_dir() else options.model,
         options.revision,
         options.tensor_parallel_size,
@@ -159,15 +159,15 @@ def ask(options: EngineOptions, group: str | None = None) -> ClusterReport:
         _check_reachable(address, where)
     with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(question))
+        child.stdin.write(msgspec.json.encode(query))
         child.stdin.close()
         try:
-            answer = msgspec.json.decode(_read(child, where), type=ClusterReport)
+            report = msgspec.json.decode(_read(child, where), type=ClusterReport)
         finally:
             child.kill()
-    if answer.error is not None:
-        raise ConfigError(answer.error)
-    return answer
+    if report.error is not None:
+        raise ConfigError(report.error)
+    return report
 
 
 def _check_reachable(address: str, where: str) -> None:
@@ -212,11 +212,11 @@ def _read(child: subprocess.Popen[bytes], where: str) -> bytes:
                 if _CONNECTED in texts[child.stdout]:
                     raise ConfigError(f"the Ray cluster ({where}) is there, but does nothing; see `ray status`")
                 raise ConfigError(_no_cluster(where, f"within {CONNECT_SECONDS:.0f} s"))
-    answer = texts[child.stdout].removeprefix(_CONNECTED)
-    if not answer:
+    report = texts[child.stdout].removeprefix(_CONNECTED)
+    if not report:
         last = texts[child.stderr].decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         raise ConfigError(f"the Ray cluster ({where}) could not be asked: {last[0]}")
-    return answer
+    return report
 
 
 def _should_use_ray(options: EngineOptions) -> bool:
@@ -225,7 +225,7 @@ def _should_use_ray(options: EngineOptions) -> bool:
         return False
     if _current_group() is not None:
         return True
-    if options.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or _CURRENT.exists()):
+    if options.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or _CURRENT_CLUSTER.exists()):
         return False
     ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     return devices.count_gpus() < ranks and not devices.may_share_gpus()
@@ -264,7 +264,7 @@ def connect(ray: Any, address: str, *, log_to_driver: bool = False) -> None:
 def _address_towards(address: str) -> str | None:
     """This host's address as the cluster sees it. Ray would ask for the way to the Internet, which there may not be."""
     if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or (_CURRENT.read_text() if _CURRENT.exists() else "")
+        address = os.environ.get("RAY_ADDRESS") or (_CURRENT_CLUSTER.read_text() if _CURRENT_CLUSTER.exists() else "")
     host, _, port = address.strip().rpartition(":")
     if not port.isdigit():
         return None
@@ -293,7 +293,7 @@ def _explain(ray: Any, address: str, error: Exception) -> str:
     return f"the Ray cluster{where} cannot be joined: {text}"
 
 
-def _answer(question: ClusterQuery, on_connected: Callable[[], object]) -> ClusterReport:
+def _make_report(query: ClusterQuery, on_connected: Callable[[], object]) -> ClusterReport:
     """In the child."""
     import ray as typed
     from ray._private import state
@@ -305,8 +305,8 @@ def _answer(question: ClusterQuery, on_connected: Callable[[], object]) -> Clust
     context = ray.get_runtime_context()
     alive = [node for node in ray.nodes() if node["Alive"]]
     free = available()
-    wants_gpus = question.device == "cuda" or (
-        question.device == "auto" and any(node["Resources"].get("GPU") for node in alive)
+    wants_gpus = query.device == "cuda" or (
+        query.device == "auto" and any(node["Resources"].get("GPU") for node in alive)
     )
     unit = "GPU" if wants_gpus else "CPU"
     nodes = [
@@ -321,14 +321,14 @@ def _answer(question: ClusterQuery, on_connected: Callable[[], object]) -> Clust
     here = context.get_node_id()
     nodes.sort(key=lambda node: node.id != here)  # this host first, where it makes no difference
     bundles: dict[str, list[int]] = {}
-    if question.group is not None:
-        bundles = _bundles(ray, question.group, unit)
+    if query.group is not None:
+        bundles = _bundles(ray, query.group, unit)
         counts = {name: len(numbers) for name, numbers in bundles.items()}
         nodes = [replace(node, free=counts[node.id], total=counts[node.id]) for node in nodes if node.id in counts]
-    owner = "the Ray cluster" if question.group is None else "the placement group"
-    shares = place(nodes, question.tp, question.pp, unit, owner)
+    owner = "the Ray cluster" if query.group is None else "the placement group"
+    shares = place(nodes, query.tp, query.pp, unit, owner)
     kind: Kind = "cuda" if wants_gpus else "cpu"
-    memory = _check_nodes(ray, question, shares, kind, here)
+    memory = _check_nodes(ray, query, shares, kind, here)
     return ClusterReport(
         address=context.gcs_address,
         head=next(node["NodeManagerAddress"] for node in alive if node["NodeID"] == here),
@@ -337,7 +337,7 @@ def _answer(question: ClusterQuery, on_connected: Callable[[], object]) -> Clust
         shares=[len(share.ranks) for share in shares],
         bundles=[number for share in shares for number in bundles.get(share.node.id, [])[: len(share.ranks)]],
         memory=memory,
-        cut=cut_stages(shares, question.tp),
+        cut=cut_stages(shares, query.tp),
     )
 
 
@@ -357,7 +357,7 @@ def _bundles(ray: Any, group: str, unit: str) -> dict[str, list[int]]:
     return found
 
 
-def _check_nodes(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], kind: Kind, here: str) -> list[int]:
+def _check_nodes(ray: Any, query: ClusterQuery, shares: Sequence[NodeShare], kind: Kind, here: str) -> list[int]:
     """See that every node can run its ranks as this host would; returns the free memory of each."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -377,11 +377,11 @@ def _check_nodes(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], 
     remote = ray.remote(num_cpus=0, max_retries=0)(describe)
     ids = {share.node.id: share for share in shares}
     local = Hello(name="this host", number=0, versions=control_plane.versions())
-    path = model_files.locate(question.model, question.revision)
+    path = model_files.locate(query.model, query.revision)
     local.model = control_plane.fingerprint(path)
     asked = {
         remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote(
-            question.model, question.revision, kind, len(share.ranks)
+            query.model, query.revision, kind, len(share.ranks)
         ): share
         for name, share in ids.items()
     }
@@ -426,13 +426,13 @@ def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[s
 def main() -> None:
     """Answer, and leave the cluster without waiting for it."""
     answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not the answer
+    os.dup2(2, 1)  # what libraries print is not the report
     try:
-        question = msgspec.json.decode(sys.stdin.buffer.read(), type=ClusterQuery)
-        answer = _answer(question, lambda: os.write(answers, _CONNECTED))
+        query = msgspec.json.decode(sys.stdin.buffer.read(), type=ClusterQuery)
+        report = _make_report(query, lambda: os.write(answers, _CONNECTED))
     except ConfigError as error:
-        answer = ClusterReport(error=str(error))
-    os.write(answers, msgspec.json.encode(answer))
+        report = ClusterReport(error=str(error))
+    os.write(answers, msgspec.json.encode(report))
     os._exit(0)
 
 

@@ -286,7 +286,7 @@ class ParallelConfig:
         return self.experts is not None and self.replicas > 1
 
     @property
-    def is_first_here(self) -> bool:
+    def is_first_local_replica(self) -> bool:
         """Whether this is the first replica on this host."""
         return self.replica == self.local_replicas.start
 
@@ -306,7 +306,7 @@ class ParallelConfig:
         return len(self.ranks_of(self.node))
 
     @property
-    def ranks_here(self) -> int:
+    def num_local_ranks(self) -> int:
         """Number of ranks of all replicas on this host, which share its processors and memory."""
         return self.ranks_per_node * len(self.local_replicas)
 

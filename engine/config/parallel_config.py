@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quire.engine.cluster.ray_cluster import RayResources
 
 
-def ranks_here(options: EngineOptions) -> int:
+def count_local_ranks(options: EngineOptions) -> int:
     """Ranks of this host, of all its replicas; raises `ConfigError` for what cannot be shared out."""
     ranks, nodes = options.tensor_parallel_size * options.pipeline_parallel_size, options.nnodes
     if ranks % nodes:
@@ -41,12 +41,12 @@ def ranks_here(options: EngineOptions) -> int:
 
 
 def groups_here(options: EngineOptions, placement: RayResources | None = None) -> tuple[int, ...]:
-    """Sizes of the groups of this host's ranks that share layers, in the order of ranks; raises as `ranks_here`."""
+    """Sizes of the tensor-parallel groups of this host, in the order of ranks; raises as `count_local_ranks`."""
     tp, node = options.tensor_parallel_size, options.node_rank
     if placement is not None:
         return groups_of(range(sum(placement.shares[:node]), sum(placement.shares[: node + 1])), tp)
     replicas = len(_local_replicas(options))
-    ranks = ranks_here(options) // max(1, replicas)
+    ranks = count_local_ranks(options) // max(1, replicas)
     return groups_of(range(node * ranks, (node + 1) * ranks), tp) * replicas
 
 
@@ -61,7 +61,7 @@ def resolve(
     """The grid; `placement` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     executor = "ray" if placement is not None else choose_executor(options)
-    local_ranks = ranks_here(options) if placement is None else 0
+    local_ranks = count_local_ranks(options) if placement is None else 0
     replicas = _local_replicas(options)
     if available.kind == "cuda" and local_ranks > available.count:
         _check_sharing(options, local_ranks, replicas, available)

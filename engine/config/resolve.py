@@ -546,7 +546,7 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, available: Devic
         return 0
     sizes, row = Sizes.of(config), scheduler.max_num_batched_tokens
     blocks_per_request = cache.most_blocks(model.max_model_len, row)
-    sharing = max(1, parallel.ranks_here) if available.kind == "cpu" else parallel.ranks_per_device
+    sharing = max(1, parallel.num_local_ranks) if available.kind == "cpu" else parallel.ranks_per_device
     per_rank = available.memory // sharing
     budget_bytes = int(per_rank * options.gpu_memory_utilization)
     fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]

@@ -27,7 +27,7 @@ from quire.engine.executor.base import WorkerError
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
 
-_GRACE = 1.0
+_KILLED_TIMEOUT = 1.0
 """Seconds to look for the rank that died first after the first error, because its neighbours fail too."""
 
 _ABORTED = (
@@ -189,7 +189,7 @@ class LocalRanks:
 
         If a rank dies, its neighbours fail too, or abort inside the communication library.
         """
-        if (killed := self.killed(_GRACE)) is not None:
+        if (killed := self.killed(_KILLED_TIMEOUT)) is not None:
             return killed
         if reason is not None:
             return RankFailed(f"rank {rank} failed: {reason}{self._stragglers_text(rank)}", is_certain=False)

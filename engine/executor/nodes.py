@@ -37,7 +37,7 @@ from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, RankF
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
-_GRACE = 2.0
+_CAUSE_TIMEOUT = 2.0
 """Seconds to find the first failure after one is reported: a node needs a second to check its own ranks."""
 _REASON_TIMEOUT = 10.0
 """Seconds for which a node whose ranks have failed waits for node 0 to send the cause."""
@@ -267,7 +267,7 @@ class MultiNodeExecutor:
         If a rank or a node dies, the ranks that communicate with it fail on every node.
         """
         assert self._ranks is not None
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + _CAUSE_TIMEOUT
         pending_nodes = set(range(self.config.parallel.nodes)) - {number}
         while not failure.is_certain and pending_nodes and time.monotonic() < deadline:
             if 0 in pending_nodes and (killed := self._ranks.killed(0.0)) is not None:

@@ -78,7 +78,7 @@ class RayExecutor(MultiNodeExecutor):
         return self._actors.init_method
 
     def _node_ended(self, node: int, reason: str) -> None:
-        self._leader.give_up(node, reason)
+        self._leader.fail(node, reason)
         self._put(node, NodeLost(reason))
 
     def close(self, reason: str = "") -> None:
@@ -174,7 +174,7 @@ class Actors:
             ).remote()
             for bundle in bundles
         ]
-        reported = [actor.tell.remote() for actor in self._actors]
+        reported = [actor.describe.remote() for actor in self._actors]
         _, silent = ray.wait(reported, num_returns=size, timeout=ACTORS_SECONDS)
         if silent:
             late = sorted({self.name(self._node_of[reported.index(each)]) for each in silent})
@@ -189,7 +189,7 @@ class Actors:
                 answers.append(_ActorInfo(*ray.get(each)))
             except ray.exceptions.RayError as error:
                 raise ConfigError(
-                    f"{self.name(self._node_of[rank])}: Ray could not start a worker: {_line(error)}"
+                    f"{self.name(self._node_of[rank])}: Ray could not start a worker: {_one_line(error)}"
                 ) from None
             assert answers[rank].node == self._place.nodes[self._node_of[rank] - 1][0]
         return answers
@@ -219,7 +219,7 @@ class Actors:
         except Exception as error:
             if self.is_closing:
                 return
-            text = _line(error)
+            text = _one_line(error)
             reason = "was lost: " + (
                 "Ray says that the node has died" if "node has died" in text else f"its Ray actor died ({text[:300]})"
             )
@@ -230,8 +230,8 @@ class Actors:
 def _actor_class() -> type:
     """Return the actors' class, which Ray sends by value, so that nodes need only Ray and Quire."""
 
-    class Keeper:
-        def tell(self) -> tuple[str, str, int]:
+    class NodeActor:
+        def describe(self) -> tuple[str, str, int]:
             """As `_ActorInfo`."""
             import socket
 
@@ -270,7 +270,7 @@ def _actor_class() -> type:
                     last = line.decode(errors="replace").strip() or last
                 return process.wait(), last.removeprefix("quire: error: ")
 
-    return Keeper
+    return NodeActor
 
 
 def main() -> int:
@@ -292,7 +292,7 @@ def _end_with_actor() -> None:
     os._exit(1)
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 

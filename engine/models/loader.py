@@ -110,11 +110,11 @@ def load_model(
         _warn_of_surplus(decoder.surplus, model)
     elif rank == 0:
         _report_surplus(checkpoint.headers, model)
-    bar = rank == 0 and config.parallel.is_first_here
+    bar = rank == 0 and config.parallel.is_first_local_replica
     if device.type == "cpu":
         _fill(units, partial(_read, checkpoint), readers=_READERS, bar=bar)
     else:
-        readers = max(_READERS, min(_GPU_READERS, len(os.sched_getaffinity(0)) // config.parallel.ranks_here))
+        readers = max(_READERS, min(_GPU_READERS, len(os.sched_getaffinity(0)) // config.parallel.num_local_ranks))
         read = partial(_read, checkpoint, staging=PinnedStaging(device))
         _fill(units, read, readers=readers, bar=bar)
     return decoder

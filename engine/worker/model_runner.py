@@ -127,7 +127,7 @@ class ModelRunner:
         self._caches = allocate_caches(config, parallel_state.pipeline.stage, device) if cache.num_blocks else []
         # GPU kernels are compiled or loaded at their first launch.
         self._warm_up_plans = warm_up.decode_steps(config) if meter is not None and model.pooling is None else iter(())
-        self._shows_progress = rank == 0 and config.parallel.is_first_here
+        self._shows_progress = rank == 0 and config.parallel.is_first_local_replica
         if isinstance(self._model, Decoder) and self._pooler is None:
             self._graphs = DecodeGraphs(
                 self._model, self._caches, config, device, parallel_state.pipeline.stage, parallel_state.tp

@@ -52,7 +52,7 @@ class Worker:
         meter: MemoryMeter | None = None
         if parallel.device == "cpu":
             cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.ranks_here)))
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, cores // parallel.num_local_ranks)))
             device = torch.device("cpu")
         else:
             os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order, by which the devices were chosen

@@ -102,7 +102,7 @@ class ApiProcesses:
         for serving in self._serving.values():
             await serving.wait()
 
-    def tell(self, failure: str) -> None:
+    def report_failure(self, failure: str) -> None:
         """Tell the processes that the engine is gone, and why."""
         for one in self._processes.values():
             assert one.stdin is not None

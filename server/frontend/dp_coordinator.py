@@ -20,7 +20,7 @@ import msgspec
 from quire.engine.cluster import control_plane
 from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
 from quire.engine.config.options import EngineConfig, EngineOptions
-from quire.engine.core.launch import port_of, reserve_ports
+from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.protocol.errors import ConfigError
 
 _OF_A_HOST = {
@@ -55,12 +55,12 @@ class DPCoordinator(Protocol):
     def watch(self, client: CoordinatedClient) -> None:
         """Report lost replicas to `client`, including those lost before this call."""
 
-    def leave(self) -> None:
+    def request_shutdown(self) -> None:
         """Announce that this host has no more work."""
 
     @property
-    def may_end(self) -> bool:
-        """After `leave`: whether no other host needs this one, since all want to leave or the first has been lost."""
+    def can_shut_down(self) -> bool:
+        """After `request_shutdown`: whether no other host needs this one: all have requested it, or one was lost."""
 
     def close(self, reason: str = "") -> None:
         """Tell the other hosts that this one exits, with the reason if it is an error."""
@@ -121,7 +121,7 @@ def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone",
     return "leader" if parallel.local_replicas.start == 0 or not _is_balanced_outside(config) else "follower"
 
 
-def meet(config: EngineConfig, count: int = 1) -> DPCoordinator | None:
+def connect_hosts(config: EngineConfig, count: int = 1) -> DPCoordinator | None:
     """Wait for the other hosts that this API needs; None if it needs none. `count` is the number of API processes.
 
     Blocks for up to `--distributed-timeout-seconds`. Raises `ConfigError` if a host does not join, has different
@@ -157,7 +157,7 @@ class DPLeader:
         responses, requests, master = (
             self._ports[:shared],
             self._ports[shared:-1],
-            (own, port_of(self._ports[-1])),
+            (own, socket_port(self._ports[-1])),
         )
         self.responses = tuple(_url(own, port) for port in responses)
         addresses = {r: _url(own, port) for r, port in zip(parallel.local_replicas, requests, strict=True)}
@@ -205,13 +205,13 @@ class DPLeader:
         with self._lock:
             self._client = client
         for replica, reason in self._lost:
-            self._tell(client, replica, reason)
+            self._notify(client, replica, reason)
 
-    def leave(self) -> None:
+    def request_shutdown(self) -> None:
         """No message: `close` informs the others."""
 
     @property
-    def may_end(self) -> bool:
+    def can_shut_down(self) -> bool:
         with self._lock:
             return not self._waits_for
 
@@ -236,7 +236,7 @@ class DPLeader:
                 if here != before:
                     raise ConfigError(f"{hello.name} was at {before} before; start it there, or restart all hosts")
             except ConfigError as error:
-                self._leader.refuse(hello.number, str(error))
+                self._leader.reject(hello.number, str(error))
             else:
                 self._leader.send(hello.number, msgspec.msgpack.encode(self._meeting))
 
@@ -254,9 +254,9 @@ class DPLeader:
             if self._client is None:
                 self._lost.append((replica, reason))
             else:
-                self._tell(self._client, replica, reason)
+                self._notify(self._client, replica, reason)
 
-    def _tell(self, client: CoordinatedClient, replica: int, reason: str) -> None:
+    def _notify(self, client: CoordinatedClient, replica: int, reason: str) -> None:
         if self._is_coupled:
             client.loop.call_soon_threadsafe(client.fail, reason)
         else:
@@ -280,7 +280,7 @@ class DPMember:
         model = control_plane.fingerprint(config.model.path)
         try:
             for replica, port in zip(parallel.local_replicas, self._ports, strict=False):
-                joining = _joining_of(config, _url(own, port), (own, port_of(self._ports[-1])), is_headless)
+                joining = _joining_of(config, _url(own, port), (own, socket_port(self._ports[-1])), is_headless)
                 self._followers[replica] = Follower(
                     address,
                     options.data_parallel_rpc_port,
@@ -314,16 +314,16 @@ class DPMember:
         for follower in self._followers.values():
             threading.Thread(target=self._listen, args=(follower, on_end), daemon=True, name="leader-watch").start()
 
-    def tell(self, replica: int, reason: str) -> None:
+    def report_death(self, replica: int, reason: str) -> None:
         """Report that a core has died."""
         self._followers[replica].send(msgspec.msgpack.encode(ReplicaDied(reason)))
 
-    def leave(self) -> None:
+    def request_shutdown(self) -> None:
         for follower in self._followers.values():
             follower.send(msgspec.msgpack.encode(LeaderDone()))
 
     @property
-    def may_end(self) -> bool:
+    def can_shut_down(self) -> bool:
         return self._has_leader_ended
 
     def close(self, reason: str = "") -> None:
@@ -420,7 +420,7 @@ def _address(host: str) -> str:
 
 
 def _url(address: str, port: socket.socket) -> str:
-    return f"tcp://{address}:{port_of(port)}"
+    return f"tcp://{address}:{socket_port(port)}"
 
 
 def _host_of(url: str) -> str:

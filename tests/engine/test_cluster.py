@@ -172,7 +172,7 @@ def test_a_number_is_taken_once(two: Host) -> None:
 
 def test_a_follower_can_be_refused(two: Host) -> None:
     follower = two.join(1)
-    two.leader.refuse(1, "node 1 has another torch")
+    two.leader.reject(1, "node 1 has another torch")
     with pytest.raises(LinkEnded, match="node 1 has another torch"):
         follower.receive(10)
 

@@ -484,4 +484,4 @@ def test_devices_are_counted_on_each_host(hosts: Hosts) -> None:
         assert [replace(there, devices=(5, 3)).device_of(rank) for rank in there.ranks_of(node)] == [5, 3]
     second = replace(parallel, nodes=1, replicas=2, replica=1, local_replicas=range(2))
     assert [second.device_of(rank) for rank in range(4)] == [4, 5, 6, 7]
-    assert (parallel.ranks_here, second.ranks_here) == (2, 8)
+    assert (parallel.num_local_ranks, second.num_local_ranks) == (2, 8)

@@ -147,7 +147,7 @@ def test_auto_is_ray_where_this_host_has_too_few_gpus(
     options = EngineOptions(tensor_parallel_size=4)
     monkeypatch.setattr(devices, "count_gpus", lambda: gpus)
     answer(monkeypatch, kind=kind)
-    monkeypatch.setattr(ray_cluster, "_CURRENT", Path("/nowhere"))
+    monkeypatch.setattr(ray_cluster, "_CURRENT_CLUSTER", Path("/nowhere"))
     assert ray_cluster.find(options) is None  # no cluster is at hand
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")

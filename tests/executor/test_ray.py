@@ -35,7 +35,7 @@ class FakeRay(ModuleType):
         return self._group
 
     def remote(self, **takes: float) -> Any:
-        actor = SimpleNamespace(tell=SimpleNamespace(remote=lambda: object()))
+        actor = SimpleNamespace(describe=SimpleNamespace(remote=lambda: object()))
         return lambda kind: SimpleNamespace(options=lambda **where: SimpleNamespace(remote=lambda: actor))
 
     def wait(self, refs: list[object], num_returns: int, timeout: float) -> tuple[list[object], list[object]]:

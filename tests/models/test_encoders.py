@@ -188,7 +188,9 @@ def test_ranks_that_do_not_divide_and_stages_are_refused(tmp_path: Path) -> None
     save("bert", tmp_path)
     with pytest.raises(ConfigError, match=r"4 attention heads and .*80 feed-forward columns; sizes that do: 1, 2, 4$"):
         configure(tmp_path, tensor_parallel_size=3)
-    with pytest.raises(ConfigError, match="size 2: pipeline parallelism is not supported for encoders such as BertModel"):
+    with pytest.raises(
+        ConfigError, match="size 2: pipeline parallelism is not supported for encoders such as BertModel"
+    ):
         configure(tmp_path, pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match="BertModel is an encoder and cannot generate text"):
         configure(tmp_path, runner="generate")

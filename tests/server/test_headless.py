@@ -23,7 +23,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SamplingParams
 from quire.server.cli import headless
 from quire.server.cli.main import main
-from quire.server.frontend.dp_coordinator import DPMember, meet
+from quire.server.frontend.dp_coordinator import DPMember, connect_hosts
 from quire.server.frontend.frontend import Frontend
 from tests.fakes import fake_core
 
@@ -65,7 +65,7 @@ class Alone:
     def listen(self, on_end: Callable[[LinkEnded], None]) -> None:
         self.end = on_end
 
-    def tell(self, replica: int, reason: str) -> None:
+    def report_death(self, replica: int, reason: str) -> None:
         self.reported.put((replica, reason))
 
 
@@ -204,7 +204,7 @@ async def test_an_api_serves_replicas_of_other_hosts(
 
     hosts = [asyncio.create_task(asyncio.to_thread(host, replica)) for replica in range(2)]
     here = spread(config, 0, 0)
-    service = await Frontend.start(here, name="x", hosts=await asyncio.to_thread(meet, here))
+    service = await Frontend.start(here, name="x", hosts=await asyncio.to_thread(connect_hosts, here))
     try:
         await asyncio.wait_for(service.ready(), 30)
         with service.generate("r", [[70, 71, 72]] * 8, SamplingParams(max_tokens=20)) as generation:

@@ -18,7 +18,7 @@ import pytest
 from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
 from quire.engine.core.launch import reserve_ports
 from quire.engine.protocol.errors import ConfigError
-from quire.server.frontend.dp_coordinator import DPCoordinator, DPMember, meet, role, served
+from quire.server.frontend.dp_coordinator import DPCoordinator, DPMember, connect_hosts, role, served
 from tests.fakes.configs import engine_config
 
 
@@ -54,7 +54,7 @@ class Site:
         return replace(plain, options=asked, parallel=parallel)
 
     def api(self, config: EngineConfig, count: int = 1) -> Future[DPCoordinator | None]:
-        return self.pool.submit(self._held, lambda: meet(config, count))
+        return self.pool.submit(self._held, lambda: connect_hosts(config, count))
 
     def headless(self, config: EngineConfig) -> Future[DPMember]:
         return self.pool.submit(self._held, lambda: DPMember(config, is_headless=True))
@@ -213,7 +213,7 @@ def test_an_api_of_its_own_behind_an_api_of_all_is_refused(site: Site) -> None:
 def test_a_lost_replica_is_told_and_may_come_back(reported: Told, site: Site) -> None:
     starting, member = site.api(site.config(3, None, 1)), site.headless(site.config(3, 1, 2)).result(30)
     api = joined(starting)
-    member.tell(2, "rank 0 was killed by SIGKILL")
+    member.report_death(2, "rank 0 was killed by SIGKILL")
     api.watch(reported)
     assert reported.said.get(timeout=10) == (2, "rank 0 was killed by SIGKILL")
     member.close("the lights went out")
@@ -248,24 +248,24 @@ def test_peers_that_share_experts_leave_once_all_would(reported: Told, site: Sit
     leader, members = joined(first), [joined(second), joined(third)]
     for each in (leader, *members):
         each.watch(reported)
-        assert not each.may_end
+        assert not each.can_shut_down
     for each in (members[0], leader):
-        each.leave()
-    assert not leader.may_end
-    members[1].leave()
-    until(lambda: leader.may_end)
-    assert not any(member.may_end for member in members)  # they hear of it by its end
+        each.request_shutdown()
+    assert not leader.can_shut_down
+    members[1].request_shutdown()
+    until(lambda: leader.can_shut_down)
+    assert not any(member.can_shut_down for member in members)  # they hear of it by its end
     leader.close()
-    until(lambda: all(member.may_end for member in members))
+    until(lambda: all(member.can_shut_down for member in members))
 
 
 def test_nobody_stays_for_one_that_is_lost(reported: Told, site: Site) -> None:
     first, second, third = (site.api(site.config(3, start, 1, coupled=True)) for start in range(3))
     leader, members = joined(first), [joined(second), joined(third)]
     leader.watch(reported)
-    leader.leave()
+    leader.request_shutdown()
     members[0].close()
-    until(lambda: leader.may_end)
+    until(lambda: leader.can_shut_down)
 
 
 def test_an_api_of_all_stays_for_nobody(site: Site) -> None:
@@ -273,8 +273,8 @@ def test_an_api_of_all_stays_for_nobody(site: Site) -> None:
         starting = site.api(site.config(2, None, 1, coupled=coupled))
         member = site.headless(site.config(2, 1, 1, coupled=coupled)).result(30)
         api = joined(starting)
-        api.leave()
-        assert api.may_end
+        api.request_shutdown()
+        assert api.can_shut_down
         api.close()
         member.close()
 
@@ -286,14 +286,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_peers_without_shared_experts_need_nobody(site: Site) -> None:
-    assert meet(site.config(2, 1, 1)) is None
+    assert connect_hosts(site.config(2, 1, 1)) is None
 
 
 def test_a_port_in_use_and_an_address_elsewhere_are_refused(site: Site) -> None:
     with socket.create_server(("0.0.0.0", site.port)), pytest.raises(ConfigError, match="--data-parallel-rpc-port"):
-        meet(site.config(2, None, 1))
+        connect_hosts(site.config(2, None, 1))
     with pytest.raises(ConfigError, match=r"no port can be had at 192.0.2.1: .*--data-parallel-address"):
-        meet(site.config(2, None, 1, data_parallel_address="192.0.2.1"))
+        connect_hosts(site.config(2, None, 1, data_parallel_address="192.0.2.1"))
 
 
 @pytest.mark.parametrize(
