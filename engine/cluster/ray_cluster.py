@@ -16,14 +16,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from quire.engine.cluster import control_plane
-from quire.engine.cluster.control_plane import Hello, Leader
+from quire.engine.cluster import control_plane, network
+from quire.engine.cluster.control_plane import Hello
 from quire.engine.cluster.placement import ClusterNode, NodeShare, cut_stages, place
 from quire.engine.config import devices, model_files
 from quire.engine.config.devices import Devices
@@ -79,21 +79,11 @@ class ClusterReport(msgspec.Struct, kw_only=True):
     """Stages whose ranks are on several nodes."""
 
 
-@dataclass(frozen=True)
-class RayResources:
-    """Where the ranks go, and what they find there."""
+def find(options: EngineOptions) -> tuple[RayPlacement, Devices] | None:
+    """Return where the Ray cluster has room for the ranks, or None if Ray is not to run them.
 
-    place: RayPlacement
-    shares: tuple[int, ...]
-    """Ranks of each node. Node 0 is the engine core, and has none; its host may be another node, too."""
-    devices: Devices | None
-    """As large as the smallest of all nodes, each for one rank; None: to be found on this one."""
-
-
-def find(options: EngineOptions) -> RayResources | None:
-    """The places of all ranks in the Ray cluster, if that is who runs them; None: this host does.
-
-    Raises `ConfigError` when Ray is asked for, and cannot.
+    The devices are one per rank, each as large as the smallest of all nodes. Raises `ConfigError` if Ray is requested
+    and cannot run them.
     """
     if not (is_asked := options.distributed_executor_backend == "ray") and not _should_use_ray(options):
         return None
@@ -130,11 +120,10 @@ def find(options: EngineOptions) -> RayResources | None:
         free // share if report.kind == "cpu" else free
         for free, share in zip(report.memory, report.shares, strict=True)
     ]
-    return RayResources(
-        RayPlacement(report.address, report.head, group, tuple(report.nodes), tuple(report.bundles)),
-        (0, *report.shares),
-        Devices(report.kind, sum(report.shares), min(per_rank)),
-    )
+    model, nodes, counts = _absolute(options.model), tuple(report.nodes), tuple(report.shares)
+    on_nodes = replace(options, model=model, device=report.kind, master_addr=report.head, master_port=0)
+    placement = RayPlacement(report.address, report.head, group, nodes, counts, tuple(report.bundles), on_nodes)
+    return placement, Devices(report.kind, sum(counts), min(per_rank))
 
 
 def ask(options: EngineOptions, group: str | None = None) -> ClusterReport:
@@ -145,9 +134,8 @@ def ask(options: EngineOptions, group: str | None = None) -> ClusterReport:
             f"RAY_ADDRESS={address}: a Ray client is outside the cluster; run quire on one of its nodes, with "
             "RAY_ADDRESS=HEAD:6379 or none"
         )
-    local = Path(options.model).expanduser()
     query = ClusterQuery(
-        str(local.absolute()) if local.is_dir() else options.model,
+        _absolute(options.model),
         options.revision,
         options.tensor_parallel_size,
         options.pipeline_parallel_size,
@@ -168,6 +156,12 @@ def ask(options: EngineOptions, group: str | None = None) -> ClusterReport:
     if report.error is not None:
         raise ConfigError(report.error)
     return report
+
+
+def _absolute(model: str) -> str:
+    """Return the model's absolute path, if it is a folder."""
+    folder = Path(model).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else model
 
 
 def _check_reachable(address: str, where: str) -> None:
@@ -269,10 +263,7 @@ def _address_towards(address: str) -> str | None:
     if not port.isdigit():
         return None
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing
-            own = str(probe.getsockname()[0])
+        own = network.source_address(host.strip("[]"))
     except OSError:
         return None
     return None if own.startswith("127.") else own
@@ -403,10 +394,14 @@ def _check_nodes(ray: Any, query: ClusterQuery, shares: Sequence[NodeShare], kin
                 f"{name} has QUIRE_HOST_IP={variable}: Ray and Quire are to use one address; start Ray there with "
                 f"--node-ip-address {variable}, or set QUIRE_HOST_IP={node.address}"
             )
-        Leader.check(local, Hello(name=name, number=0, versions=own["versions"], model=own["model"] or local.model))
+        control_plane.compare(
+            local, Hello(name=name, number=0, versions=own["versions"], model=own["model"] or local.model)
+        )
         if own["error"]:
             raise ConfigError(f"{name}: {own['error']}")
-        Leader.check(local, Hello(name=name, number=0, versions=own["versions"], model=own["model"]))
+        control_plane.compare(
+            local, Hello(name=name, number=0, versions=own["versions"], model=own["model"], error=own["error"])
+        )
         memory[node.id] = own["memory"]
     return [memory[share.node.id] for share in shares]
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE, Devices
-from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig
+from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig, RayPlacement
 from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
-
-if TYPE_CHECKING:
-    from quire.engine.cluster.ray_cluster import RayResources
 
 
 def count_local_ranks(options: EngineOptions) -> int:
@@ -40,11 +37,11 @@ def count_local_ranks(options: EngineOptions) -> int:
     return ranks // nodes * len(_local_replicas(options))
 
 
-def groups_here(options: EngineOptions, placement: RayResources | None = None) -> tuple[int, ...]:
+def groups_here(options: EngineOptions, placement: RayPlacement | None = None) -> tuple[int, ...]:
     """Sizes of the tensor-parallel groups of this host, in the order of ranks; raises as `count_local_ranks`."""
     tp, node = options.tensor_parallel_size, options.node_rank
     if placement is not None:
-        return groups_of(range(sum(placement.shares[:node]), sum(placement.shares[: node + 1])), tp)
+        return groups_of(placement.ranks_of(node), tp)
     replicas = len(_local_replicas(options))
     ranks = count_local_ranks(options) // max(1, replicas)
     return groups_of(range(node * ranks, (node + 1) * ranks), tp) * replicas
@@ -56,7 +53,7 @@ def groups_of(ranks: range, tp: int) -> tuple[int, ...]:
 
 
 def resolve(
-    options: EngineOptions, arch: ModelSpec, available: Devices, placement: RayResources | None = None
+    options: EngineOptions, arch: ModelSpec, available: Devices, placement: RayPlacement | None = None
 ) -> ParallelConfig:
     """The grid; `placement` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
@@ -71,17 +68,18 @@ def resolve(
         stages=_cut_layers(arch.num_layers, options),
         executor=executor,
         device=available.kind,
-        nodes=options.nnodes if placement is None else len(placement.shares),
+        nodes=options.nnodes if placement is None else len(placement.nodes) + 1,
         node=options.node_rank,
         master=(options.master_addr, options.master_port),
         devices=available.order,
-        shares=() if placement is None else placement.shares,
-        ray=None if placement is None else placement.place,
+        ray=placement,
         timeout=options.distributed_timeout_seconds,
         custom_all_reduce=not options.disable_custom_all_reduce,
         replicas=options.data_parallel_size,
         replica=replicas.start,
         local_replicas=replicas,
+        coordinator=(options.data_parallel_address, options.data_parallel_rpc_port),
+        external_lb=options.data_parallel_start_rank is not None,
         experts=_experts(options, arch, options.data_parallel_size * world_size // options.pipeline_parallel_size),
     )
     return replace(parallel, links=_links(parallel, available))

@@ -81,7 +81,7 @@ def start_core(config: EngineConfig, endpoints: Endpoints, log_level: str = "inf
 def exec_node(options: EngineOptions, log_level: str) -> NoReturn:
     """Replace this process by that of a node other than node 0 (see `quire.engine.executor.nodes.main`)."""
     reader, writer = os.pipe()
-    os.write(writer, pickle.dumps((options, log_level)))
+    os.write(writer, pickle.dumps((options, log_level, None)))
     os.close(writer)
     os.dup2(reader, 0)
     os.execv(sys.executable, [sys.executable, "-P", "-m", "quire.engine.executor.nodes"])

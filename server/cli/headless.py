@@ -17,7 +17,6 @@ import msgspec
 import zmq
 
 from quire.engine import process
-from quire.engine.cluster.control_plane import LinkEnded
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import fetch_weights, plan_text, resolve
 from quire.engine.core.launch import Endpoints, replica_config, start_core
@@ -78,7 +77,6 @@ class HeadlessReplicas:
         self._messages.set_hwm(0)
         self._messages.bind(messages)
         self._decode = msgspec.msgpack.Decoder(ToServer).decode
-        self._ended: list[LinkEnded] = []
         self._loaded: set[int] = set()
         self._exit_reasons: dict[int, tuple[str, float]] = {}
         """By replica: why its core exits, and when it sent that."""
@@ -109,12 +107,11 @@ class HeadlessReplicas:
 
     def run(self, stop: threading.Event) -> str | None:
         """Run until `stop` is set or the API exits. Returns what went wrong, if anything did."""
-        self._membership.listen(self._ended.append)
         for replica in self._config.parallel.local_replicas:
             self._start(replica)
         while not stop.is_set():
-            if self._ended:
-                reason = str(self._ended[0])
+            if self._membership.ended is not None:
+                reason = self._membership.ended.reason
                 logger.info("%s has exited%s", self._membership.leader, f": {reason}" if reason else "")
                 return reason or None
             if self._messages.poll(_WATCH_MS):

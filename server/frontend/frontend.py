@@ -32,7 +32,7 @@ from quire.engine.core.launch import (
 )
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
-from quire.server.frontend.dp_coordinator import DPCoordinator, served
+from quire.server.frontend.dp_coordinator import DPCoordinator
 from quire.server.frontend.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_processor import OutputProcessor, TextDelta
@@ -209,7 +209,7 @@ class Frontend:
         endpoints = local_endpoints(config.parallel, folder, count)
         if hosts is not None:
             endpoints = Endpoints(hosts.requests, hosts.responses or endpoints.responses)
-        place = ApiProcessInfo(folder, endpoints, served(config))
+        place = ApiProcessInfo(folder, endpoints, tuple(config.parallel.api_replicas))
         metrics = Metrics(name, place.metrics, 0, count, place.replicas)
         ports = reserve_ports(LOOPBACK, 1) if config.parallel.is_coupled and hosts is None else []
         master = (LOOPBACK, socket_port(ports[0])) if ports else None if hosts is None else hosts.master

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quire.engine.cluster import network
 from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
@@ -26,13 +27,9 @@ from quire.engine.executor.nodes import (
     MultiNodeExecutor,
     Node,
     NodeFailed,
-    NodeOffer,
     NodeProgress,
     NodeReady,
     NodeStart,
-    make_hello,
-    offer,
-    set_interfaces,
 )
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
@@ -116,11 +113,9 @@ class Hosts:
         self.executor: MultiNodeExecutor | None = None
         self._error: Exception | None = None
 
-    def start(self, offered: NodeOffer | None = None, **changes: Any) -> None:
-        """Have both meet; raises what node 0 raises."""
-        config = resolve(self.other)
-        hello = make_hello(self.other, offered or offer(config), config)
-        hello = msgspec.structs.replace(hello, **changes)
+    def start(self, **changes: Any) -> None:
+        """Start both, with changes of the other's `Hello`; raises what node 0 raises."""
+        hello = msgspec.structs.replace(nodes._describe_node(resolve(self.other)), **changes)
 
         def lead() -> None:
             try:
@@ -130,10 +125,8 @@ class Hosts:
 
         leading = threading.Thread(target=lead)
         leading.start()
-        self.follower = Follower(
-            "127.0.0.1", self.options.master_port, hello, seconds=20, on_lost=lambda text: None, leader="node 0"
-        )
         try:
+            self.follower = Follower("127.0.0.1", self.options.master_port, hello, seconds=20, leader="node 0")
             self.begin = msgspec.msgpack.decode(self.follower.receive(20), type=NodeStart)
         except LinkEnded as ended:
             leading.join()
@@ -224,7 +217,7 @@ def test_results_of_the_ranks_of_node_0_come_back_too(hosts: Hosts) -> None:
 
 def test_the_kv_cache_is_that_of_the_smallest_node(hosts: Hosts) -> None:
     own = hosts.config.cache.num_blocks
-    hosts.start(msgspec.structs.replace(offer(hosts.config), num_blocks=own - 5))
+    hosts.start(body=encode(own - 5))
     assert hosts.executor is not None
     assert hosts.executor.config.cache.num_blocks == hosts.ranks.config.cache.num_blocks == own - 5
     assert hosts.begin.num_blocks == own - 5
@@ -239,7 +232,7 @@ def test_the_kv_cache_is_as_large_as_ranks_have_measured(hosts: Hosts) -> None:
 
 def test_a_larger_node_changes_nothing(hosts: Hosts) -> None:
     own = hosts.config.cache.num_blocks
-    hosts.start(msgspec.structs.replace(offer(hosts.config), num_blocks=own + 5))
+    hosts.start(body=encode(own + 5))
     assert hosts.executor is not None
     assert hosts.executor.config.cache.num_blocks == own
 
@@ -247,10 +240,10 @@ def test_a_larger_node_changes_nothing(hosts: Hosts) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_model_len": 128}, r"node 1 \(127.0.0.1\) was started with --max-model-len 128, and node 0 .* with 256;"),
-        ({"dtype": "bfloat16"}, "with --dtype bfloat16, and node 0 .* with float32; give every node the same"),
-        ({"pipeline_layer_partition": "2,4"}, "with --pipeline-layer-partition 2,4, and .* with 3,3"),
-        ({"enable_prefix_caching": False}, "with --enable-prefix-caching False, and .* with True"),
+        ({"max_model_len": 128}, r"node 1 \(127.0.0.1\) has --max-model-len 128, and node 0 .* has 256;"),
+        ({"dtype": "bfloat16"}, "has --dtype bfloat16, and node 0 .* has float32; start every host with the same"),
+        ({"pipeline_layer_partition": "2,4"}, "has --pipeline-layer-partition 2,4, and .* has 3,3"),
+        ({"enable_prefix_caching": False}, "has --enable-prefix-caching False, and .* has True"),
     ],
 )
 def test_options_that_differ_are_named(hosts: Hosts, changes: dict[str, Any], message: str) -> None:
@@ -269,7 +262,7 @@ def test_what_is_a_nodes_own_may_differ(hosts: Hosts, changes: dict[str, Any]) -
 
 def test_nodes_that_cannot_serve_are_named(hosts: Hosts) -> None:
     with pytest.raises(ConfigError, match=r"^node 1 \(127.0.0.1\): /m: no such model folder$"):
-        hosts.start(NodeOffer(error="/m: no such model folder"))
+        hosts.start(error="/m: no such model folder")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +270,10 @@ def test_nodes_that_cannot_serve_are_named(hosts: Hosts) -> None:
     [
         ({"versions": {"torch": "1.0"}}, r"node 1 \(127.0.0.1\) has python in no version, and node 0"),
         ({"model": {}}, r"node 1 \(127.0.0.1\) has no chat_template.jinja, unlike node 0 \(127.0.0.1\)"),
-        ({"name": "node 1 (10.1.1.1)"}, r"--master-addr 127.0.0.1: node 1 \(10.1.1.1\) cannot reach that address"),
+        (
+            {"name": "node 1 (10.1.1.1)", "address": "10.1.1.1"},
+            r"--master-addr 127.0.0.1: node 1 \(10.1.1.1\) cannot reach that address",
+        ),
     ],
 )
 def test_other_versions_files_and_addresses_are_named(hosts: Hosts, changes: dict[str, Any], message: str) -> None:
@@ -357,6 +353,8 @@ class Follows:
         self.lost: SimpleQueue[str] = SimpleQueue()
         decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
         self.leader = Leader(
+            nodes._describe_node(resolve(options)),
+            "127.0.0.1",
             options.master_port,
             [1],
             on_lost=lambda number, text: self.lost.put(text),
@@ -366,7 +364,7 @@ class Follows:
         self._thread = threading.Thread(target=self._serve, args=(resolve(replace(options, node_rank=1)),))
         self._thread.start()
         self.hello: Hello = self.leader.wait(20)[1]
-        self.leader.send(1, encode(NodeStart(40, "tcp://127.0.0.1:1")))
+        self.leader.start(encode(NodeStart(40, "tcp://127.0.0.1:1")))
         self.ranks = FakeRanks.made.get(timeout=20)
         self.ranks.say()
 
@@ -441,18 +439,17 @@ def test_a_node_that_is_not_answered_ends_with_its_own_trouble(
 
 def test_interfaces_follow_the_address_and_the_users_choice(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    set_interfaces(hosts.config)
+    network.set_interfaces("127.0.0.1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "chosen")
     monkeypatch.setenv("QUIRE_HOST_IP", "192.0.2.9")
     with pytest.raises(ConfigError, match=r"QUIRE_HOST_IP=192.0.2.9: no network interface of this host has that"):
-        set_interfaces(hosts.config)
+        network.set_interfaces("127.0.0.1")
 
 
 def test_node_0_is_told_of_a_node_whose_address_is_wrong(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_HOST_IP", "192.0.2.9")
-    leader = Leader(
-        hosts.options.master_port, [1], on_lost=lambda number, text: None, on_message=lambda number, body: None
-    )
+    own = Hello(name="node 0 (127.0.0.1)", number=0)
+    leader = Leader(own, "127.0.0.1", hosts.options.master_port, [1], on_lost=ignore, on_message=ignore)
     error: list[str] = []
 
     def follow() -> None:
@@ -463,11 +460,16 @@ def test_node_0_is_told_of_a_node_whose_address_is_wrong(hosts: Hosts, monkeypat
 
     following = threading.Thread(target=follow)
     following.start()
-    reported = msgspec.msgpack.decode(leader.wait(10)[1].body, type=NodeOffer).error
-    leader.close(reported)
+    with pytest.raises(ConfigError) as reported:
+        leader.wait(10)
+    leader.close()
     following.join(10)
-    assert error == [reported]
-    assert reported.startswith("QUIRE_HOST_IP=192.0.2.9: no network interface")
+    assert [f"node 1 (192.0.2.9): {each}" for each in error] == [str(reported.value)]
+    assert error[0].startswith("QUIRE_HOST_IP=192.0.2.9: no network interface")
+
+
+def ignore(*_: object) -> None:
+    """A callback."""
 
 
 def test_only_node_0_has_a_core(hosts: Hosts) -> None:

@@ -54,18 +54,20 @@ def refusal(options: EngineOptions = OPTIONS) -> str:
 
 def test_ranks_go_where_the_cluster_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch)
-    placed = ray_cluster.find(OPTIONS)
-    assert placed is not None
-    assert placed.shares == (0, 3, 1)  # node 0 is the core
-    assert placed.place.nodes == (("a", "10.0.0.1"), ("b", "10.0.0.2"))
-    assert placed.devices == Devices("cpu", 4, 200)  # of one rank, on the node with least for each
+    found = ray_cluster.find(OPTIONS)
+    assert found is not None
+    placement, available = found
+    assert [placement.ranks_of(node) for node in range(3)] == [range(0), range(3), range(3, 4)]  # node 0 is the core
+    assert placement.nodes == (("a", "10.0.0.1"), ("b", "10.0.0.2"))
+    assert (placement.options.device, placement.options.master_addr) == ("cpu", "10.0.0.1")
+    assert available == Devices("cpu", 4, 200)  # of one rank, on the node with least for each
 
 
 def test_a_gpu_is_one_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, kind="cuda", memory=[900, 700])
-    placed = ray_cluster.find(OPTIONS)
-    assert placed is not None
-    assert placed.devices == Devices("cuda", 4, 700)
+    found = ray_cluster.find(OPTIONS)
+    assert found is not None
+    assert found[1] == Devices("cuda", 4, 700)
 
 
 def test_a_stage_on_several_nodes_is_warned_of(

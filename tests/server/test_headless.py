@@ -56,14 +56,11 @@ class Alone:
     leader: str = "the host with the API"
     responses: tuple[str, ...] = ()
     master: tuple[str, int] = ("127.0.0.1", 0)
-    end: Callable[[LinkEnded], None] | None = None
+    ended: LinkEnded | None = None
 
     @property
     def requests(self) -> tuple[str, ...]:
         return tuple(f"ipc://{self.folder}/requests-{replica}" for replica in range(2))
-
-    def listen(self, on_end: Callable[[LinkEnded], None]) -> None:
-        self.end = on_end
 
     def report_death(self, replica: int, reason: str) -> None:
         self.reported.put((replica, reason))
@@ -188,16 +185,14 @@ def test_the_end_of_the_api_ends_them(
     alone = Alone(tmp_path)
     running = run(spread(config, 0, 1), alone)
     cores.get(timeout=20)
-    assert alone.end is not None
-    alone.end(LinkEnded(reason))
+    alone.ended = LinkEnded(reason)
     assert running.result.result(30) == (reason or None)
 
 
 async def test_an_api_serves_replicas_of_other_hosts(
     config: EngineConfig, cores: SimpleQueue[tuple[int, int]], run: Callable[..., Running], free_port: int
 ) -> None:
-    options = EngineOptions(data_parallel_size=2, data_parallel_rpc_port=free_port, distributed_timeout_seconds=20.0)
-    config = replace(config, options=options)
+    config = replace(config, parallel=replace(config.parallel, coordinator=("127.0.0.1", free_port), timeout=20.0))
 
     def host(replica: int) -> Running:
         return run(spread(config, replica, 1), DPMember(spread(config, replica, 1), is_headless=True))
