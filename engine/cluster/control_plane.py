@@ -31,6 +31,7 @@ Layouts, and what each of them uses of it:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import logging
@@ -40,11 +41,11 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -79,6 +80,8 @@ _HASHED = (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Hello(msgspec.Struct, kw_only=True):
@@ -150,12 +153,50 @@ class LinkEnded(Exception):
         self.reason = reason
 
 
+class WakeQueue(Generic[T]):
+    """A queue whose reader can also wait for a file descriptor, together with others."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable after `put`, until `drain`."""
+        self._queue: SimpleQueue[T] = SimpleQueue()
+        self._open = threading.Lock()  # locked while the eventfd is written or closed
+        self._is_open = True
+
+    def put(self, item: T) -> None:
+        """Add an item, from any thread."""
+        self._queue.put(item)
+        with self._open:
+            if self._is_open:
+                os.eventfd_write(self.fd, 1)
+
+    def get(self, timeout: float | None) -> T:
+        """Wait for an item; raises `queue.Empty`."""
+        return self._queue.get(timeout=timeout)
+
+    def drain(self) -> Iterator[T]:
+        """Return the items that have arrived."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        with contextlib.suppress(Empty):
+            while True:
+                yield self._queue.get_nowait()
+
+    def close(self) -> None:
+        """Close the file descriptor; items that are put later are not waited for."""
+        with self._open:
+            if self._is_open:
+                self._is_open = False
+                os.close(self.fd)
+
+
 class _Link(ABC):
     """A ZMQ socket and the thread that owns it, which also sends heartbeats and detects lost peers."""
 
     def __init__(self, kind: int, name: str, *, ipv6: bool) -> None:
         """`ipv6`: whether to use IPv6 in addition to IPv4. `name` is the thread's; `_thread.start` starts it."""
-        self._outbox: SimpleQueue[Any] = SimpleQueue()
+        self._orders: WakeQueue[Any] = WakeQueue()
+        """What other threads have the link do; dropped after the socket has closed."""
         self._closed: set[int] = set()
         """File descriptors of connections that have closed and were not handled yet."""
         self._context = zmq.Context()
@@ -164,12 +205,9 @@ class _Link(ABC):
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
         self._socket.setsockopt(zmq.IPV6, int(ipv6))
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._open = threading.Lock()  # locked while the eventfd is written or closed
-        self._is_open = True
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
-        for each in (self._socket, self._wake_fd, self._monitor):
+        for each in (self._socket, self._orders.fd, self._monitor):
             self._poller.register(each, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
@@ -178,7 +216,7 @@ class _Link(ABC):
 
     @abstractmethod
     def _on_order(self, order: Any) -> bool:
-        """Handle what another thread has queued; returns whether to close the socket."""
+        """Do what another thread has asked for; returns whether to close the socket."""
 
     @abstractmethod
     def _send_heartbeats(self) -> None: ...
@@ -188,13 +226,6 @@ class _Link(ABC):
 
     @abstractmethod
     def _on_error(self, error: Exception) -> None: ...
-
-    def _put(self, order: Any) -> None:
-        """Queue an order for the thread, from any thread. Dropped after the socket has closed."""
-        self._outbox.put(order)
-        with self._open:
-            if self._is_open:
-                os.eventfd_write(self._wake_fd, 1)
 
     def _run(self) -> None:
         try:
@@ -208,9 +239,7 @@ class _Link(ABC):
     def _loop(self) -> None:
         next_heartbeat = time.monotonic()
         while True:
-            ready = dict(self._poller.poll(int(max(0.0, next_heartbeat - time.monotonic()) * 1000) + 1))
-            if self._wake_fd in ready:
-                os.eventfd_read(self._wake_fd)
+            self._poller.poll(int(max(0.0, next_heartbeat - time.monotonic()) * 1000) + 1)
             self._update_closed()
             while True:
                 try:
@@ -218,11 +247,7 @@ class _Link(ABC):
                 except zmq.Again:
                     break
                 self._on_frames(frames)
-            while True:
-                try:
-                    order = self._outbox.get_nowait()
-                except Empty:
-                    break
+            for order in self._orders.drain():
                 if self._on_order(order):
                     return
             if (now := time.monotonic()) >= next_heartbeat:
@@ -238,7 +263,7 @@ class _Link(ABC):
     def _close(self, order: Any) -> None:
         """Give the thread its last order, and wait for it."""
         if self._thread.is_alive():
-            self._put(order)
+            self._orders.put(order)
             if threading.current_thread() is not self._thread:
                 self._thread.join()
 
@@ -248,9 +273,7 @@ class _Link(ABC):
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
-        with self._open:
-            self._is_open = False
-            os.close(self._wake_fd)
+        self._orders.close()
 
 
 @dataclass
@@ -332,15 +355,15 @@ class Leader(_Link):
 
     def start(self, body: bytes) -> None:
         """Send the first message to every follower, and to each that joins again."""
-        self._put((None, _START, body))
+        self._orders.put((None, _START, body))
 
     def send(self, number: int | None, body: bytes) -> None:
         """Send a message to a follower (None: to all); dropped if it is lost."""
-        self._put((number, _BODY, body))
+        self._orders.put((number, _BODY, body))
 
     def fail(self, number: int, reason: str) -> None:
         """Report that a follower's process has ended, as its launcher knows: it counts as lost."""
-        self._put((number, _FAIL, reason))
+        self._orders.put((number, _FAIL, reason))
 
     def close(self, reason: str = "") -> None:
         """Send every follower the end of the connection, with a reason after a failure."""
@@ -492,7 +515,8 @@ class Follower(_Link):
         super().__init__(zmq.DEALER, "cluster-follower", ipv6=":" in address)
         self._leader, self._on_end = leader or f"the host at {address}:{port}", on_end
         self._hello = msgspec.msgpack.encode(hello)
-        self._inbox: SimpleQueue[bytes | LinkEnded] = SimpleQueue()
+        self.inbox: WakeQueue[bytes | LinkEnded] = WakeQueue()
+        """Messages, for one reader; the last one is a `LinkEnded`."""
         self._answered = threading.Event()
         self._is_accepted = False
         self.ended: LinkEnded | None = None
@@ -515,17 +539,17 @@ class Follower(_Link):
     def receive(self, timeout: float | None) -> bytes:
         """Return the next message; raises `TimeoutError`, and `LinkEnded` after the connection has ended."""
         try:
-            message = self._inbox.get(timeout=timeout)
+            message = self.inbox.get(timeout)
         except Empty:
             raise TimeoutError from None
         if isinstance(message, LinkEnded):
-            self._inbox.put(message)
+            self.inbox.put(message)
             raise message
         return message
 
     def send(self, body: bytes) -> None:
         """Send a message to the leader; dropped if the connection has ended."""
-        self._put((_BODY, body))
+        self._orders.put((_BODY, body))
 
     def close(self, reason: str = "") -> None:
         """Leave; `reason` is sent to the leader after a failure."""
@@ -549,7 +573,7 @@ class Follower(_Link):
         self._last_heard = time.monotonic()
         kind, body = (frame.bytes for frame in frames)
         if kind == _BODY:
-            self._inbox.put(body)
+            self.inbox.put(body)
         elif kind == _WELCOME:
             self._is_accepted = True
             self._answered.set()
@@ -569,7 +593,7 @@ class Follower(_Link):
 
     def _end(self, reason: str) -> None:
         self.ended = LinkEnded(reason)
-        self._inbox.put(self.ended)
+        self.inbox.put(self.ended)
         self._answered.set()
         if self._is_accepted and self._on_end is not None:
             self._on_end(self.ended)

@@ -1,7 +1,7 @@
 """What a Ray cluster has to run on, asked within seconds, and refused in one line where it will not do.
 
 Ray itself retries for long and tells its troubles to the log, so it is asked by a process of its own (`python -m
-quire.engine.cluster.ray_cluster`: a `ClusterQuery` on its standard input, an `ClusterReport` on its standard output),
+quire.engine.cluster.ray_cluster`: options on its standard input, a `ClusterReport` on its standard output),
 which is read as it goes and ended when its time is over. Nothing else here imports Ray.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import pickle
 import selectors
 import socket
 import subprocess
@@ -44,18 +45,6 @@ _START = "scripts/run_cluster.sh (or `ray start --head`, and `ray start --addres
 _TOKEN_REMEDY = "give every node and this process the same RAY_AUTH_TOKEN, or all of them RAY_AUTH_MODE=disabled"
 
 logger = logging.getLogger(__name__)
-
-
-class ClusterQuery(msgspec.Struct):
-    """What is to run."""
-
-    model: str
-    revision: str | None
-    tp: int
-    pp: int
-    device: Literal["auto", "cpu", "cuda"]
-    group: str | None
-    """Placement group that the ranks are to go to, in hex."""
 
 
 class ClusterReport(msgspec.Struct, kw_only=True):
@@ -134,20 +123,12 @@ def ask(options: EngineOptions, group: str | None = None) -> ClusterReport:
             f"RAY_ADDRESS={address}: a Ray client is outside the cluster; run quire on one of its nodes, with "
             "RAY_ADDRESS=HEAD:6379 or none"
         )
-    query = ClusterQuery(
-        _absolute(options.model),
-        options.revision,
-        options.tensor_parallel_size,
-        options.pipeline_parallel_size,
-        options.device,
-        group,
-    )
     where = f"RAY_ADDRESS={address}" if address else "this host"
     if address:
         _check_reachable(address, where)
     with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(query))
+        child.stdin.write(pickle.dumps((replace(options, model=_absolute(options.model)), group)))
         child.stdin.close()
         try:
             report = msgspec.json.decode(_read(child, where), type=ClusterReport)
@@ -284,8 +265,8 @@ def _explain(ray: Any, address: str, error: Exception) -> str:
     return f"the Ray cluster{where} cannot be joined: {text}"
 
 
-def _make_report(query: ClusterQuery, on_connected: Callable[[], object]) -> ClusterReport:
-    """In the child."""
+def _make_report(options: EngineOptions, group: str | None, on_connected: Callable[[], object]) -> ClusterReport:
+    """Find places for the ranks; runs in the child."""
     import ray as typed
     from ray._private import state
 
@@ -296,8 +277,8 @@ def _make_report(query: ClusterQuery, on_connected: Callable[[], object]) -> Clu
     context = ray.get_runtime_context()
     alive = [node for node in ray.nodes() if node["Alive"]]
     free = available()
-    wants_gpus = query.device == "cuda" or (
-        query.device == "auto" and any(node["Resources"].get("GPU") for node in alive)
+    wants_gpus = options.device == "cuda" or (
+        options.device == "auto" and any(node["Resources"].get("GPU") for node in alive)
     )
     unit = "GPU" if wants_gpus else "CPU"
     nodes = [
@@ -312,14 +293,14 @@ def _make_report(query: ClusterQuery, on_connected: Callable[[], object]) -> Clu
     here = context.get_node_id()
     nodes.sort(key=lambda node: node.id != here)  # this host first, where it makes no difference
     bundles: dict[str, list[int]] = {}
-    if query.group is not None:
-        bundles = _bundles(ray, query.group, unit)
+    if group is not None:
+        bundles = _bundles(ray, group, unit)
         counts = {name: len(numbers) for name, numbers in bundles.items()}
         nodes = [replace(node, free=counts[node.id], total=counts[node.id]) for node in nodes if node.id in counts]
-    owner = "the Ray cluster" if query.group is None else "the placement group"
-    shares = place(nodes, query.tp, query.pp, unit, owner)
+    owner = "the Ray cluster" if group is None else "the placement group"
+    shares = place(nodes, options.tensor_parallel_size, options.pipeline_parallel_size, unit, owner)
     kind: Kind = "cuda" if wants_gpus else "cpu"
-    memory = _check_nodes(ray, query, shares, kind, here)
+    memory = _check_nodes(ray, options, shares, kind, here)
     return ClusterReport(
         address=context.gcs_address,
         head=next(node["NodeManagerAddress"] for node in alive if node["NodeID"] == here),
@@ -328,7 +309,7 @@ def _make_report(query: ClusterQuery, on_connected: Callable[[], object]) -> Clu
         shares=[len(share.ranks) for share in shares],
         bundles=[number for share in shares for number in bundles.get(share.node.id, [])[: len(share.ranks)]],
         memory=memory,
-        cut=cut_stages(shares, query.tp),
+        cut=cut_stages(shares, options.tensor_parallel_size),
     )
 
 
@@ -348,7 +329,7 @@ def _bundles(ray: Any, group: str, unit: str) -> dict[str, list[int]]:
     return found
 
 
-def _check_nodes(ray: Any, query: ClusterQuery, shares: Sequence[NodeShare], kind: Kind, here: str) -> list[int]:
+def _check_nodes(ray: Any, options: EngineOptions, shares: Sequence[NodeShare], kind: Kind, here: str) -> list[int]:
     """See that every node can run its ranks as this host would; returns the free memory of each."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -368,11 +349,11 @@ def _check_nodes(ray: Any, query: ClusterQuery, shares: Sequence[NodeShare], kin
     remote = ray.remote(num_cpus=0, max_retries=0)(describe)
     ids = {share.node.id: share for share in shares}
     local = Hello(name="this host", number=0, versions=control_plane.versions())
-    path = model_files.locate(query.model, query.revision)
+    path = model_files.locate(options.model, options.revision)
     local.model = control_plane.fingerprint(path)
     asked = {
         remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote(
-            query.model, query.revision, kind, len(share.ranks)
+            options.model, options.revision, kind, len(share.ranks)
         ): share
         for name, share in ids.items()
     }
@@ -423,8 +404,8 @@ def main() -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what libraries print is not the report
     try:
-        query = msgspec.json.decode(sys.stdin.buffer.read(), type=ClusterQuery)
-        report = _make_report(query, lambda: os.write(answers, _CONNECTED))
+        options, group = pickle.load(sys.stdin.buffer)
+        report = _make_report(options, group, lambda: os.write(answers, _CONNECTED))
     except ConfigError as error:
         report = ClusterReport(error=str(error))
     os.write(answers, msgspec.json.encode(report))

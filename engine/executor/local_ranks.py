@@ -147,7 +147,6 @@ class LocalRanks:
         for key, _ in events:
             if callable(key.data):
                 key.data()
-                is_message_received = True
             elif isinstance(key.fileobj, Connection):
                 try:
                     message = self._decoder.decode(key.fileobj.recv_bytes())

@@ -17,14 +17,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Protocol
 
 import msgspec
 
 from quire.engine import log, process
-from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded, describe_host
+from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded, WakeQueue, describe_host
 from quire.engine.cluster.network import address_towards, free_port, set_interfaces, tcp_url
 from quire.engine.config.options import EngineConfig, EngineOptions, RayPlacement
 from quire.engine.config.resolve import fetch_weights, resolve
@@ -32,7 +31,7 @@ from quire.engine.executor.base import WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_stragglers, ranks_text
 from quire.engine.executor.mp import MpExecutor
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ModelRunnerOutput
+from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
 
 _CAUSE_TIMEOUT = 2.0
 """Seconds to find the first failure after one is reported: a node needs a second to check its own ranks."""
@@ -52,26 +51,10 @@ class NodeStart(msgspec.Struct):
     init_method: str
 
 
-class NodeReady(msgspec.Struct, tag=True, array_like=True):
-    """The node's ranks have loaded the model."""
-
-    seconds: dict[str, float]
-    num_blocks: int = 0
-    """As `LocalRanks.num_blocks`."""
-
-
 class NodeProgress(msgspec.Struct, tag=True, array_like=True):
     """Progress of the node's ranks (see `LocalRanks.progress`)."""
 
     progress: list[int]
-
-
-class NodeFailed(msgspec.Struct, tag=True, array_like=True):
-    """The node's ranks have failed. `is_certain`: they are the cause; `user_error`: the user can fix the cause."""
-
-    reason: str
-    is_certain: bool
-    user_error: bool = False
 
 
 class NodeLost(msgspec.Struct):
@@ -80,7 +63,7 @@ class NodeLost(msgspec.Struct):
     reason: str
 
 
-FromNode = NodeReady | NodeProgress | NodeFailed | ModelRunnerOutput
+FromNode = WorkerReady | NodeProgress | WorkerFailed | ModelRunnerOutput
 
 
 class NodeLauncher(Protocol):
@@ -116,8 +99,7 @@ class MultiNodeExecutor(MpExecutor):
         self._on_end, self._launcher = on_end, launcher
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
-        self._inbox: SimpleQueue[tuple[int, FromNode | NodeLost]] = SimpleQueue()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._inbox: WakeQueue[tuple[int, FromNode | NodeLost]] = WakeQueue()
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
         self._names = {0: self.hello.name}
         self._is_started = False
@@ -140,7 +122,7 @@ class MultiNodeExecutor(MpExecutor):
             self._leader.start(msgspec.msgpack.encode(NodeStart(self.config.cache.num_blocks, init_method)))
             self._ranks = LocalRanks(self.config, parallel.ranks_of(0), init_method, log_level, on_end)
             self._is_started = True
-            self._ranks.listen(self._wake_fd, self._handle_inbox)
+            self._ranks.listen(self._inbox.fd, self._handle_inbox)
             self._loading = set(hellos)
             self.seconds: dict[str, float] = {}
             while self._loading or not self._ranks.is_ready:
@@ -171,8 +153,8 @@ class MultiNodeExecutor(MpExecutor):
         self._leader.close(reason)
         if self._is_started:
             super().close(reason)
-            os.close(self._wake_fd)
             self._is_started = False
+        self._inbox.close()
         if self._launcher is not None:
             self._launcher.close()
 
@@ -182,9 +164,7 @@ class MultiNodeExecutor(MpExecutor):
     def _put(self, number: int, message: FromNode | NodeLost) -> None:
         """Queue a message, from the leader's thread. Failures also wake an idle core."""
         self._inbox.put((number, message))
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake_fd, 1)
-        if isinstance(message, NodeFailed | NodeLost):
+        if isinstance(message, WorkerFailed | NodeLost):
             self._on_end()
 
     def _poll(self, timeout: float | None) -> bool:
@@ -195,24 +175,19 @@ class MultiNodeExecutor(MpExecutor):
 
     def _handle_inbox(self) -> None:
         """Handle the messages of other nodes; raises `WorkerError` or `ConfigError` if one has failed."""
-        os.eventfd_read(self._wake_fd)
-        while True:
-            try:
-                number, message = self._inbox.get_nowait()
-            except Empty:
-                return
+        for number, message in self._inbox.drain():
             match message:
                 case ModelRunnerOutput():
                     self._ranks.arrived.append(message)
-                case NodeReady(seconds, num_blocks):
+                case WorkerReady(seconds, num_blocks):
                     self._loading.discard(number)
                     self.config = self.config.with_blocks(num_blocks)  # the same for all ranks of a replica
                     self.seconds = max(self.seconds, seconds, key=lambda each: sum(each.values()))
                 case NodeProgress(progress):
                     self._progress |= zip(self.config.parallel.ranks_of(number), progress, strict=True)
-                case NodeFailed(reason, user_error=True):
+                case WorkerFailed(reason, user_error=True):
                     raise ConfigError(f"{self._names[number]}: {reason}")
-                case NodeFailed(reason, is_certain):
+                case WorkerFailed(reason, is_certain=is_certain):
                     raise WorkerError(self._root_cause(number, RankFailed(reason, is_certain=is_certain)))
                 case NodeLost(reason):
                     raise WorkerError(reason)
@@ -229,10 +204,10 @@ class MultiNodeExecutor(MpExecutor):
                 number, failure = 0, killed
                 break
             with contextlib.suppress(Empty):
-                match self._inbox.get(timeout=0.05):
+                match self._inbox.get(0.05):
                     case other, NodeLost(reason):
                         return reason
-                    case other, NodeFailed(reason, is_certain):
+                    case other, WorkerFailed(reason, is_certain=is_certain):
                         pending_nodes.discard(other)
                         if is_certain:
                             number, failure = other, RankFailed(reason, is_certain=True)
@@ -262,91 +237,88 @@ def serve_node(options: EngineOptions, log_level: str, placement: RayPlacement |
         raise
     try:
         node = Node(config, log_level)
-    except LinkEnded as refusal:
-        raise ConfigError(refusal.reason) from None
-    try:
-        node.serve()
-    except LinkEnded as end:
-        if end.reason:
-            logger.error("%s", end.reason)
-        else:
-            logger.info("node 0 has ended")
-        return 1 if end.reason else 0
-    finally:
-        node.close()
-    raise AssertionError
+    except LinkEnded as rejection:
+        raise ConfigError(rejection.reason) from None
+    with contextlib.closing(node):
+        reason = node.run()
+    if reason:
+        logger.error("%s", reason)
+        return 1
+    logger.info("node 0 has ended")
+    return 0
 
 
 class Node:
-    """Runs the ranks of a host other than node 0."""
+    """Runs the ranks of a host other than node 0: carries plans to them, and their messages to node 0."""
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
+        """Join node 0; raises `ConfigError` if it does not answer, and `LinkEnded` if it rejects this node."""
         self._config, self._log_level = config, log_level
         self._ranks: LocalRanks | None = None
-        self._failure: NodeFailed | None = None
-        self._is_over = threading.Event()
-        self._results: threading.Thread | None = None
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._is_ready = False
+        self._progress: list[int] = []
+        self._progress_at = 0.0
+        """When `_progress` was sent, on the monotonic clock."""
         self._close_reason = "it was stopped"
         self._follower = _join(config.parallel.master, _describe_node(config), config.parallel.timeout)
 
-    def serve(self) -> None:
-        """Run until `LinkEnded` is raised; never returns."""
-        begin = msgspec.msgpack.decode(self._follower.receive(None), type=NodeStart)
-        config = replace(self._config, cache=replace(self._config.cache, num_blocks=begin.num_blocks))
-        ranks = config.parallel.ranks_of(config.parallel.node)
-        self._ranks = LocalRanks(config, ranks, begin.init_method, self._log_level, on_end=lambda: None)
-        self._results = threading.Thread(target=self._send_results, args=(self._ranks,), daemon=True, name="results")
-        self._results.start()
-        while True:
-            try:
-                plan = self._follower.receive(_PROGRESS_SECONDS)
-            except TimeoutError:
-                self._check()
-            else:
-                self._ranks.write(plan, while_waiting=self._check)
-
-    def _check(self) -> None:
-        """Raise `LinkEnded` if node 0 has ended, or if the ranks have failed and node 0 does not answer the report."""
-        if (ended := self._follower.ended) is not None:
-            raise ended
-        if self._failure is not None:
-            deadline = time.monotonic() + _REASON_TIMEOUT
-            with contextlib.suppress(TimeoutError):
-                while (left := deadline - time.monotonic()) > 0:
-                    self._follower.receive(left)
-            self._close_reason = self._failure.reason
-            raise LinkEnded(self._failure.reason)
-
-    def _send_results(self, ranks: LocalRanks) -> None:
-        """Forward the messages of the ranks to node 0; runs in a thread."""
-        encode, send = msgspec.msgpack.Encoder().encode, self._follower.send
-        progress, is_ready_sent, next_look = list[int](), False, 0.0
+    def run(self) -> str:
+        """Run until node 0 ends or the ranks fail; returns the reason, which is empty after a normal shutdown."""
         try:
-            while not self._is_over.is_set():
-                ranks.poll(_PROGRESS_SECONDS)
-                while ranks.arrived:
-                    send(encode(ranks.arrived.popleft()))
-                if ranks.is_ready and not is_ready_sent:
-                    is_ready_sent = True
-                    send(encode(NodeReady(ranks.seconds, ranks.num_blocks)))
-                if (now := time.monotonic()) >= next_look and ranks.progress != progress:
-                    progress, next_look = ranks.progress, now + _PROGRESS_SECONDS
-                    send(encode(NodeProgress(progress)))
+            start = msgspec.msgpack.decode(self._follower.receive(None), type=NodeStart)
+            config, parallel = self._config.with_blocks(start.num_blocks), self._config.parallel
+            ranks = self._ranks = LocalRanks(
+                config, parallel.ranks_of(parallel.node), start.init_method, self._log_level, on_end=lambda: None
+            )
+            ranks.listen(self._follower.inbox.fd, lambda: None)
+            while True:
+                self._forward(ranks, _PROGRESS_SECONDS)
+                for plan in self._follower.inbox.drain():
+                    if isinstance(plan, LinkEnded):
+                        raise plan
+                    ranks.write(plan, while_waiting=lambda: self._forward(ranks, 0.0))
+        except LinkEnded as end:
+            return end.reason
         except ConfigError as error:
-            self._failure = NodeFailed(str(error), is_certain=True, user_error=True)
+            failure = WorkerFailed(str(error), user_error=True, is_certain=True)
         except RankFailed as error:
-            self._failure = NodeFailed(str(error), is_certain=error.is_certain)
+            failure = WorkerFailed(str(error), is_certain=error.is_certain)
         except Exception as error:
-            logger.exception("the results of this node's ranks cannot be sent")
-            self._failure = NodeFailed(f"{type(error).__name__}: {error}", is_certain=True)
-        if self._failure is not None:
-            send(encode(self._failure))
+            logger.exception("this node failed")
+            failure = WorkerFailed(f"{type(error).__name__}: {error}", is_certain=True)
+        self._follower.send(self._encode(failure))
+        self._close_reason = failure.reason
+        return self._await_cause() or failure.reason
+
+    def _forward(self, ranks: LocalRanks, timeout: float) -> None:
+        """Wait for messages of the ranks, and send them to node 0; raises `LinkEnded` if node 0 has ended."""
+        ranks.poll(timeout)
+        send, encode = self._follower.send, self._encode
+        while ranks.arrived:
+            send(encode(ranks.arrived.popleft()))
+        if ranks.is_ready and not self._is_ready:
+            self._is_ready = True
+            send(encode(WorkerReady(ranks.seconds, ranks.num_blocks)))
+        if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS and ranks.progress != self._progress:
+            self._progress, self._progress_at = ranks.progress, now
+            send(encode(NodeProgress(self._progress)))
+        if self._follower.ended is not None:
+            raise self._follower.ended
+
+    def _await_cause(self) -> str:
+        """Return the cause that node 0 ends with; empty if it does not end."""
+        deadline = time.monotonic() + _REASON_TIMEOUT
+        with contextlib.suppress(TimeoutError):
+            while (left := deadline - time.monotonic()) > 0:
+                try:
+                    self._follower.receive(left)
+                except LinkEnded as end:
+                    return end.reason
+        return ""
 
     def close(self) -> None:
         """Stop the ranks, and disconnect."""
-        self._is_over.set()
-        if self._results is not None:
-            self._results.join(2 * _PROGRESS_SECONDS)
         if self._ranks is not None:
             self._ranks.kill()
         self._follower.close(self._close_reason)

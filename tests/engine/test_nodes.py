@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -26,13 +27,11 @@ from quire.engine.executor.nodes import (
     FromNode,
     MultiNodeExecutor,
     Node,
-    NodeFailed,
     NodeProgress,
-    NodeReady,
     NodeStart,
 )
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
+from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput, WorkerFailed, WorkerReady
 
 encode = msgspec.msgpack.encode
 
@@ -133,7 +132,7 @@ class Hosts:
             if self._error is None or ended.reason != str(self._error):
                 raise
             raise self._error from None
-        self.say(NodeReady({"load weights": 2.0}, self.measured))
+        self.say(WorkerReady({"load weights": 2.0}, self.measured))
         leading.join()
         assert self._error is None
         self.ranks = FakeRanks.made.get(timeout=5)
@@ -297,14 +296,14 @@ def test_a_node_that_is_lost_while_all_is_idle_is_named(hosts: Hosts) -> None:
 
 def test_a_rank_that_was_killed_elsewhere_is_named_with_its_node(hosts: Hosts) -> None:
     hosts.start()
-    hosts.say(NodeFailed("rank 3 was killed by SIGKILL", is_certain=True))
+    hosts.say(WorkerFailed("rank 3 was killed by SIGKILL", is_certain=True))
     assert hosts.problem() == "rank 3 was killed by SIGKILL on node 1 (127.0.0.1)"
 
 
 def test_a_rank_that_was_killed_here_is_named_although_others_complain_first(hosts: Hosts) -> None:
     hosts.start()
     hosts.ranks.was_killed = RankFailed("rank 1 was killed by SIGKILL", is_certain=True)
-    hosts.say(NodeFailed("rank 3 failed: connection closed by peer", is_certain=False))
+    hosts.say(WorkerFailed("rank 3 failed: connection closed by peer", is_certain=False))
     assert hosts.problem() == "rank 1 was killed by SIGKILL on node 0 (127.0.0.1)"
 
 
@@ -319,7 +318,7 @@ def test_a_lost_node_is_named_although_ranks_complain_first(hosts: Hosts) -> Non
 def test_a_rank_that_failed_by_itself_is_named_without_a_wait_once_all_complain(hosts: Hosts) -> None:
     hosts.start()
     hosts.ranks.say(problem=RankFailed("rank 0 failed: out of memory", is_certain=False))
-    hosts.say(NodeFailed("rank 3 failed: connection closed by peer", is_certain=False))
+    hosts.say(WorkerFailed("rank 3 failed: connection closed by peer", is_certain=False))
     assert hosts.problem() in (  # whichever was heard first
         "rank 0 failed: out of memory on node 0 (127.0.0.1)",
         "rank 3 failed: connection closed by peer on node 1 (127.0.0.1)",
@@ -329,7 +328,7 @@ def test_a_rank_that_failed_by_itself_is_named_without_a_wait_once_all_complain(
 def test_a_model_that_cannot_be_loaded_elsewhere_is_the_users_error(hosts: Hosts) -> None:
     hosts.start()
     assert hosts.executor is not None
-    hosts.say(NodeFailed("tensor a is missing", is_certain=True, user_error=True))
+    hosts.say(WorkerFailed("tensor a is missing", is_certain=True, user_error=True))
     with pytest.raises(ConfigError, match=r"^node 1 \(127.0.0.1\): tensor a is missing$"):
         hosts.executor.receive(0, 5.0)
 
@@ -360,7 +359,7 @@ class Follows:
             on_lost=lambda number, text: self.lost.put(text),
             on_message=lambda number, body: self.messages.put(decode(body)),
         )
-        self.ended: LinkEnded | None = None
+        self.ended: str | None = None
         self._thread = threading.Thread(target=self._serve, args=(resolve(replace(options, node_rank=1)),))
         self._thread.start()
         self.hello: Hello = self.leader.wait(20)[1]
@@ -369,19 +368,14 @@ class Follows:
         self.ranks.say()
 
     def _serve(self, config: EngineConfig) -> None:
-        node = Node(config, "info")
-        try:
-            node.serve()
-        except LinkEnded as ended:
-            self.ended = ended
-        finally:
-            node.close()
+        with contextlib.closing(Node(config, "info")) as node:
+            self.ended = node.run()
 
     def reason(self) -> str:
         self._thread.join(20)
         assert self.ended is not None
         assert self.ranks.end.get(timeout=5) == "killed"
-        return self.ended.reason
+        return self.ended
 
 
 @pytest.fixture
@@ -396,7 +390,7 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
     assert follows.hello.name == "node 1 (127.0.0.1)"
     assert follows.ranks.ranks == range(2, 4)
     assert (follows.ranks.config.cache.num_blocks, follows.ranks.init_method) == (40, "tcp://127.0.0.1:1")
-    assert follows.messages.get(timeout=5) == NodeReady({"load weights": 1.0})
+    assert follows.messages.get(timeout=5) == WorkerReady({"load weights": 1.0})
     assert follows.messages.get(timeout=5) == NodeProgress([-1, -1])
     follows.leader.send(1, b"a plan")
     assert follows.ranks.plans.get(timeout=5) == b"a plan"
@@ -409,16 +403,19 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
 @pytest.mark.parametrize(
     ("problem", "reported"),
     [
-        (RankFailed("rank 3 failed: closed", is_certain=False), NodeFailed("rank 3 failed: closed", is_certain=False)),
+        (
+            RankFailed("rank 3 failed: closed", is_certain=False),
+            WorkerFailed("rank 3 failed: closed"),
+        ),
         (
             RankFailed("rank 3 was killed by SIGKILL", is_certain=True),
-            NodeFailed("rank 3 was killed by SIGKILL", is_certain=True),
+            WorkerFailed("rank 3 was killed by SIGKILL", is_certain=True),
         ),
-        (ConfigError("no tensor"), NodeFailed("no tensor", is_certain=True, user_error=True)),
+        (ConfigError("no tensor"), WorkerFailed("no tensor", is_certain=True, user_error=True)),
     ],
 )
 def test_a_node_tells_of_its_trouble_and_hears_why_all_end(
-    follows: Follows, problem: Exception, reported: NodeFailed
+    follows: Follows, problem: Exception, reported: WorkerFailed
 ) -> None:
     for _ in range(2):
         follows.messages.get(timeout=5)  # ready, and its progress
