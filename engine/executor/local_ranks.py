@@ -31,7 +31,7 @@ _KILLED_TIMEOUT = 1.0
 """Seconds to look for the rank that died first after the first error, because its neighbours fail too."""
 
 _ABORTED = (
-    "its last words are in the log above; those of NCCL's watchdog name the exchange that others did not come to "
+    "see its last messages in the log above; NCCL's watchdog names the collective that other ranks did not join "
     "(NCCL_DEBUG=INFO shows the links)"
 )
 
@@ -200,7 +200,7 @@ class LocalRanks:
         """Return a text that names the ranks that have not reached the step of this rank."""
         progress = dict(zip(self.ranks, self.progress, strict=True))
         late = [other for other, position in progress.items() if position // 2 < progress[rank] // 2]
-        return f" ({ranks_text(late)} had not come to that step)" if late else ""
+        return f" ({ranks_text(late)} had not reached that step)" if late else ""
 
     def close(self) -> None:
         """Stop every rank, and kill those that do not exit."""

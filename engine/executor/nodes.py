@@ -23,7 +23,8 @@ from typing import Protocol
 import msgspec
 
 from quire.engine import log, process
-from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded, WakeQueue, describe_host
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, WakeQueue
+from quire.engine.cluster.handshake import Hello, describe_host
 from quire.engine.cluster.network import address_towards, free_port, set_interfaces, tcp_url
 from quire.engine.config.options import EngineConfig, EngineOptions, RayPlacement
 from quire.engine.config.resolve import fetch_weights, resolve

@@ -54,7 +54,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Serve until a signal arrives (0) or the engine is gone (1)."""
+    """Serve until a signal arrives (0) or the engine has failed (1)."""
     seconds = {"imports": process.age()}
     begun = time.monotonic()
     options, server = read_options(parsed)
@@ -193,7 +193,7 @@ async def _watch_engine(service: Frontend, api_processes: ApiProcesses, seconds:
     logger.info("ready %.2f s after the start (%s)", process.age(), where)
     logger.info("serving %s", what)
     failure = await failed
-    logger.error("the engine is gone: %s", failure)
+    logger.error("the engine has failed: %s", failure)
     api_processes.report_failure(str(failure))
     await asyncio.sleep(_FAILURE_SECONDS)
     return 1

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from abc import ABC, abstractmethod
 from typing import Literal, Protocol
 
 import msgspec
 
-from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded, describe_host
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster.handshake import Hello, describe_host
 from quire.engine.cluster.network import address_towards, tcp_url
 from quire.engine.config.options import EngineConfig
 from quire.engine.core.launch import reserve_ports, socket_port
@@ -90,7 +92,7 @@ def connect_hosts(config: EngineConfig, count: int = 1) -> DPCoordinator | None:
             return DPMember(config)
 
 
-class DPCoordinator:
+class DPCoordinator(ABC):
     """The connection to the other hosts after all have joined."""
 
     requests: tuple[str, ...]
@@ -125,13 +127,14 @@ class DPCoordinator:
         for replica, reason in notices:
             self._notify(replica, reason)
 
+    @abstractmethod
     def request_shutdown(self) -> None:
         """Announce that this host has no more work."""
 
     @property
+    @abstractmethod
     def can_shut_down(self) -> bool:
         """After `request_shutdown`: whether no other host needs this one: all have requested it, or one was lost."""
-        raise NotImplementedError
 
     def close(self, reason: str = "") -> None:
         """Tell the other hosts that this one exits, with the reason if it is an error."""
@@ -155,7 +158,7 @@ class DPLeader(DPCoordinator):
     def __init__(self, config: EngineConfig, count: int) -> None:
         """`count` is the number of API processes. Blocks and raises as `connect_hosts`."""
         parallel = config.parallel
-        own, port = _resolve(parallel.coordinator[0]), parallel.coordinator[1]
+        own, port = _ipv4_address(parallel.coordinator[0]), parallel.coordinator[1]
         if not port:
             raise ConfigError("--data-parallel-rpc-port 0: the other hosts need a fixed port; choose one")
         self._are_headless, self._is_coupled = not parallel.external_lb, parallel.is_coupled
@@ -194,6 +197,9 @@ class DPLeader(DPCoordinator):
         urls |= {number: request.requests for number, request in joined.items()}
         self.requests = tuple(urls[replica] for replica in range(parallel.replicas))
         self._leader.start(msgspec.msgpack.encode(JoinReply(self.requests, self.responses, self.master)))
+
+    def request_shutdown(self) -> None:
+        """Nothing: `close` tells the others."""
 
     @property
     def can_shut_down(self) -> bool:
@@ -248,7 +254,7 @@ class DPMember(DPCoordinator):
         self.leader = f"the host with the {'API' if is_headless else 'first replica'} ({host})"
         self.ended: LinkEnded | None = None
         """Set when the leader has exited."""
-        own, address = address_towards(host, parallel.timeout), _resolve(host)
+        own, address = address_towards(host, parallel.timeout), _ipv4_address(host)
         super().__init__(own, len(parallel.local_replicas) + 1)
         self._followers: dict[int, Follower] = {}
         try:
@@ -301,7 +307,7 @@ def _request_of(hello: Hello) -> JoinRequest:
     return msgspec.msgpack.decode(hello.body, type=JoinRequest)
 
 
-def _resolve(host: str) -> str:
+def _ipv4_address(host: str) -> str:
     """Resolve a host name to an IPv4 address."""
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])

@@ -18,14 +18,16 @@ import psutil
 import pytest
 import zmq
 
-from quire.engine.cluster import control_plane, network
-from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded, compare
+from quire.engine.cluster import control_plane, handshake, network
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster.handshake import Hello, compare
 from quire.engine.protocol.errors import ConfigError
 
 NODE_0 = Hello(name="node 0 (here)", number=0)
 _FOLLOW = """
 import sys, time
-from quire.engine.cluster.control_plane import Follower, Hello
+from quire.engine.cluster.control_plane import Follower
+from quire.engine.cluster.handshake import Hello
 follower = Follower("127.0.0.1", int(sys.argv[1]), Hello(name="node 1 (here)", number=1), seconds=30)
 time.sleep(60)
 """
@@ -346,13 +348,13 @@ def test_other_versions_and_other_files_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             compare(mine, hello(1, versions, model))
-    assert control_plane.versions().keys() == {"python", "torch", "quire"}
+    assert handshake.versions().keys() == {"python", "torch", "quire"}
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"12345")
-    found = control_plane.fingerprint(tmp_path)
+    found = handshake.fingerprint(tmp_path)
     assert found["model.safetensors"] == "5 bytes"
     (tmp_path / "config.json").write_text("{ }")
-    changed = control_plane.fingerprint(tmp_path)
+    changed = handshake.fingerprint(tmp_path)
     assert {name for name in found if found[name] != changed[name]} == {"config.json"}
 
 

@@ -17,7 +17,8 @@ import msgspec
 import pytest
 
 from quire.engine.cluster import network
-from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster.handshake import Hello
 from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.executor import base, factory, nodes
