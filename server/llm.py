@@ -20,7 +20,7 @@ from quire.engine.config.options import EngineConfig, EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
 from quire.server.frontend.conversation import ChatTemplateOptions, Message
-from quire.server.frontend.dp_coordinator import meet
+from quire.server.frontend.dp_coordinator import connect_hosts
 from quire.server.frontend.embedding_output import VectorOptions
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.output_processor import OutputProcessor, TextDelta
@@ -80,7 +80,7 @@ class AsyncLLM:
             name=str(self.config.model.path),
             formats=ChatFormats(self._chat_template),
             log_level=self._log_level,
-            hosts=await asyncio.to_thread(meet, self.config),
+            hosts=await asyncio.to_thread(connect_hosts, self.config),
         )
         try:
             await service.ready()

@@ -233,16 +233,25 @@ class RayPlacement:
     group: str | None
     """Id of the placement group to use, in hex; None: create one."""
     nodes: tuple[tuple[str, str], ...]
-    """Ray's id and the address of each node with ranks, from node 1 on."""
+    """Ray's id and the address of each node with ranks, from node 1 on. Node 0 is the engine core, without ranks; its
+    host may be that of another node too."""
+    ranks_per_node: tuple[int, ...]
+    """Number of ranks on each of these nodes."""
     bundles: tuple[int, ...]
     """Bundle of each rank in `group`; empty without a group."""
+    options: EngineOptions
+    """What each node resolves; node rank and leader's port are still to be set."""
+
+    def ranks_of(self, node: int) -> range:
+        counts = (0, *self.ranks_per_node)
+        return range(sum(counts[:node]), sum(counts[: node + 1]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """The ranks of one replica, and the replicas. Rank = stage * tensor_parallel_size + position in the stage.
 
-    The ranks of a replica are on `nodes` hosts in order, evenly unless `shares` is set: host `n` has `ranks_of(n)`.
+    The ranks of a replica are on `nodes` hosts in order, evenly unless Ray places them: host `n` has `ranks_of(n)`.
     """
 
     tensor_parallel_size: int
@@ -255,8 +264,6 @@ class ParallelConfig:
     """Number of this host."""
     master: tuple[str, int] = ("127.0.0.1", 0)
     """Address and port of host 0, to which the other hosts connect."""
-    shares: tuple[int, ...] = ()
-    """Number of ranks on each host; empty: equal numbers."""
     ray: RayPlacement | None = None
     """None: the ranks are not started by Ray."""
     devices: tuple[int, ...] = ()
@@ -272,6 +279,10 @@ class ParallelConfig:
     """Number of the replica that this configuration is for."""
     local_replicas: range = range(1)
     """The replicas on this host."""
+    coordinator: tuple[str, int] = ("127.0.0.1", 0)
+    """Address and port of the host that replicas on other hosts join."""
+    external_lb: bool = False
+    """Whether an API on this host serves only the replicas of this host, behind an external load balancer."""
     experts: ExpertParallelConfig | None = None
     """None: each expert is sharded over the ranks of a stage, and replicas are independent."""
 
@@ -279,6 +290,11 @@ class ParallelConfig:
     def world_size(self) -> int:
         """Ranks of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def api_replicas(self) -> range:
+        """The replicas that the API of this host sends requests to."""
+        return self.local_replicas if self.external_lb else range(self.replicas)
 
     @property
     def is_coupled(self) -> bool:
@@ -316,8 +332,10 @@ class ParallelConfig:
         return max(Counter(self.devices).values(), default=1)
 
     def ranks_of(self, node: int) -> range:
-        shares = self.shares or (self.world_size // self.nodes,) * self.nodes
-        return range(sum(shares[:node]), sum(shares[: node + 1]))
+        if self.ray is not None:
+            return self.ray.ranks_of(node)
+        count = self.world_size // self.nodes
+        return range(node * count, (node + 1) * count)
 
     def device_of(self, rank: int) -> int:
         """Return the device index of one of this host's ranks."""
@@ -409,6 +427,8 @@ class EngineConfig:
     graphs: GraphConfig = GraphConfig()
     options: EngineOptions = EngineOptions()
     """The unresolved options: each host resolves them itself."""
+    shared_settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Flags and resolved values that must be the same on every host (see `quire.engine.config.resolve`)."""
 
     def with_blocks(self, num_blocks: int) -> EngineConfig:
         """Return a copy with another number of KV blocks; 0 keeps the number."""

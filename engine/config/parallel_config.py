@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE, Devices
-from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig
+from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig, RayPlacement
 from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
-if TYPE_CHECKING:
-    from quire.engine.cluster.ray_cluster import RayResources
 
-
-def num_local_ranks(options: EngineOptions) -> int:
+def count_local_ranks(options: EngineOptions) -> int:
     """Number of ranks on this host, of all its replicas. Raises `ConfigError` for layouts that are not possible."""
     ranks, nodes = options.tensor_parallel_size * options.pipeline_parallel_size, options.nnodes
     if ranks % nodes:
@@ -42,13 +39,13 @@ def num_local_ranks(options: EngineOptions) -> int:
     return ranks // nodes * len(_local_replicas(options))
 
 
-def local_group_sizes(options: EngineOptions, placement: RayResources | None = None) -> tuple[int, ...]:
-    """Sizes of this host's groups of ranks that share layers, in rank order; see `num_local_ranks` for errors."""
+def local_group_sizes(options: EngineOptions, placement: RayPlacement | None = None) -> tuple[int, ...]:
+    """Sizes of this host's tensor-parallel groups, in rank order. Raises like `count_local_ranks`."""
     tp, node = options.tensor_parallel_size, options.node_rank
     if placement is not None:
-        return group_sizes(range(sum(placement.shares[:node]), sum(placement.shares[: node + 1])), tp)
+        return group_sizes(placement.ranks_of(node), tp)
     replicas = len(_local_replicas(options))
-    ranks = num_local_ranks(options) // max(1, replicas)
+    ranks = count_local_ranks(options) // max(1, replicas)
     return group_sizes(range(node * ranks, (node + 1) * ranks), tp) * replicas
 
 
@@ -58,12 +55,12 @@ def group_sizes(ranks: range, tp: int) -> tuple[int, ...]:
 
 
 def resolve(
-    options: EngineOptions, arch: ModelSpec, available: Devices, placement: RayResources | None = None
+    options: EngineOptions, arch: ModelSpec, available: Devices, placement: RayPlacement | None = None
 ) -> ParallelConfig:
     """Return the layout. `placement` is where Ray places the ranks, if it starts them. Raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     executor = "ray" if placement is not None else choose_executor(options)
-    local_ranks = num_local_ranks(options) if placement is None else 0
+    local_ranks = count_local_ranks(options) if placement is None else 0
     replicas = _local_replicas(options)
     if available.kind == "cuda" and local_ranks > available.count:
         _check_sharing(options, local_ranks, replicas, available)
@@ -73,17 +70,18 @@ def resolve(
         stages=_partition_layers(arch.num_layers, options),
         executor=executor,
         device=available.kind,
-        nodes=options.nnodes if placement is None else len(placement.shares),
+        nodes=options.nnodes if placement is None else len(placement.nodes) + 1,
         node=options.node_rank,
         master=(options.master_addr, options.master_port),
         devices=available.order,
-        shares=() if placement is None else placement.shares,
-        ray=None if placement is None else placement.place,
+        ray=placement,
         timeout=options.distributed_timeout_seconds,
         custom_all_reduce=not options.disable_custom_all_reduce,
         replicas=options.data_parallel_size,
         replica=replicas.start,
         local_replicas=replicas,
+        coordinator=(options.data_parallel_address, options.data_parallel_rpc_port),
+        external_lb=options.data_parallel_start_rank is not None,
         experts=_experts(options, arch, options.data_parallel_size * world_size // options.pipeline_parallel_size),
     )
     return replace(parallel, links=_links(parallel, available))

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from quire.engine.config import cuda_graph_sizes, devices, model_files, parallel_config, pooling
 from quire.engine.config.devices import Devices
@@ -23,6 +23,7 @@ from quire.engine.config.options import (
     EngineOptions,
     ModelConfig,
     ParallelConfig,
+    RayPlacement,
     SchedulerConfig,
 )
 from quire.engine.config.pooling import Pooling
@@ -32,8 +33,14 @@ from quire.engine.models.families.quantized import quantized
 from quire.engine.models.model_spec import ExpertParallelMoESpec, MatrixShape, ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
-if TYPE_CHECKING:
-    from quire.engine.cluster.ray_cluster import RayResources
+_HOST_OPTIONS = frozenset(
+    {
+        *("model", "tokenizer", "revision", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds"),
+        *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
+        *("gpu_memory_utilization", "kv_cache_memory_bytes"),
+    }
+)
+"""Options that may differ between hosts."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,18 +53,19 @@ _CPU_KV_CACHE_BYTES = 4 << 30
 """Default limit of the KV cache of all ranks together on CPU, without --kv-cache-memory-bytes."""
 
 
-def resolve(options: EngineOptions, placement: RayResources | None = None) -> EngineConfig:
+def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> EngineConfig:
     """Resolve all options. Raises `ConfigError` with numbers and a remedy if the configuration is not supported.
 
     `placement` is given on nodes of a Ray cluster: another node has already determined where the ranks are.
     """
     _check_ranges(options)
+    devices_elsewhere: Devices | None = None
     if placement is None:
         from quire.engine.cluster import ray_cluster  # imported here so that client commands need not
 
-        placement = ray_cluster.find(options)
-    available = placement.devices if placement is not None else None
-    available = available or devices.find(options.device, parallel_config.local_group_sizes(options, placement))
+        placement, devices_elsewhere = ray_cluster.find(options) or (None, None)
+        options = options if placement is None else placement.options
+    available = devices_elsewhere or devices.find(options.device, parallel_config.local_group_sizes(options, placement))
     model = _resolve_model(options, available)
     parallel = parallel_config.resolve(options, model.architecture, available, placement)
     rank_arch = parallel_config.rank_spec(model.architecture, parallel)
@@ -70,7 +78,7 @@ def resolve(options: EngineOptions, placement: RayResources | None = None) -> En
         # The rounding is negligible compared with that of the quantized weights, and decodes read half as much.
         kv_dtype = "bfloat16" if model.quantization and model.dtype == "float32" else model.dtype
     kv_dtype = kv_dtype.removesuffix("_e4m3")
-    if available.kind == "cuda" and (placement is None or placement.devices is None):
+    if available.kind == "cuda" and devices_elsewhere is None:
         _check_kv_cache_dtype(options, kv_dtype, available)
     specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len)
     max_len, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
@@ -85,7 +93,8 @@ def resolve(options: EngineOptions, placement: RayResources | None = None) -> En
     config = EngineConfig(
         model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs, options=options
     )
-    return replace(config, cache=replace(cache, num_blocks=_count_blocks(options, config, available)))
+    cache = replace(cache, num_blocks=_count_blocks(options, config, available))
+    return replace(config, cache=cache, shared_settings=shared_settings(options, config))
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
@@ -99,6 +108,29 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
         model_files.fetch_weights(options.model, options.revision, config.model.path, load_format, inner)
         for folder in ("", *inner):
             model_files.check_weights(config.model.path / folder, load_format)
+
+
+def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, str]:
+    """Return what must be the same on every host: value by flag, resolved where the flag's value may be automatic.
+
+    A host without replicas resolves for no device, and has no resolved values.
+    """
+    model, parallel = config.model, config.parallel
+    resolved = {
+        "runner": "generate" if model.pooling is None else "pooling",
+        "device": parallel.device,
+        "pipeline_layer_partition": ",".join(str(len(layers)) for layers in parallel.stages),
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "max_model_len": model.max_model_len,
+        "load_format": model.load_format,
+        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "kv_cache_dtype": config.cache.dtype,
+    }
+    settings = {name: value for name, value in vars(options).items() if name not in _HOST_OPTIONS | resolved.keys()}
+    if parallel.local_replicas:
+        settings |= resolved
+    return {f"--{name.replace('_', '-')}": str(value) for name, value in settings.items()}
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def reserve_ports(address: str, count: int) -> list[socket.socket]:
     return reserved
 
 
-def port_of(reserved: socket.socket) -> int:
+def socket_port(reserved: socket.socket) -> int:
     return int(reserved.getsockname()[1])
 
 
@@ -78,10 +78,10 @@ def start_core(config: EngineConfig, endpoints: Endpoints, log_level: str = "inf
     return core
 
 
-def become_node(options: EngineOptions, log_level: str) -> NoReturn:
+def exec_node(options: EngineOptions, log_level: str) -> NoReturn:
     """Replace this process by that of a node other than node 0 (see `quire.engine.executor.nodes.main`)."""
     reader, writer = os.pipe()
-    os.write(writer, pickle.dumps((options, log_level)))
+    os.write(writer, pickle.dumps((options, log_level, None)))
     os.close(writer)
     os.dup2(reader, 0)
     os.execv(sys.executable, [sys.executable, "-P", "-m", "quire.engine.executor.nodes"])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_GRACE = 5.0
+_CLOSE_TIMEOUT = 5.0
 """Seconds for the step in flight to finish when the executor is closed."""
 
 
@@ -94,7 +94,7 @@ class UniExecutor:
         """Stop the threads. A thread that hangs ends with the process."""
         if self._threads:
             self._work.put(None)
-            deadline = time.monotonic() + _GRACE
+            deadline = time.monotonic() + _CLOSE_TIMEOUT
             for thread in self._threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
         self._worker.close()

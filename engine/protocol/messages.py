@@ -464,7 +464,7 @@ class ModelRunnerOutput(msgspec.Struct, tag=True, array_like=True):
 
 
 class WorkerReady(msgspec.Struct, tag=True, array_like=True):
-    """A rank has loaded the model."""
+    """A rank, or all ranks of a node, have loaded the model."""
 
     seconds: dict[str, float]
     num_blocks: int = 0
@@ -472,7 +472,12 @@ class WorkerReady(msgspec.Struct, tag=True, array_like=True):
 
 
 class WorkerFailed(msgspec.Struct, tag=True, array_like=True):
-    """A rank has failed. `user_error`: the user can fix the cause, such as a missing tensor; no traceback is logged."""
+    """A rank, or the ranks of a node, have failed.
+
+    `user_error`: the user can fix the cause, such as a missing tensor; no traceback is logged. `is_certain`: the cause
+    is known to be here; otherwise it may be a rank elsewhere.
+    """
 
     reason: str
-    user_error: bool
+    user_error: bool = False
+    is_certain: bool = False

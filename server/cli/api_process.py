@@ -94,25 +94,25 @@ class ApiProcesses:
         self._order = _StartOrder(config, options, names, service.place, listener.fileno())
         indexes = range(1, service.place.count)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._serving = {index: asyncio.Event() for index in indexes}
-        self._keepers = [asyncio.create_task(self._keep(index)) for index in indexes]
+        self._ready = {index: asyncio.Event() for index in indexes}
+        self._supervisors = [asyncio.create_task(self._supervise(index)) for index in indexes]
 
     async def ready(self) -> None:
         """Wait until each process has been ready once."""
-        for serving in self._serving.values():
-            await serving.wait()
+        for ready in self._ready.values():
+            await ready.wait()
 
-    def tell(self, failure: str) -> None:
-        """Tell the processes that the engine is gone, and why."""
+    def report_failure(self, failure: str) -> None:
+        """Send the processes the reason why the engine has failed."""
         for one in self._processes.values():
             assert one.stdin is not None
             one.stdin.write(failure.replace("\n", " ").encode() + b"\n")
 
     async def close(self) -> None:
         """Stop the processes; kill those that do not exit in time."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for task in self._supervisors:
+            task.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
         for one in self._processes.values():
             assert one.stdin is not None
             one.stdin.close()
@@ -126,7 +126,7 @@ class ApiProcesses:
                 one.kill()
                 await one.wait()
 
-    async def _keep(self, index: int) -> None:
+    async def _supervise(self, index: int) -> None:
         """Start the process with this index, and restart it whenever it exits."""
         while True:
             begun = time.monotonic()
@@ -142,9 +142,9 @@ class ApiProcesses:
             order = replace(self._order, place=replace(self._order.place, index=index))
             one.stdin.write(pickle.dumps(order))
             if await one.stdout.read(1):
-                if self._serving[index].is_set():
+                if self._ready[index].is_set():
                     logger.info("API process %d is ready again", index)
-                self._serving[index].set()
+                self._ready[index].set()
             code = await one.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             logger.error("API process %d %s; its connections are lost; restarting it", index, how)

@@ -229,7 +229,7 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
     # As in `quire serve`: keep transformers from importing torch in this process.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from quire.server.app import create_app
-    from quire.server.frontend.dp_coordinator import meet
+    from quire.server.frontend.dp_coordinator import connect_hosts
     from quire.server.frontend.frontend import Frontend
     from quire.server.frontend.output_stream import EngineUnavailable
     from quire.server.frontend.renderer import ChatFormats
@@ -241,7 +241,7 @@ async def _ask_engine(options: BatchOptions, engine: EngineOptions, work: Callab
         name=names[0],
         formats=ChatFormats.of(options),
         log_level=options.log_level,
-        hosts=meet(config),
+        hosts=connect_hosts(config),
     )
     try:
         await service.ready()

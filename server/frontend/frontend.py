@@ -25,14 +25,14 @@ from quire.engine.core.launch import (
     LOOPBACK,
     Endpoints,
     local_endpoints,
-    port_of,
     replica_config,
     reserve_ports,
+    socket_port,
     start_core,
 )
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
-from quire.server.frontend.dp_coordinator import DPCoordinator, served
+from quire.server.frontend.dp_coordinator import DPCoordinator
 from quire.server.frontend.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_processor import OutputProcessor, TextDelta
@@ -198,7 +198,7 @@ class Frontend:
 
         `count` is the number of API processes; the others call `join`. With `max_queue`, `check` and `generate` raise
         `QueueFull` when that many requests are waiting. `hosts` are the hosts of other replicas
-        (`quire.server.frontend.dp_coordinator.meet`), which are closed with the frontend.
+        (`quire.server.frontend.dp_coordinator.connect_hosts`), which are closed with the frontend.
         """
         folder = tempfile.mkdtemp(prefix="quire-")
         if len(folder) > _LONGEST_FOLDER:
@@ -209,10 +209,10 @@ class Frontend:
         endpoints = local_endpoints(config.parallel, folder, count)
         if hosts is not None:
             endpoints = Endpoints(hosts.requests, hosts.responses or endpoints.responses)
-        place = ApiProcessInfo(folder, endpoints, served(config))
+        place = ApiProcessInfo(folder, endpoints, tuple(config.parallel.api_replicas))
         metrics = Metrics(name, place.metrics, 0, count, place.replicas)
         ports = reserve_ports(LOOPBACK, 1) if config.parallel.is_coupled and hosts is None else []
-        master = (LOOPBACK, port_of(ports[0])) if ports else None if hosts is None else hosts.master
+        master = (LOOPBACK, socket_port(ports[0])) if ports else None if hosts is None else hosts.master
 
         def start_replica(replica: int) -> subprocess.Popen[bytes]:
             return start_core(replica_config(config, replica, master), endpoints, log_level)
@@ -379,8 +379,8 @@ class Frontend:
         if self._hosts is not None:
             reason = str(await self.client.failed())
             if together and reason == SHUTTING_DOWN:
-                self._hosts.leave()
-                while not self._hosts.may_end:
+                self._hosts.request_shutdown()
+                while not self._hosts.can_shut_down:
                     await asyncio.sleep(_LEAVE_SECONDS)
             await asyncio.to_thread(self._hosts.close, "" if reason == SHUTTING_DOWN else reason)
         await self.client.close()

@@ -127,7 +127,7 @@ def test_layers_are_partitioned_as_requested(tmp_path: Path) -> None:
         ({"itl_target_ms": 0.0}, r"--itl-target-ms must be above 0"),
         (
             {"distributed_executor_backend": "ray", "data_parallel_size": 2},
-            r"--data-parallel-size 2 goes without --distributed-executor-backend ray",
+            r"--data-parallel-size 2 is not supported with --distributed-executor-backend ray",
         ),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"supports one rank, not 2"),
         ({"device": "cuda"}, r"no NVIDIA GPU is visible"),
