@@ -200,6 +200,8 @@ class ModelConfig:
     seed: int
     max_logprobs: int = 20
     """Maximum number of log-probabilities that a request may ask for at each position; -1: no limit."""
+    attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = "auto"
+    """auto: each rank chooses the fastest correct one on its device."""
     pooling: Pooling | None = None
     """The pooling of an embedding model; None: the model generates text."""
     quantized: QuantizedCheckpoint | None = None
@@ -381,6 +383,10 @@ class CacheConfig:
     enable_prefix_caching: bool
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
     """Each request has a block table in each group; all blocks come from one pool."""
+    gpu_memory_utilization: float = 0.9
+    """Fraction of the memory free at start-up that a rank may use, for weights, activations and cache."""
+    kv_cache_memory_bytes: int | None = None
+    """Size of a rank's cache that the user has chosen; None: what `gpu_memory_utilization` leaves."""
 
     def max_blocks(self, num_tokens: int, row_tokens: int) -> int:
         """Maximum number of blocks in use at once by a request, in all groups."""
@@ -425,8 +431,6 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     graphs: GraphConfig = GraphConfig()
-    options: EngineOptions = EngineOptions()
-    """The unresolved options: each host resolves them itself."""
     shared_settings: dict[str, str] = dataclasses.field(default_factory=dict)
     """Flags and resolved values that must be the same on every host (see `quire.engine.config.resolve`)."""
 

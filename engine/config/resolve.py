@@ -88,12 +88,12 @@ def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> En
         dtype=kv_dtype,
         enable_prefix_caching=options.enable_prefix_caching and _supports_prefix_caching(model),
         groups=group_layers(specs, parallel.stages, lambda group: group.max_blocks(max_len, row, size)),
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
     )
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
-    config = EngineConfig(
-        model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs, options=options
-    )
-    cache = replace(cache, num_blocks=_count_blocks(options, config, available))
+    config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs)
+    cache = replace(cache, num_blocks=_count_blocks(config, available))
     return replace(config, cache=cache, shared_settings=shared_settings(options, config))
 
 
@@ -386,6 +386,7 @@ def _resolve_model(options: EngineOptions, available: Devices) -> ModelConfig:
         trust_remote_code=options.trust_remote_code,
         seed=options.seed,
         max_logprobs=options.max_logprobs,
+        attention_backend=options.attention_backend,
         pooling=pooler,
     )
 
@@ -570,7 +571,7 @@ def _choose_depth(options: EngineOptions, available: Devices) -> int:
     return 1 if in_process and available.kind == "cpu" else 2
 
 
-def _count_blocks(options: EngineOptions, config: EngineConfig, available: Devices) -> int:
+def _count_blocks(config: EngineConfig, available: Devices) -> int:
     """Return the KV blocks of each rank: what fits into memory, but no more than all requests at full length can use.
 
     Returns 0 on a host without replicas.
@@ -582,7 +583,7 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, available: Devic
     blocks_per_request = cache.max_blocks(model.max_model_len, row)
     sharing = max(1, parallel.num_local_ranks) if available.kind == "cpu" else parallel.ranks_per_device
     per_rank = available.memory // sharing
-    budget_bytes = int(per_rank * options.gpu_memory_utilization)
+    budget_bytes = int(per_rank * cache.gpu_memory_utilization)
     fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]
     if max(fixed) > budget_bytes:
         quantize = " or --quantization" * (available.kind == "cpu" and model.quantization is None)
@@ -592,13 +593,13 @@ def _count_blocks(options: EngineOptions, config: EngineConfig, available: Devic
             f"Not enough memory: needs {format_bytes(max(fixed))} per rank (weights "
             f"{format_bytes(max(sizes.weights))}{stored} + workspace {format_bytes(sizes.workspace)}"
             f"{f' + {replayed} {format_bytes(sizes.graphs)}' * (sizes.graphs > 0)}), {format_bytes(budget_bytes)} "
-            f"available ({options.gpu_memory_utilization:g} of {format_bytes(available.memory)} free"
+            f"available ({cache.gpu_memory_utilization:g} of {format_bytes(available.memory)} free"
             f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
             f"--dtype{quantize}, or a lower --max-num-batched-tokens"
         )
     if not max(sizes.kv_block):
         return 0
-    requested = options.kv_cache_memory_bytes
+    requested = cache.kv_cache_memory_bytes
     if requested is not None:
         if requested > per_rank - max(fixed):
             raise ConfigError(
@@ -621,7 +622,7 @@ def limit_blocks(config: EngineConfig, blocks: int, block_bytes: int, where: str
     Raises `ConfigError` if they are too few for one request; `where` is added to its text.
     """
     model, cache, scheduler = config.model, config.cache, config.scheduler
-    row, requested = scheduler.max_num_batched_tokens, config.options.kv_cache_memory_bytes
+    row, requested = scheduler.max_num_batched_tokens, cache.kv_cache_memory_bytes
     blocks_per_request = cache.max_blocks(model.max_model_len, row)
     if blocks < blocks_per_request:
         lengths = range(1, model.max_model_len)

@@ -139,7 +139,7 @@ def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
         tuple(dict.fromkeys(_kernel_layer(spec, tp) for spec in specs)),
         config.cache.block_size,
         kernels.kv_cache_dtype(config.cache.dtype),
-        config.options.attention_backend,
+        config.model.attention_backend,
     )
 
 

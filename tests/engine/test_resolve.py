@@ -525,7 +525,7 @@ def test_ranks_that_share_a_gpu_have_a_part_of_it_and_no_graphs(
     asked = {"device": "cuda", "tensor_parallel_size": 2, "max_num_seqs": 4096, "max_num_batched_tokens": 4096}
     config = resolve(options(folder(tmp_path), **asked))
     sizes = Sizes.of(config)
-    left = int((1 << 29) * config.options.gpu_memory_utilization) - sizes.weights[0] - sizes.workspace
+    left = int((1 << 29) * config.cache.gpu_memory_utilization) - sizes.weights[0] - sizes.workspace
     assert config.cache.num_blocks == left // sizes.kv_block[0]
     assert "no CUDA graphs: ranks that share a GPU exchange through the host, which waits for it" in plan_text(config)
     found = replace(found, memory=1 << 24)
