@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from quire.engine.config.options import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from quire.engine.config.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.models.model_spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
 from quire.engine.protocol.messages import EngineCoreRequest, ModelRunnerOutput, SamplingParams, SchedulerOutput
 from quire.engine.scheduler.scheduler import Scheduler

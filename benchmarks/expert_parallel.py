@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.cluster.network import set_interfaces
-from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.expert_group import ProcessGroupExpertCommunicator, Transfer
 from quire.engine.distributed.parallel_state import connect

@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from quire import kernels
-from quire.engine.config.options import DEMO_MODEL, EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor, StepFuture

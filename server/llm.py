@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 from tqdm import tqdm
 
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
 from quire.server.frontend.conversation import ChatTemplateOptions, Message

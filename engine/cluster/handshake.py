@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")

@@ -31,7 +31,8 @@ from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.placement import ClusterNode, NodeShare, place, split_stages
 from quire.engine.config import devices, model_files
 from quire.engine.config.devices import Devices
-from quire.engine.config.options import EngineOptions, RayPlacement
+from quire.engine.config.engine_config import RayPlacement
+from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 
 Kind = Literal["cpu", "cuda"]

@@ -9,7 +9,8 @@ from typing import Literal
 
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE, Devices
-from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig, RayPlacement
+from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig, RayPlacement
+from quire.engine.config.options import EngineOptions
 from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
@@ -114,113 +115,6 @@ def _links(parallel: ParallelConfig, available: Devices) -> topology.SlowestLink
     groups = group_sizes(parallel.ranks_of(parallel.node), parallel.tensor_parallel_size)
     all_groups = groups * len(parallel.local_replicas)
     return replace(topology.slowest_links(available.links, available.order, all_groups, len(groups)), network=network)
-
-
-def plan_lines(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
-    """Return the printed plan of the layout: hosts, links, replicas and experts. Empty for a single rank."""
-    return [
-        *_hosts_text(parallel),
-        *_sharing_text(parallel),
-        *_links_text(parallel),
-        *_replicas_text(parallel),
-        *_experts_text(parallel, arch),
-    ]
-
-
-def _hosts_text(parallel: ParallelConfig) -> list[str]:
-    if parallel.nodes == 1:
-        return []
-    parts = [
-        f"{_numbers('rank', ranks)} on host {node}{_host_suffix(parallel, node)}"
-        for node in range(parallel.nodes)
-        if (ranks := parallel.ranks_of(node))
-    ]
-    return [f"  {len(parts)} hosts: {', '.join(parts)}"]
-
-
-def _host_suffix(parallel: ParallelConfig, node: int) -> str:
-    if parallel.ray is not None:
-        return f" ({parallel.ray.nodes[node - 1][1]})"  # node 0 is the core's
-    return " (this host)" * (node == parallel.node)
-
-
-def _sharing_text(parallel: ParallelConfig) -> list[str]:
-    if parallel.ranks_per_device == 1:
-        return []
-    ranks, gpus = len(parallel.devices), len(set(parallel.devices))
-    which = "one GPU" if gpus == 1 else f"{gpus} GPUs"
-    return [f"  {ranks} ranks share {which} ({SHARE}) and communicate by gloo: slow, for testing a layout"]
-
-
-def _links_text(parallel: ParallelConfig) -> list[str]:
-    """Return the links that tensor and pipeline parallelism use, and warnings about slow ones."""
-    tp, links, is_cpu = parallel.tensor_parallel_size, parallel.links, parallel.device == "cpu"
-    shared = " through its memory" * (parallel.ranks_per_device > 1)
-    network = f"over {links.network}" if links.network else "over the network"
-    hosts = [ranks for node in range(parallel.nodes) if (ranks := parallel.ranks_of(node))]
-    is_cut = any(ranks.start % tp or ranks.stop % tp for ranks in hosts)
-    parts, warnings = [], []
-    if tp > 1:
-        inside = " over shared memory" if is_cpu else shared or _over_link(links.tensor)
-        parts.append(f"tensor parallel {f'across hosts {network}' if is_cut else f'inside a host{inside}'}")
-        if is_cut and not links.network:
-            suggested = max(size for size in range(1, tp) if not any(n % size for n in (tp, *map(len, hosts))))
-            warnings.append(
-                "warning: tensor parallelism communicates between hosts in every layer, and no fast network "
-                f"(InfiniBand, RoCE) is active on this host: use --tensor-parallel-size {suggested} "
-                f"--pipeline-parallel-size {parallel.world_size // suggested}"
-            )
-        if not is_cut and links.tensor is topology.LinkType.SOCKETS:
-            warnings.append(
-                "warning: tensor parallelism communicates between CPU sockets in every layer: a smaller "
-                "--tensor-parallel-size with more --pipeline-parallel-size may be faster"
-            )
-    if parallel.pipeline_parallel_size > 1:
-        inside = " over loopback" if is_cpu else shared or _over_link(links.pipeline)
-        parts.append(f"pipeline {f'across hosts {network}' if len(hosts) > 1 else f'inside a host{inside}'}")
-    return [f"  {'; '.join(parts)}"] * bool(parts) + warnings
-
-
-def _over_link(link: topology.LinkType | None) -> str:
-    return "" if link is None else f" over {link.text}"
-
-
-def _replicas_text(parallel: ParallelConfig) -> list[str]:
-    if parallel.replicas == 1:
-        return []
-    local_ranks, step = parallel.local_replicas, "step together" if parallel.is_coupled else "run independently"
-    on_host = _numbers("replica", local_ranks) if len(local_ranks) else "none"
-    return [f"  {parallel.replicas} replicas, which {step}: {on_host} on this host, each with the ranks below"]
-
-
-def _experts_text(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
-    """Return how the experts are distributed over the ranks."""
-    if (experts := parallel.experts) is None:
-        return []
-    ranks = parallel.replicas * parallel.tensor_parallel_size
-    counts = sorted(
-        {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)}
-    )
-    copies = f" and {experts.num_redundant_experts} copies" * bool(experts.num_redundant_experts)
-    which = f" ({parallel.replicas} replicas × {parallel.tensor_parallel_size})" * parallel.is_coupled
-    each = " or ".join(str((count + experts.num_redundant_experts) // ranks) for count in counts)
-    text = [
-        f"{' or '.join(map(str, counts))} experts a layer{copies} over {ranks} rank{'s' * (ranks > 1)}{which}, "
-        f"{each} each, {experts.placement}"
-    ]
-    if parallel.is_coupled:
-        across = " across hosts" * (len(parallel.local_replicas) < parallel.replicas)
-        text.append(f"tokens are dispatched by {experts.all2all_backend}{across}")
-    if experts.enable_eplb:
-        text.append(f"rebalanced every {experts.step_interval:,} steps")
-    if experts.dbo_token_threshold is not None:
-        text.append(f"steps of {experts.dbo_token_threshold} tokens or more are split into two micro-batches")
-    return [f"  {'; '.join(text)}"]
-
-
-def _numbers(name: str, numbers: range) -> str:
-    """rank 0, ranks 0-3"""
-    return f"{name} {numbers[0]}" if len(numbers) == 1 else f"{name}s {numbers[0]}-{numbers[-1]}"
 
 
 def choose_executor(options: EngineOptions) -> Literal["uni", "mp", "ray"]:

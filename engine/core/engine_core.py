@@ -25,7 +25,7 @@ import msgspec
 import zmq
 
 from quire.engine import log, process
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.core.wave import Wave
 from quire.engine.executor import factory

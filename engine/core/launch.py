@@ -10,7 +10,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from quire.engine.config.options import EngineConfig, EngineOptions, ParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ParallelConfig
+from quire.engine.config.options import EngineOptions
 
 LOOPBACK = "127.0.0.1"
 

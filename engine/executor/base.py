@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 
 STEP_TIMEOUT = 600.0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from quire.engine.cluster.network import set_interfaces
 from quire.engine.cluster.ray_launcher import RayLauncher
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import Executor
 from quire.engine.executor.mp import MpExecutor
 from quire.engine.executor.nodes import MultiNodeExecutor

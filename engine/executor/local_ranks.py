@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.executor.base import WorkerError
 from quire.engine.protocol.errors import ConfigError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import WorkerError, step_timeout
 from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, find_stragglers, ranks_text
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput

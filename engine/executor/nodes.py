@@ -26,7 +26,8 @@ from quire.engine import log, process
 from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, WakeQueue
 from quire.engine.cluster.handshake import Hello, describe_host
 from quire.engine.cluster.network import address_towards, free_port, set_interfaces, tcp_url
-from quire.engine.config.options import EngineConfig, EngineOptions, RayPlacement
+from quire.engine.config.engine_config import EngineConfig, RayPlacement
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_stragglers, ranks_text

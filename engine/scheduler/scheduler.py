@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from itertools import repeat
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.messages import (
     CachedRequestData,
     EngineCoreOutput,

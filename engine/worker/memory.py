@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 
 from quire.engine.config import devices, parallel_config
-from quire.engine.config.options import DTYPE_BYTES, EngineConfig
-from quire.engine.config.resolve import Sizes, format_bytes, limit_blocks
+from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
+from quire.engine.config.memory_plan import Sizes, format_bytes, limit_blocks
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SchedulerOutput
 from quire.engine.worker import warm_up

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire import kernels
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.kv_cache_groups import cache_specs, count_planes, place_layers
-from quire.engine.config.options import EngineConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.layers.attention import Batch, LayerCache

@@ -24,7 +24,7 @@ import uvicorn
 import uvloop
 
 from quire.engine import log, process
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config import ServerOptions
 from quire.server.frontend.engine_client import SHUTTING_DOWN

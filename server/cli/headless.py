@@ -17,8 +17,10 @@ import msgspec
 import zmq
 
 from quire.engine import process
-from quire.engine.config.options import EngineConfig, EngineOptions
-from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.core.launch import Endpoints, replica_config, start_core
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import EngineCoreOutputs, EngineDead, EngineReady, ToServer

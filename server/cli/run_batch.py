@@ -24,8 +24,10 @@ import uvloop
 from tqdm import tqdm
 
 from quire.engine import log, process
-from quire.engine.config.options import EngineConfig, EngineOptions, flag
-from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions, flag
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags, remote
 from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read_lines

@@ -14,7 +14,8 @@ import time
 from typing import TYPE_CHECKING
 
 from quire.engine import log, process
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import exec_node
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
@@ -72,7 +73,8 @@ def run(parsed: argparse.Namespace) -> int:
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
     process.set_name("quire-api")
     # Not at the top, because the parsers of all commands import this module.
-    from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+    from quire.engine.config.plan_text import plan_text
+    from quire.engine.config.resolve import fetch_weights, resolve
     from quire.server.frontend.dp_coordinator import connect_hosts
 
     with listen(server) as listener:

@@ -19,7 +19,7 @@ import msgspec
 from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
 from quire.engine.cluster.handshake import Hello, describe_host
 from quire.engine.cluster.network import address_towards, tcp_url
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.protocol.errors import ConfigError
 

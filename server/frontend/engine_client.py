@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from quire.engine.config.options import CacheConfig
+from quire.engine.config.engine_config import CacheConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import (

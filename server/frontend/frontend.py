@@ -20,7 +20,7 @@ from types import TracebackType
 
 import msgspec
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import (
     LOOPBACK,
     Endpoints,
@@ -267,7 +267,7 @@ class Frontend:
         await asyncio.shield(self._renderer)
         ready = await self.client.ready()
         if ready.stats is not None and ready.stats.kv_blocks != self.config.cache.num_blocks:
-            from quire.engine.config.resolve import cache_text
+            from quire.engine.config.plan_text import cache_text
 
             logger.info("%s", cache_text(self.config.with_blocks(ready.stats.kv_blocks)))
         return self._seconds | ready.seconds

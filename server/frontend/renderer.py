@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import read_json
-from quire.engine.config.options import ModelConfig
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
 from quire.server.config import ModelOptions

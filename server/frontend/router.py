@@ -26,7 +26,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.config.options import CacheConfig
+from quire.engine.config.engine_config import CacheConfig
 from quire.engine.protocol.messages import EngineCoreRequest, EngineStats
 
 DECODE_TOKENS = 32

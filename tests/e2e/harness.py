@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire.engine.config.options import CacheConfig, EngineConfig, SchedulerConfig
+from quire.engine.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.core.engine_core import EngineCore, EngineCoreIO, Inbound
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import zmq
 
-from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.core.launch import Endpoints, start_core
 from quire.engine.protocol.messages import (
     EngineCoreOutput,

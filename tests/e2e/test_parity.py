@@ -12,7 +12,8 @@ from typing import NamedTuple
 import pytest
 from torch import Tensor
 
-from quire.engine.config.options import DEMO_MODEL, EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config.options import EngineConfig, EngineOptions, KVCacheGroup
+from quire.engine.config.engine_config import EngineConfig, KVCacheGroup
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.messages import SamplingParams
 from tests.e2e.harness import Ranks

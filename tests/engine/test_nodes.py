@@ -19,18 +19,13 @@ import pytest
 from quire.engine.cluster import network
 from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
 from quire.engine.cluster.handshake import Hello
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.executor import base, factory, nodes
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.local_ranks import RankFailed
-from quire.engine.executor.nodes import (
-    FromNode,
-    MultiNodeExecutor,
-    Node,
-    NodeProgress,
-    NodeStart,
-)
+from quire.engine.executor.nodes import FromNode, MultiNodeExecutor, Node, NodeProgress, NodeStart
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput, WorkerFailed, WorkerReady
 

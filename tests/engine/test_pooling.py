@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from quire.engine.config import pooling
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
 from quire.engine.config.pooling import Pooling
-from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.sentence import DENSE, NORMALIZE, POOLING, TRANSFORMER, write_modules
 from tests.fakes.tokenizers import write_model

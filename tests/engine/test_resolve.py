@@ -15,8 +15,11 @@ import torch
 
 from quire import kernels
 from quire.engine.config import cuda_graph_sizes, devices, topology
-from quire.engine.config.options import EngineOptions, GraphConfig
-from quire.engine.config.resolve import Sizes, fetch_weights, plan_text, resolve
+from quire.engine.config.engine_config import GraphConfig
+from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.config.topology import LinkType
 from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
@@ -470,7 +473,7 @@ def test_a_cache_that_the_gpus_cannot_read_is_refused(tmp_path: Path, monkeypatc
     assert asked("fp8", *old, attention_backend="reference") == "fp8"
     found = devices.Devices("cpu", 3, 24 << 30)
     assert asked("fp8", *old, device="cpu") == "fp8"
-    assert importlib.import_module("quire.engine.config.resolve")._FP8_CAPABILITY == FP8_CAPABILITY
+    assert importlib.import_module("quire.engine.config.cache_config")._FP8_CAPABILITY == FP8_CAPABILITY
 
 
 def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.messages import StructuredOutputs
 from tests.engine.test_scheduler import AHEAD, Engine, Windows, continuation, tightened
 from tests.fakes.configs import TINY, engine_config

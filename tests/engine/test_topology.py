@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import devices, parallel_config, topology
+from quire.engine.config import devices, parallel_config, plan_text, topology
 from quire.engine.config.devices import Devices
-from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.topology import Links, LinkType, assign_devices, slowest_links
 from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
@@ -221,7 +222,7 @@ def plan(links: Links | None, **changes: Any) -> str:
     found = Devices("cpu", 8, 1 << 30)
     if links is not None:
         found = Devices("cuda", len(links), 80 << 30, assign_devices(links, groups), links)
-    return "\n".join(parallel_config.plan_lines(parallel_config.resolve(asked, ARCH, found), ARCH))
+    return "\n".join(plan_text.parallel_lines(parallel_config.resolve(asked, ARCH, found), ARCH))
 
 
 def test_the_plan_names_the_links() -> None:
@@ -259,7 +260,7 @@ def test_the_plan_shows_replicas_and_experts() -> None:
     asked = EngineOptions(tensor_parallel_size=2, data_parallel_size=4, data_parallel_size_local=2)
     parallel = parallel_config.resolve(asked, ARCH, Devices("cpu", 8, 1 << 30))
     assert "  4 replicas, which run independently: replicas 0-1 on this host" in "\n".join(
-        parallel_config.plan_lines(parallel, ARCH)
+        plan_text.parallel_lines(parallel, ARCH)
     )
     mixture = from_hf_config(
         LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -267,7 +268,7 @@ def test_the_plan_shows_replicas_and_experts() -> None:
     experts = ExpertParallelConfig(
         all2all_backend="all_to_all", enable_eplb=True, num_redundant_experts=8, dbo_token_threshold=64
     )
-    text = "\n".join(parallel_config.plan_lines(replace(parallel, experts=experts), mixture))
+    text = "\n".join(plan_text.parallel_lines(replace(parallel, experts=experts), mixture))
     assert "4 replicas, which step together" in text
     assert "8 experts a layer and 8 copies over 8 ranks (4 replicas × 2), 2 each, linear" in text
     assert "tokens are dispatched by all_to_all across hosts; rebalanced every 3,000 steps; steps of 64 tokens" in text
@@ -314,7 +315,7 @@ def test_ranks_share_gpus_round_robin(
     assert parallel.devices == order
     assert [parallel.device_of(rank) for rank in range(tp * pp)] == list(order)
     assert parallel.ranks_per_device == -(-tp * pp // count)
-    text = "\n".join(parallel_config.plan_lines(parallel, ARCH))
+    text = "\n".join(plan_text.parallel_lines(parallel, ARCH))
     if tp * pp > count:
         which = "one GPU" if count == 1 else f"{count} GPUs"
         assert (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor import base
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.uni import UniExecutor

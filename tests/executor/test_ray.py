@@ -11,7 +11,8 @@ import pytest
 
 from quire.engine.cluster import ray_cluster
 from quire.engine.cluster.ray_launcher import RayLauncher
-from quire.engine.config.options import EngineConfig, EngineOptions, RayPlacement
+from quire.engine.config.engine_config import EngineConfig, RayPlacement
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.errors import ConfigError
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.engine_core import EngineCore, Inbound
 from quire.engine.executor.base import Executor
 from quire.engine.protocol.messages import (

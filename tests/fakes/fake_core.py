@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.messages import (
     AbortRequests,

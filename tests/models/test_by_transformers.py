@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quire.engine.config.resolve import Sizes
+from quire.engine.config.memory_plan import Sizes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
 from quire.engine.models.families import FAMILIES, transformers_backend

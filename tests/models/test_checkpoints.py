@@ -16,8 +16,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig, EngineOptions
-from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Weight
 from quire.engine.models.decoder import Decoder

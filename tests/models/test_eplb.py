@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.config.resolve import Sizes
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import Sizes
 from quire.engine.distributed.eplb import ExpertMove
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import ExpertLoad, ModelRunnerOutput, SamplingParams, SchedulerOutput

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.config.resolve import Sizes, plan_text
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.plan_text import plan_text
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import needed_tensors

@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from quire.engine.config import devices
-from quire.engine.config.options import EngineConfig, EngineOptions
-from quire.engine.config.resolve import Sizes, plan_text, resolve
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Shard
 from quire.engine.models.checkpoint import StoredSlice

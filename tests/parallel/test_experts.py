@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.config.options import ExpertParallelConfig, ParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import connect
 from tests.parallel.test_connect import CPU, grid

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.messages import EngineCoreRequest, TokenLogprobs
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.openai.completions import CompletionRequest, _CompletionFormatter

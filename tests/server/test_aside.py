@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.server.frontend import renderer
 from tests.server.conftest import Server, run_server
 from tests.server.test_embeddings import embedding

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import (
     EngineCoreOutput,

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from quire.engine.config.options import CacheConfig, EngineConfig
+from quire.engine.config.engine_config import CacheConfig, EngineConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.messages import (
     AbortRequests,

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.messages import AbortRequests, EngineCoreRequest

@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import EngineStats
 from quire.server.config import ServerOptions

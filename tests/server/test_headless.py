@@ -17,7 +17,8 @@ from typing import Any, cast
 import pytest
 
 from quire.engine.cluster.control_plane import LinkEnded
-from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.messages import SamplingParams

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import shared_settings
 from quire.engine.core.launch import reserve_ports
 from quire.engine.protocol.errors import ConfigError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from quire.engine.config.options import CacheConfig
+from quire.engine.config.engine_config import CacheConfig
 from quire.engine.protocol.messages import (
     EngineCoreRequest,
     EngineStats,

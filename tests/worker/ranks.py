@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner

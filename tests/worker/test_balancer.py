@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
 from quire.engine.distributed.pipeline import Pipeline

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.layers.attention import Batch

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.parallel_state import connect
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.models.decoder import DecoderLayer

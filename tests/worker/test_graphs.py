@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig, ExpertParallelConfig, GraphConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig, GraphConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
