@@ -36,7 +36,8 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.expert_group import ProcessGroupExpertCommunicator, Transfer
 from quire.engine.distributed.parallel_state import connect
-from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 
 BACKENDS: tuple[Literal["allgather_reducescatter", "all_to_all"], ...] = ("allgather_reducescatter", "all_to_all")

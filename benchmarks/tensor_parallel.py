@@ -28,7 +28,8 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.engine.distributed.parallel_state import connect
-from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 
 SHAPE = {

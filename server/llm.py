@@ -19,7 +19,8 @@ from tqdm import tqdm
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
-from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
+from quire.engine.protocol.engine_core import EngineCoreOutput
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.conversation import ChatTemplateOptions, Message
 from quire.server.frontend.dp_coordinator import connect_hosts
 from quire.server.frontend.embedding_output import VectorOptions

@@ -20,8 +20,8 @@ LOOPBACK = "127.0.0.1"
 class Endpoints:
     """ZMQ addresses. The core of replica `r` binds `requests[r]`, API process `i` binds `responses[i]` (both PULL).
 
-    The address of a replica that this host does not use is "". Frames are msgpack of `messages.ToCore` and
-    `messages.ToServer`.
+    The address of a replica that this host does not use is "". Frames are msgpack of `ToCore` and `ToServer`
+    (`quire.engine.protocol.engine_core`).
     """
 
     requests: tuple[str, ...]

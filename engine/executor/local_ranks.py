@@ -25,7 +25,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.executor.base import WorkerError
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 
 _KILLED_TIMEOUT = 1.0
 """Seconds to look for the rank that died first after the first error, because its neighbours fail too."""

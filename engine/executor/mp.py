@@ -13,7 +13,8 @@ import msgspec
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import WorkerError, step_timeout
 from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, find_stragglers, ranks_text
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 
 class MpExecutor:

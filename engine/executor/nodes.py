@@ -33,7 +33,7 @@ from quire.engine.executor.base import WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_stragglers, ranks_text
 from quire.engine.executor.mp import MpExecutor
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 
 _CAUSE_TIMEOUT = 2.0
 """Seconds to find the first failure after one is reported: a node needs a second to check its own ranks."""

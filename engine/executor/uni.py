@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import StepFuture, WorkerError, step_timeout
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
     from quire.engine.worker.async_copies import AsyncOutput

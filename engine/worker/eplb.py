@@ -20,7 +20,7 @@ from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ExpertLoad
+from quire.engine.protocol.stats import ExpertLoad
 
 REPORT_INTERVAL = 100
 """Steps between two load reports, unless experts move more often."""

@@ -34,7 +34,7 @@ from quire.engine.config import devices, parallel_config
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
 from quire.engine.config.memory_plan import Sizes, format_bytes, limit_blocks
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SchedulerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import warm_up
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.core.launch import Endpoints, replica_config, start_core
+from quire.engine.protocol.engine_core import EngineCoreOutputs, EngineDead, EngineReady, ToServer
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import EngineCoreOutputs, EngineDead, EngineReady, ToServer
 from quire.server.config import ServerOptions
 from quire.server.frontend.dp_coordinator import DPMember
 

@@ -30,8 +30,9 @@ from quire.engine.core.launch import (
     socket_port,
     start_core,
 )
+from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.dp_coordinator import DPCoordinator
 from quire.server.frontend.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.frontend.metrics import Metrics

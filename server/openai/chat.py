@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.conversation import ChatTemplateOptions
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.frontend.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 from quire.engine.config.engine_config import EngineConfig, KVCacheGroup
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate, write_checkpoint
 

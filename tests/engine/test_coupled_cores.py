@@ -14,7 +14,9 @@ from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.core import engine_core as cores
 from quire.engine.core.engine_core import EngineCore, root_cause
 from quire.engine.executor.base import Executor, WorkerError
-from quire.engine.protocol.messages import LOST_REPLICAS, ModelRunnerOutput, ReplicaFailed, SchedulerOutput, Shutdown
+from quire.engine.protocol.engine_core import ReplicaFailed, Shutdown
+from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from tests.engine.test_scheduler import continuation
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from quire.engine.config.engine_config import ModelConfig
-from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.scheduler import grammar as grammar_module
 from quire.engine.scheduler.grammar import Grammar, GrammarCompiler, GrammarError
 from tests.fakes.configs import TINY, engine_config
@@ -239,7 +239,7 @@ def test_neither_torch_nor_anything_before_it_is_needed(folder: Path) -> None:
 import sys
 from pathlib import Path
 from quire.engine.scheduler.grammar import GrammarCompiler
-from quire.engine.protocol.messages import StructuredOutputs
+from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.server.frontend.structured_outputs import StructuredOutputCheck
 from tests.engine.test_grammar import model
 assert "llguidance" not in sys.modules

@@ -27,7 +27,8 @@ from quire.engine.executor.base import WorkerError
 from quire.engine.executor.local_ranks import RankFailed
 from quire.engine.executor.nodes import FromNode, MultiNodeExecutor, Node, NodeProgress, NodeStart
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 encode = msgspec.msgpack.encode
 

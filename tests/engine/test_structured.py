@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.protocol.messages import StructuredOutputs
+from quire.engine.protocol.sampling_params import StructuredOutputs
 from tests.engine.test_scheduler import AHEAD, Engine, Windows, continuation, tightened
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import byte_level, write_model

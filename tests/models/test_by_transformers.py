@@ -23,7 +23,7 @@ from quire.engine.models.loader import load_model
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.transformers_backend import attention, build, describe
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
 from tests.fakes.ranks import on_ranks

@@ -13,7 +13,10 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.memory_plan import Sizes
 from quire.engine.distributed.eplb import ExpertMove
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ExpertLoad, ModelRunnerOutput, SamplingParams, SchedulerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import ExpertLoad
 from quire.engine.worker import eplb
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate

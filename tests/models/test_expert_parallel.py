@@ -19,7 +19,7 @@ from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import needed_tensors
 from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from tests.e2e.harness import Ranks
 from tests.fakes.checkpoints import generate
 from tests.fakes.ranks import expert_groups, on_ranks

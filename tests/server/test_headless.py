@@ -21,7 +21,7 @@ from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.cli import headless
 from quire.server.cli.main import main
 from quire.server.frontend.dp_coordinator import DPMember, connect_hosts

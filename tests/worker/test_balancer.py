@@ -21,7 +21,7 @@ from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.model_spec import MLPSpec
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ExpertLoad
+from quire.engine.protocol.stats import ExpertLoad
 from quire.engine.worker.eplb import REPORT_INTERVAL, ExpertLoadBalancer
 from tests.fakes.ranks import on_replicas
 from tests.layers.experts import HIDDEN, PLAIN, batch, build, packed
