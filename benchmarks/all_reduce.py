@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.config.options import ParallelConfig
+from quire.engine.config.engine_config import ParallelConfig
 from quire.engine.distributed.communicator import GroupParallel
 from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.engine.distributed.parallel_state import connect

@@ -22,9 +22,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from quire.engine.config.options import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from quire.engine.config.engine_config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.models.model_spec import AttentionSpec, LayerSpec, MLPSpec, ModelSpec, NormSpec
-from quire.engine.protocol.messages import EngineCoreRequest, ModelRunnerOutput, SamplingParams, SchedulerOutput
+from quire.engine.protocol.engine_core import EngineCoreRequest
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.engine.worker.input_batch import InputBatch
 

@@ -30,12 +30,14 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.cluster.network import set_interfaces
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.expert_group import ProcessGroupExpertCommunicator, Transfer
 from quire.engine.distributed.parallel_state import connect
-from quire.engine.executor.nodes import set_interfaces
-from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 
 BACKENDS: tuple[Literal["allgather_reducescatter", "all_to_all"], ...] = ("allgather_reducescatter", "all_to_all")
@@ -114,7 +116,7 @@ class Step(NamedTuple):
 def work(config: EngineConfig, network: Network, tokens: int, rounds: int, pipe: Connection) -> None:
     """A replica; reports its steps in both modes."""
     torch.set_num_threads(1)
-    set_interfaces(config)
+    set_interfaces(config.parallel.master[0])
     slow_down(network)
     parallel, cpu = config.parallel, torch.device("cpu")
     links = connect(parallel, 0, parallel.init_method, cpu)

@@ -50,16 +50,16 @@ def core(requests: str, responses: list[str], pace: float) -> None:
     import zmq
 
     from quire.engine.config.options import DEMO_MODEL
-    from quire.engine.protocol.messages import (
+    from quire.engine.protocol.engine_core import (
         AbortRequests,
         EngineCoreOutput,
         EngineCoreOutputs,
         EngineCoreRequest,
         EngineReady,
-        EngineStats,
         Shutdown,
         ToCore,
     )
+    from quire.engine.protocol.stats import EngineStats
     from quire.server.frontend.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(DEMO_MODEL)

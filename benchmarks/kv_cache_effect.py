@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
+from quire.engine.config.memory_plan import Sizes, format_bytes
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
-from quire.engine.config.resolve import Sizes, format_bytes, resolve
+from quire.engine.config.resolve import resolve
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli.bench import plot
 

@@ -58,7 +58,7 @@ def values(server: dict[str, Any], column: Column) -> list[float]:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """The ratio Quire / peer of each round that both have."""
+    """Return the ratio Quire / peer of each round that both have run."""
     return [a / b for a, b in zip(ours, theirs, strict=False) if b]
 
 
@@ -88,12 +88,12 @@ def _shape(group: dict[str, Any]) -> Shape:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Every group: figures beside floors, ratios, start and memory, accuracy."""
+    """Format every group: figures and floors, ratios, start-up time and memory, accuracy."""
     return "\n".join(_group(group, group.get("measured") or measured(results)) for group in results["groups"])
 
 
 def measured(results: dict[str, Any]) -> str:
-    """When, and with which version, these results were measured."""
+    """Return the date and version of the measurement."""
     return f"{results['date']}, Quire {results['commit']}, rounds: {results['rounds']}"
 
 

@@ -27,11 +27,14 @@ import numpy as np
 import torch
 
 from quire import kernels
-from quire.engine.config.options import DEMO_MODEL, EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor, StepFuture
-from quire.engine.protocol.messages import EngineCoreRequest, SamplingParams, SchedulerOutput, StructuredOutputs
+from quire.engine.protocol.engine_core import EngineCoreRequest
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.grammar import GrammarCompiler
 from quire.engine.scheduler.scheduler import Scheduler
 

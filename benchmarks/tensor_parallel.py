@@ -23,11 +23,13 @@ from typing import Any
 import torch
 
 from quire import kernels
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.engine.distributed.parallel_state import connect
-from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 
 SHAPE = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
+    from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
     from quire.server.llm import LLM, AsyncLLM, EmbeddingRequestOutput, RequestOutput
 
 __all__ = ["LLM", "AsyncLLM", "EmbeddingRequestOutput", "RequestOutput", "SamplingParams", "StructuredOutputs"]
@@ -14,9 +14,9 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in ("SamplingParams", "StructuredOutputs"):
-        from quire.engine.protocol import messages
+        from quire.engine.protocol import sampling_params
 
-        return getattr(messages, name)
+        return getattr(sampling_params, name)
     if name in __all__:
         from quire.server import llm
 

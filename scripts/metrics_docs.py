@@ -7,7 +7,7 @@ from array import array
 from markdown_table import code, table
 from prometheus_client.metrics_core import Metric
 
-from quire.engine.protocol.messages import ExpertLoad
+from quire.engine.protocol.stats import ExpertLoad
 from quire.server.frontend.metrics import FINISH_REASONS, STATES, Metrics
 
 INTRODUCTION = """# Metrics

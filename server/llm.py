@@ -16,13 +16,15 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 from tqdm import tqdm
 
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.conversation import ChatTemplateOptions, Message
-from quire.server.frontend.dp_coordinator import meet
+from quire.server.frontend.dp_coordinator import connect_hosts
 from quire.server.frontend.embedding_output import VectorOptions
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.input_processor import InputProcessor
@@ -82,7 +84,7 @@ class AsyncLLM:
             name=str(self.config.model.path),
             formats=ChatFormats(self._chat_template, trust_request_chat_template=True),
             log_level=self._log_level,
-            hosts=await asyncio.to_thread(meet, self.config),
+            hosts=await asyncio.to_thread(connect_hosts, self.config),
         )
         try:
             await frontend.ready()

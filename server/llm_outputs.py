@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from quire.engine.protocol.messages import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.server.frontend.output_processor import AnswerEnd, TextDelta
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.parsers.events import ToolCall

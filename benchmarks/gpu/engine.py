@@ -12,7 +12,9 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.executor import factory
 from quire.engine.executor.base import StepFuture
-from quire.engine.protocol.messages import EngineCoreRequest, SamplingParams, SchedulerOutput
+from quire.engine.protocol.engine_core import EngineCoreRequest
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.scheduler import Scheduler
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Aim:
-    """The target of a row: a limit on its share of the floor, or on its value."""
+    """The target of a row: a limit on its share of the floor or on its value."""
 
     what: str
     unit: str
@@ -68,7 +68,7 @@ AIMS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A figure in the table of targets; `floor` is the best possible by the machine's limits, in the same unit."""
+    """A figure in the table of targets; `floor` is the best value that the hardware allows, in the same unit."""
 
     key: str
     value: float
@@ -79,7 +79,7 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """The share of the possible that was reached; above 1, the floor is invalid."""
+        """The share of the floor that was reached; above 1, the floor is invalid."""
         if self.floor is None:
             return None
         return self.value / self.floor if AIMS[self.key].higher_is_better else self.floor / self.value

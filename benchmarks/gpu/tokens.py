@@ -12,7 +12,7 @@ from gpu.engine import Engine
 from gpu.lab import Lab, free_memory
 from gpu.records import Check, Note, Record
 from quire.engine.config.devices import SHARE
-from quire.engine.config.options import ParallelConfig
+from quire.engine.config.engine_config import ParallelConfig
 from tests.fakes import checkpoints
 
 _OUTPUT = 24

@@ -1,74 +1,69 @@
 """The control plane between hosts: one leader, and followers that join it.
 
-Each follower has one TCP connection to the leader (ZMQ DEALER to ROUTER) for all messages, including heartbeats.
-Messages are `[kind, body]`, or `[identity, kind, body]` on the leader's side. A thread owns the socket. A peer that
-sends nothing for `LOST_SECONDS`, or whose connection closes, is lost, and does not reconnect by itself.
+Each follower has one TCP connection to the leader (ZMQ DEALER to ROUTER) for all messages, including heartbeats. A
+thread owns the socket. A peer that sends nothing for `LOST_SECONDS`, or whose connection closes, is lost.
+
+    follower                    leader
+    HELLO (Hello) ───────────▶  compares versions, model files and settings (`handshake.compare`)
+             ◀─────── WELCOME   or END with the reason
+             ◀────────── BODY   `Leader.start`: the same for all, once all have joined; again for one that rejoins
+    BODY, HEARTBEAT ◀────────▶  BODY, HEARTBEAT
+    END (reason) ◀───────────▶  END (reason; empty after a normal shutdown)
+
+Layouts, and what each of them uses of it:
+
+- One host (`executor/mp.py`): no link. The core forks the ranks (`LocalRanks`), sends plans by shared memory, gets
+  results through pipes, and notices deaths by the processes' exit.
+- `--nnodes N` (`executor/nodes.py`): the core on node 0 leads at --master-addr, --master-port; nodes 1 to N - 1 join,
+  which the user starts with `--headless`. Start message: `NodeStart`. Then plans one way; results, `NodeReady`,
+  `NodeProgress` and `NodeFailed` the other. Hidden states use torch.distributed. If a rank or a node dies, the core
+  ends, and every node with it, with the same reason.
+- Ray (`cluster/ray_launcher.py`): as `--nnodes`, except that the core's host is node 0 without ranks, the leader's port
+  is any free one, and Ray starts the nodes' processes and reports their exit (`Leader.fail`).
+- Replicas on several hosts (`server/frontend/dp_coordinator.py`): the host with the API leads at
+  --data-parallel-address, --data-parallel-rpc-port, or that with replica 0 if each host has an API and the replicas
+  share experts. Each replica of another host joins. Start message: `JoinReply`, the addresses of all. Then
+  `ReplicaDied` and `ShutdownRequested` to the leader. Requests and outputs use sockets of their own between API
+  processes and cores. A replica that dies is restarted by its host, and a host that was lost can join again;
+  meanwhile other replicas resume its requests. Replicas that share experts all end.
+- `--nnodes` with several replicas is rejected: each replica is then a server of its own.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import importlib.metadata
+import contextlib
 import logging
 import os
-import platform
-import socket as sockets
-import struct
+import socket
 import threading
 import time
-from array import array
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from quire.engine.cluster.handshake import Hello, compare
+from quire.engine.cluster.network import is_loopback, tcp_url
 from quire.engine.protocol.errors import ConfigError
 
 LOST_SECONDS = 5.0
 """Seconds without a message after which a peer is lost."""
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 _LINGER_MS = 1000
 """Time for the last messages to be sent when a socket closes."""
 _MAX_BYTES = 1 << 30
 """Maximum size of a message."""
-_HELLO, _WELCOME, _BEAT, _BODY, _END = b"quire hello", b"W", b"A", b"B", b"E"
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_HASHED = (
-    "config.json",
-    "*.index.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "*.jinja",
-)
-_SIOCGIFCONF, _IFREQ, _MAX_ADDRESSES = 0x8912, struct.Struct("@16s4x4s16x"), 1024
-"""netdevice(7): the ioctl that lists every IPv4 address of the host with the interface's name."""
-
+_HELLO, _WELCOME, _HEARTBEAT, _BODY, _END = b"quire hello", b"W", b"A", b"B", b"E"
+_START, _FAIL = b"start", b"fail"
+"""Orders to the leader's thread, beside messages to send."""
 logger = logging.getLogger(__name__)
 
-
-class Hello(msgspec.Struct, kw_only=True):
-    """Description of a follower, sent when it joins."""
-
-    name: str
-    """Name in error messages: node 1 (10.0.0.2)."""
-    number: int
-    """Number by which the leader identifies it."""
-    versions: dict[str, str] = {}
-    model: dict[str, str] = {}
-    """Hash or size of each file of the model."""
-    body: bytes = b""
-    """Additional data of the layer above."""
+T = TypeVar("T")
 
 
 class LinkEnded(Exception):
@@ -82,8 +77,133 @@ class LinkEnded(Exception):
         self.reason = reason
 
 
+class WakeQueue(Generic[T]):
+    """A queue whose reader can also wait for a file descriptor, together with others."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable after `put`, until `drain`."""
+        self._queue: SimpleQueue[T] = SimpleQueue()
+        self._open = threading.Lock()  # locked while the eventfd is written or closed
+        self._is_open = True
+
+    def put(self, item: T) -> None:
+        """Add an item, from any thread."""
+        self._queue.put(item)
+        with self._open:
+            if self._is_open:
+                os.eventfd_write(self.fd, 1)
+
+    def get(self, timeout: float | None) -> T:
+        """Wait for an item; raises `queue.Empty`."""
+        return self._queue.get(timeout=timeout)
+
+    def drain(self) -> Iterator[T]:
+        """Return the items that have arrived."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        with contextlib.suppress(Empty):
+            while True:
+                yield self._queue.get_nowait()
+
+    def close(self) -> None:
+        """Close the file descriptor; items that are put later are not waited for."""
+        with self._open:
+            if self._is_open:
+                self._is_open = False
+                os.close(self.fd)
+
+
+class _Link(ABC):
+    """A ZMQ socket and the thread that owns it, which also sends heartbeats and detects lost peers."""
+
+    def __init__(self, kind: int, name: str, *, ipv6: bool) -> None:
+        """`ipv6`: whether to use IPv6 in addition to IPv4. `name` is the thread's; `_thread.start` starts it."""
+        self._orders: WakeQueue[Any] = WakeQueue()
+        """What other threads have the link do; dropped after the socket has closed."""
+        self._closed: set[int] = set()
+        """File descriptors of connections that have closed and were not handled yet."""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(kind)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
+        self._socket.setsockopt(zmq.IPV6, int(ipv6))
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        for each in (self._socket, self._orders.fd, self._monitor):
+            self._poller.register(each, zmq.POLLIN)
+        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+
+    @abstractmethod
+    def _on_frames(self, frames: list[zmq.Frame]) -> None: ...
+
+    @abstractmethod
+    def _on_order(self, order: Any) -> bool:
+        """Do what another thread has asked for; returns whether to close the socket."""
+
+    @abstractmethod
+    def _send_heartbeats(self) -> None: ...
+
+    @abstractmethod
+    def _find_lost(self) -> None: ...
+
+    @abstractmethod
+    def _on_error(self, error: Exception) -> None: ...
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # otherwise failures would go unnoticed
+            logger.exception("communication with the other hosts failed")
+            self._on_error(error)
+        finally:
+            self._close_socket()
+
+    def _loop(self) -> None:
+        next_heartbeat = time.monotonic()
+        while True:
+            self._poller.poll(int(max(0.0, next_heartbeat - time.monotonic()) * 1000) + 1)
+            self._update_closed()
+            while True:
+                try:
+                    frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                except zmq.Again:
+                    break
+                self._on_frames(frames)
+            for order in self._orders.drain():
+                if self._on_order(order):
+                    return
+            if (now := time.monotonic()) >= next_heartbeat:
+                next_heartbeat = now + _HEARTBEAT_SECONDS
+                self._send_heartbeats()
+            self._find_lost()
+            self._closed.clear()
+
+    def _update_closed(self) -> None:
+        while self._monitor.poll(0):
+            self._closed.add(int(recv_monitor_message(self._monitor)["value"]))
+
+    def _close(self, order: Any) -> None:
+        """Give the thread its last order, and wait for it."""
+        if self._thread.is_alive():
+            self._orders.put(order)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+
+    def _close_socket(self) -> None:
+        """Close the socket after queued messages are sent or `_LINGER_MS` has passed."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()
+        self._context.term()
+        self._orders.close()
+
+
 @dataclass
-class _FollowerLink:
+class _Peer:
+    """A follower that has joined."""
+
     identity: bytes
     hello: Hello
     fd: int
@@ -91,205 +211,114 @@ class _FollowerLink:
     """Time of the last message, on the monotonic clock."""
 
 
-@dataclass
-class _FramedSocket:
-    """A ZMQ socket whose thread can also wait for messages of other threads and for closed connections."""
-
-    kind: int
-    ipv6: bool
-    """Whether to use IPv6 in addition to IPv4."""
-    outbox: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    closed: set[int] = field(default_factory=set)
-    """File descriptors of connections that have closed and were not handled yet."""
-
-    def __post_init__(self) -> None:
-        self.context = zmq.Context()
-        self.zmq = self.context.socket(self.kind)
-        self.zmq.set_hwm(0)
-        self.zmq.setsockopt(zmq.LINGER, _LINGER_MS)
-        self.zmq.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
-        self.zmq.setsockopt(zmq.IPV6, int(self.ipv6))
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._open = threading.Lock()  # locked while the eventfd is written or closed
-        self._is_open = True
-        self._monitor = self.zmq.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._poller = zmq.Poller()
-        for each in (self.zmq, self._wake_fd, self._monitor):
-            self._poller.register(each, zmq.POLLIN)
-
-    def put(self, message: Any) -> None:
-        """Queue a message for the thread that owns the socket, from any thread. Dropped after the socket has closed."""
-        self.outbox.put(message)
-        with self._open:
-            if self._is_open:
-                os.eventfd_write(self._wake_fd, 1)
-
-    def poll(self, seconds: float) -> None:
-        """Wait for messages, and record closed connections."""
-        ready = dict(self._poller.poll(int(max(0.0, seconds) * 1000) + 1))
-        if self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
-        self.update_closed()
-
-    def update_closed(self) -> None:
-        while self._monitor.poll(0):
-            self.closed.add(int(recv_monitor_message(self._monitor)["value"]))
-
-    def receive(self) -> list[zmq.Frame] | None:
-        """Return a message that has arrived, or None."""
-        try:
-            return self.zmq.recv_multipart(zmq.DONTWAIT, copy=False)
-        except zmq.Again:
-            return None
-
-    def close(self) -> None:
-        """Close the socket after queued messages are sent or `_LINGER_MS` has passed."""
-        self.zmq.disable_monitor()
-        self._monitor.close(0)
-        self.zmq.close()
-        self.context.term()
-        with self._open:
-            self._is_open = False
-            os.close(self._wake_fd)
-
-
-class Leader:
+class Leader(_Link):
     """The side that followers join. The callbacks are called from its thread and must not block."""
 
     def __init__(
         self,
+        own: Hello,
+        address: str,
         port: int,
         expected: Iterable[int],
         *,
-        on_lost: Callable[[int, str], None],
         on_message: Callable[[int, bytes], None],
-        on_join: Callable[[Hello], None] | None = None,
+        on_lost: Callable[[int, str], None],
+        check: Callable[[Hello], None] | None = None,
+        may_rejoin: bool = False,
         noun: str = "node",
-        flag: str = "--master-port",
+        flags: tuple[str, str] = ("--master-addr", "--master-port"),
     ) -> None:
         """Listen on `port` of every interface (0: any free port, see `port`) for followers with `expected` numbers.
 
-        The text passed to `on_lost` names the follower and the reason. A lost follower can join again if `on_join` is
-        given. `noun` and `flag` name a follower and the port in errors. Raises `ConfigError` if the port is in use.
+        A follower is rejected if it differs from `own` or the first one that joined (see `compare`), if it cannot
+        reach `address`, or if `check` raises `ConfigError`. The text passed to `on_lost` names the follower and the
+        reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if the
+        port is in use.
         """
-        self._expected = tuple(expected)
-        self._on_lost, self._on_message, self._on_join, self._noun = on_lost, on_message, on_join, noun
-        self._socket = _FramedSocket(zmq.ROUTER, ipv6=sockets.has_dualstack_ipv6())
-        self._socket.zmq.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        super().__init__(zmq.ROUTER, "cluster-leader", ipv6=socket.has_dualstack_ipv6())
+        self._expected, self._may_rejoin = tuple(expected), may_rejoin
+        self._on_lost, self._on_message, self._check = on_lost, on_message, check
+        self._address, self._noun, self._flags = address, noun, flags
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
             if port:
-                self._socket.zmq.bind(f"tcp://*:{port}")
-            self.port = port or self._socket.zmq.bind_to_random_port("tcp://*")
+                self._socket.bind(f"tcp://*:{port}")
+            self.port = port or self._socket.bind_to_random_port("tcp://*")
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._close_socket()
             raise ConfigError(
                 f"{noun}s cannot join at port {port} of this host: {os.strerror(error.errno or 0).lower()}; "
-                f"choose another with {flag}"
+                f"choose another with {flags[1]}"
             ) from None
-        self._peers: dict[int, _FollowerLink] = {}
+        self._references = [own]
+        """The hosts that others are compared with."""
+        self._peers: dict[int, _Peer] = {}
         """The followers that have joined; only the thread modifies it."""
         self._changed = threading.Condition()
         self._lost: dict[int, str] = {}
-        """Reason for each lost follower; removed when it joins again."""
-        self._thread = threading.Thread(target=self._run, daemon=True, name="cluster-leader")
+        """Why a follower was lost or did not join; removed when it joins again."""
+        self._start_message: bytes | None = None
         self._thread.start()
 
     def wait(self, seconds: float) -> dict[int, Hello]:
-        """Wait until all followers have joined; raises `ConfigError` if one does not, or is lost."""
-        logger.info("waiting up to %.0f s for %s at port %d", seconds, _several(self._noun, self._expected), self.port)
+        """Wait until all followers have joined; raises `ConfigError` if one does not, is rejected, or is lost."""
+        logger.info("waiting up to %.0f s for %s at port %d", seconds, _numbered(self._noun, self._expected), self.port)
         with self._changed:
             self._changed.wait_for(lambda: self._lost or len(self._peers) == len(self._expected), seconds)
             if self._lost:
                 raise ConfigError(next(iter(self._lost.values())))
-            joined = {number: peer.hello for number, peer in self._peers.items()}
+            joined = {number: peer.hello for number, peer in sorted(self._peers.items())}
         missing = [number for number in self._expected if number not in joined]
         if missing:
-            names = ", ".join(hello.name for _, hello in sorted(joined.items())) or "nobody else"
+            names = ", ".join(hello.name for hello in joined.values()) or "nobody else"
             raise ConfigError(
-                f"{_several(self._noun, missing)} did not join at port {self.port} within {seconds:.0f} s: "
+                f"{_numbered(self._noun, missing)} did not join at port {self.port} within {seconds:.0f} s: "
                 f"{len(joined)} of {len(self._expected)} came ({names})"
             )
         return joined
 
-    @staticmethod
-    def check(local: Hello, remote: Hello) -> None:
-        """Raise `ConfigError` if a remote host's versions or model files differ from the local ones."""
-        for name, ours in local.versions.items():
-            if (other := remote.versions.get(name)) != ours:
-                raise ConfigError(
-                    f"{remote.name} has {name} {other or 'in no version'}, and {local.name} has {ours}; "
-                    "install the same on every host"
-                )
-        for name in sorted(local.model.keys() | remote.model.keys()):
-            here, there = local.model.get(name), remote.model.get(name)
-            if here != there:
-                what = f"no {name}" if there is None else f"a {name}" if here is None else f"other bytes in {name}"
-                raise ConfigError(
-                    f"{remote.name} has {what}, unlike {local.name}; copy the same model files to every host"
-                )
+    def start(self, body: bytes) -> None:
+        """Send the first message to every follower, and to each that joins again."""
+        self._orders.put((None, _START, body))
 
-    def give_up(self, number: int, reason: str) -> None:
-        """Record that this follower will not join: `wait` raises the reason."""
-        with self._changed:
-            if number not in self._peers:
-                self._lost.setdefault(number, reason)
-                self._changed.notify_all()
+    def send(self, number: int | None, body: bytes) -> None:
+        """Send a message to a follower (None: to all); dropped if it is lost."""
+        self._orders.put((number, _BODY, body))
 
-    def send(self, number: int, body: bytes) -> None:
-        """Send a message to a follower; dropped if it is lost."""
-        self._socket.put((number, _BODY, body))
-
-    def refuse(self, number: int, reason: str) -> None:
-        """Disconnect a follower with a reason; `on_lost` is not called for it."""
-        self._socket.put((number, _END, reason.encode()))
+    def fail(self, number: int, reason: str) -> None:
+        """Report that a follower's process has ended, as its launcher knows: it counts as lost."""
+        self._orders.put((number, _FAIL, reason))
 
     def close(self, reason: str = "") -> None:
         """Send every follower the end of the connection, with a reason after a failure."""
-        if self._thread.is_alive():
-            self._socket.put((None, _END, reason.encode()))
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
+        self._close((None, _END, reason.encode()))
 
-    def _run(self) -> None:
-        try:
-            self._serve()
-        except Exception as error:  # otherwise failures would go unnoticed
-            logger.exception("communication with the other hosts failed")
-            for peer in list(self._peers.values()):
-                self._lose(peer, f"{peer.hello.name} was lost: {type(error).__name__}: {error}")
-            self._socket.close()
+    def _on_order(self, order: tuple[int | None, bytes, Any]) -> bool:
+        number, kind, body = order
+        if kind == _FAIL:
+            assert number is not None
+            if (peer := self._peers.get(number)) is not None:
+                self._on_dead(peer, body)
+            else:
+                self._record_lost(number, body)
+            return False
+        if kind == _START:
+            self._start_message, kind = body, _BODY
+        for each in list(self._peers) if number is None else [number]:
+            if (peer := self._peers.get(each)) is not None:
+                self._send(peer.identity, kind, body)
+        return kind == _END
 
-    def _serve(self) -> None:
-        socket, next_beat = self._socket, time.monotonic()
-        while True:
-            socket.poll(next_beat - time.monotonic())
-            while (frames := socket.receive()) is not None:
-                self._handle(frames)
-            while True:
-                try:
-                    number, kind, body = socket.outbox.get_nowait()
-                except Empty:
-                    break
-                if number is None:
-                    for each in list(self._peers):
-                        self._send(each, kind, body)
-                    return socket.close()
-                self._send(number, kind, body)
-                if kind == _END:
-                    with self._changed:
-                        self._peers.pop(number, None)
-            if (now := time.monotonic()) >= next_beat:
-                next_beat = now + _BEAT_SECONDS
-                for number in list(self._peers):
-                    self._send(number, _BEAT, b"")
-            self._find_lost()
+    def _send_heartbeats(self) -> None:
+        for peer in self._peers.values():
+            self._send(peer.identity, _HEARTBEAT, b"")
 
-    def _handle(self, frames: list[zmq.Frame]) -> None:
+    def _on_frames(self, frames: list[zmq.Frame]) -> None:
         if len(frames) != 3:
             return
         identity, kind, body = (frame.bytes for frame in frames)
         if kind == _HELLO:
-            return self._join(identity, body, frames[2])
+            return self._join(identity, body, int(frames[2].get(zmq.SRCFD)))
         peer = next((peer for peer in self._peers.values() if peer.identity == identity), None)
         if peer is None:
             return
@@ -298,70 +327,97 @@ class Leader:
             self._on_message(peer.hello.number, body)
         elif kind == _END:
             reason = body.decode(errors="replace")
-            self._lose(peer, f"{peer.hello.name} {f'has ended: {reason}' if reason else 'has left'}")
+            self._on_dead(peer, f"{peer.hello.name} {f'has ended: {reason}' if reason else 'has left'}")
 
-    def _join(self, identity: bytes, body: bytes, frame: zmq.Frame) -> None:
+    def _join(self, identity: bytes, body: bytes, fd: int) -> None:
         try:
             hello = msgspec.msgpack.decode(body, type=Hello)
         except msgspec.DecodeError:
             return
         number = hello.number
         known = self._peers.get(number)
-        if known is None or known.identity != identity:
-            rejection = ""
-            if number not in self._expected:
-                rejection = f"{hello.name}: {_several(self._noun, self._expected)} can join here, not {number}"
-            elif known is not None:
-                rejection = f"{hello.name} cannot join: {known.hello.name} is {self._noun} {number} already"
-            elif number in self._lost and self._on_join is None:
-                rejection = f"{hello.name} cannot join again"
-            if rejection:
-                logger.warning("%s", rejection)
-                return self._reply(identity, _END, rejection.encode())
-            fd = int(frame.get(zmq.SRCFD))
-            self._socket.update_closed()
-            self._socket.closed.discard(fd)  # of an earlier connection
-            with self._changed:
-                self._lost.pop(number, None)
-                self._peers[number] = _FollowerLink(identity, hello, fd, time.monotonic())
-                self._changed.notify_all()
-            logger.info("%s has joined", hello.name)
-            if self._on_join is not None:
-                self._on_join(hello)
-        self._reply(identity, _WELCOME, b"")
+        if known is not None and known.identity == identity:
+            return self._send(identity, _WELCOME, b"")  # it repeats its hello until it is answered
+        try:
+            self._check_place(hello, known)
+            self._check_host(hello)
+        except ConfigError as error:
+            logger.warning("%s", error)
+            return self._send(identity, _END, str(error).encode())
+        self._update_closed()
+        self._closed.discard(fd)  # of an earlier connection
+        with self._changed:
+            self._lost.pop(number, None)
+            self._peers[number] = _Peer(identity, hello, fd, time.monotonic())
+            self._changed.notify_all()
+        if len(self._references) == 1:
+            self._references.append(hello)
+        logger.info("%s has joined", hello.name)
+        self._send(identity, _WELCOME, b"")
+        if self._start_message is not None:
+            self._send(identity, _BODY, self._start_message)
+
+    def _check_place(self, hello: Hello, known: _Peer | None) -> None:
+        """Raise `ConfigError` if there is no place for a follower with this number."""
+        if hello.number not in self._expected:
+            raise ConfigError(
+                f"{hello.name}: {_numbered(self._noun, self._expected)} can join here, not {hello.number}"
+            )
+        if known is not None:
+            raise ConfigError(f"{hello.name} cannot join: {known.hello.name} is {self._noun} {hello.number} already")
+        if hello.number in self._lost and not self._may_rejoin:
+            raise ConfigError(f"{hello.name} cannot join again")
+
+    def _check_host(self, hello: Hello) -> None:
+        """Raise `ConfigError` if the host cannot start or does not match; before the start, `wait` raises it too."""
+        try:
+            for reference in self._references:
+                compare(reference, hello)
+            if is_loopback(self._address) and not is_loopback(hello.address):
+                raise ConfigError(
+                    f"{self._flags[0]} {self._address}: {hello.name} cannot reach that address of "
+                    f"{self._references[0].name}; start every host with one that it can"
+                )
+            if self._check is not None:
+                self._check(hello)
+        except ConfigError as error:
+            if self._start_message is None:
+                self._record_lost(hello.number, str(error))
+            raise
 
     def _find_lost(self) -> None:
-        """Detect lost followers. Called after all received messages are handled."""
         now = time.monotonic()
         for peer in list(self._peers.values()):
-            if peer.fd in self._socket.closed:
-                self._lose(peer, f"{peer.hello.name} was lost: its connection has closed")
+            if peer.fd in self._closed:
+                self._on_dead(peer, f"{peer.hello.name} was lost: its connection has closed")
             elif now - peer.last_heard > LOST_SECONDS:
-                self._lose(peer, f"{peer.hello.name} was lost: nothing was heard of it for {LOST_SECONDS:.0f} s")
-        self._socket.closed.clear()
+                self._on_dead(peer, f"{peer.hello.name} was lost: nothing was heard of it for {LOST_SECONDS:.0f} s")
 
-    def _lose(self, peer: _FollowerLink, reason: str) -> None:
-        number = peer.hello.number
+    def _on_dead(self, peer: _Peer, reason: str) -> None:
         with self._changed:
-            del self._peers[number]
-            self._lost[number] = reason
+            del self._peers[peer.hello.number]
+        self._record_lost(peer.hello.number, reason)
+        self._on_lost(peer.hello.number, reason)
+
+    def _record_lost(self, number: int, reason: str) -> None:
+        with self._changed:
+            self._lost.setdefault(number, reason)
             self._changed.notify_all()
-        self._on_lost(number, reason)
 
-    def _send(self, number: int, kind: bytes, body: bytes) -> None:
-        if (peer := self._peers.get(number)) is not None:
-            self._reply(peer.identity, kind, body)
+    def _on_error(self, error: Exception) -> None:
+        for peer in list(self._peers.values()):
+            self._on_dead(peer, f"{peer.hello.name} was lost: {type(error).__name__}: {error}")
 
-    def _reply(self, identity: bytes, kind: bytes, body: bytes) -> None:
+    def _send(self, identity: bytes, kind: bytes, body: bytes) -> None:
         try:
-            self._socket.zmq.send_multipart((identity, kind, body))
+            self._socket.send_multipart((identity, kind, body))
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # it has disconnected; `closed` has its connection
+            if error.errno != zmq.EHOSTUNREACH:  # it has disconnected; `_closed` has its connection
                 raise
 
 
-class Follower:
-    """The side that joins a leader. `on_lost` is called from its thread and must not block."""
+class Follower(_Link):
+    """The side that joins a leader."""
 
     def __init__(
         self,
@@ -370,27 +426,28 @@ class Follower:
         hello: Hello,
         *,
         seconds: float,
-        on_lost: Callable[[str], None],
+        on_end: Callable[[LinkEnded], None] | None = None,
         leader: str | None = None,
         remedy: str = "see that it is started, and that --master-addr and --master-port are its own",
     ) -> None:
         """Join the leader, retrying for up to `seconds`.
 
-        `leader` is its name in errors. Raises `ConfigError` with `remedy` if it does not answer in time, and
-        `LinkEnded` if it rejects this follower.
+        `on_end` is called, from its thread, when the leader ends or is lost; it must not block. `leader` is its name in
+        errors. Raises `ConfigError` with `remedy` if it does not answer in time, and `LinkEnded` if it rejects this
+        follower.
         """
-        self._leader, self._on_lost = leader or f"the host at {address}:{port}", on_lost
+        super().__init__(zmq.DEALER, "cluster-follower", ipv6=":" in address)
+        self._leader, self._on_end = leader or f"the host at {address}:{port}", on_end
         self._hello = msgspec.msgpack.encode(hello)
-        self._inbox: SimpleQueue[bytes | LinkEnded] = SimpleQueue()
+        self.inbox: WakeQueue[bytes | LinkEnded] = WakeQueue()
+        """Messages, for one reader; the last one is a `LinkEnded`."""
         self._answered = threading.Event()
         self._is_accepted = False
         self.ended: LinkEnded | None = None
         """What `receive` raises after the remaining messages."""
         self._last_heard = 0.0
-        self._socket = _FramedSocket(zmq.DEALER, ipv6=":" in address)
-        self._socket.zmq.setsockopt(zmq.RECONNECT_IVL, 200)
-        self._socket.zmq.connect(f"tcp://{f'[{address}]' if ':' in address else address}:{port}")
-        self._thread = threading.Thread(target=self._run, daemon=True, name="cluster-follower")
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 200)
+        self._socket.connect(tcp_url(address, port))
         self._thread.start()
         logger.info("%s: trying to join %s at %s:%d for up to %.0f s", hello.name, self._leader, address, port, seconds)
         try:
@@ -406,146 +463,67 @@ class Follower:
     def receive(self, timeout: float | None) -> bytes:
         """Return the next message; raises `TimeoutError`, and `LinkEnded` after the connection has ended."""
         try:
-            message = self._inbox.get(timeout=timeout)
+            message = self.inbox.get(timeout)
         except Empty:
             raise TimeoutError from None
         if isinstance(message, LinkEnded):
-            self._inbox.put(message)
+            self.inbox.put(message)
             raise message
         return message
 
     def send(self, body: bytes) -> None:
         """Send a message to the leader; dropped if the connection has ended."""
-        self._socket.put((_BODY, body))
+        self._orders.put((_BODY, body))
 
     def close(self, reason: str = "") -> None:
         """Leave; `reason` is sent to the leader after a failure."""
-        if self._thread.is_alive():
-            self._socket.put((_END, reason.encode()))
-            if threading.current_thread() is not self._thread:
-                self._thread.join()
+        self._close((_END, reason.encode()))
 
-    def _run(self) -> None:
-        socket, next_beat = self._socket, time.monotonic()
-        is_over = False
-        while True:
-            socket.poll(next_beat - time.monotonic())
-            while (frames := socket.receive()) is not None:
-                if len(frames) == 2 and not is_over:
-                    is_over = self._handle(*(frame.bytes for frame in frames))
-            while True:
-                try:
-                    kind, body = socket.outbox.get_nowait()
-                except Empty:
-                    break
-                if not is_over and (kind != _END or self._is_accepted):
-                    socket.zmq.send_multipart((kind, body))
-                if kind == _END:
-                    if not self._is_accepted:
-                        socket.zmq.setsockopt(zmq.LINGER, 0)
-                    return socket.close()
-            if (now := time.monotonic()) >= next_beat:
-                next_beat = now + _BEAT_SECONDS
-                if not is_over:
-                    socket.zmq.send_multipart((_BEAT, b"") if self._is_accepted else (_HELLO, self._hello))
-            if self._is_accepted and not is_over:
-                is_over = self._is_lost()
-            socket.closed.clear()
+    def _on_order(self, order: tuple[bytes, bytes]) -> bool:
+        is_last = order[0] == _END
+        if self.ended is None and (self._is_accepted or not is_last):
+            self._socket.send_multipart(order)
+        if is_last and not self._is_accepted:
+            self._socket.setsockopt(zmq.LINGER, 0)
+        return is_last
 
-    def _handle(self, kind: bytes, body: bytes) -> bool:
-        """Handle a message; returns whether it ends the connection."""
+    def _send_heartbeats(self) -> None:
+        if self.ended is None:
+            self._socket.send_multipart((_HEARTBEAT, b"") if self._is_accepted else (_HELLO, self._hello))
+
+    def _on_frames(self, frames: list[zmq.Frame]) -> None:
+        if len(frames) != 2 or self.ended is not None:
+            return
         self._last_heard = time.monotonic()
+        kind, body = (frame.bytes for frame in frames)
         if kind == _BODY:
-            self._inbox.put(body)
+            self.inbox.put(body)
         elif kind == _WELCOME:
             self._is_accepted = True
             self._answered.set()
         elif kind == _END:
-            self._end(LinkEnded(body.decode(errors="replace")))
-            self._answered.set()
-        return kind == _END
+            self._end(body.decode(errors="replace"))
 
-    def _is_lost(self) -> bool:
-        """Detect a lost leader. Called after all received messages are handled."""
-        if self._socket.closed:
-            how = "its connection has closed"
+    def _find_lost(self) -> None:
+        if not self._is_accepted or self.ended is not None:
+            return
+        if self._closed:
+            self._end(f"{self._leader} was lost: its connection has closed")
         elif time.monotonic() - self._last_heard > LOST_SECONDS:
-            how = f"nothing was heard of it for {LOST_SECONDS:.0f} s"
-        else:
-            return False
-        reason = f"{self._leader} was lost: {how}"
-        self._end(LinkEnded(reason))
-        self._on_lost(reason)
-        return True
+            self._end(f"{self._leader} was lost: nothing was heard of it for {LOST_SECONDS:.0f} s")
 
-    def _end(self, ended: LinkEnded) -> None:
-        self.ended = ended
-        self._inbox.put(ended)
+    def _on_error(self, error: Exception) -> None:
+        self._end(f"{self._leader} was lost: {type(error).__name__}: {error}")
 
-
-def address_towards(host: str, seconds: float = 0.0) -> str:
-    """Return QUIRE_HOST_IP, or this host's address on the interface that reaches `host`.
-
-    Name resolution is retried for `seconds`. Raises `ConfigError`.
-    """
-    if own := os.environ.get("QUIRE_HOST_IP"):
-        return own
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            family, kind, _, _, target = sockets.getaddrinfo(host, 9, type=sockets.SOCK_DGRAM)[0]
-            with sockets.socket(family, kind) as probe:
-                probe.connect(target)  # sends nothing
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise ConfigError(
-                    f"{host} cannot be reached from this host: {(error.strerror or str(error)).lower()}; check the "
-                    "address, or give this host's own in QUIRE_HOST_IP"
-                ) from None
-        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+    def _end(self, reason: str) -> None:
+        self.ended = LinkEnded(reason)
+        self.inbox.put(self.ended)
+        self._answered.set()
+        if self._is_accepted and self._on_end is not None:
+            self._on_end(self.ended)
 
 
-def interface_of(address: str) -> str | None:
-    """Return the network interface with this address (primary or alias); None if this host has no such address."""
-    if ":" in address:
-        target_hex = sockets.inet_pton(sockets.AF_INET6, address.partition("%")[0]).hex()
-        table = Path("/proc/net/if_inet6")
-        lines = (line.split() for line in table.read_text().splitlines()) if table.exists() else ()
-        return next((fields[5] for fields in lines if fields[0] == target_hex), None)
-    if address.startswith("127."):
-        return "lo"
-    found = array("B", bytes(_IFREQ.size * _MAX_ADDRESSES))
-    with sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as probe:
-        start, length = found.buffer_info()
-        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", length, start))
-    label: bytes
-    for label, its in _IFREQ.iter_unpack(found.tobytes()[: struct.unpack("iP", answer)[0]]):
-        if sockets.inet_ntoa(its) == address:
-            return label.rstrip(b"\0").decode().partition(":")[0]  # an alias is named interface:alias
-    return None
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that must be the same on every host."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for name in ("torch", "quire"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def fingerprint(folder: Path) -> dict[str, str]:
-    """Return hashes of a model's small files, and sizes of its weights."""
-    hashed = {file for pattern in _HASHED for file in folder.glob(pattern)}
-    weights = {file for pattern in _WEIGHTS for file in folder.glob(pattern)}
-    found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in hashed if file.is_file()}
-    return found | {file.name: f"{file.stat().st_size} bytes" for file in weights if file.is_file()}
-
-
-def _several(noun: str, numbers: Iterable[int]) -> str:
+def _numbered(noun: str, numbers: Iterable[int]) -> str:
     """nodes 1, 2 and 3"""
     *first, last = map(str, sorted(numbers))
     return f"{noun}s {', '.join(first)} and {last}" if first else f"{noun} {last}"

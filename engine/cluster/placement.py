@@ -63,7 +63,7 @@ def place(nodes: Sequence[ClusterNode], tp: int, pp: int, unit: str, owner: str 
     return shares
 
 
-def cut_stages(shares: Sequence[NodeShare], tp: int) -> list[int]:
+def split_stages(shares: Sequence[NodeShare], tp: int) -> list[int]:
     """Return the stages whose ranks are on several hosts."""
     return sorted(
         {share.ranks.start // tp for share in shares if share.ranks.start % tp}

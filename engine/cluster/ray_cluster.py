@@ -1,8 +1,11 @@
-"""What a Ray cluster has to run on, asked within seconds, and refused in one line where it will not do.
+"""Finds places for the ranks in a Ray cluster, or reports in one line, within seconds, why there are none.
 
-Ray itself retries for long and tells its troubles to the log, so it is asked by a process of its own (`python -m
-quire.engine.cluster.ray_cluster`: a `ClusterQuery` on its standard input, an `ClusterReport` on its standard output),
-which is read as it goes and ended when its time is over. Nothing else here imports Ray.
+Ray itself retries for a long time and reports problems in its log only. Therefore a child process connects to it
+(`python -m quire.engine.cluster.ray_cluster`: options on standard input, a `ClusterReport` on standard output); its
+output is read as it arrives, and it is killed after a timeout. This process does not import Ray.
+
+This stays apart from the control plane, because it runs before any options are resolved: which nodes there are, and
+what they have, is part of the resolution.
 """
 
 from __future__ import annotations
@@ -10,34 +13,36 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import pickle
 import selectors
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from quire.engine.cluster import control_plane
-from quire.engine.cluster.control_plane import Hello, Leader
-from quire.engine.cluster.placement import ClusterNode, NodeShare, cut_stages, place
+from quire.engine.cluster import handshake, network
+from quire.engine.cluster.handshake import Hello
+from quire.engine.cluster.placement import ClusterNode, NodeShare, place, split_stages
 from quire.engine.config import devices, model_files
 from quire.engine.config.devices import Devices
-from quire.engine.config.options import EngineOptions, RayPlacement
+from quire.engine.config.engine_config import RayPlacement
+from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 
 Kind = Literal["cpu", "cuda"]
 
 CONNECT_SECONDS = 12.0
-"""To be connected to the cluster."""
+"""Timeout for connecting to the cluster."""
 NODES_SECONDS = 60.0
-"""For all nodes to tell what they have; the files of a model that is not there yet are downloaded meanwhile."""
-_CURRENT = Path("/tmp/ray/ray_current_cluster")
-"""Where `ray start` writes the address of the cluster that runs on this host."""
+"""Timeout for the reports of all nodes, which may have to download the model's small files."""
+_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+"""The file to which `ray start` writes the address of this host's cluster."""
 _CONNECTED = b"quire: connected\n"
 _COMMAND = (sys.executable, "-P", "-m", "quire.engine.cluster.ray_cluster")
 _START = "scripts/run_cluster.sh (or `ray start --head`, and `ray start --address HEAD:6379` on the other nodes)"
@@ -46,132 +51,105 @@ _TOKEN_REMEDY = "give every node and this process the same RAY_AUTH_TOKEN, or al
 logger = logging.getLogger(__name__)
 
 
-class ClusterQuery(msgspec.Struct):
-    """What is to run."""
-
-    model: str
-    revision: str | None
-    tp: int
-    pp: int
-    device: Literal["auto", "cpu", "cuda"]
-    group: str | None
-    """Placement group that the ranks are to go to, in hex."""
-
-
 class ClusterReport(msgspec.Struct, kw_only=True):
-    """Where it can run, or why it cannot."""
+    """Places for the ranks, or an error."""
 
     error: str | None = None
     address: str = ""
-    """Of Ray's control store."""
+    """Address of Ray's control store."""
     head: str = ""
     """Address of this host, as Ray knows it."""
     kind: Kind = "cpu"
     nodes: list[tuple[str, str]] = []
     """Id and address of each node that has ranks, in the order of ranks."""
-    shares: list[int] = []
-    """Ranks of each."""
+    ranks_per_node: list[int] = []
     bundles: list[int] = []
-    """Of each rank, in the placement group that was asked for."""
+    """Bundle of each rank in the placement group, if one is given."""
     memory: list[int] = []
-    """Bytes that are free on the smallest device of each node (cpu: on the host)."""
-    cut: list[int] = []
+    """Free bytes of the smallest device of each node (CPU: of the host)."""
+    split_stages: list[int] = []
     """Stages whose ranks are on several nodes."""
 
 
-@dataclass(frozen=True)
-class RayResources:
-    """Where the ranks go, and what they find there."""
+def find(options: EngineOptions) -> tuple[RayPlacement, Devices] | None:
+    """Return where the Ray cluster has room for the ranks, or None if Ray is not to run them.
 
-    place: RayPlacement
-    shares: tuple[int, ...]
-    """Ranks of each node. Node 0 is the engine core, and has none; its host may be another node, too."""
-    devices: Devices | None
-    """As large as the smallest of all nodes, each for one rank; None: to be found on this one."""
-
-
-def find(options: EngineOptions) -> RayResources | None:
-    """The places of all ranks in the Ray cluster, if that is who runs them; None: this host does.
-
-    Raises `ConfigError` when Ray is asked for, and cannot.
+    The devices are one per rank, each as large as the smallest of all nodes. Raises `ConfigError` if Ray is requested
+    and cannot run them.
     """
-    if not (is_asked := options.distributed_executor_backend == "ray") and not _should_use_ray(options):
+    if not (is_requested := options.distributed_executor_backend == "ray") and not _should_use_ray(options):
         return None
     if importlib.util.find_spec("ray") is None:
-        if is_asked:
+        if is_requested:
             raise ConfigError("--distributed-executor-backend ray: Ray is not installed; pip install 'quire[ray]'")
         return None
     for name, count in (("nnodes", options.nnodes), ("data-parallel-size", options.data_parallel_size)):
         if count > 1:
-            remedy = "leave it out" if name == "nnodes" else "start each replica as a server of its own, and a balancer"
-            raise ConfigError(f"--{name} {count} goes without --distributed-executor-backend ray; {remedy}")
+            remedy = "omit it" if name == "nnodes" else "start each replica as a server, behind a load balancer"
+            raise ConfigError(f"--{name} {count} is not supported with --distributed-executor-backend ray; {remedy}")
     group = _current_group()
     try:
-        answer = ask(options, group)
+        report = _query(options, group)
     except ConfigError as error:
-        if is_asked or group is not None:
+        if is_requested or group is not None:
             raise
         logger.warning("Ray is not used: %s", error)
         return None
-    if not is_asked and group is None and answer.kind == "cpu":
-        return None  # its nodes have nothing that this host has not
-    if answer.cut:
+    if not is_requested and group is None and report.kind == "cpu":
+        return None  # its nodes have no GPUs either
+    if report.split_stages:
         logger.warning(
-            "stage%s %s of tensor parallel %d %s on several nodes, since none has so many devices: every layer waits "
-            "for the network; --tensor-parallel-size %d with a larger --pipeline-parallel-size would not",
-            "s" * (len(answer.cut) > 1),
-            ", ".join(map(str, answer.cut)),
+            "stage%s %s of tensor parallel %d %s on several nodes, because none has that many devices: every layer "
+            "waits for the network; prefer --tensor-parallel-size %d with a larger --pipeline-parallel-size",
+            "s" * (len(report.split_stages) > 1),
+            ", ".join(map(str, report.split_stages)),
             options.tensor_parallel_size,
-            "are" if len(answer.cut) > 1 else "is",
-            max(n for n in range(1, max(answer.shares) + 1) if options.tensor_parallel_size % n == 0),
+            "are" if len(report.split_stages) > 1 else "is",
+            max(n for n in range(1, max(report.ranks_per_node) + 1) if options.tensor_parallel_size % n == 0),
         )
     # Memory of a host is shared by its ranks; that of a device is one rank's.
     per_rank = [
-        free // share if answer.kind == "cpu" else free
-        for free, share in zip(answer.memory, answer.shares, strict=True)
+        free // share if report.kind == "cpu" else free
+        for free, share in zip(report.memory, report.ranks_per_node, strict=True)
     ]
-    return RayResources(
-        RayPlacement(answer.address, answer.head, group, tuple(answer.nodes), tuple(answer.bundles)),
-        (0, *answer.shares),
-        Devices(answer.kind, sum(answer.shares), min(per_rank)),
-    )
+    model, nodes, counts = _absolute(options.model), tuple(report.nodes), tuple(report.ranks_per_node)
+    on_nodes = replace(options, model=model, device=report.kind, master_addr=report.head, master_port=0)
+    placement = RayPlacement(report.address, report.head, group, nodes, counts, tuple(report.bundles), on_nodes)
+    return placement, Devices(report.kind, sum(counts), min(per_rank))
 
 
-def ask(options: EngineOptions, group: str | None = None) -> ClusterReport:
-    """Have the cluster looked at; raises `ConfigError` within seconds, whatever is wrong with it."""
+def _query(options: EngineOptions, group: str | None) -> ClusterReport:
+    """Run the child process; raises `ConfigError` within seconds if the cluster does not answer or has no room."""
     address = os.environ.get("RAY_ADDRESS", "")
     if address.startswith("ray://"):
         raise ConfigError(
             f"RAY_ADDRESS={address}: a Ray client is outside the cluster; run quire on one of its nodes, with "
             "RAY_ADDRESS=HEAD:6379 or none"
         )
-    local = Path(options.model).expanduser()
-    question = ClusterQuery(
-        str(local.absolute()) if local.is_dir() else options.model,
-        options.revision,
-        options.tensor_parallel_size,
-        options.pipeline_parallel_size,
-        options.device,
-        group,
-    )
     where = f"RAY_ADDRESS={address}" if address else "this host"
     if address:
         _check_reachable(address, where)
     with subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         assert child.stdin is not None
-        child.stdin.write(msgspec.json.encode(question))
+        child.stdin.write(pickle.dumps((replace(options, model=_absolute(options.model)), group)))
         child.stdin.close()
         try:
-            answer = msgspec.json.decode(_read(child, where), type=ClusterReport)
+            report = msgspec.json.decode(_read_output(child, where), type=ClusterReport)
         finally:
             child.kill()
-    if answer.error is not None:
-        raise ConfigError(answer.error)
-    return answer
+    if report.error is not None:
+        raise ConfigError(report.error)
+    return report
+
+
+def _absolute(model: str) -> str:
+    """Return the model's absolute path, if it is a folder."""
+    folder = Path(model).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else model
 
 
 def _check_reachable(address: str, where: str) -> None:
-    """Raise `ConfigError` at once where nobody listens, which Ray would try for long."""
+    """Raise `ConfigError` if nothing listens at the address, to which Ray would try to connect for a long time."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit():
         try:
@@ -182,13 +160,13 @@ def _check_reachable(address: str, where: str) -> None:
 
 def _no_cluster(where: str, why: str) -> str:
     return (
-        f"no Ray cluster ({where}) could be joined {why}: see that it runs, on this host too; start one with {_START}, "
-        "or set RAY_ADDRESS to the head's HOST:PORT"
+        f"no Ray cluster ({where}) could be joined {why}: check that it runs, on this host too; start one with "
+        f"{_START}, or set RAY_ADDRESS to the head's HOST:PORT"
     )
 
 
-def _read(child: subprocess.Popen[bytes], where: str) -> bytes:
-    """What the child prints last; raises `ConfigError` as soon as its log shows trouble, or when its time is over."""
+def _read_output(child: subprocess.Popen[bytes], where: str) -> bytes:
+    """Return the child's report; raises `ConfigError` as soon as its log shows a known error, and on a timeout."""
     assert child.stdout is not None
     assert child.stderr is not None
     texts = {child.stdout: b"", child.stderr: b""}
@@ -210,30 +188,32 @@ def _read(child: subprocess.Popen[bytes], where: str) -> bytes:
                 raise ConfigError(f"the Ray cluster ({where}) does not accept this process's token; {_TOKEN_REMEDY}")
             if not ready:
                 if _CONNECTED in texts[child.stdout]:
-                    raise ConfigError(f"the Ray cluster ({where}) is there, but does nothing; see `ray status`")
+                    raise ConfigError(
+                        f"the Ray cluster ({where}) accepts connections but does not respond; see `ray status`"
+                    )
                 raise ConfigError(_no_cluster(where, f"within {CONNECT_SECONDS:.0f} s"))
-    answer = texts[child.stdout].removeprefix(_CONNECTED)
-    if not answer:
-        last = texts[child.stderr].decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-        raise ConfigError(f"the Ray cluster ({where}) could not be asked: {last[0]}")
-    return answer
+    report = texts[child.stdout].removeprefix(_CONNECTED)
+    if not report:
+        last = texts[child.stderr].decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
+        raise ConfigError(f"the Ray cluster ({where}) could not be queried: {last[0]}")
+    return report
 
 
 def _should_use_ray(options: EngineOptions) -> bool:
-    """For `auto`: inside a placement group, or with a cluster at hand where this host's devices are too few."""
+    """Whether `auto` means Ray: inside a placement group, or if this host has too few GPUs and a cluster is there."""
     if options.distributed_executor_backend != "auto" or options.nnodes > 1 or options.data_parallel_size > 1:
         return False
     if _current_group() is not None:
         return True
-    if options.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or _CURRENT.exists()):
+    if options.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or _CURRENT_CLUSTER.exists()):
         return False
     ranks = options.tensor_parallel_size * options.pipeline_parallel_size
     return devices.count_gpus() < ranks and not devices.may_share_gpus()
 
 
 def _current_group() -> str | None:
-    """The placement group that this process runs in, as a part of a Ray actor or task; in hex."""
-    ray: Any = sys.modules.get("ray")  # in such a process it is imported
+    """Return the id, in hex, of the placement group of the Ray actor or task that this process runs."""
+    ray: Any = sys.modules.get("ray")  # Ray's own processes have imported it
     if ray is None or not ray.is_initialized():
         return None
     group = ray.util.get_current_placement_group()
@@ -241,14 +221,14 @@ def _current_group() -> str | None:
 
 
 def group_of(ray: Any, name: str) -> Any:
-    """The placement group with this id, in hex; that of another driver, too."""
+    """Return the placement group with this id, in hex; it may be another driver's."""
     from ray.util.placement_group import PlacementGroup
 
     return PlacementGroup(ray.PlacementGroupID.from_hex(name))
 
 
 def connect(ray: Any, address: str, *, log_to_driver: bool = False) -> None:
-    """Join the cluster as a driver; raises `ConfigError` for what Ray says is wrong."""
+    """Join the cluster as a driver; raises `ConfigError` with Ray's error."""
     try:
         ray.init(
             address=address,
@@ -262,17 +242,14 @@ def connect(ray: Any, address: str, *, log_to_driver: bool = False) -> None:
 
 
 def _address_towards(address: str) -> str | None:
-    """This host's address as the cluster sees it. Ray would ask for the way to the Internet, which there may not be."""
+    """Return this host's address as the cluster sees it. Ray would take that of the route to the Internet."""
     if address == "auto":
-        address = os.environ.get("RAY_ADDRESS") or (_CURRENT.read_text() if _CURRENT.exists() else "")
+        address = os.environ.get("RAY_ADDRESS") or (_CURRENT_CLUSTER.read_text() if _CURRENT_CLUSTER.exists() else "")
     host, _, port = address.strip().rpartition(":")
     if not port.isdigit():
         return None
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)  # sends nothing
-            own = str(probe.getsockname()[0])
+        own = network.source_address(host.strip("[]"))
     except OSError:
         return None
     return None if own.startswith("127.") else own
@@ -282,7 +259,7 @@ def _explain(ray: Any, address: str, error: Exception) -> str:
     text = " ".join(str(error).split())
     where = "" if address == "auto" else f" at {address}"
     if isinstance(error, ray.exceptions.AuthenticationError):
-        return f"the Ray cluster{where} wants a token, and this process has none; {_TOKEN_REMEDY}"
+        return f"the Ray cluster{where} requires a token, and this process has none; {_TOKEN_REMEDY}"
     if "Version mismatch" in text:
         return f"the Ray cluster{where} has other versions than this process; install the same on every host: {text}"
     if isinstance(error, ConnectionError):
@@ -293,8 +270,8 @@ def _explain(ray: Any, address: str, error: Exception) -> str:
     return f"the Ray cluster{where} cannot be joined: {text}"
 
 
-def _answer(question: ClusterQuery, on_connected: Callable[[], object]) -> ClusterReport:
-    """In the child."""
+def _make_report(options: EngineOptions, group: str | None, on_connected: Callable[[], object]) -> ClusterReport:
+    """Find places for the ranks; runs in the child."""
     import ray as typed
     from ray._private import state
 
@@ -305,8 +282,8 @@ def _answer(question: ClusterQuery, on_connected: Callable[[], object]) -> Clust
     context = ray.get_runtime_context()
     alive = [node for node in ray.nodes() if node["Alive"]]
     free = available()
-    wants_gpus = question.device == "cuda" or (
-        question.device == "auto" and any(node["Resources"].get("GPU") for node in alive)
+    wants_gpus = options.device == "cuda" or (
+        options.device == "auto" and any(node["Resources"].get("GPU") for node in alive)
     )
     unit = "GPU" if wants_gpus else "CPU"
     nodes = [
@@ -319,25 +296,25 @@ def _answer(question: ClusterQuery, on_connected: Callable[[], object]) -> Clust
         for node in alive
     ]
     here = context.get_node_id()
-    nodes.sort(key=lambda node: node.id != here)  # this host first, where it makes no difference
+    nodes.sort(key=lambda node: node.id != here)  # prefer this host among equals
     bundles: dict[str, list[int]] = {}
-    if question.group is not None:
-        bundles = _bundles(ray, question.group, unit)
+    if group is not None:
+        bundles = _bundles(ray, group, unit)
         counts = {name: len(numbers) for name, numbers in bundles.items()}
         nodes = [replace(node, free=counts[node.id], total=counts[node.id]) for node in nodes if node.id in counts]
-    owner = "the Ray cluster" if question.group is None else "the placement group"
-    shares = place(nodes, question.tp, question.pp, unit, owner)
+    owner = "the Ray cluster" if group is None else "the placement group"
+    shares = place(nodes, options.tensor_parallel_size, options.pipeline_parallel_size, unit, owner)
     kind: Kind = "cuda" if wants_gpus else "cpu"
-    memory = _check_nodes(ray, question, shares, kind, here)
+    memory = _check_nodes(ray, options, shares, kind, here)
     return ClusterReport(
         address=context.gcs_address,
         head=next(node["NodeManagerAddress"] for node in alive if node["NodeID"] == here),
         kind=kind,
         nodes=[(share.node.id, share.node.address) for share in shares],
-        shares=[len(share.ranks) for share in shares],
+        ranks_per_node=[len(share.ranks) for share in shares],
         bundles=[number for share in shares for number in bundles.get(share.node.id, [])[: len(share.ranks)]],
         memory=memory,
-        cut=cut_stages(shares, question.tp),
+        split_stages=split_stages(shares, options.tensor_parallel_size),
     )
 
 
@@ -350,19 +327,19 @@ def _bundles(ray: Any, group: str, unit: str) -> dict[str, list[int]]:
     for number, bundle in sorted(table["bundles"].items()):
         if bundle.get(unit, 0) > 1 and unit == "GPU":
             raise ConfigError(
-                f"bundle {number} of the placement group has {bundle[unit]:g} GPUs; a rank takes a bundle of one"
+                f"bundle {number} of the placement group has {bundle[unit]:g} GPUs; each rank needs a bundle with one"
             )
         if bundle.get(unit, 0) >= 1:
             found.setdefault(table["bundles_to_node_id"][number], []).append(number)
     return found
 
 
-def _check_nodes(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], kind: Kind, here: str) -> list[int]:
-    """See that every node can run its ranks as this host would; returns the free memory of each."""
+def _check_nodes(ray: Any, options: EngineOptions, shares: Sequence[NodeShare], kind: Kind, here: str) -> list[int]:
+    """Check that every node can run its ranks; returns the free memory of each."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[str, Any]:
-        """On a node, where Quire may be another or missing: this function travels as it is."""
+        """Runs on a node, where Quire may be missing or different, and is therefore sent by value."""
         import os
         import platform
 
@@ -370,28 +347,26 @@ def _check_nodes(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], 
         try:
             from quire.engine.cluster import ray_cluster
         except ImportError as error:
-            missing = f"not there ({error})"
+            missing = f"not installed ({error})"
             return {**own, "versions": {"python": ".".join(platform.python_version_tuple()[:2]), "quire": missing}}
         return {**own, **ray_cluster.describe(model, revision, kind, ranks)}
 
     remote = ray.remote(num_cpus=0, max_retries=0)(describe)
-    ids = {share.node.id: share for share in shares}
-    local = Hello(name="this host", number=0, versions=control_plane.versions())
-    path = model_files.locate(question.model, question.revision)
-    local.model = control_plane.fingerprint(path)
-    asked = {
-        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(name, soft=False)).remote(
-            question.model, question.revision, kind, len(share.ranks)
+    model = handshake.fingerprint(model_files.locate(options.model, options.revision))
+    local = Hello(name="this host", number=0, versions=handshake.versions(), model=model)
+    tasks = {
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(share.node.id, soft=False)).remote(
+            options.model, options.revision, kind, len(share.ranks)
         ): share
-        for name, share in ids.items()
+        for share in shares
     }
-    reported, silent = ray.wait(list(asked), num_returns=len(asked), timeout=NODES_SECONDS)
+    reported, silent = ray.wait(list(tasks), num_returns=len(tasks), timeout=NODES_SECONDS)
     if silent:
-        late = ", ".join(asked[each].node.address for each in silent)
+        late = ", ".join(tasks[each].node.address for each in silent)
         raise ConfigError(f"the Ray node {late} did not answer within {NODES_SECONDS:.0f} s; see `ray status`")
     memory: dict[str, int] = {}
     for each in reported:
-        node = asked[each].node
+        node = tasks[each].node
         name = f"the Ray node {node.address}"
         try:
             own = ray.get(each)
@@ -400,23 +375,22 @@ def _check_nodes(ray: Any, question: ClusterQuery, shares: Sequence[NodeShare], 
         variable = own["address"] or (os.environ.get("QUIRE_HOST_IP", "") if node.id == here else "")
         if variable and variable != node.address:
             raise ConfigError(
-                f"{name} has QUIRE_HOST_IP={variable}: Ray and Quire are to use one address; start Ray there with "
+                f"{name} has QUIRE_HOST_IP={variable}: Ray and Quire must use the same address; start Ray there with "
                 f"--node-ip-address {variable}, or set QUIRE_HOST_IP={node.address}"
             )
-        Leader.check(local, Hello(name=name, number=0, versions=own["versions"], model=own["model"] or local.model))
-        if own["error"]:
-            raise ConfigError(f"{name}: {own['error']}")
-        Leader.check(local, Hello(name=name, number=0, versions=own["versions"], model=own["model"]))
+        handshake.compare(
+            local, Hello(name=name, number=0, versions=own["versions"], model=own["model"], error=own["error"])
+        )
         memory[node.id] = own["memory"]
     return [memory[share.node.id] for share in shares]
 
 
 def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[str, Any]:
-    """On a node: its versions, what it has of the model, and free memory; `error` is what it lacks."""
-    found: dict[str, Any] = {"versions": control_plane.versions()}
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray shows a task without GPUs none
+    """Return this node's versions, hashes of the model's files, and free memory; or `error`."""
+    found: dict[str, Any] = {"versions": handshake.versions()}
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides the GPUs from tasks that request none
     try:
-        found["model"] = control_plane.fingerprint(model_files.locate(model, revision))
+        found["model"] = handshake.fingerprint(model_files.locate(model, revision))
         found["memory"] = devices.find(kind, (1,) * ranks).memory
     except ConfigError as error:
         found["error"] = str(error)
@@ -424,15 +398,15 @@ def describe(model: str, revision: str | None, kind: Kind, ranks: int) -> dict[s
 
 
 def main() -> None:
-    """Answer, and leave the cluster without waiting for it."""
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not the answer
+    """Run the child process, which exits without waiting for the cluster."""
+    output = os.dup(1)
+    os.dup2(2, 1)  # libraries may print to standard output
     try:
-        question = msgspec.json.decode(sys.stdin.buffer.read(), type=ClusterQuery)
-        answer = _answer(question, lambda: os.write(answers, _CONNECTED))
+        options, group = pickle.load(sys.stdin.buffer)
+        report = _make_report(options, group, lambda: os.write(output, _CONNECTED))
     except ConfigError as error:
-        answer = ClusterReport(error=str(error))
-    os.write(answers, msgspec.json.encode(answer))
+        report = ClusterReport(error=str(error))
+    os.write(output, msgspec.json.encode(report))
     os._exit(0)
 
 

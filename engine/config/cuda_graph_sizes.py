@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from quire.engine.config.kv_cache_groups import cache_specs
-from quire.engine.config.options import (
+from quire.engine.config.engine_config import (
     DTYPE_BYTES,
     EngineConfig,
-    EngineOptions,
     GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
+from quire.engine.config.kv_cache_groups import cache_specs
+from quire.engine.config.options import EngineOptions
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.model_spec import ModelSpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
@@ -102,18 +102,3 @@ def estimate(config: EngineConfig, arch: ModelSpec) -> int:
     inner = max(layer.feed_forward.width(tp) for layer in arch.layers)
     activations = (8 * arch.hidden_size + 3 * inner) * DTYPE_BYTES[model.dtype]
     return max_size * (tables + activations + heads * _MAX_SPLITS * row * 4) + layers * _LAYER_BYTES
-
-
-def text(config: EngineConfig, size: str) -> str:
-    """Return a line of the plan; empty on CPU. `size` is the formatted estimate."""
-    graphs = config.graphs
-    if config.parallel.device == "cpu":
-        return ""
-    if graphs.disabled_reason:
-        return f"no CUDA graphs: {graphs.disabled_reason}"
-    if not graphs.sizes:
-        return ""
-    count = len(graphs.sizes)
-    return (
-        f"{count} CUDA graph{'s' * (count > 1)} for decodes of up to {graphs.sizes[-1]} requests, about {size} a rank"
-    )

@@ -1,4 +1,4 @@
-"""What this host has to run on, asked without torch."""
+"""The devices of this host and their free memory. No torch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,26 @@ from quire.engine.config import topology
 from quire.engine.protocol.errors import ConfigError
 
 SHARE = "QUIRE_SHARE_GPU"
-"""Of the environment: 1 lets several ranks have one GPU, to try a layout out."""
+"""Environment variable: 1 lets several ranks share a GPU, to test a layout."""
 
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of one kind. `memory` is the bytes free on the smallest that is used (on CPU: of the host)."""
+    """The devices of one kind. `memory` is the least free memory of the devices in use, in bytes (CPU: of the host)."""
 
     kind: Literal["cpu", "cuda"]
     count: int
     memory: int
     order: tuple[int, ...] = ()
-    """Of CUDA devices: those of this host's ranks, in the order of ranks; empty when there are too few.
-
-    Where ranks may share them, they go round.
-    """
+    """CUDA: the device of each rank of this host, shared round-robin if that is allowed; empty: there are too few."""
     links: topology.Links = ()
-    """Between all `count`; empty on CPU."""
+    """Links between all `count` devices; empty on CPU."""
 
 
 def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices:
-    """The devices for groups of ranks of these sizes, each of which shares layers.
+    """Return the devices for groups of ranks of these sizes; the ranks of a group share layers.
 
-    Raises `ConfigError` when CUDA is asked for and there is none.
+    Raises `ConfigError` if `kind` is cuda and no GPU is visible.
     """
     ranks, may_share = sum(groups), may_share_gpus()
     gpus = free_gpu_memory() if kind != "cpu" else []
@@ -51,20 +48,20 @@ def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices
 
 
 def may_share_gpus() -> bool:
-    """Whether ranks that are more than the GPUs share them; raises `ConfigError` for a value that means nothing."""
+    """Whether several ranks may share a GPU. Raises `ConfigError` if the variable has an invalid value."""
     value = os.environ.get(SHARE, "")
     if value not in ("", "0", "1"):
-        raise ConfigError(f"{SHARE}={value}: 1 lets ranks share a GPU, and 0 does not")
+        raise ConfigError(f"{SHARE}={value} is invalid: expected 1 (ranks may share a GPU) or 0")
     return value == "1"
 
 
 def count_gpus() -> int:
-    """GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
+    """Number of GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
     return len(free_gpu_memory())
 
 
 def free_gpu_memory() -> list[int]:
-    """Free bytes of each GPU that CUDA_VISIBLE_DEVICES leaves visible; empty without a driver."""
+    """Free bytes of each visible GPU; empty without a driver."""
     import pynvml
 
     with _visible_gpus() as handles:
@@ -72,7 +69,7 @@ def free_gpu_memory() -> list[int]:
 
 
 def gpu_capabilities() -> list[tuple[int, int]]:
-    """The compute capability of each visible GPU, as (9, 0); empty without a driver, or where it does not say."""
+    """Compute capability of each visible GPU, e.g. (9, 0); empty without a driver or if it is not reported."""
     import pynvml
 
     with _visible_gpus() as handles:
@@ -84,7 +81,7 @@ def gpu_capabilities() -> list[tuple[int, int]]:
 
 
 def _gpu_links(count: int) -> topology.Links:
-    """Between the visible GPUs, which are so many."""
+    """Links between the `count` visible GPUs."""
     with _visible_gpus() as handles:
         if len(handles) == count:
             return topology.read(handles)
@@ -93,7 +90,7 @@ def _gpu_links(count: int) -> topology.Links:
 
 @contextmanager
 def _visible_gpus() -> Iterator[list[Any]]:
-    """NVML's handles of the GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; none without a driver."""
+    """NVML handles of the GPUs in CUDA_VISIBLE_DEVICES, in its order; empty without a driver."""
     import pynvml
 
     try:
@@ -120,13 +117,13 @@ def _visible_gpus() -> Iterator[list[Any]]:
 
 
 def _free_host_memory() -> int:
-    """Bytes that can be taken without swapping, within the container's limit."""
+    """Bytes that can be allocated without swapping, within the container's limit."""
     with open("/proc/meminfo") as lines:
         sizes = {key: int(value.split()[0]) * 1024 for key, value in (line.split(":") for line in lines)}
     free = sizes["MemAvailable"]
     group = Path("/sys/fs/cgroup")
     if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()).isdigit():
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # file cache that can go
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])  # the file cache can be dropped
         free = min(free, int(limit) - used)
     return free

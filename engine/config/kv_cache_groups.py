@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from quire.engine.config.options import KVCacheGroup
+from quire.engine.config.engine_config import KVCacheGroup
 from quire.engine.models.model_spec import ModelSpec
 
 _MAX_OVERHEAD = 1.1

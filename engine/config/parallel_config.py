@@ -1,67 +1,67 @@
-"""`EngineOptions` → `ParallelConfig`: how many ranks there are, of how many replicas, and which host has which."""
+"""Resolves the parallel layout (`EngineOptions` → `ParallelConfig`): the ranks, the replicas, and their hosts."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE, Devices
-from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig, RayPlacement
+from quire.engine.config.options import EngineOptions
 from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
-if TYPE_CHECKING:
-    from quire.engine.cluster.ray_cluster import RayResources
 
-
-def num_local_ranks(options: EngineOptions) -> int:
-    """Ranks of this host, of all its replicas; raises `ConfigError` for what cannot be shared out."""
+def count_local_ranks(options: EngineOptions) -> int:
+    """Number of ranks on this host, of all its replicas. Raises `ConfigError` for layouts that are not possible."""
     ranks, nodes = options.tensor_parallel_size * options.pipeline_parallel_size, options.nnodes
     if ranks % nodes:
         raise ConfigError(
             f"--nnodes {nodes}: {ranks} ranks (--tensor-parallel-size {options.tensor_parallel_size} × "
-            f"--pipeline-parallel-size {options.pipeline_parallel_size}) cannot be shared out evenly"
+            f"--pipeline-parallel-size {options.pipeline_parallel_size}) cannot be divided evenly among hosts"
         )
     if not 0 <= options.node_rank < nodes:
-        raise ConfigError(f"--node-rank {options.node_rank}: with --nnodes {nodes} it is from 0 to {nodes - 1}")
+        raise ConfigError(
+            f"--node-rank {options.node_rank} is out of range: with --nnodes {nodes} it must be from 0 to {nodes - 1}"
+        )
     if options.data_parallel_start_rank is not None and options.data_parallel_size_local == 0:
         raise ConfigError(
-            "--data-parallel-size-local 0 is for the host with the API of all replicas, which has no "
-            "--data-parallel-start-rank; leave one of them out"
+            "--data-parallel-size-local 0 (the host runs only the API) cannot be combined with "
+            "--data-parallel-start-rank; omit one of them"
         )
     if nodes > 1 and options.data_parallel_size > 1:
         raise ConfigError(
-            f"--nnodes {nodes} with --data-parallel-size {options.data_parallel_size}: a replica over several hosts is "
-            "started by itself, as a server of its own; put a balancer before them"
+            f"--nnodes {nodes} with --data-parallel-size {options.data_parallel_size}: replicas that span several "
+            "hosts are not supported; start a separate server for each and put a load balancer in front of them"
         )
     return ranks // nodes * len(_local_replicas(options))
 
 
-def local_group_sizes(options: EngineOptions, placement: RayResources | None = None) -> tuple[int, ...]:
-    """Sizes of this host's groups of ranks that share layers, in rank order; see `num_local_ranks` for errors."""
+def local_group_sizes(options: EngineOptions, placement: RayPlacement | None = None) -> tuple[int, ...]:
+    """Sizes of this host's tensor-parallel groups, in rank order. Raises like `count_local_ranks`."""
     tp, node = options.tensor_parallel_size, options.node_rank
     if placement is not None:
-        return group_sizes(range(sum(placement.shares[:node]), sum(placement.shares[: node + 1])), tp)
+        return group_sizes(placement.ranks_of(node), tp)
     replicas = len(_local_replicas(options))
-    ranks = num_local_ranks(options) // max(1, replicas)
+    ranks = count_local_ranks(options) // max(1, replicas)
     return group_sizes(range(node * ranks, (node + 1) * ranks), tp) * replicas
 
 
 def group_sizes(ranks: range, tp: int) -> tuple[int, ...]:
-    """Sizes of the groups of a replica's ranks on one host that share layers."""
+    """Sizes of the groups of `ranks`, ranks of a replica on one host, that share layers."""
     return tuple(Counter(rank // tp for rank in ranks).values())
 
 
 def resolve(
-    options: EngineOptions, arch: ModelSpec, available: Devices, placement: RayResources | None = None
+    options: EngineOptions, arch: ModelSpec, available: Devices, placement: RayPlacement | None = None
 ) -> ParallelConfig:
-    """The grid; `placement` says where Ray has the ranks, if it runs them. Raises `ConfigError`."""
+    """Return the layout. `placement` is where Ray places the ranks, if it starts them. Raises `ConfigError`."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     executor = "ray" if placement is not None else choose_executor(options)
-    local_ranks = num_local_ranks(options) if placement is None else 0
+    local_ranks = count_local_ranks(options) if placement is None else 0
     replicas = _local_replicas(options)
     if available.kind == "cuda" and local_ranks > available.count:
         _check_sharing(options, local_ranks, replicas, available)
@@ -71,41 +71,44 @@ def resolve(
         stages=_partition_layers(arch.num_layers, options),
         executor=executor,
         device=available.kind,
-        nodes=options.nnodes if placement is None else len(placement.shares),
+        nodes=options.nnodes if placement is None else len(placement.nodes) + 1,
         node=options.node_rank,
         master=(options.master_addr, options.master_port),
         devices=available.order,
-        shares=() if placement is None else placement.shares,
-        ray=None if placement is None else placement.place,
+        ray=placement,
         timeout=options.distributed_timeout_seconds,
         custom_all_reduce=not options.disable_custom_all_reduce,
         replicas=options.data_parallel_size,
         replica=replicas.start,
         local_replicas=replicas,
+        coordinator=(options.data_parallel_address, options.data_parallel_rpc_port),
+        external_lb=options.data_parallel_start_rank is not None,
         experts=_experts(options, arch, options.data_parallel_size * world_size // options.pipeline_parallel_size),
     )
     return replace(parallel, links=_links(parallel, available))
 
 
 def _check_sharing(options: EngineOptions, ranks: int, replicas: range, available: Devices) -> None:
-    """Raise `ConfigError` unless so many ranks, more than there are GPUs, may share them, and know of each other."""
+    """Raise `ConfigError` unless this many ranks, more than there are GPUs, are allowed to share them."""
     of_replicas = f" × {len(replicas)} replicas (--data-parallel-size)" * (len(replicas) > 1)
     needs = (
         f"--tensor-parallel-size {options.tensor_parallel_size} × --pipeline-parallel-size "
-        f"{options.pipeline_parallel_size}{of_replicas} needs {ranks} GPUs on this host; it shows {available.count}"
+        f"{options.pipeline_parallel_size}{of_replicas} needs {ranks} GPUs on this host, but {available.count} are "
+        "visible"
     )
     if not available.order:
-        raise ConfigError(f"{needs} (to try the layout out, and not to serve, {SHARE}=1 has ranks share a GPU)")
+        raise ConfigError(f"{needs} (to test a layout, {SHARE}=1 lets ranks share a GPU; this is slow)")
     if options.nnodes > 1 or len(replicas) < options.data_parallel_size:
-        raise ConfigError(f"{needs}; {SHARE} is for the ranks of a single host: leave the other hosts out")
+        raise ConfigError(f"{needs}; {SHARE} is supported only on a single host; omit the other hosts")
     if options.data_parallel_size > 1 and not options.enable_expert_parallel:
         raise ConfigError(
-            f"{needs}; {SHARE} is not for --data-parallel-size {options.data_parallel_size} without "
-            "--enable-expert-parallel: such replicas could not agree on how much of a GPU's memory each has"
+            f"{needs}; {SHARE} is not supported with --data-parallel-size {options.data_parallel_size} without "
+            "--enable-expert-parallel: independent replicas cannot agree on their shares of a GPU's memory"
         )
 
 
 def _links(parallel: ParallelConfig, available: Devices) -> topology.SlowestLinks:
+    """Return the slowest links that tensor and pipeline parallelism use on this host."""
     network = topology.fast_network() if parallel.nodes > 1 else None
     if not available.order or parallel.ranks_per_device > 1:
         return topology.SlowestLinks(network=network)
@@ -114,119 +117,12 @@ def _links(parallel: ParallelConfig, available: Devices) -> topology.SlowestLink
     return replace(topology.slowest_links(available.links, available.order, all_groups, len(groups)), network=network)
 
 
-def plan_lines(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
-    """The grid as `serve` prints it: hosts, what each group crosses, replicas and experts; nothing of a single rank."""
-    return [
-        *_hosts_text(parallel),
-        *_sharing_text(parallel),
-        *_links_text(parallel),
-        *_replicas_text(parallel),
-        *_experts_text(parallel, arch),
-    ]
-
-
-def _hosts_text(parallel: ParallelConfig) -> list[str]:
-    if parallel.nodes == 1:
-        return []
-    parts = [
-        f"{_numbers('rank', ranks)} on host {node}{_host_suffix(parallel, node)}"
-        for node in range(parallel.nodes)
-        if (ranks := parallel.ranks_of(node))
-    ]
-    return [f"  {len(parts)} hosts: {', '.join(parts)}"]
-
-
-def _host_suffix(parallel: ParallelConfig, node: int) -> str:
-    if parallel.ray is not None:
-        return f" ({parallel.ray.nodes[node - 1][1]})"  # node 0 is the core's
-    return " (this one)" * (node == parallel.node)
-
-
-def _sharing_text(parallel: ParallelConfig) -> list[str]:
-    if parallel.ranks_per_device == 1:
-        return []
-    ranks, gpus = len(parallel.devices), len(set(parallel.devices))
-    which = "one GPU" if gpus == 1 else f"{gpus} GPUs"
-    return [f"  {ranks} ranks share {which} ({SHARE}), by gloo: to try a layout out, and slow"]
-
-
-def _links_text(parallel: ParallelConfig) -> list[str]:
-    """Which links tensor and pipeline parallelism cross, and a warning where that is too slow."""
-    tp, links, is_cpu = parallel.tensor_parallel_size, parallel.links, parallel.device == "cpu"
-    shared = " through its memory" * (parallel.ranks_per_device > 1)
-    network = f"over {links.network}" if links.network else "over the network"
-    hosts = [ranks for node in range(parallel.nodes) if (ranks := parallel.ranks_of(node))]
-    is_cut = any(ranks.start % tp or ranks.stop % tp for ranks in hosts)
-    parts, warnings = [], []
-    if tp > 1:
-        inside = " over shared memory" if is_cpu else shared or _over_link(links.tensor)
-        parts.append(f"tensor parallel {f'across hosts {network}' if is_cut else f'inside a host{inside}'}")
-        if is_cut and not links.network:
-            suggested = max(size for size in range(1, tp) if not any(n % size for n in (tp, *map(len, hosts))))
-            warnings.append(
-                f"warning: tensor parallel crosses hosts, in every layer, and no fast network (InfiniBand, RoCE) is "
-                f"active here: use --tensor-parallel-size {suggested} --pipeline-parallel-size "
-                f"{parallel.world_size // suggested}"
-            )
-        if not is_cut and links.tensor is topology.LinkType.SOCKETS:
-            warnings.append(
-                "warning: tensor parallel crosses the link between processors, in every layer: a smaller "
-                "--tensor-parallel-size with more --pipeline-parallel-size may be faster"
-            )
-    if parallel.pipeline_parallel_size > 1:
-        inside = " over loopback" if is_cpu else shared or _over_link(links.pipeline)
-        parts.append(f"pipeline {f'across hosts {network}' if len(hosts) > 1 else f'inside a host{inside}'}")
-    return [f"  {'; '.join(parts)}"] * bool(parts) + warnings
-
-
-def _over_link(link: topology.LinkType | None) -> str:
-    return "" if link is None else f" over {link.text}"
-
-
-def _replicas_text(parallel: ParallelConfig) -> list[str]:
-    if parallel.replicas == 1:
-        return []
-    local_ranks, step = parallel.local_replicas, "step together" if parallel.is_coupled else "run free of each other"
-    on_host = _numbers("replica", local_ranks) if len(local_ranks) else "none"
-    return [f"  {parallel.replicas} replicas, which {step}: {on_host} on this host, each with the ranks below"]
-
-
-def _experts_text(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
-    """How experts lie on the ranks."""
-    if (experts := parallel.experts) is None:
-        return []
-    ranks = parallel.replicas * parallel.tensor_parallel_size
-    counts = sorted(
-        {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)}
-    )
-    copies = f" and {experts.num_redundant_experts} copies" * bool(experts.num_redundant_experts)
-    which = f" ({parallel.replicas} replicas × {parallel.tensor_parallel_size})" * parallel.is_coupled
-    each = " or ".join(str((count + experts.num_redundant_experts) // ranks) for count in counts)
-    text = [
-        f"{' or '.join(map(str, counts))} experts a layer{copies} over {ranks} rank{'s' * (ranks > 1)}{which}, "
-        f"{each} each, {experts.placement}"
-    ]
-    if parallel.is_coupled:
-        across = " across hosts" * (len(parallel.local_replicas) < parallel.replicas)
-        text.append(f"tokens reach them by {experts.all2all_backend}{across}")
-    if experts.enable_eplb:
-        text.append(f"moved every {experts.step_interval:,} steps")
-    if experts.dbo_token_threshold is not None:
-        text.append(f"steps of {experts.dbo_token_threshold} tokens or more are cut in two")
-    return [f"  {'; '.join(text)}"]
-
-
-def _numbers(name: str, numbers: range) -> str:
-    """rank 0, ranks 0-3"""
-    return f"{name} {numbers[0]}" if len(numbers) == 1 else f"{name}s {numbers[0]}-{numbers[-1]}"
-
-
 def choose_executor(options: EngineOptions) -> Literal["uni", "mp", "ray"]:
-    """Who runs the ranks of a replica: its engine core where there is only one."""
+    """Return how the ranks of a replica are started; a single rank runs in the engine core by default."""
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     match options.distributed_executor_backend:
         case "uni" if world_size > 1:
-            raise ConfigError(f"--distributed-executor-backend uni runs one rank, not {world_size}; use mp")
+            raise ConfigError(f"--distributed-executor-backend uni supports one rank, not {world_size}; use mp")
         case "auto":
             return "uni" if world_size == 1 else "mp"
         case backend:
@@ -251,41 +147,40 @@ def _local_replicas(options: EngineOptions) -> range:
 
 
 def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParallelConfig | None:
-    """`ranks` are those that a layer's experts are spread over."""
+    """Resolve expert parallelism; `ranks` is the number of ranks that a layer's experts are distributed over."""
     if not options.enable_expert_parallel:
         for name in ("enable_eplb", "enable_dbo"):
             if getattr(options, name):
-                raise ConfigError(f"--{name.replace('_', '-')} is about --enable-expert-parallel, which is not given")
+                raise ConfigError(f"--{name.replace('_', '-')} needs --enable-expert-parallel")
         return None
     if isinstance(arch, TransformersModelSpec):
         raise ConfigError(
-            f"--enable-expert-parallel: {arch.name} is run by transformers' implementation (--model-impl), which keeps "
-            "its experts to itself; leave it out"
+            f"--enable-expert-parallel is not supported with transformers' implementation (--model-impl) of "
+            f"{arch.name}; omit it"
         )
     counts = {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)}
     if not counts:
-        raise ConfigError(f"--enable-expert-parallel: {arch.name} has no experts; leave it out")
+        raise ConfigError(f"--enable-expert-parallel: {arch.name} has no experts; omit the flag")
     if options.enable_dbo and options.data_parallel_size == 1:
         raise ConfigError(
-            "--enable-dbo hides the exchange of tokens between replicas, and there is one (--data-parallel-size); "
-            "leave it out"
+            "--enable-dbo overlaps the all-to-all between replicas, and --data-parallel-size is 1; omit the flag"
         )
     if options.num_redundant_experts and not options.enable_eplb:
-        raise ConfigError("--num-redundant-experts needs --enable-eplb, which decides what is doubled")
+        raise ConfigError("--num-redundant-experts needs --enable-eplb, which chooses the experts to copy")
     for count in counts:
         if options.num_redundant_experts > count * (ranks - 1):
             raise ConfigError(
-                f"--num-redundant-experts {options.num_redundant_experts}: {count} experts, each once on each of "
-                f"{ranks} rank{'s' * (ranks > 1)} (--data-parallel-size × --tensor-parallel-size), have at most "
-                f"{count * (ranks - 1)} copies"
+                f"--num-redundant-experts {options.num_redundant_experts}: {count} experts over {ranks} "
+                f"rank{'s' * (ranks > 1)} (--data-parallel-size × --tensor-parallel-size) have at most "
+                f"{count * (ranks - 1)} copies: one of each expert per rank"
             )
         if (count + options.num_redundant_experts) % ranks:
             missing = math.ceil(count / ranks) * ranks - count
             raise ConfigError(
                 f"--enable-expert-parallel: {count} experts"
                 + f" and {options.num_redundant_experts} copies" * bool(options.num_redundant_experts)
-                + f" cannot be spread evenly over {ranks} ranks (--data-parallel-size × --tensor-parallel-size); "
-                f"--enable-eplb --num-redundant-experts {missing} would make them even"
+                + f" cannot be distributed evenly over {ranks} ranks (--data-parallel-size × --tensor-parallel-size); "
+                f"use --enable-eplb --num-redundant-experts {missing}, or another number of ranks"
             )
     return ExpertParallelConfig(
         placement=options.expert_placement_strategy,
@@ -298,14 +193,14 @@ def _experts(options: EngineOptions, arch: ModelSpec, ranks: int) -> ExpertParal
 
 
 def rank_spec(arch: ModelSpec, parallel: ParallelConfig) -> ModelSpec:
-    """The architecture whose sizes, for the ranks of a stage, are those of a rank of this grid."""
+    """Return the architecture with the sizes of one rank: with expert parallelism, its experts only."""
     if parallel.experts is None:
         return arch
     return arch.with_expert_parallelism(parallel.expert_ranks, parallel.experts.num_redundant_experts)
 
 
 def _partition_layers(num_layers: int, options: EngineOptions) -> tuple[range, ...]:
-    """Layer ranges of the stages; without a partition the first stages take the remainder."""
+    """Return the layers of each stage. By default the first stages get the remainder."""
     stages, text = options.pipeline_parallel_size, options.pipeline_layer_partition
     if text is None:
         if stages > num_layers:
@@ -315,11 +210,11 @@ def _partition_layers(num_layers: int, options: EngineOptions) -> tuple[range, .
         try:
             counts = [int(part) for part in text.split(",")]
         except ValueError:
-            raise ConfigError(f"--pipeline-layer-partition {text}: numbers are expected, as in 3,2,1") from None
+            raise ConfigError(f"--pipeline-layer-partition {text}: expected numbers, as in 3,2,1") from None
         if len(counts) != stages or sum(counts) != num_layers or min(counts) < 1:
             raise ConfigError(
-                f"--pipeline-layer-partition {text}: {stages} positive numbers with the sum {num_layers} are "
-                f"expected (--pipeline-parallel-size {stages}, the model has {num_layers} layers)"
+                f"--pipeline-layer-partition {text}: expected {stages} positive numbers with the sum {num_layers} "
+                f"(--pipeline-parallel-size {stages}, the model has {num_layers} layers)"
             )
     starts = [sum(counts[:s]) for s in range(stages)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))

@@ -1,7 +1,6 @@
-"""How the devices of a host reach each other, and which of them the ranks should have.
+"""The links between the GPUs of a host, and the assignment of GPUs to ranks. No torch.
 
-Of CUDA devices NVML tells the links (`nvmlDeviceGetP2PStatus`, `nvmlDeviceGetTopologyCommonAncestor`). What follows
-from them is arithmetic over a matrix. No torch here.
+NVML reports the links (`nvmlDeviceGetP2PStatus`, `nvmlDeviceGetTopologyCommonAncestor`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 
 class LinkType(IntEnum):
-    """What lies between two devices; the greater, the faster."""
+    """The link between two devices; a greater value is faster."""
 
     UNKNOWN = 0
     SOCKETS = 1
@@ -29,22 +28,22 @@ class LinkType(IntEnum):
 
 
 _TEXTS = {
-    LinkType.UNKNOWN: "a link that the driver does not name",
-    LinkType.SOCKETS: "PCIe and the link between processors",
-    LinkType.PCIE: "PCIe through the processor",
+    LinkType.UNKNOWN: "an unknown link",
+    LinkType.SOCKETS: "PCIe across CPU sockets",
+    LinkType.PCIE: "PCIe through the host bridge",
     LinkType.SWITCH: "PCIe switches",
     LinkType.NVLINK: "NVLink",
 }
 
 Links = tuple[tuple[LinkType, ...], ...]
-"""Row and column are devices; the diagonal means nothing."""
+"""`[devices][devices]`; the diagonal is not used."""
 
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class SlowestLinks:
-    """The slowest link between the devices that the ranks of this host have got; None where none is crossed or known.
+    """The slowest links between the devices of this host's ranks; None: not used or not known.
 
     `network` is the fast network between hosts, if this host has one.
     """
@@ -55,7 +54,7 @@ class SlowestLinks:
 
 
 def read(handles: Sequence[Any]) -> Links:
-    """The links between the devices of these NVML handles; NVML is initialized. What it will not tell is UNKNOWN."""
+    """Return the links between the devices of these NVML handles. NVML must be initialized."""
     return tuple(
         tuple(_link(one, other) if one is not other else LinkType.NVLINK for other in handles) for one in handles
     )
@@ -65,7 +64,7 @@ def _link(one: Any, other: Any) -> LinkType:
     import pynvml
 
     try:
-        # True of pairs behind NVSwitches, too.
+        # Also true for pairs that are connected by NVSwitches.
         if pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) == pynvml.NVML_P2P_STATUS_OK:
             return LinkType.NVLINK
     except pynvml.NVMLError:
@@ -80,10 +79,10 @@ def _link(one: Any, other: Any) -> LinkType:
 
 
 def assign_devices(links: Links, groups: Sequence[int]) -> tuple[int, ...]:
-    """Devices for groups of ranks of these sizes, in the order of ranks: each group inside the fastest island left.
+    """Return the device of each rank, for groups of ranks of these sizes.
 
-    A group takes the devices whose slowest pair is fastest, and of those the ones that the rest will miss least. So
-    the slow links are left to lie between groups. Larger groups choose first; `sum(groups)` devices are there.
+    Larger groups choose first. A group gets the devices whose slowest link is fastest; of equal ones, those with the
+    slowest links to the remaining devices. So slow links are between groups. Needs at least `sum(groups)` devices.
     """
     remaining = list(range(len(links)))
     chosen: dict[int, tuple[int, ...]] = {}
@@ -105,7 +104,10 @@ def _assignment_cost(
 
 
 def slowest_links(links: Links, order: Sequence[int], groups: Sequence[int], stages: int) -> SlowestLinks:
-    """What ranks with the devices `order` cross: `groups` are their sizes, `stages` of them make a replica."""
+    """Return the slowest links between ranks with the devices `order`.
+
+    `groups` are the sizes of the groups of ranks that share layers; `stages` consecutive groups make a replica.
+    """
     ends = [sum(groups[: number + 1]) for number in range(len(groups))]
     parts = [order[end - size : end] for size, end in zip(groups, ends, strict=True)]
     inside = [links[one][other] for part in parts for one, other in combinations(part, 2)]
@@ -119,7 +121,7 @@ def slowest_links(links: Links, order: Sequence[int], groups: Sequence[int], sta
 
 
 def fast_network(folder: Path = _INFINIBAND) -> str | None:
-    """The fastest active port that other hosts can be reached by without their processors (InfiniBand, RoCE)."""
+    """Return the name and rate of the fastest active RDMA port (InfiniBand, RoCE)."""
     ports: list[tuple[float, str]] = []
     for port in folder.glob("*/ports/*"):
         try:

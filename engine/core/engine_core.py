@@ -25,32 +25,31 @@ import msgspec
 import zmq
 
 from quire.engine import log, process
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.core.wave import Wave
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor, StepFuture, WorkerError
-from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import (
-    LOST_REPLICAS,
+from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDead,
     EngineReady,
-    EngineStats,
-    ExpertLoad,
     Join,
     Probe,
     ProbeReply,
     ReplicaFailed,
-    SchedulerOutput,
     Shutdown,
     StartWave,
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.runner_output import LOST_REPLICAS
+from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import EngineStats, ExpertLoad
 from quire.engine.scheduler.grammar import Grammar, GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
 

@@ -10,7 +10,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from quire.engine.config.options import EngineConfig, EngineOptions, ParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ParallelConfig
+from quire.engine.config.options import EngineOptions
 
 LOOPBACK = "127.0.0.1"
 
@@ -19,8 +20,8 @@ LOOPBACK = "127.0.0.1"
 class Endpoints:
     """ZMQ addresses. The core of replica `r` binds `requests[r]`, API process `i` binds `responses[i]` (both PULL).
 
-    The address of a replica that this host does not use is "". Frames are msgpack of `messages.ToCore` and
-    `messages.ToServer`.
+    The address of a replica that this host does not use is "". Frames are msgpack of `ToCore` and `ToServer`
+    (`quire.engine.protocol.engine_core`).
     """
 
     requests: tuple[str, ...]
@@ -53,7 +54,7 @@ def reserve_ports(address: str, count: int) -> list[socket.socket]:
     return reserved
 
 
-def port_of(reserved: socket.socket) -> int:
+def socket_port(reserved: socket.socket) -> int:
     return int(reserved.getsockname()[1])
 
 
@@ -78,10 +79,10 @@ def start_core(config: EngineConfig, endpoints: Endpoints, log_level: str = "inf
     return core
 
 
-def become_node(options: EngineOptions, log_level: str) -> NoReturn:
+def exec_node(options: EngineOptions, log_level: str) -> NoReturn:
     """Replace this process by that of a node other than node 0 (see `quire.engine.executor.nodes.main`)."""
     reader, writer = os.pipe()
-    os.write(writer, pickle.dumps((options, log_level)))
+    os.write(writer, pickle.dumps((options, log_level, None)))
     os.close(writer)
     os.dup2(reader, 0)
     os.execv(sys.executable, [sys.executable, "-P", "-m", "quire.engine.executor.nodes"])

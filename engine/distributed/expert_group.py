@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed import watchdog
 from quire.engine.distributed.communicator import Parallel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from quire.engine.config.options import ParallelConfig
+from quire.engine.config.engine_config import ParallelConfig
 from quire.engine.distributed import watchdog
 from quire.engine.distributed.communicator import HostStagedParallel, Parallel
 from quire.engine.distributed.cpu_communicator import CpuParallel

@@ -1,1 +1,1 @@
-"""Who runs the ranks: in this process, as processes of this host, on several hosts, or under Ray."""
+"""Runs the ranks: in the core's process, as processes of this host, or on several hosts."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 STEP_TIMEOUT = 600.0
 """Maximum seconds of computation in a step; a single rank that takes longer counts as hung."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.cluster.network import set_interfaces
+from quire.engine.cluster.ray_launcher import RayLauncher
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import Executor
 from quire.engine.executor.mp import MpExecutor
-from quire.engine.executor.nodes import MultiNodeExecutor, set_interfaces
-from quire.engine.executor.ray import RayExecutor
+from quire.engine.executor.nodes import MultiNodeExecutor
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.protocol.errors import ConfigError
 
@@ -24,7 +25,7 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
             "quire serve --headless"
         )
     if config.parallel.is_coupled:
-        set_interfaces(config)
+        set_interfaces(config.parallel.master[0])
     match config.parallel.executor:
         case "uni":
             return UniExecutor(config)
@@ -33,4 +34,4 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
         case "mp":
             return MpExecutor(config, log_level, on_end)
         case "ray":
-            return RayExecutor(config, log_level, on_end)
+            return MultiNodeExecutor(config, log_level, on_end, RayLauncher(config, log_level))

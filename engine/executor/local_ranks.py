@@ -21,17 +21,17 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.executor.base import WorkerError
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 
-_GRACE = 1.0
+_KILLED_TIMEOUT = 1.0
 """Seconds to look for the rank that died first after the first error, because its neighbours fail too."""
 
 _ABORTED = (
-    "its last words are in the log above; those of NCCL's watchdog name the exchange that others did not come to "
+    "see its last messages in the log above; NCCL's watchdog names the collective that other ranks did not join "
     "(NCCL_DEBUG=INFO shows the links)"
 )
 
@@ -147,7 +147,6 @@ class LocalRanks:
         for key, _ in events:
             if callable(key.data):
                 key.data()
-                is_message_received = True
             elif isinstance(key.fileobj, Connection):
                 try:
                     message = self._decoder.decode(key.fileobj.recv_bytes())
@@ -189,7 +188,7 @@ class LocalRanks:
 
         If a rank dies, its neighbours fail too, or abort inside the communication library.
         """
-        if (killed := self.killed(_GRACE)) is not None:
+        if (killed := self.killed(_KILLED_TIMEOUT)) is not None:
             return killed
         if reason is not None:
             return RankFailed(f"rank {rank} failed: {reason}{self._stragglers_text(rank)}", is_certain=False)
@@ -201,7 +200,7 @@ class LocalRanks:
         """Return a text that names the ranks that have not reached the step of this rank."""
         progress = dict(zip(self.ranks, self.progress, strict=True))
         late = [other for other, position in progress.items() if position // 2 < progress[rank] // 2]
-        return f" ({ranks_text(late)} had not come to that step)" if late else ""
+        return f" ({ranks_text(late)} had not reached that step)" if late else ""
 
     def close(self) -> None:
         """Stop every rank, and kill those that do not exit."""

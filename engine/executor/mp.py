@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import WorkerError, step_timeout
 from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, find_stragglers, ranks_text
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 
 class MpExecutor:
     """Runs `tp × pp` worker processes on this host."""
 
+    _ranks: LocalRanks
+
     def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
-        self.config = config
+        self._encode = msgspec.msgpack.Encoder().encode
         # All ranks are on this host, so gloo must not depend on its host name and networks.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        self._encode = msgspec.msgpack.Encoder().encode
         with tempfile.TemporaryDirectory(prefix="quire-") as folder:
             init_method = config.parallel.init_method or (Path(folder) / "rendezvous").as_uri()
             self._ranks = LocalRanks(config, range(config.parallel.world_size), init_method, log_level, on_end)
@@ -36,9 +39,24 @@ class MpExecutor:
         self.seconds = self._ranks.seconds
 
     def submit(self, plan: SchedulerOutput) -> LocalStepFuture:
+        encoded = self._encode(plan)
+        self._send(encoded)
         # A rank that waits to send a result does not read plans, so results are received while writing.
-        self._ranks.write(self._encode(plan), while_waiting=self.check)
+        self._ranks.write(encoded, while_waiting=self.check)
         return LocalStepFuture(self.receive, plan.step, step_timeout(plan, self.config))
+
+    def receive(self, step: int, timeout: float) -> ModelRunnerOutput:
+        """Return the next result; raises `WorkerError` if a rank dies, fails or hangs."""
+        deadline = time.monotonic() + timeout
+        while not self._ranks.arrived:
+            if not self._poll(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                raise WorkerError(f"{self._stragglers(step)} did not answer within {timeout:.0f} s")
+        return self._ranks.arrived.popleft()
+
+    def check(self) -> None:
+        """Raise `WorkerError` if a rank has exited."""
+        while self._poll(0):
+            pass
 
     def close(self, reason: str = "") -> None:
         """Stop every rank, and kill those that do not exit; after a failure, kill all at once."""
@@ -47,15 +65,13 @@ class MpExecutor:
         else:
             self._ranks.close()
 
-    def receive(self, step: int, timeout: float) -> ModelRunnerOutput:
-        """Return the next result; raises `WorkerError` if a rank dies, fails or hangs."""
-        arrived = self._ranks.arrived
-        if not arrived and not self._ranks.poll(timeout):
-            late = find_stragglers(dict(enumerate(self._ranks.progress)), step)
-            raise WorkerError(f"{ranks_text(late)} did not answer within {timeout:.0f} s")
-        return arrived.popleft()
+    def _send(self, plan: bytes) -> None:
+        """Send a plan to other hosts."""
 
-    def check(self) -> None:
-        """Raise `WorkerError` if a rank has exited."""
-        while self._ranks.poll(0):
-            pass
+    def _poll(self, timeout: float | None) -> bool:
+        """Wait for messages and handle them; returns False on a timeout. Raises `WorkerError` or `ConfigError`."""
+        return self._ranks.poll(timeout)
+
+    def _stragglers(self, step: int) -> str:
+        """Return a text that names the ranks that delay a step."""
+        return ranks_text(find_stragglers(dict(enumerate(self._ranks.progress)), step))

@@ -9,35 +9,33 @@ which all nodes use the minimum.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import ipaddress
 import logging
 import os
 import pickle
 import signal
-import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from queue import Empty, SimpleQueue
+from queue import Empty
+from typing import Protocol
 
 import msgspec
 
 from quire.engine import log, process
-from quire.engine.cluster import control_plane
-from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
-from quire.engine.cluster.ray_cluster import RayResources
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, WakeQueue
+from quire.engine.cluster.handshake import Hello, describe_host
+from quire.engine.cluster.network import address_towards, free_port, set_interfaces, tcp_url
+from quire.engine.config.engine_config import EngineConfig, RayPlacement
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
-from quire.engine.executor.base import WorkerError, step_timeout
-from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, RankFailed, find_stragglers, ranks_text
+from quire.engine.executor.base import WorkerError
+from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_stragglers, ranks_text
+from quire.engine.executor.mp import MpExecutor
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 
-_GRACE = 2.0
+_CAUSE_TIMEOUT = 2.0
 """Seconds to find the first failure after one is reported: a node needs a second to check its own ranks."""
 _REASON_TIMEOUT = 10.0
 """Seconds for which a node whose ranks have failed waits for node 0 to send the cause."""
@@ -45,25 +43,7 @@ _REPORT_TIMEOUT = 5.0
 """Seconds for which a node that cannot start tries to report it to node 0."""
 _PROGRESS_SECONDS = 1.0
 
-_NODES_OWN = frozenset(
-    {
-        *("model", "tokenizer", "revision", "node_rank", "master_addr", "master_port"),
-        *("distributed_timeout_seconds", "gpu_memory_utilization", "kv_cache_memory_bytes"),
-    }
-)
-"""Options that may differ between nodes."""
-
 logger = logging.getLogger("quire.engine.executor.nodes")
-
-
-class NodeOffer(msgspec.Struct, kw_only=True):
-    """A node's resolved configuration, sent in its `Hello`."""
-
-    terms: dict[str, str] = {}
-    """Resolved value of each option; must be the same on all nodes."""
-    num_blocks: int = 0
-    error: str = ""
-    """Why the node cannot start."""
 
 
 class NodeStart(msgspec.Struct):
@@ -73,26 +53,10 @@ class NodeStart(msgspec.Struct):
     init_method: str
 
 
-class NodeReady(msgspec.Struct, tag=True, array_like=True):
-    """The node's ranks have loaded the model."""
-
-    seconds: dict[str, float]
-    num_blocks: int = 0
-    """As `LocalRanks.num_blocks`."""
-
-
 class NodeProgress(msgspec.Struct, tag=True, array_like=True):
     """Progress of the node's ranks (see `LocalRanks.progress`)."""
 
     progress: list[int]
-
-
-class NodeFailed(msgspec.Struct, tag=True, array_like=True):
-    """The node's ranks have failed. `is_certain`: they are the cause; `user_error`: the user can fix the cause."""
-
-    reason: str
-    is_certain: bool
-    user_error: bool = False
 
 
 class NodeLost(msgspec.Struct):
@@ -101,43 +65,66 @@ class NodeLost(msgspec.Struct):
     reason: str
 
 
-FromNode = NodeReady | NodeProgress | NodeFailed | ModelRunnerOutput
+FromNode = WorkerReady | NodeProgress | WorkerFailed | ModelRunnerOutput
 
 
-class MultiNodeExecutor:
-    """Runs the ranks of node 0 directly, and the others through their nodes."""
+class NodeLauncher(Protocol):
+    """Starts the processes of the nodes, which then join."""
 
-    def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
+    init_method: str
+    """Address of torch.distributed's store, on the host of rank 0."""
+
+    def start(self, port: int, on_exit: Callable[[int, str], None]) -> None:
+        """Start the processes, for a leader at `port`. `on_exit` is called, in any thread, when one of them exits."""
+
+    def close(self) -> None:
+        """End the processes, which have been told to end before."""
+
+
+class MultiNodeExecutor(MpExecutor):
+    """Runs the ranks of node 0 directly, and the others through their nodes.
+
+    Without a launcher, the user starts the nodes.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        log_level: str,
+        on_end: Callable[[], None],
+        launcher: NodeLauncher | None = None,
+    ) -> None:
         parallel, started = config.parallel, time.monotonic()
-        self.hello = make_hello(config.options, offer(config), config)
-        set_interfaces(config)
-        self._on_end = on_end
-        self._inbox: SimpleQueue[tuple[int, FromNode | NodeLost]] = SimpleQueue()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
+        address, port = parallel.master
+        self.hello = _describe_node(config)
+        set_interfaces(address)
+        self._on_end, self._launcher = on_end, launcher
         self._encode = msgspec.msgpack.Encoder().encode
-        self._arrived: deque[ModelRunnerOutput] = deque()
+        self._decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
+        self._inbox: WakeQueue[tuple[int, FromNode | NodeLost]] = WakeQueue()
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
         self._names = {0: self.hello.name}
-        self._ranks: LocalRanks | None = None
+        self._is_started = False
         self._leader = Leader(
-            parallel.master[1],
+            self.hello,
+            address,
+            port,
             range(1, parallel.nodes),
-            on_lost=lambda number, reason: self._put(number, NodeLost(reason)),
             on_message=lambda number, body: self._put(number, self._decode(body)),
+            on_lost=lambda number, reason: self._put(number, NodeLost(reason)),
         )
         try:
-            self._start_nodes(config, log_level)
+            if launcher is not None:
+                launcher.start(self._leader.port, self._leader.fail)
             hellos = self._leader.wait(parallel.timeout)
             self._names |= {number: hello.name for number, hello in hellos.items()}
-            num_blocks = self._check_offers(config, hellos)
-            self.config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
+            self.config = config.with_blocks(self._min_blocks(hellos))
             joined = time.monotonic()
-            init_method = self._init_method(config)
-            for number in hellos:
-                self._leader.send(number, msgspec.msgpack.encode(NodeStart(num_blocks, init_method)))
+            init_method = tcp_url(address, free_port()) if launcher is None else launcher.init_method
+            self._leader.start(msgspec.msgpack.encode(NodeStart(self.config.cache.num_blocks, init_method)))
             self._ranks = LocalRanks(self.config, parallel.ranks_of(0), init_method, log_level, on_end)
-            self._ranks.listen(self._wake_fd, self._handle_inbox)
+            self._is_started = True
+            self._ranks.listen(self._inbox.fd, self._handle_inbox)
             self._loading = set(hellos)
             self.seconds: dict[str, float] = {}
             while self._loading or not self._ranks.is_ready:
@@ -149,114 +136,60 @@ class MultiNodeExecutor:
         slowest = max(self.seconds, self._ranks.seconds, key=lambda each: sum(each.values()))
         self.seconds = {"join nodes": joined - started, **slowest}
 
-    def _start_nodes(self, config: EngineConfig, log_level: str) -> None:
-        """Do nothing: the user starts the nodes, which join by themselves."""
-
-    def _init_method(self, config: EngineConfig) -> str:
-        """Return the address of torch.distributed's store, on the host of rank 0."""
-        return f"tcp://{_bracketed(config.parallel.master[0])}:{_free_port()}"
-
-    def _check_offers(self, config: EngineConfig, hellos: dict[int, Hello]) -> int:
-        """Return the number of KV blocks of every node; raises `ConfigError` if a node cannot start or differs."""
-        offers = {0: offer(config)}
-        for number, hello in sorted(hellos.items()):
-            offers[number] = theirs = msgspec.msgpack.decode(hello.body, type=NodeOffer)
-            for name, ours in self.hello.versions.items():
-                if hello.versions.get(name) != ours:
-                    self._leader.check(self.hello, hello)
-            if theirs.error:
-                raise ConfigError(f"{hello.name}: {theirs.error}")
-            self._leader.check(self.hello, hello)
-            for option, here in offers[0].terms.items():
-                if (there := theirs.terms.get(option)) != here:
-                    flag = f"--{option.replace('_', '-')}"
-                    raise ConfigError(
-                        f"{hello.name} was started with {flag} {there}, and {self.hello.name} with {here}; give every "
-                        "node the same"
-                    )
-            if _is_loopback(config.parallel.master[0]) and not _is_loopback(_address(hello)):
-                raise ConfigError(
-                    f"--master-addr {config.parallel.master[0]}: {hello.name} cannot reach that address of "
-                    "node 0; start every node with one that it can"
-                )
-        smallest = min(offers, key=lambda number: offers[number].num_blocks)
-        if (num_blocks := offers[smallest].num_blocks) < config.cache.num_blocks:
+    def _min_blocks(self, hellos: dict[int, Hello]) -> int:
+        """Return the number of KV blocks that all nodes have."""
+        blocks = {number: msgspec.msgpack.decode(hello.body, type=int) for number, hello in hellos.items()}
+        blocks[0] = own = msgspec.msgpack.decode(self.hello.body, type=int)
+        smallest = min(sorted(blocks), key=lambda number: blocks[number])
+        if blocks[smallest] < own:
             logger.warning(
                 "the KV cache has %s blocks on every node instead of %s: no more fit on %s",
-                f"{num_blocks:,}",
-                f"{config.cache.num_blocks:,}",
+                f"{blocks[smallest]:,}",
+                f"{own:,}",
                 self._names[smallest],
             )
-        return num_blocks
-
-    def submit(self, plan: SchedulerOutput) -> LocalStepFuture:
-        assert self._ranks is not None
-        encoded = self._encode(plan)
-        for number in range(1, self.config.parallel.nodes):
-            self._leader.send(number, encoded)
-        # A rank that waits to send a result does not read plans, so results are received while writing.
-        self._ranks.write(encoded, while_waiting=self.check)
-        return LocalStepFuture(self.receive, plan.step, step_timeout(plan, self.config))
-
-    def receive(self, step: int, timeout: float) -> ModelRunnerOutput:
-        """Return the next result; raises `WorkerError` if a rank or a node dies, fails or hangs."""
-        deadline = time.monotonic() + timeout
-        while not self._arrived:
-            if not self._poll(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                raise WorkerError(f"{self._stragglers(step)} did not answer within {timeout:.0f} s")
-        return self._arrived.popleft()
-
-    def check(self) -> None:
-        """Raise `WorkerError` if a rank or a node has exited."""
-        while self._poll(0):
-            pass
+        return blocks[smallest]
 
     def close(self, reason: str = "") -> None:
         """Stop every rank on every node."""
         self._leader.close(reason)
-        if self._ranks is not None:
-            self._ranks.kill() if reason else self._ranks.close()
-            self._ranks = None
-            os.close(self._wake_fd)
+        if self._is_started:
+            super().close(reason)
+            self._is_started = False
+        self._inbox.close()
+        if self._launcher is not None:
+            self._launcher.close()
+
+    def _send(self, plan: bytes) -> None:
+        self._leader.send(None, plan)
 
     def _put(self, number: int, message: FromNode | NodeLost) -> None:
         """Queue a message, from the leader's thread. Failures also wake an idle core."""
         self._inbox.put((number, message))
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake_fd, 1)
-        if isinstance(message, NodeFailed | NodeLost):
+        if isinstance(message, WorkerFailed | NodeLost):
             self._on_end()
 
     def _poll(self, timeout: float | None) -> bool:
-        assert self._ranks is not None
         try:
-            has_news = self._ranks.poll(timeout)
+            return super()._poll(timeout)
         except RankFailed as failure:
             raise WorkerError(self._root_cause(0, failure)) from None
-        self._arrived += self._ranks.arrived
-        self._ranks.arrived.clear()
-        return has_news
 
     def _handle_inbox(self) -> None:
         """Handle the messages of other nodes; raises `WorkerError` or `ConfigError` if one has failed."""
-        os.eventfd_read(self._wake_fd)
-        while True:
-            try:
-                number, message = self._inbox.get_nowait()
-            except Empty:
-                return
+        for number, message in self._inbox.drain():
             match message:
                 case ModelRunnerOutput():
-                    self._arrived.append(message)
-                case NodeReady(seconds, num_blocks):
+                    self._ranks.arrived.append(message)
+                case WorkerReady(seconds, num_blocks):
                     self._loading.discard(number)
                     self.config = self.config.with_blocks(num_blocks)  # the same for all ranks of a replica
                     self.seconds = max(self.seconds, seconds, key=lambda each: sum(each.values()))
                 case NodeProgress(progress):
                     self._progress |= zip(self.config.parallel.ranks_of(number), progress, strict=True)
-                case NodeFailed(reason, user_error=True):
+                case WorkerFailed(reason, user_error=True):
                     raise ConfigError(f"{self._names[number]}: {reason}")
-                case NodeFailed(reason, is_certain):
+                case WorkerFailed(reason, is_certain=is_certain):
                     raise WorkerError(self._root_cause(number, RankFailed(reason, is_certain=is_certain)))
                 case NodeLost(reason):
                     raise WorkerError(reason)
@@ -266,26 +199,23 @@ class MultiNodeExecutor:
 
         If a rank or a node dies, the ranks that communicate with it fail on every node.
         """
-        assert self._ranks is not None
-        deadline = time.monotonic() + _GRACE
+        deadline = time.monotonic() + _CAUSE_TIMEOUT
         pending_nodes = set(range(self.config.parallel.nodes)) - {number}
         while not failure.is_certain and pending_nodes and time.monotonic() < deadline:
             if 0 in pending_nodes and (killed := self._ranks.killed(0.0)) is not None:
                 number, failure = 0, killed
                 break
             with contextlib.suppress(Empty):
-                match self._inbox.get(timeout=0.05):
+                match self._inbox.get(0.05):
                     case other, NodeLost(reason):
                         return reason
-                    case other, NodeFailed(reason, is_certain):
+                    case other, WorkerFailed(reason, is_certain=is_certain):
                         pending_nodes.discard(other)
                         if is_certain:
                             number, failure = other, RankFailed(reason, is_certain=True)
         return f"{failure} on {self._names[number]}"
 
     def _stragglers(self, step: int) -> str:
-        """Return a text that names the ranks that delay a step, with their nodes."""
-        assert self._ranks is not None
         self._progress |= zip(self._ranks.ranks, self._ranks.progress, strict=True)
         late, parallel = find_stragglers(self._progress, step), self.config.parallel
         texts = []
@@ -295,204 +225,139 @@ class MultiNodeExecutor:
         return " and ".join(texts)
 
 
-def serve_node(options: EngineOptions, log_level: str, placed: RayResources | None = None) -> int:
+def serve_node(options: EngineOptions, log_level: str, placement: RayPlacement | None = None) -> int:
     """Run the ranks of node `options.node_rank` until node 0 ends; returns the exit code, 1 after a failure.
 
-    `placed` is Ray's placement of the ranks. Raises `ConfigError` if the ranks cannot start, and reports it to node 0.
+    `placement` is Ray's placement of the ranks. If they cannot start, reports it to node 0 and raises `ConfigError`.
     """
     try:
-        config = resolve(options, placed)
+        config = resolve(options, placement)
         fetch_weights(options, config)
-        set_interfaces(config)
+        set_interfaces(config.parallel.master[0])
     except ConfigError as error:
         _report_error(options, str(error))
         raise
     try:
         node = Node(config, log_level)
-    except LinkEnded as refusal:
-        raise ConfigError(refusal.reason) from None
-    try:
-        node.serve()
-    except LinkEnded as end:
-        if end.reason:
-            logger.error("%s", end.reason)
-        else:
-            logger.info("node 0 has ended")
-        return 1 if end.reason else 0
-    finally:
-        node.close()
-    raise AssertionError
+    except LinkEnded as rejection:
+        raise ConfigError(rejection.reason) from None
+    with contextlib.closing(node):
+        reason = node.run()
+    if reason:
+        logger.error("%s", reason)
+        return 1
+    logger.info("node 0 has ended")
+    return 0
 
 
 class Node:
-    """Runs the ranks of a host other than node 0."""
+    """Runs the ranks of a host other than node 0: carries plans to them, and their messages to node 0."""
 
     def __init__(self, config: EngineConfig, log_level: str) -> None:
+        """Join node 0; raises `ConfigError` if it does not answer, and `LinkEnded` if it rejects this node."""
         self._config, self._log_level = config, log_level
         self._ranks: LocalRanks | None = None
-        self._failure: NodeFailed | None = None
-        self._is_over = threading.Event()
-        self._results: threading.Thread | None = None
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._is_ready = False
+        self._progress: list[int] = []
+        self._progress_at = 0.0
+        """When `_progress` was sent, on the monotonic clock."""
         self._close_reason = "it was stopped"
-        self._follower = _join(
-            config.options, make_hello(config.options, offer(config), config), config.parallel.timeout
-        )
+        self._follower = _join(config.parallel.master, _describe_node(config), config.parallel.timeout)
 
-    def serve(self) -> None:
-        """Run until `LinkEnded` is raised; never returns."""
-        begin = msgspec.msgpack.decode(self._follower.receive(None), type=NodeStart)
-        config = replace(self._config, cache=replace(self._config.cache, num_blocks=begin.num_blocks))
-        ranks = config.parallel.ranks_of(config.parallel.node)
-        self._ranks = LocalRanks(config, ranks, begin.init_method, self._log_level, on_end=lambda: None)
-        self._results = threading.Thread(target=self._send_results, args=(self._ranks,), daemon=True, name="results")
-        self._results.start()
-        while True:
-            try:
-                plan = self._follower.receive(_PROGRESS_SECONDS)
-            except TimeoutError:
-                self._check()
-            else:
-                self._ranks.write(plan, while_waiting=self._check)
-
-    def _check(self) -> None:
-        """Raise `LinkEnded` if node 0 has ended, or if the ranks have failed and node 0 does not answer the report."""
-        if (ended := self._follower.ended) is not None:
-            raise ended
-        if self._failure is not None:
-            deadline = time.monotonic() + _REASON_TIMEOUT
-            with contextlib.suppress(TimeoutError):
-                while (left := deadline - time.monotonic()) > 0:
-                    self._follower.receive(left)
-            self._close_reason = self._failure.reason
-            raise LinkEnded(self._failure.reason)
-
-    def _send_results(self, ranks: LocalRanks) -> None:
-        """Forward the messages of the ranks to node 0; runs in a thread."""
-        encode, send = msgspec.msgpack.Encoder().encode, self._follower.send
-        progress, is_ready_sent, next_look = list[int](), False, 0.0
+    def run(self) -> str:
+        """Run until node 0 ends or the ranks fail; returns the reason, which is empty after a normal shutdown."""
         try:
-            while not self._is_over.is_set():
-                ranks.poll(_PROGRESS_SECONDS)
-                while ranks.arrived:
-                    send(encode(ranks.arrived.popleft()))
-                if ranks.is_ready and not is_ready_sent:
-                    is_ready_sent = True
-                    send(encode(NodeReady(ranks.seconds, ranks.num_blocks)))
-                if (now := time.monotonic()) >= next_look and ranks.progress != progress:
-                    progress, next_look = ranks.progress, now + _PROGRESS_SECONDS
-                    send(encode(NodeProgress(progress)))
+            start = msgspec.msgpack.decode(self._follower.receive(None), type=NodeStart)
+            config, parallel = self._config.with_blocks(start.num_blocks), self._config.parallel
+            ranks = self._ranks = LocalRanks(
+                config, parallel.ranks_of(parallel.node), start.init_method, self._log_level, on_end=lambda: None
+            )
+            ranks.listen(self._follower.inbox.fd, lambda: None)
+            while True:
+                self._forward(ranks, _PROGRESS_SECONDS)
+                for plan in self._follower.inbox.drain():
+                    if isinstance(plan, LinkEnded):
+                        raise plan
+                    ranks.write(plan, while_waiting=lambda: self._forward(ranks, 0.0))
+        except LinkEnded as end:
+            return end.reason
         except ConfigError as error:
-            self._failure = NodeFailed(str(error), is_certain=True, user_error=True)
+            failure = WorkerFailed(str(error), user_error=True, is_certain=True)
         except RankFailed as error:
-            self._failure = NodeFailed(str(error), is_certain=error.is_certain)
+            failure = WorkerFailed(str(error), is_certain=error.is_certain)
         except Exception as error:
-            logger.exception("the results of this node's ranks cannot be sent")
-            self._failure = NodeFailed(f"{type(error).__name__}: {error}", is_certain=True)
-        if self._failure is not None:
-            send(encode(self._failure))
+            logger.exception("this node failed")
+            failure = WorkerFailed(f"{type(error).__name__}: {error}", is_certain=True)
+        self._follower.send(self._encode(failure))
+        self._close_reason = failure.reason
+        return self._await_cause() or failure.reason
+
+    def _forward(self, ranks: LocalRanks, timeout: float) -> None:
+        """Wait for messages of the ranks, and send them to node 0; raises `LinkEnded` if node 0 has ended."""
+        ranks.poll(timeout)
+        send, encode = self._follower.send, self._encode
+        while ranks.arrived:
+            send(encode(ranks.arrived.popleft()))
+        if ranks.is_ready and not self._is_ready:
+            self._is_ready = True
+            send(encode(WorkerReady(ranks.seconds, ranks.num_blocks)))
+        if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS and ranks.progress != self._progress:
+            self._progress, self._progress_at = ranks.progress, now
+            send(encode(NodeProgress(self._progress)))
+        if self._follower.ended is not None:
+            raise self._follower.ended
+
+    def _await_cause(self) -> str:
+        """Return the cause that node 0 ends with; empty if it does not end."""
+        deadline = time.monotonic() + _REASON_TIMEOUT
+        with contextlib.suppress(TimeoutError):
+            while (left := deadline - time.monotonic()) > 0:
+                try:
+                    self._follower.receive(left)
+                except LinkEnded as end:
+                    return end.reason
+        return ""
 
     def close(self) -> None:
         """Stop the ranks, and disconnect."""
-        self._is_over.set()
-        if self._results is not None:
-            self._results.join(2 * _PROGRESS_SECONDS)
         if self._ranks is not None:
             self._ranks.kill()
         self._follower.close(self._close_reason)
 
 
-def offer(config: EngineConfig) -> NodeOffer:
-    """Return this node's resolved configuration."""
-    options, model = config.options, config.model
-    terms = {
-        field.name: getattr(options, field.name)
-        for field in dataclasses.fields(EngineOptions)
-        if field.name not in _NODES_OWN
-    }
-    terms |= {
-        "runner": "generate" if model.pooling is None else "pooling",
-        "device": config.parallel.device,
-        "pipeline_layer_partition": ",".join(str(len(layers)) for layers in config.parallel.stages),
-        "dtype": model.dtype,
-        "quantization": model.quantization,
-        "max_model_len": model.max_model_len,
-        "load_format": model.load_format,
-        "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-        "kv_cache_dtype": config.cache.dtype,
-    }
-    return NodeOffer(terms={name: str(value) for name, value in terms.items()}, num_blocks=config.cache.num_blocks)
+def _describe_node(config: EngineConfig) -> Hello:
+    """Return this node's `Hello`; its body is the number of KV blocks. Raises like `address_towards`."""
+    parallel, body = config.parallel, msgspec.msgpack.encode(config.cache.num_blocks)
+    return describe_host(f"node {parallel.node}", parallel.node, address_towards(parallel.master[0]), config, body=body)
 
 
-def make_hello(options: EngineOptions, offered: NodeOffer, config: EngineConfig | None) -> Hello:
-    """Return this node's `Hello`; `config` is None if it cannot start. Raises like `address_towards`."""
-    return Hello(
-        name=f"node {options.node_rank} ({control_plane.address_towards(options.master_addr)})",
-        number=options.node_rank,
-        versions=control_plane.versions(),
-        model={} if config is None else control_plane.fingerprint(config.model.path),
-        body=msgspec.msgpack.encode(offered),
-    )
-
-
-def set_interfaces(config: EngineConfig) -> None:
-    """Let gloo and NCCL use the interface that reaches node 0, unless the user has set one.
-
-    By default gloo uses the address of the host name, which is often 127.0.0.1. Raises `ConfigError` if this host has
-    no such interface. Processes started later inherit the setting.
-    """
-    own = control_plane.address_towards(config.parallel.master[0])
-    interface = control_plane.interface_of(own)
-    if interface is None:
-        raise ConfigError(f"QUIRE_HOST_IP={own}: no network interface of this host has that address")
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        logger.debug("%s=%s", name, os.environ.setdefault(name, interface))
-
-
-def _join(options: EngineOptions, hello: Hello, seconds: float) -> Follower:
-    address, port = options.master_addr, options.master_port
-    leader = "node 0" if address in hello.name else f"node 0 ({address})"
-    return Follower(address, port, hello, seconds=seconds, on_lost=lambda reason: None, leader=leader)
+def _join(master: tuple[str, int], hello: Hello, seconds: float) -> Follower:
+    address, port = master
+    leader = "node 0" if address == hello.address else f"node 0 ({address})"
+    return Follower(address, port, hello, seconds=seconds, leader=leader)
 
 
 def _report_error(options: EngineOptions, error: str) -> None:
     """Report to node 0 why this node cannot start, if node 0 can be reached."""
     with contextlib.suppress(ConfigError, LinkEnded):
-        follower = _join(options, make_hello(options, NodeOffer(error=error), None), _REPORT_TIMEOUT)
-        try:
-            follower.receive(_REPORT_TIMEOUT)
-        except TimeoutError:
-            pass
-        finally:
-            follower.close(error)
-
-
-def _address(hello: Hello) -> str:
-    return hello.name.rpartition("(")[2].rstrip(")")
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
-
-
-def _bracketed(address: str) -> str:
-    return f"[{address}]" if ":" in address else address
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])
+        own = address_towards(options.master_addr)
+        hello = describe_host(f"node {options.node_rank}", options.node_rank, own, None, error=error)
+        _join((options.master_addr, options.master_port), hello, _REPORT_TIMEOUT).close(error)
 
 
 def main() -> int:
-    """Run `quire serve --headless` on a node other than 0; the options are read from standard input."""
+    """Run the process of a node other than 0, which the user (`exec_node`) or Ray has started.
+
+    Standard input has the options, the log level and, from Ray, the placement. A process of Ray's ends when its
+    standard input closes, as it does with the actor that started it.
+    """
     process.share_cores()
-    options, log_level = pickle.load(sys.stdin.buffer)
+    options, log_level, placement = pickle.load(sys.stdin.buffer)
     log.setup(log_level, f"node {options.node_rank}")
     process.set_name(f"quire-node-{options.node_rank}")
+    if placement is not None:
+        threading.Thread(target=_exit_at_eof, daemon=True, name="stdin-watch").start()
 
     def on_signal(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -502,13 +367,19 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     try:
-        return serve_node(options, log_level)
+        return serve_node(options, log_level, placement)
     except ConfigError as error:
         print(f"quire: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         logger.info("stopped")
         return 0
+
+
+def _exit_at_eof() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
 
 
 if __name__ == "__main__":

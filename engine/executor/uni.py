@@ -11,16 +11,17 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import StepFuture, WorkerError, step_timeout
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 if TYPE_CHECKING:
     from quire.engine.worker.async_copies import AsyncOutput
 
 T = TypeVar("T")
 
-_GRACE = 5.0
+_CLOSE_TIMEOUT = 5.0
 """Seconds for the step in flight to finish when the executor is closed."""
 
 
@@ -94,7 +95,7 @@ class UniExecutor:
         """Stop the threads. A thread that hangs ends with the process."""
         if self._threads:
             self._work.put(None)
-            deadline = time.monotonic() + _GRACE
+            deadline = time.monotonic() + _CLOSE_TIMEOUT
             for thread in self._threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
         self._worker.close()

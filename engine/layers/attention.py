@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quire import kernels
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import ColumnParallelLinear, Partition, RowParallelLinear, divided, kv_heads
 from quire.engine.layers.norm import AcrossHeadsNorm, PerHeadNorm, make_norm
@@ -139,7 +139,7 @@ def attention_config(config: EngineConfig) -> kernels.AttentionConfig:
         tuple(dict.fromkeys(_kernel_layer(spec, tp) for spec in specs)),
         config.cache.block_size,
         kernels.kv_cache_dtype(config.cache.dtype),
-        config.options.attention_backend,
+        config.model.attention_backend,
     )
 
 

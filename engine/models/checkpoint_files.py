@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quire.engine.config import model_files
+from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import TensorInfo
-from quire.engine.config.options import ModelConfig
 from quire.engine.models.dequantize import MXFP4_GROUP, Fp8Slices, Mxfp4Slices, Sliceable
 from quire.engine.models.families.quantized import QuantizedCheckpoint
 from quire.engine.protocol.errors import ConfigError

@@ -1,6 +1,6 @@
-"""An encoder as numbers: what it is beside what `quire.engine.models.model_spec` describes. No torch here.
+"""The sizes of an encoder, in addition to those of `quire.engine.models.model_spec`. No torch.
 
-BERT and its relatives are one stack, in which every token of a prompt sees every other one.
+In BERT-like models every token of a prompt attends to all others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.engine.models.model_spec import AttentionSpec, ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderAttentionSpec(AttentionSpec):
-    """Every token of a prompt sees every other one. Nothing is kept."""
+    """Bidirectional attention inside a prompt. There is no KV cache."""
 
     def kv_shape(self, tp: int) -> tuple[int, int, int]:
         """See `AttentionSpec`."""
@@ -22,21 +22,21 @@ class EncoderAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSpec(ModelSpec):
-    """The numbers that fix every shape of an encoder.
+    """The sizes that determine every shape of an encoder.
 
-    The norms behind attention and feed-forward are of the residual stream, to which these have been added; `norm` is of
+    Each norm follows the addition of attention or feed-forward to the residual stream (post-norm). `norm` normalizes
     the embeddings. There is no head.
     """
 
     padding_id: int | None = None
-    """With RoBERTa's positions: only other tokens than this one count, and this one's position is its id. The first
-    `position_offset` positions are no other token's."""
+    """RoBERTa: padding tokens have this id and position. Other tokens are numbered from `position_offset`, without
+    counting padding."""
     token_types: int = 0
-    """Rows of the token type embedding, of which the first is added to every token; 0: there is none."""
+    """Rows of the token type embedding; row 0 is added to every token. 0: no such embedding."""
     relative_buckets: int = 0
-    """MPNet's: buckets of distances, for each of which every head has a bias on its scores; 0: none."""
+    """MPNet: buckets of relative distances, each with a bias per head on the attention scores; 0: none."""
 
     def stage_parameters(self, stages: Sequence[range], stage: int, tp: int) -> int:
-        """See `ModelSpec`; an encoder is one stage."""
+        """See `ModelSpec`; an encoder has a single stage."""
         biases = self.relative_buckets * self.layers[0].attention.num_heads // tp
         return super().stage_parameters(stages, stage, tp) + self.token_types * self.hidden_size + biases

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire import kernels
+from quire.engine.config.engine_config import EngineConfig, ModelConfig
 from quire.engine.config.model_files import TensorInfo
-from quire.engine.config.options import EngineConfig, ModelConfig
 from quire.engine.config.pooling import Dense
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup

@@ -1,4 +1,4 @@
-"""Weights on their way from files to a GPU: through pinned memory, so that reading and sending go on side by side."""
+"""Copies weights from files to a GPU through pinned memory, so that reading and copying overlap."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 PART_BYTES = 8 << 20
-"""Of a pinned buffer. Each reading thread has two, which is all that a host needs besides its page cache."""
+"""Bytes of a pinned buffer. Each reader thread has two; the host needs no other memory but its page cache."""
 
 
 class PinnedStaging(threading.local):
-    """Of each thread its own: while the GPU fetches one buffer, the thread fills the other."""
+    """Two pinned buffers per thread: while the GPU copies one, the thread fills the other."""
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._device = device
         if is_cuda:
-            # A thread begins with the first GPU, and would take memory there on its way back from a stream.
+            # Otherwise leaving a stream context would create a CUDA context on GPU 0, the default of a new thread.
             torch.cuda.set_device(device)
         self._buffers = [torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
         self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
@@ -26,10 +26,10 @@ class PinnedStaging(threading.local):
         self._next = 0
 
     def copy(self, target: Tensor, values: Tensor) -> None:
-        """As `target.copy_(values)`, from the host's memory to the device; returns when it is done."""
+        """Like `target.copy_(values)` from host memory to the device; returns when the copy has finished."""
         values = values.expand_as(target)
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # where the target was made
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))  # the target was allocated on it
         self._send(target, values)
         if self._stream is not None:
             self._stream.synchronize()
@@ -56,7 +56,7 @@ class PinnedStaging(threading.local):
         buffer = self._buffers[number][: values.nbytes].view(values.dtype).view(values.shape)
         buffer.copy_(values)
         with torch.cuda.stream(self._stream):
-            # Numbers of another type are sent as they are, and changed over there.
+            # Values of another dtype are converted on the device.
             target.copy_(buffer.to(self._device, non_blocking=True) if buffer.dtype != target.dtype else buffer, True)
             if self._stream is not None:
                 self._fetched[number] = self._stream.record_event()

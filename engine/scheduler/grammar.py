@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import read_json
-from quire.engine.config.options import ModelConfig
-from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

@@ -28,7 +28,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from quire.engine.config.options import KVCacheGroup
+from quire.engine.config.engine_config import KVCacheGroup
 
 FREED = -1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.engine.protocol.messages import EngineCoreRequest, FinishReason
+from quire.engine.protocol.engine_core import EngineCoreRequest, FinishReason
 from quire.engine.scheduler.grammar import Grammar
 
 

@@ -20,20 +20,12 @@ from __future__ import annotations
 import time
 from itertools import repeat
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.protocol.messages import (
-    CachedRequestData,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    EngineStats,
-    FinishReason,
-    ModelRunnerOutput,
-    NewRequestData,
-    PromptLogprobs,
-    SchedulerOutput,
-    TokenLogprobs,
-)
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from quire.engine.protocol.stats import EngineStats
 from quire.engine.scheduler.grammar import Grammar, GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
 from quire.engine.scheduler.request import Request

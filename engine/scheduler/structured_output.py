@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine.protocol.messages import EngineCoreOutput, FinishReason
+from quire.engine.protocol.engine_core import EngineCoreOutput, FinishReason
 from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_queue import discard, insert

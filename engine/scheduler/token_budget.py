@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine.config.options import SchedulerConfig
-from quire.engine.protocol.messages import SchedulerOutput
+from quire.engine.config.engine_config import SchedulerConfig
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.request import Request
 from quire.engine.scheduler.request_queue import RequestQueue
 from quire.engine.scheduler.step_time import StepLoad, StepTimeModel

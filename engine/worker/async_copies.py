@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.engine.protocol.messages import ModelRunnerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput
 
 Array = npt.NDArray[Any]
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.config.resolve import format_bytes
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import format_bytes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.host_gather import all_gather_object
 from quire.engine.layers.attention import Batch, HostMetadata, LayerCache

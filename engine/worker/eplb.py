@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.eplb import ExpertMove, moves, rank_loads, rebalance, rounds
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
@@ -20,7 +20,7 @@ from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ExpertLoad
+from quire.engine.protocol.stats import ExpertLoad
 
 REPORT_INTERVAL = 100
 """Steps between two load reports, unless experts move more often."""

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quire.engine.layers.attention import Batch, HostMetadata
-from quire.engine.protocol.messages import NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import NewRequestData, SchedulerOutput
 from quire.engine.worker.async_copies import send
 
 Ints = npt.NDArray[np.int64]

@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 
 from quire.engine.config import devices, parallel_config
-from quire.engine.config.options import DTYPE_BYTES, EngineConfig
-from quire.engine.config.resolve import Sizes, format_bytes, limit_blocks
+from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
+from quire.engine.config.memory_plan import Sizes, format_bytes, limit_blocks
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SchedulerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import warm_up
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ def determine_num_blocks(
     where = f" on rank {least.rank}, in addition to {least.parts()}, in {at_start} free at the start{share}"
     if least.fixed_blocks and not least.num_blocks:
         raise ConfigError(
-            f"--kv-cache-memory-bytes {config.options.kv_cache_memory_bytes} does not fit{where}; lower it, "
+            f"--kv-cache-memory-bytes {config.cache.kv_cache_memory_bytes} does not fit{where}; lower it, "
             "lower --max-num-batched-tokens or --max-num-seqs, or use more ranks (-tp, -pp)"
         )
     num_blocks = limit_blocks(config, least.num_blocks, least.block_bytes, where)
@@ -198,13 +198,13 @@ def measure(
         replica=config.parallel.replica,
         rank=rank,
         at_start=at_start,
-        budget=int(at_start * config.options.gpu_memory_utilization),
+        budget=int(at_start * config.cache.gpu_memory_utilization),
         weights=reserved,
         activations=activations + _extra_workspace(config),
         graphs=sizes.graphs,
         non_torch=others,
         block_bytes=sizes.kv_block[stage],
-        fixed_blocks=config.cache.num_blocks if config.options.kv_cache_memory_bytes is not None else 0,
+        fixed_blocks=config.cache.num_blocks if config.cache.kv_cache_memory_bytes is not None else 0,
         other_ranks=other_ranks,
     )
 

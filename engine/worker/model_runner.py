@@ -14,15 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire import kernels
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.kv_cache_groups import cache_specs, count_planes, place_layers
-from quire.engine.config.options import EngineConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.loader import load_dense, load_model
-from quire.engine.protocol.messages import LOST_REPLICAS, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
+from quire.engine.protocol.logprobs import PromptLogprobs
+from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import memory, warm_up
 from quire.engine.worker.async_copies import Array, AsyncOutput, AsyncRead, send
 from quire.engine.worker.cuda_graphs import DecodeGraphs

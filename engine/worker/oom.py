@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from quire.engine.protocol.messages import SchedulerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.protocol.messages import SamplingParams, TokenLogprobs
+from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker.async_copies import Array, send
 from quire.engine.worker.input_batch import InputBatch, Ints
 

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from typing import Any
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 
 _LONG_CONTEXT, _SHORT_CONTEXT = 16384, 1024
 """Maximum tokens computed before the largest step, for its long row and for its other rows: attending to more takes

@@ -23,13 +23,14 @@ from tqdm import tqdm
 
 from quire import kernels
 from quire.engine import log, process
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.distributed.watchdog import CollectiveError
 from quire.engine.layers.attention import attention_config
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker.async_copies import AsyncOutput
 from quire.engine.worker.memory import CudaMemoryMeter, MemoryMeter
 from quire.engine.worker.model_runner import ModelRunner

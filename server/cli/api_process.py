@@ -24,7 +24,7 @@ import uvicorn
 import uvloop
 
 from quire.engine import log, process
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
 from quire.server.config import ServerOptions
 from quire.server.frontend.chat_formats import ChatFormats
@@ -94,24 +94,24 @@ class ApiProcesses:
         self._args = _ApiProcessArgs(config, options, names, frontend.process_info, listener.fileno())
         indexes = range(1, frontend.process_info.count)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._serving = {index: asyncio.Event() for index in indexes}
+        self._ready = {index: asyncio.Event() for index in indexes}
         self._supervisors = [asyncio.create_task(self._supervise(index)) for index in indexes]
 
     async def ready(self) -> None:
         """Wait until each process has been ready once."""
-        for serving in self._serving.values():
-            await serving.wait()
+        for ready in self._ready.values():
+            await ready.wait()
 
-    def tell(self, failure: str) -> None:
-        """Tell the processes that the engine is gone, and why."""
+    def report_failure(self, failure: str) -> None:
+        """Send the processes the reason why the engine has failed."""
         for one in self._processes.values():
             assert one.stdin is not None
             one.stdin.write(failure.replace("\n", " ").encode() + b"\n")
 
     async def close(self) -> None:
         """Stop the processes; kill those that do not exit in time."""
-        for supervisor in self._supervisors:
-            supervisor.cancel()
+        for task in self._supervisors:
+            task.cancel()
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         for one in self._processes.values():
             assert one.stdin is not None
@@ -142,9 +142,9 @@ class ApiProcesses:
             args = replace(self._args, process_info=replace(self._args.process_info, index=index))
             one.stdin.write(pickle.dumps(args))
             if await one.stdout.read(1):
-                if self._serving[index].is_set():
+                if self._ready[index].is_set():
                     logger.info("API process %d is ready again", index)
-                self._serving[index].set()
+                self._ready[index].set()
             code = await one.wait()
             how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
             logger.error("API process %d %s; its connections are lost; restarting it", index, how)

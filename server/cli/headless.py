@@ -17,12 +17,13 @@ import msgspec
 import zmq
 
 from quire.engine import process
-from quire.engine.cluster.control_plane import LinkEnded
-from quire.engine.config.options import EngineConfig, EngineOptions
-from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.core.launch import Endpoints, replica_config, start_core
+from quire.engine.protocol.engine_core import EngineCoreOutputs, EngineDead, EngineReady, ToServer
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import EngineCoreOutputs, EngineDead, EngineReady, ToServer
 from quire.server.config import ServerOptions
 from quire.server.frontend.dp_coordinator import DPMember
 
@@ -31,7 +32,7 @@ _RESTART_SECONDS = 1.0
 """Minimum interval between two starts of the same replica."""
 _SHUTDOWN_SECONDS = 12.0
 """A little more than an engine core takes at most to shut down by itself."""
-_LAST_WORDS_SECONDS = 2.0
+_EXIT_REASON_SECONDS = 2.0
 """How long to wait for the last message of a core that has exited by itself. A core that was killed sends none."""
 
 logger = logging.getLogger(__name__)
@@ -70,21 +71,20 @@ class HeadlessReplicas:
     def __init__(self, config: EngineConfig, membership: DPMember, log_level: str) -> None:
         self._config, self._membership, self._log_level = config, membership, log_level
         self._folder = tempfile.mkdtemp(prefix="quire-")
-        news = f"ipc://{self._folder}/news"
+        messages = f"ipc://{self._folder}/messages"
         # This process also receives what the cores send to every API process.
-        self._endpoints = Endpoints(membership.requests, (*membership.responses, news))
+        self._endpoints = Endpoints(membership.requests, (*membership.responses, messages))
         self._context = zmq.Context()
-        self._news = self._context.socket(zmq.PULL)
-        self._news.set_hwm(0)
-        self._news.bind(news)
+        self._messages = self._context.socket(zmq.PULL)
+        self._messages.set_hwm(0)
+        self._messages.bind(messages)
         self._decode = msgspec.msgpack.Decoder(ToServer).decode
-        self._ended: list[LinkEnded] = []
         self._loaded: set[int] = set()
-        self._last_words: dict[int, tuple[str, float]] = {}
-        """By replica: why its core exits, and when it said so."""
+        self._exit_reasons: dict[int, tuple[str, float]] = {}
+        """By replica: why its core exits, and when it sent that."""
         self._started: dict[int, float] = {}
         """Start times, on the monotonic clock."""
-        self._gone: set[int] = set()
+        self._to_restart: set[int] = set()
         """Replicas to restart."""
         self._cores: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -103,69 +103,68 @@ class HeadlessReplicas:
                 logger.warning("the engine core of replica %d did not stop and will be killed", replica)
                 core.kill()
                 core.wait()
-        self._news.close(0)
+        self._messages.close(0)
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def run(self, stop: threading.Event) -> str | None:
         """Run until `stop` is set or the API exits. Returns what went wrong, if anything did."""
-        self._membership.listen(self._ended.append)
         for replica in self._config.parallel.local_replicas:
             self._start(replica)
         while not stop.is_set():
-            if self._ended:
-                reason = str(self._ended[0])
+            if self._membership.ended is not None:
+                reason = self._membership.ended.reason
                 logger.info("%s has exited%s", self._membership.leader, f": {reason}" if reason else "")
                 return reason or None
-            if self._news.poll(_WATCH_MS):
-                self._hear()
+            if self._messages.poll(_WATCH_MS):
+                self._receive()
             for replica, core in self._cores.items():
-                if replica not in self._gone and (problem := self._look_after(replica, core)) is not None:
+                if replica not in self._to_restart and (problem := self._check_core(replica, core)) is not None:
                     return problem
-            for replica in [r for r in self._gone if time.monotonic() - self._started[r] >= _RESTART_SECONDS]:
+            for replica in [r for r in self._to_restart if time.monotonic() - self._started[r] >= _RESTART_SECONDS]:
                 self._start(replica)
         logger.info("shutting down")
         return None
 
     def _start(self, replica: int) -> None:
-        self._gone.discard(replica)
+        self._to_restart.discard(replica)
         self._started[replica] = time.monotonic()
         config = replica_config(self._config, replica, self._membership.master)
         self._cores[replica] = start_core(config, self._endpoints, self._log_level)
 
-    def _hear(self) -> None:
-        while self._news.poll(0):
-            match self._decode(self._news.recv()):
+    def _receive(self) -> None:
+        while self._messages.poll(0):
+            match self._decode(self._messages.recv()):
                 case EngineReady(seconds, replica):
                     self._loaded.add(replica)
                     where = ", ".join(f"{part} {count:.2f} s" for part, count in seconds.items())
                     logger.info("replica %d is ready (%s)", replica, where)
                 case EngineDead(reason, replica):
-                    self._last_words[replica] = reason, time.monotonic()
+                    self._exit_reasons[replica] = reason, time.monotonic()
                 case EngineCoreOutputs():  # only the engine's stats, sent to every API process
                     pass
 
-    def _look_after(self, replica: int, core: subprocess.Popen[bytes]) -> str | None:
+    def _check_core(self, replica: int, core: subprocess.Popen[bytes]) -> str | None:
         """Check whether a core has exited, and return why the others cannot continue, if so. Kill a core that announced
         its exit but is still running.
         """
         code = core.poll()
         if code is None:
-            _, said = self._last_words.get(replica, ("", time.monotonic()))
-            if time.monotonic() - said > _SHUTDOWN_SECONDS:
+            _, received_at = self._exit_reasons.get(replica, ("", time.monotonic()))
+            if time.monotonic() - received_at > _SHUTDOWN_SECONDS:
                 core.kill()
             return None
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS * (code >= 0)
-        while replica not in self._last_words and (left := deadline - time.monotonic()) > 0:
-            self._news.poll(int(left * 1000) + 1)
-            self._hear()
+        deadline = time.monotonic() + _EXIT_REASON_SECONDS * (code >= 0)
+        while replica not in self._exit_reasons and (left := deadline - time.monotonic()) > 0:
+            self._messages.poll(int(left * 1000) + 1)
+            self._receive()
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-        reason, _ = self._last_words.pop(replica, (f"the engine core of replica {replica} {how}", 0.0))
-        self._membership.tell(replica, reason)
+        reason, _ = self._exit_reasons.pop(replica, (f"the engine core of replica {replica} {how}", 0.0))
+        self._membership.report_death(replica, reason)
         if replica not in self._loaded or self._config.parallel.is_coupled:
             return reason
         assert core.stdin is not None
         core.stdin.close()
         logger.error("%s; restarting replica %d", reason, replica)
-        self._gone.add(replica)
+        self._to_restart.add(replica)
         return None

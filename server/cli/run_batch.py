@@ -24,8 +24,10 @@ import uvloop
 from tqdm import tqdm
 
 from quire.engine import log, process
-from quire.engine.config.options import EngineConfig, EngineOptions, flag
-from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions, flag
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags, remote
 from quire.server.cli.batch_input import BatchLine, LineError, count_lines, read_lines
@@ -232,7 +234,7 @@ async def _run_in_process(
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     from quire.server.app import create_app
     from quire.server.frontend.chat_formats import ChatFormats
-    from quire.server.frontend.dp_coordinator import meet
+    from quire.server.frontend.dp_coordinator import connect_hosts
     from quire.server.frontend.frontend import Frontend
     from quire.server.frontend.output_stream import EngineUnavailable
     from quire.server.http.state import ServedModel
@@ -243,7 +245,7 @@ async def _run_in_process(
         name=names[0],
         formats=ChatFormats.of(options),
         log_level=options.log_level,
-        hosts=meet(config),
+        hosts=connect_hosts(config),
     )
     try:
         await frontend.ready()

@@ -14,8 +14,9 @@ import time
 from typing import TYPE_CHECKING
 
 from quire.engine import log, process
-from quire.engine.config.options import EngineConfig, EngineOptions
-from quire.engine.core.launch import become_node
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.core.launch import exec_node
 from quire.engine.protocol.errors import ConfigError
 from quire.server.cli import flags
 from quire.server.cli.listen import address, listen
@@ -31,7 +32,7 @@ DEMO_NAME = "quire-demo"
 """Name of the bundled model if no other is set."""
 _PORT_VARIABLE = "AIP_HTTP_PORT"
 """Vertex AI sets the server's port here; see quire.server.http.sagemaker_vertex."""
-_FAREWELL_SECONDS = 2.0
+_FAILURE_SECONDS = 2.0
 """How long /health reports why the engine died, before the process exits."""
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Serve until a signal arrives (0) or the engine is gone (1)."""
+    """Serve until a signal arrives (0) or the engine has failed (1)."""
     seconds = {"imports": process.age()}
     begun = time.monotonic()
     options, server = read_options(parsed)
@@ -67,20 +68,21 @@ def run(parsed: argparse.Namespace) -> int:
     if options.nnodes > 1:
         _check_node(options, server)
     if server.headless:
-        become_node(options, server.log_level)
+        exec_node(options, server.log_level)
     ApiKeys.load(server)
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
     process.set_name("quire-api")
     # Not at the top, because the parsers of all commands import this module.
-    from quire.engine.config.resolve import fetch_weights, plan_text, resolve
-    from quire.server.frontend.dp_coordinator import meet
+    from quire.engine.config.plan_text import plan_text
+    from quire.engine.config.resolve import fetch_weights, resolve
+    from quire.server.frontend.dp_coordinator import connect_hosts
 
     with listen(server) as listener:
         config = resolve(options)
         print(plan_text(config), flush=True)
         fetch_weights(options, config)
         seconds["resolve"] = time.monotonic() - begun
-        hosts = meet(config, server.api_server_count)
+        hosts = connect_hosts(config, server.api_server_count)
 
         import uvloop
 
@@ -98,7 +100,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _check_node(options: EngineOptions, server: ServerOptions) -> None:
     """Raise `ConfigError` if node 0 is headless, or another node is not."""
-    from quire.engine.config.parallel_config import num_local_ranks
+    from quire.engine.config.parallel_config import count_local_ranks
 
     if server.headless and options.node_rank == 0:
         raise ConfigError(
@@ -106,7 +108,7 @@ def _check_node(options: EngineOptions, server: ServerOptions) -> None:
         )
     if not server.headless and options.node_rank != 0:
         raise ConfigError(f"--node-rank {options.node_rank}: only node 0 runs the API; start this node with --headless")
-    num_local_ranks(options)
+    count_local_ranks(options)
 
 
 def read_options(parsed: argparse.Namespace) -> tuple[EngineOptions, ServerOptions]:
@@ -146,7 +148,7 @@ async def _serve(
     from quire.server.cli.api_process import ApiProcesses, http_server
 
     http = http_server(frontend, options, names)
-    siblings = ApiProcesses(frontend, config, options, names, listener)
+    api_processes = ApiProcesses(frontend, config, options, names, listener)
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -159,9 +161,7 @@ async def _serve(
     asked_to_stop = asyncio.create_task(stop.wait())
     serving = asyncio.create_task(http.serve([listener]))
     engine = asyncio.create_task(
-        _until_the_engine_is_gone(
-            frontend, siblings, seconds, f"{', '.join(names)} on {address(listener, options.is_tls)}"
-        )
+        _watch_engine(frontend, api_processes, seconds, f"{', '.join(names)} on {address(listener, options.is_tls)}")
     )
     try:
         await asyncio.wait((asked_to_stop, serving, engine), return_when=asyncio.FIRST_COMPLETED)
@@ -176,28 +176,26 @@ async def _serve(
         frontend.client.fail(SHUTTING_DOWN)
         http.should_exit = True
         try:
-            await asyncio.gather(serving, siblings.close())
+            await asyncio.gather(serving, api_processes.close())
         finally:
             await frontend.close()
 
 
-async def _until_the_engine_is_gone(
-    frontend: Frontend, siblings: ApiProcesses, seconds: dict[str, float], what: str
-) -> int:
+async def _watch_engine(frontend: Frontend, api_processes: ApiProcesses, seconds: dict[str, float], what: str) -> int:
     """Log the start-up times and, if the engine dies, the reason; returns the exit code.
 
     Raises `EngineUnavailable` if the model cannot be loaded.
     """
     spent = await frontend.ready()
-    gone = asyncio.create_task(frontend.client.failed())
-    await asyncio.wait((gone, asyncio.create_task(siblings.ready())), return_when=asyncio.FIRST_COMPLETED)
+    failed = asyncio.create_task(frontend.client.failed())
+    await asyncio.wait((failed, asyncio.create_task(api_processes.ready())), return_when=asyncio.FIRST_COMPLETED)
     gc.collect()
     gc.freeze()
     where = ", ".join(f"{part} {count:.2f} s" for part, count in (seconds | spent).items())
     logger.info("ready %.2f s after the start (%s)", process.age(), where)
     logger.info("serving %s", what)
-    failure = await gone
-    logger.error("the engine is gone: %s", failure)
-    siblings.tell(str(failure))
-    await asyncio.sleep(_FAREWELL_SECONDS)
+    failure = await failed
+    logger.error("the engine has failed: %s", failure)
+    api_processes.report_failure(str(failure))
+    await asyncio.sleep(_FAILURE_SECONDS)
     return 1

@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 import zmq
 
-from quire.engine.protocol.messages import Shutdown, ToCore
+from quire.engine.protocol.engine_core import Shutdown, ToCore
 
 SHUTDOWN_SECONDS = 10.0
 LOADING_SHUTDOWN_SECONDS = 1.0

@@ -15,24 +15,24 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from quire.engine.config.options import CacheConfig
+from quire.engine.config.engine_config import CacheConfig
 from quire.engine.core.launch import Endpoints
-from quire.engine.protocol.messages import (
+from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDead,
     EngineReady,
-    EngineStats,
     FinishReason,
     Join,
     Probe,
     ProbeReply,
-    SamplingParams,
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.stats import EngineStats
 from quire.server.frontend.core_connection import CoreConnection
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, OutputStream

@@ -17,20 +17,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import (
     LOOPBACK,
     Endpoints,
     local_endpoints,
-    port_of,
     replica_config,
     reserve_ports,
+    socket_port,
     start_core,
 )
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.chat_formats import ChatFormats
-from quire.server.frontend.dp_coordinator import DPCoordinator, served
+from quire.server.frontend.dp_coordinator import DPCoordinator
 from quire.server.frontend.engine_client import SHUTTING_DOWN, EngineClient
 from quire.server.frontend.generation import Embedding, Generation
 from quire.server.frontend.input_processor import InputProcessor
@@ -111,7 +111,7 @@ class Frontend:
 
         `count` is the number of API processes; the others call `join`. With `max_queue`, `admit` and `generate` raise
         `QueueFull` when that many requests are waiting. `hosts` are the hosts of other replicas
-        (`quire.server.frontend.dp_coordinator.meet`), which are closed with the frontend.
+        (`quire.server.frontend.dp_coordinator.connect_hosts`), which are closed with the frontend.
         """
         folder = tempfile.mkdtemp(prefix="quire-")
         if len(folder) > _MAX_FOLDER_BYTES:
@@ -122,10 +122,10 @@ class Frontend:
         endpoints = local_endpoints(config.parallel, folder, count)
         if hosts is not None:
             endpoints = Endpoints(hosts.requests, hosts.responses or endpoints.responses)
-        process_info = ApiProcessInfo(folder, endpoints, served(config))
+        process_info = ApiProcessInfo(folder, endpoints, tuple(config.parallel.api_replicas))
         metrics = Metrics(name, process_info.metrics, 0, count, process_info.replicas)
         ports = reserve_ports(LOOPBACK, 1) if config.parallel.is_coupled and hosts is None else []
-        master = (LOOPBACK, port_of(ports[0])) if ports else None if hosts is None else hosts.master
+        master = (LOOPBACK, socket_port(ports[0])) if ports else None if hosts is None else hosts.master
 
         def start_replica(replica: int) -> subprocess.Popen[bytes]:
             return start_core(replica_config(config, replica, master), endpoints, log_level)
@@ -185,7 +185,7 @@ class Frontend:
         await asyncio.shield(self._loading)
         ready = await self.client.ready()
         if ready.stats is not None and ready.stats.kv_blocks != self.config.cache.num_blocks:
-            from quire.engine.config.resolve import cache_text
+            from quire.engine.config.plan_text import cache_text
 
             logger.info("%s", cache_text(self.config.with_blocks(ready.stats.kv_blocks)))
         return self._seconds | ready.seconds
@@ -282,8 +282,8 @@ class Frontend:
         if self._hosts is not None:
             reason = str(await self.client.failed())
             if together and reason == SHUTTING_DOWN:
-                self._hosts.leave()
-                while not self._hosts.may_end:
+                self._hosts.request_shutdown()
+                while not self._hosts.can_shut_down:
                     await asyncio.sleep(_LEAVE_SECONDS)
             await asyncio.to_thread(self._hosts.close, "" if reason == SHUTTING_DOWN else reason)
         await self.client.close()

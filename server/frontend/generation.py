@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from quire.engine.protocol.messages import EngineCoreOutput
+from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.server.frontend.output_processor import OutputProcessor, TextDelta
 from quire.server.frontend.output_stream import OutputStream, RequestFailed
 

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import read_json
-from quire.engine.config.options import ModelConfig
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
-from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.frontend import conversation
 from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.chat_template import ChatTemplate, ChatTemplates

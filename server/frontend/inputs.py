@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.conversation import ChatTemplateOptions, Message
 from quire.server.frontend.tools import ToolUse
 from quire.server.parsers.output_parser import OutputFormat

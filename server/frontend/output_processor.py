@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from quire.engine.protocol.messages import EngineCoreOutput, FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
+from quire.engine.protocol.engine_core import EngineCoreOutput, FinishReason
+from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.parsers.events import Content, Event, Reasoning, ToolCall
 from quire.server.parsers.output_parser import OutputFormat, OutputParser

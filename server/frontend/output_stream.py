@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from quire.engine.protocol.messages import EngineCoreOutput, FinishReason
+from quire.engine.protocol.engine_core import EngineCoreOutput, FinishReason
 
 
 class EngineUnavailable(RuntimeError):

@@ -26,8 +26,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.config.options import CacheConfig
-from quire.engine.protocol.messages import EngineCoreRequest, EngineStats
+from quire.engine.config.engine_config import CacheConfig
+from quire.engine.protocol.engine_core import EngineCoreRequest
+from quire.engine.protocol.stats import EngineStats
 
 DECODE_TOKENS = 32
 """Tokens by which a running request delays the prompt of another."""

@@ -25,9 +25,9 @@ from urllib.parse import unquote
 
 import msgspec
 
-from quire.engine.config.options import ModelConfig
+from quire.engine.config.engine_config import ModelConfig
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import StructuredOutputs
+from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.engine.scheduler.grammar import JSON_OPTIONS, GrammarCompiler
 from quire.server.frontend.output_stream import EngineUnavailable
 from quire.server.frontend.sandbox import Sandbox, SandboxStopped

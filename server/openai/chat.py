@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import TokenLogprobs
+from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.server.frontend.conversation import ChatTemplateOptions
 from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import ChatInput, GenerationInput

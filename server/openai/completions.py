@@ -10,7 +10,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import MAX_N, SamplingParams, TokenLogprobs
+from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.protocol.sampling_params import MAX_N, SamplingParams
 from quire.server.frontend.inputs import Prompt
 from quire.server.frontend.output_processor import Detokenizer, TextDelta
 from quire.server.frontend.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
 from quire.engine.config.pooling import Pooling
+from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import EngineCoreOutput
 from quire.server.frontend.embedding_output import VectorOptions, to_json
 from quire.server.frontend.inputs import EmbeddingOptions, Prompt
 from quire.server.http.errors import json_response

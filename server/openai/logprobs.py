@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from quire.engine.protocol.messages import PromptLogprobs
+from quire.engine.protocol.logprobs import PromptLogprobs
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.llm_outputs import Logprob, prompt_logprobs
 

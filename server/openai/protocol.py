@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
+from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
 from quire.server.frontend.inputs import RequestOptions
 from quire.server.http.response import StreamUsage
 

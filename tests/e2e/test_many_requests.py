@@ -12,7 +12,7 @@ import pytest
 
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from tests.e2e.serving import Server, serve
 from tests.e2e.test_openai import metric
 from tests.fakes.core_with_ranks import Ranks

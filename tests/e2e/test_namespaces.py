@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from quire.engine.cluster import control_plane
+from quire.engine.cluster import network
 from tests.fakes.namespaces import Host, _remove_leftovers
 from tests.fakes.namespaces import hosts as hosts
 
@@ -46,12 +46,12 @@ def test_hosts_reach_each_other_until_the_cable_is_out(hosts: tuple[Host, Host])
 def test_an_interface_is_found_by_its_other_addresses(hosts: tuple[Host, Host]) -> None:
     first, _ = hosts
     with first.inside():
-        name = control_plane.interface_of(first.address)
+        name = network.interface_of(first.address)
         assert name is not None
         for added in (["10.9.9.1/24"], ["10.9.9.2/24"], ["10.9.8.1/24", "label", f"{name}:1"]):
             subprocess.run(["ip", "address", "add", *added, "dev", name], check=True)
-            assert control_plane.interface_of(added[0].removesuffix("/24")) == name
-        assert control_plane.interface_of("10.9.9.3") is None
+            assert network.interface_of(added[0].removesuffix("/24")) == name
+        assert network.interface_of("10.9.9.3") is None
 
 
 def test_what_a_killed_run_has_left_is_removed() -> None:

@@ -213,7 +213,7 @@ def copied(folder: Path, **changes: object) -> Path:
     [
         ("no folder", r"/no/such/folder: no such model folder"),
         ("other bytes", r"node 1 \(10.77.0.2\) has other bytes in config.json, unlike node 0 \(10.77.0.1\)"),
-        ("another flag", r"node 1 \(10.77.0.2\) was started with --max-model-len 512, and node 0 .* with 1024; give"),
+        ("another flag", r"node 1 \(10.77.0.2\) has --max-model-len 512, and node 0 .* has 1024; start"),
         ("no file", r"node 1 \(10.77.0.2\) has no generation_config.json, unlike node 0"),
     ],
 )

@@ -192,7 +192,7 @@ def test_stages_on_two_nodes_answer_as_one_process(cluster: Cluster) -> None:
         (("-pp", "4"), {"QUIRE_HOST_IP": "10.77.0.9"}, "the Ray node 10.77.0.1 has QUIRE_HOST_IP=10.77.0.9"),
         (("-pp", "4"), {"RAY_AUTH_TOKEN": "other" * 8}, "does not accept this process's token; give every node"),
         (("-pp", "4"), {"RAY_AUTH_MODE": "disabled"}, "does not accept this process's token; give every node"),
-        (("-pp", "4"), {"RAY_AUTH_TOKEN": "", "HOME": "/nowhere"}, "wants a token, and this process has none; give"),
+        (("-pp", "4"), {"RAY_AUTH_TOKEN": "", "HOME": "/nowhere"}, "requires a token, and this process has none; give"),
         (("-pp", "4"), {"RAY_ADDRESS": f"{HEAD}:6000"}, f"no Ray cluster (RAY_ADDRESS={HEAD}:6000) could be joined"),
         (
             ("-pp", "4"),

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.server.cli.api_process import http_server
 from quire.server.config import ServerOptions
 from quire.server.frontend import frontend as frontend_module

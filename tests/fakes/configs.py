@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.engine.config.options import (
+from quire.engine.config.engine_config import (
     CacheConfig,
     EngineConfig,
     KVCacheGroup,

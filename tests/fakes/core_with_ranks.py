@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from quire.engine.config.options import CacheConfig, EngineConfig, SchedulerConfig
+from quire.engine.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.core.engine_core import EngineCore, EngineCoreIO, Inbound
 from quire.engine.executor import factory
 from quire.engine.executor.base import Executor
-from quire.engine.protocol.messages import (
+from quire.engine.protocol.engine_core import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineStats,
     Probe,
     ProbeReply,
-    SamplingParams,
     Shutdown,
     ToServer,
 )
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.stats import EngineStats
 from tests.fakes.outputs import each
 
 

@@ -8,20 +8,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.engine_core import EngineCore, Inbound
 from quire.engine.executor.base import Executor
-from quire.engine.protocol.messages import (
+from quire.engine.protocol.engine_core import (
     EngineCoreOutputs,
     EngineCoreRequest,
     Probe,
     ProbeReply,
     ReplicaFailed,
-    SamplingParams,
     Shutdown,
     StartWave,
     ToServer,
 )
+from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.outputs import each
 
 WAIT = 60.0

@@ -23,26 +23,25 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import Endpoints
-from quire.engine.protocol.messages import (
+from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDead,
     EngineReady,
-    EngineStats,
     FinishReason,
     Join,
     Probe,
     ProbeReply,
-    PromptLogprobs,
     Shutdown,
     ToCore,
-    TokenLogprobs,
     ToServer,
 )
+from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.stats import EngineStats
 from tests.fakes.outputs import prompt_logprobs
 
 MAX_MODEL_LEN = 128

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from quire.engine.protocol.messages import CachedRequestData, ModelRunnerOutput, PromptLogprobs, SchedulerOutput
+from quire.engine.protocol.logprobs import PromptLogprobs
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
 from tests.fakes.outputs import prompt_logprobs
 
 VOCAB = 97

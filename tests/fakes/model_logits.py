@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup

@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from quire.engine.protocol.messages import EngineCoreOutput, EngineCoreOutputs, PromptLogprobs
+from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs
+from quire.engine.protocol.logprobs import PromptLogprobs
 
 
 def each(message: EngineCoreOutputs) -> list[EngineCoreOutput]:

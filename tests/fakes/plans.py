@@ -6,14 +6,10 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.engine.protocol.messages import (
-    CachedRequestData,
-    ModelRunnerOutput,
-    NewRequestData,
-    SamplingParams,
-    SchedulerOutput,
-    TokenLogprobs,
-)
+from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 
 Execute = Callable[[SchedulerOutput], ModelRunnerOutput | None]

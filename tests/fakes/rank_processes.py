@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.parallel_state import connect
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import read_plans
 from tests.fakes.processes import CONTEXT

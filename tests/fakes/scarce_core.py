@@ -10,7 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core import engine_core
 from quire.engine.core.launch import Endpoints
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.distributed.pipeline import Pipeline
 from quire.engine.executor.base import StepFuture
-from quire.engine.protocol.messages import SchedulerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.ranks import expert_groups
 

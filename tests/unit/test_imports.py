@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from quire.engine.config.engine_config import EngineConfig
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("quire", "server", "engine", "kernels")
@@ -20,14 +23,15 @@ CONFIG = ("engine.config", "engine.cluster", *SPEC, *BASE)
 BELOW: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),
     **dict.fromkeys(SPEC, (*SPEC, *BASE)),
-    "engine.config": CONFIG,
-    "engine.cluster": CONFIG,
+    "engine.config": (*SPEC, *BASE),
+    "engine.cluster": ("engine.config", *SPEC, *BASE),
+    "engine.config.resolve": CONFIG,
     "kernels": (),
     "engine.distributed": ("kernels", *CONFIG),
     "engine.layers": ("engine.distributed", "kernels", *CONFIG),
     "engine.models": ("engine.layers", "engine.distributed", "kernels", *CONFIG),
     "engine.worker": ("engine.models", "engine.layers", "engine.distributed", "kernels", *CONFIG),
-    "engine.executor": ("engine.worker", "engine.distributed", *CONFIG),
+    "engine.executor": ("engine.worker", "engine.distributed", "engine.config.resolve", *CONFIG),
     "engine.scheduler.grammar": CONFIG,
     "engine.scheduler": ("engine.scheduler.grammar", *CONFIG),
     "engine.core.launch": CONFIG,
@@ -41,7 +45,7 @@ BELOW: dict[str, tuple[str, ...]] = {
     "server.anthropic": ("server.openai", "server.http", "server.frontend", *CONFIG),
     "server.app": ("server.anthropic", "server.openai", "server.http", "server.config", *CONFIG),
     "server.llm_outputs": ("server.frontend", "server.parsers", *CONFIG),
-    "server.llm": ("server.llm_outputs", "server.frontend", "server.parsers", *CONFIG),
+    "server.llm": ("server.llm_outputs", "server.frontend", "server.parsers", "engine.config.resolve", *CONFIG),
     "server.cli": (
         *(
             "server.app",
@@ -50,6 +54,7 @@ BELOW: dict[str, tuple[str, ...]] = {
             "server.frontend",
             "server.config",
             "engine.core.launch",
+            "engine.config.resolve",
             "",
             *CONFIG,
         ),
@@ -57,6 +62,12 @@ BELOW: dict[str, tuple[str, ...]] = {
     "server": (),
     "": ("server.llm", "server.llm_outputs", *CONFIG),
 }
+OPTIONS_ROOMS = (
+    *("engine.config", "engine.config.resolve", "server.cli", "server.llm"),
+    *("engine.cluster.ray_cluster", "engine.core.launch", "engine.executor.nodes"),
+)
+"""Where the user's options may be read: where flags are parsed and resolved, and where a process on another host gets
+the options that it resolves itself."""
 TORCH_ROOMS = ("kernels", "engine.distributed", "engine.layers", "engine.models", "engine.worker")
 
 WEB_ROOMS = ("server.http", "server.openai", "server.anthropic", "server.app", "server.cli")
@@ -107,5 +118,15 @@ def test_heavy_libraries_stay_in_their_rooms(module: str, tree: ast.Module) -> N
         if library in ("pydantic", "fastapi", "starlette"):
             assert room in WEB_ROOMS, f"{module} imports {library}"
         if library == "ray":
-            assert module in ("engine.cluster.ray_cluster", "engine.executor.ray"), f"{module} imports ray"
+            assert module in ("engine.cluster.ray_cluster", "engine.cluster.ray_launcher"), f"{module} imports ray"
         assert (room, library) != ("server.parsers", "asyncio"), f"{module} imports asyncio"
+
+
+@pytest.mark.parametrize(("module", "tree"), MODULES, ids=[name or "quire" for name, _ in MODULES])
+def test_raw_options_do_not_travel_past_resolve(module: str, tree: ast.Module) -> None:
+    if "quire.engine.config.options.EngineOptions" in imports(tree):
+        assert {room_of(module), module} & set(OPTIONS_ROOMS), f"{module} reads EngineOptions"
+
+
+def test_the_resolved_configuration_has_no_options() -> None:
+    assert "options" not in {field.name for field in dataclasses.fields(EngineConfig)}

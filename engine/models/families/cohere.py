@@ -1,4 +1,4 @@
-"""Command R and R7B: parallel attention and feed-forward after one norm; interleaved rotary pairs."""
+"""Command R and R7B: attention and feed-forward in parallel after one norm; interleaved rotary pairs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.engine.models.model_spec import LayerSpec, ModelSpec
 
 
 def _cohere(name: str, config: Config) -> ModelSpec:
-    """Cohere2 has windows, and turns only where there is one."""
+    """Cohere2 has sliding-window layers; only these have RoPE."""
     norm, is_second = layer_norm(config["layer_norm_eps"], bias=False), name.startswith("Cohere2")
     count = int(config["num_hidden_layers"])
     if is_second:

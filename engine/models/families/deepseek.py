@@ -55,7 +55,7 @@ def _deepseek(name: str, config: Config) -> ModelSpec:
 
 
 def _softmax_experts(config: Config) -> MoESpec:
-    """V2's: softmax scores, groups by their best expert where the config says so."""
+    """V2: softmax scores, and optionally groups that are chosen by their best expert."""
     require(config, "topk_method", "greedy", "group_limited_greedy")
     require(config, "scoring_func", "softmax")
     require(config, "moe_layer_freq", 1)

@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3 (text): norms before and after, stored minus 1; scaled embeddings; windows; soft-capping."""
+"""Gemma 1, 2 and 3 (text): norms stored minus 1, post-norms, scaled embeddings, sliding windows, soft-capping."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _gemma(name: str, config: Config) -> ModelSpec:
     layer = LayerSpec(
         attention=attention(config, rope_spec),
         attention_norm=norm,
-        feed_forward=feed_forward(config, activation="gelu_tanh"),  # regardless of its config
+        feed_forward=feed_forward(config, activation="gelu_tanh"),  # whatever config.json says
         feed_forward_norm=norm,
     )
     layers = [layer] * int(config["num_hidden_layers"])
@@ -38,7 +38,7 @@ def _gemma(name: str, config: Config) -> ModelSpec:
 
 
 def _gemma2(name: str, config: Config) -> ModelSpec:
-    """Gemma 2, and 3, which has norms of queries and keys instead of soft-capping, and turns windows by themselves."""
+    """Gemma 2 and 3. Gemma 3 has QK norm instead of soft-capping, and another RoPE in sliding-window layers."""
     require(config, "use_bidirectional_attention", None, False)
     norm, is_third = rms_norm(config, offset=1.0), name.startswith("Gemma3")
     count, every = int(config["num_hidden_layers"]), int(config["sliding_window_pattern"])

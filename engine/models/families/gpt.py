@@ -70,7 +70,7 @@ _GPT2_NAMES = {
 
 
 def _opt(name: str, config: Config) -> ModelSpec:
-    """All but OPT-350m, whose norms stand behind the residual sum and whose embedding is narrower."""
+    """OPT, except OPT-350m, which has post-norms and a projected embedding."""
     require(config, "do_layer_norm_before", True)
     require(config, "_remove_final_layer_norm", False)
     require(config, "layer_norm_elementwise_affine", True)
@@ -106,7 +106,7 @@ _OPT_NAMES = {
 
 
 def grouped_rows(layer: LayerSpec, module: str, part: str) -> Runs | None:
-    """In one matrix, each KV head's queries, then its key, then its value."""
+    """Rows of a fused QKV matrix with, for each KV head, its query heads, then its key, then its value."""
     attention = layer.attention
     if module != "layers.attention.qkv" or not isinstance(attention, AttentionSpec):
         return None
@@ -147,7 +147,7 @@ _NEOX_NAMES = {
 
 
 def _falcon(name: str, config: Config) -> ModelSpec:
-    """Falcon with one KV head (7B), with groups (40B, 180B) and with ALiBi (RW)."""
+    """Falcon with multi-query attention (7B), grouped queries (40B, 180B), or ALiBi (RW)."""
     norm, heads = layer_norm(config["layer_norm_epsilon"]), int(config["num_attention_heads"])
     config = {**config, "hidden_size": config.get("n_embed") or config["hidden_size"]}
     is_new, dim = bool(config["new_decoder_architecture"]), head_dim(config)
@@ -247,7 +247,7 @@ def _is_conv1d(module: str) -> bool:
 
 
 _MASKS = r"(\.attn\.|\.attention\.)(masked_)?bias$|rotary_emb\.inv_freq$"
-"""Buffers that were once saved with the weights."""
+"""Buffers that older checkpoints contain."""
 FAMILIES = {
     "GPT2LMHeadModel": Family(
         _gpt2,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from quire.engine.config.options import ModelConfig
+from quire.engine.config.engine_config import ModelConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch, LayerCache
 from quire.engine.layers.weight import Shard, Weight

@@ -7,8 +7,10 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from quire.engine.config.options import EngineConfig, EngineOptions
-from quire.engine.config.resolve import plan_text, resolve
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import resolve
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.server.cli import flags
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.config.options import EngineOptions, flag
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.cli import flags
 from quire.server.cli.bench import dataset, offline, report
 from quire.server.cli.bench.dataset import DatasetOptions, Sample

@@ -12,19 +12,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
+import msgspec
 import psutil
 import pytest
 import zmq
 
-from quire.engine.cluster import control_plane
-from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
+from quire.engine.cluster import control_plane, handshake, network
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster.handshake import Hello, compare
 from quire.engine.protocol.errors import ConfigError
 
+NODE_0 = Hello(name="node 0 (here)", number=0)
 _FOLLOW = """
 import sys, time
-from quire.engine.cluster.control_plane import Follower, Hello
-follower = Follower("127.0.0.1", int(sys.argv[1]), Hello(name="node 1 (here)", number=1), seconds=30,
-                    on_lost=lambda text: None)
+from quire.engine.cluster.control_plane import Follower
+from quire.engine.cluster.handshake import Hello
+follower = Follower("127.0.0.1", int(sys.argv[1]), Hello(name="node 1 (here)", number=1), seconds=30)
 time.sleep(60)
 """
 
@@ -35,21 +38,22 @@ class Host:
     def __init__(self, *expected: int, rejoin: bool = False) -> None:
         self.lost: SimpleQueue[tuple[int, str]] = SimpleQueue()
         self.messages: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
-        self.joined: SimpleQueue[Hello] = SimpleQueue()
         self.leader = Leader(
+            NODE_0,
+            "",
             0,
             expected,
             on_lost=lambda number, text: self.lost.put((number, text)),
             on_message=lambda number, body: self.messages.put((number, body)),
-            on_join=self.joined.put if rejoin else None,
+            may_rejoin=rejoin,
         )
         self.followers: list[Follower] = []
-        self.leader_lost: SimpleQueue[str] = SimpleQueue()
+        self.ends: SimpleQueue[LinkEnded] = SimpleQueue()
 
     def join(self, number: int, seconds: float = 10.0, name: str | None = None) -> Follower:
         hello = Hello(name=name or f"node {number} (here)", number=number)
         follower = Follower(
-            "127.0.0.1", self.leader.port, hello, seconds=seconds, on_lost=self.leader_lost.put, leader="node 0"
+            "127.0.0.1", self.leader.port, hello, seconds=seconds, on_end=self.ends.put, leader="node 0"
         )
         self.followers.append(follower)
         return follower
@@ -76,7 +80,7 @@ def hosting(*expected: int) -> Iterator[Host]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_plane, "LOST_SECONDS", 1.0)
-    monkeypatch.setattr(control_plane, "_BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(control_plane, "_HEARTBEAT_SECONDS", 0.1)
 
 
 def test_messages_go_both_ways_in_their_order(three: Host) -> None:
@@ -96,10 +100,10 @@ def test_messages_go_both_ways_in_their_order(three: Host) -> None:
     assert three.lost.empty()
 
 
-@pytest.mark.skipif(control_plane.interface_of("::1") is None, reason="this host has no IPv6")
+@pytest.mark.skipif(network.interface_of("::1") is None, reason="this host has no IPv6")
 def test_a_leader_is_reached_over_ipv6_too(two: Host) -> None:
     hello = Hello(name="node 1 (::1)", number=1)
-    two.followers.append(Follower("::1", two.leader.port, hello, seconds=5, on_lost=two.leader_lost.put))
+    two.followers.append(Follower("::1", two.leader.port, hello, seconds=5, on_end=two.ends.put))
     assert two.leader.wait(5).keys() == {1}
 
 
@@ -111,12 +115,12 @@ def test_a_follower_may_come_first() -> None:
 
     def follow() -> None:
         hello = Hello(name="node 1", number=1)
-        came.put(Follower("127.0.0.1", port, hello, seconds=20, on_lost=lambda text: None))
+        came.put(Follower("127.0.0.1", port, hello, seconds=20))
 
     thread = threading.Thread(target=follow)
     thread.start()
     thread.join(0.5)
-    leader = Leader(port, [1], on_lost=lambda *_: None, on_message=lambda *_: None)
+    leader = Leader(NODE_0, "", port, [1], on_lost=lambda *_: None, on_message=lambda *_: None)
     assert list(leader.wait(10)) == [1]
     follower = came.get(timeout=10)
     leader.send(1, b"plan")
@@ -142,7 +146,6 @@ def test_a_leader_that_does_not_come_is_named_in_time() -> None:
                 port,
                 Hello(name="node 1", number=1),
                 seconds=0.6,
-                on_lost=lambda text: None,
                 leader="node 0",
             )
 
@@ -152,7 +155,7 @@ def test_a_port_in_use_is_named() -> None:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         with pytest.raises(ConfigError, match=r"cannot join at port \d+ .* in use; choose another with --master-port"):
-            Leader(taken.getsockname()[1], [1], on_lost=lambda *_: None, on_message=lambda *_: None)
+            Leader(NODE_0, "", taken.getsockname()[1], [1], on_lost=lambda *_: None, on_message=lambda *_: None)
 
 
 def test_a_number_is_taken_once(two: Host) -> None:
@@ -166,11 +169,37 @@ def test_a_number_is_taken_once(two: Host) -> None:
     assert first.receive(10) == b"still"
 
 
-def test_a_follower_can_be_refused(two: Host) -> None:
-    follower = two.join(1)
-    two.leader.refuse(1, "node 1 has another torch")
-    with pytest.raises(LinkEnded, match="node 1 has another torch"):
-        follower.receive(10)
+def test_a_follower_that_differs_is_rejected_and_named() -> None:
+    def check(hello: Hello) -> None:
+        if hello.body:
+            raise ConfigError(f"{hello.name} is not wanted")
+
+    for changes, address, text in (
+        ({"error": "no such model"}, "", r"node 1 \(10.0.0.2\): no such model"),
+        ({"settings": {"--dtype": "float16"}}, "", "has --dtype float16, and node 0 .here. has float32; start every"),
+        ({}, "127.0.0.1", r"--master-addr 127.0.0.1: node 1 .* cannot reach that address of node 0 \(here\); start"),
+        ({"body": b"x"}, "", "is not wanted"),
+    ):
+        own = Hello(name="node 0 (here)", number=0, settings={"--dtype": "float32"})
+        leader = Leader(own, address, 0, [1], on_lost=lambda *_: None, on_message=lambda *_: None, check=check)
+        hello = msgspec.structs.replace(Hello(name="node 1 (10.0.0.2)", number=1, address="10.0.0.2"), **changes)
+        with pytest.raises(LinkEnded, match=text):
+            Follower("127.0.0.1", leader.port, hello, seconds=10)
+        with pytest.raises(ConfigError, match=text):
+            leader.wait(10)
+        leader.close()
+
+
+def test_the_launcher_reports_processes_that_end(three: Host) -> None:
+    follower = three.join(1)
+    three.leader.fail(1, "node 1 (here): its Ray actor died")
+    assert three.lost.get(timeout=10) == (1, "node 1 (here): its Ray actor died")
+    three.leader.fail(2, "too late")
+    with pytest.raises(ConfigError, match="its Ray actor died"):
+        three.leader.wait(10)
+    with pytest.raises(LinkEnded, match="cannot join again"):
+        three.join(2)
+    assert follower.ended is None
 
 
 @pytest.mark.parametrize("reason", ["", "rank 1 was killed by SIGKILL"])
@@ -183,7 +212,7 @@ def test_closing_sends_the_reason(two: Host, reason: str) -> None:
         with pytest.raises(LinkEnded) as ended:
             follower.receive(10)
         assert ended.value.reason == reason
-    assert two.leader_lost.empty()
+    assert two.ends.get(timeout=10).reason == reason
 
 
 def test_a_follower_that_leaves_says_why(two: Host) -> None:
@@ -214,7 +243,7 @@ def test_a_leader_that_falls_silent_is_noticed() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as leader:
         leader.setsockopt(zmq.LINGER, 0)
         port = leader.bind_to_random_port("tcp://127.0.0.1")
-        texts: SimpleQueue[str] = SimpleQueue()
+        ends: SimpleQueue[LinkEnded] = SimpleQueue()
 
         def welcome() -> None:
             identity, *_ = leader.recv_multipart()
@@ -222,9 +251,9 @@ def test_a_leader_that_falls_silent_is_noticed() -> None:
 
         thread = threading.Thread(target=welcome)
         thread.start()
-        follower = Follower("127.0.0.1", port, Hello(name="n", number=1), seconds=10, on_lost=texts.put)
+        follower = Follower("127.0.0.1", port, Hello(name="n", number=1), seconds=10, on_end=ends.put)
         thread.join()
-        assert "was lost: nothing was heard of it for 1 s" in texts.get(timeout=10)
+        assert "was lost: nothing was heard of it for 1 s" in ends.get(timeout=10).reason
         with pytest.raises(LinkEnded, match="was lost: nothing was heard of it for 1 s"):
             follower.receive(10)
         follower.close()
@@ -242,20 +271,22 @@ def test_a_leader_whose_connection_closes_is_noticed() -> None:
 
         thread = threading.Thread(target=welcome)
         thread.start()
-        texts: SimpleQueue[str] = SimpleQueue()
-        follower = Follower("127.0.0.1", port, Hello(name="n", number=1), seconds=10, on_lost=texts.put)
+        ends: SimpleQueue[LinkEnded] = SimpleQueue()
+        follower = Follower("127.0.0.1", port, Hello(name="n", number=1), seconds=10, on_end=ends.put)
         thread.join()
         leader.close()
-        assert f"the host at 127.0.0.1:{port} was lost: its connection has closed" in texts.get(timeout=10)
+        assert f"the host at 127.0.0.1:{port} was lost: its connection has closed" in ends.get(timeout=10).reason
         follower.close()
 
 
 def test_who_is_lost_may_come_again_where_that_is_wanted() -> None:
     host = Host(1, rejoin=True)
-    host.join(1).close()
+    first = host.join(1)
+    host.leader.start(b"addresses")
+    assert first.receive(10) == b"addresses"
+    first.close()
     assert host.lost.get(timeout=10) == (1, "node 1 (here) has left")
-    host.join(1)
-    assert [host.joined.get(timeout=10).number for _ in range(2)] == [1, 1]
+    assert host.join(1).receive(10) == b"addresses"
     assert list(host.leader.wait(1)) == [1]
     host.leader.close()
     host.followers[1].close()
@@ -270,7 +301,7 @@ def test_a_leader_that_fails_by_itself_has_lost_everybody(two: Host, monkeypatch
     monkeypatch.setattr(two.leader, "_on_message", fail)
     follower.send(b"")
     assert two.lost.get(timeout=5) == (1, "node 1 (here) was lost: ValueError: what is this?")
-    assert two.leader_lost.get(timeout=5) == "node 0 was lost: its connection has closed"
+    assert two.ends.get(timeout=5).reason == "node 0 was lost: its connection has closed"
 
 
 def test_what_is_said_after_the_end_goes_nowhere(two: Host) -> None:
@@ -302,7 +333,7 @@ def test_other_versions_and_other_files_are_named(tmp_path: Path) -> None:
         return Hello(name=f"node {number} (10.0.0.{number})", number=number, versions=versions, model=model)
 
     mine = hello(0, {"torch": "2.11"}, {"config.json": "a", "b.safetensors": "5 bytes"})
-    Leader.check(mine, hello(1, mine.versions, mine.model))
+    compare(mine, hello(1, mine.versions, mine.model))
     for versions, model, text in (
         ({"torch": "2.12"}, mine.model, r"node 1 \(10.0.0.1\) has torch 2.12, and node 0 \(10.0.0.0\) has 2.11"),
         (mine.versions, {**mine.model, "config.json": "b"}, r"node 1 .* has other bytes in config.json, unlike node 0"),
@@ -310,30 +341,30 @@ def test_other_versions_and_other_files_are_named(tmp_path: Path) -> None:
         (mine.versions, {**mine.model, "c": "1"}, r"node 1 .* has a c, unlike node 0"),
     ):
         with pytest.raises(ConfigError, match=text):
-            Leader.check(mine, hello(1, versions, model))
-    assert control_plane.versions().keys() == {"python", "torch", "quire"}
+            compare(mine, hello(1, versions, model))
+    assert handshake.versions().keys() == {"python", "torch", "quire"}
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"12345")
-    found = control_plane.fingerprint(tmp_path)
+    found = handshake.fingerprint(tmp_path)
     assert found["model.safetensors"] == "5 bytes"
     (tmp_path / "config.json").write_text("{ }")
-    changed = control_plane.fingerprint(tmp_path)
+    changed = handshake.fingerprint(tmp_path)
     assert {name for name in found if found[name] != changed[name]} == {"config.json"}
 
 
 def test_own_address_and_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUIRE_HOST_IP", raising=False)
-    assert control_plane.address_towards("127.0.0.1") == "127.0.0.1"
-    assert control_plane.interface_of("127.0.0.1") == "lo"
-    assert control_plane.interface_of("192.0.2.77") is None
+    assert network.address_towards("127.0.0.1") == "127.0.0.1"
+    assert network.interface_of("127.0.0.1") == "lo"
+    assert network.interface_of("192.0.2.77") is None
     with pytest.raises(ConfigError, match=r"no-such-host\.invalid cannot be reached"):
-        control_plane.address_towards("no-such-host.invalid")
+        network.address_towards("no-such-host.invalid")
     monkeypatch.setenv("QUIRE_HOST_IP", "10.9.8.7")
-    assert control_plane.address_towards("127.0.0.1") == "10.9.8.7"
+    assert network.address_towards("127.0.0.1") == "10.9.8.7"
 
 
 def test_every_address_has_its_interface() -> None:
     for name, addresses in psutil.net_if_addrs().items():
         for family, address, *_ in addresses:
             if family in (socket.AF_INET, socket.AF_INET6):
-                assert control_plane.interface_of(address) == name
+                assert network.interface_of(address) == name

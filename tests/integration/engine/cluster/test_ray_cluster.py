@@ -24,7 +24,7 @@ ANSWER: dict[str, Any] = {
     "head": "10.0.0.1",
     "kind": "cpu",
     "nodes": [("a", "10.0.0.1"), ("b", "10.0.0.2")],
-    "shares": [3, 1],
+    "ranks_per_node": [3, 1],
     "memory": [900, 200],
 }
 
@@ -53,24 +53,26 @@ def refusal(options: EngineOptions = OPTIONS) -> str:
 
 def test_ranks_go_where_the_cluster_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch)
-    placed = ray_cluster.find(OPTIONS)
-    assert placed is not None
-    assert placed.shares == (0, 3, 1)  # node 0 is the core
-    assert placed.place.nodes == (("a", "10.0.0.1"), ("b", "10.0.0.2"))
-    assert placed.devices == Devices("cpu", 4, 200)  # of one rank, on the node with least for each
+    found = ray_cluster.find(OPTIONS)
+    assert found is not None
+    placement, available = found
+    assert [placement.ranks_of(node) for node in range(3)] == [range(0), range(3), range(3, 4)]  # node 0 is the core
+    assert placement.nodes == (("a", "10.0.0.1"), ("b", "10.0.0.2"))
+    assert (placement.options.device, placement.options.master_addr) == ("cpu", "10.0.0.1")
+    assert available == Devices("cpu", 4, 200)  # of one rank, on the node with least for each
 
 
 def test_a_gpu_is_one_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, kind="cuda", memory=[900, 700])
-    placed = ray_cluster.find(OPTIONS)
-    assert placed is not None
-    assert placed.devices == Devices("cuda", 4, 700)
+    found = ray_cluster.find(OPTIONS)
+    assert found is not None
+    assert found[1] == Devices("cuda", 4, 700)
 
 
 def test_a_stage_on_several_nodes_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answer(monkeypatch, cut=[1])
+    answer(monkeypatch, split_stages=[1])
     monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
     with caplog.at_level("WARNING"):
         ray_cluster.find(OPTIONS)
@@ -90,9 +92,12 @@ def test_a_wrong_token_is_reported_as_soon_as_ray_logs_it(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("time.sleep(60)", "no Ray cluster (this host) could be joined within 0 s: see that it runs"),
-        ("print('quire: connected', flush=True); time.sleep(60)", "is there, but does nothing; see `ray status`"),
-        ("sys.exit('out of luck')", "could not be asked: out of luck"),
+        ("time.sleep(60)", "no Ray cluster (this host) could be joined within 0 s: check that it runs"),
+        (
+            "print('quire: connected', flush=True); time.sleep(60)",
+            "accepts connections but does not respond; see `ray status`",
+        ),
+        ("sys.exit('out of luck')", "could not be queried: out of luck"),
     ],
 )
 def test_a_cluster_that_does_not_answer_is_not_waited_for(
@@ -120,7 +125,10 @@ def test_a_ray_client_is_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"nnodes": 2}, "--nnodes 2 goes without"), ({"data_parallel_size": 2}, "--data-parallel-size 2 goes without")],
+    [
+        ({"nnodes": 2}, "--nnodes 2 is not supported with"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 2 is not supported with"),
+    ],
 )
 def test_what_ray_does_not_do_is_refused(changes: dict[str, Any], message: str) -> None:
     assert message in refusal(EngineOptions(distributed_executor_backend="ray", **changes))
@@ -140,7 +148,7 @@ def test_auto_is_ray_where_this_host_has_too_few_gpus(
     options = EngineOptions(tensor_parallel_size=4)
     monkeypatch.setattr(devices, "count_gpus", lambda: gpus)
     answer(monkeypatch, kind=kind)
-    monkeypatch.setattr(ray_cluster, "_CURRENT", Path("/nowhere"))
+    monkeypatch.setattr(ray_cluster, "_CURRENT_CLUSTER", Path("/nowhere"))
     assert ray_cluster.find(options) is None  # no cluster is at hand
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
@@ -159,4 +167,4 @@ def test_auto_goes_on_without_a_cluster_that_is_gone(
 
 def test_a_child_that_fails_after_connecting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, "print('quire: connected', flush=True); sys.exit('KeyError: 5')")
-    assert "could not be asked: KeyError: 5" in refusal()
+    assert "could not be queried: KeyError: 5" in refusal()

@@ -9,7 +9,9 @@ import pytest
 
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams, StructuredOutputs, TokenLogprobs
+from quire.engine.protocol.engine_core import EngineCoreOutput
+from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from tests.fakes.core_with_ranks import Ranks
 
 COUNT = 24

@@ -20,20 +20,20 @@ import psutil
 import pytest
 import zmq
 
-from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.core.launch import Endpoints, start_core
-from quire.engine.protocol.messages import (
+from quire.engine.protocol.engine_core import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDead,
     EngineReady,
-    ExpertLoad,
     Probe,
-    SamplingParams,
     Shutdown,
     ToServer,
 )
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.stats import ExpertLoad
 from tests.fakes.checkpoints import generate
 from tests.fakes.families import CASES, SIZES, write_model
 from tests.fakes.model_logits import configure

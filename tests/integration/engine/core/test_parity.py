@@ -12,9 +12,10 @@ from typing import NamedTuple
 import pytest
 from torch import Tensor
 
-from quire.engine.config.options import DEMO_MODEL, EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import FAMILIES, generate, score, write_checkpoint
 from tests.fakes.core_with_ranks import Ranks
 

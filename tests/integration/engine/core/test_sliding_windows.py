@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config.options import EngineConfig, EngineOptions, KVCacheGroup
+from quire.engine.config.engine_config import EngineConfig, KVCacheGroup
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.fakes.core_with_ranks import Ranks
 

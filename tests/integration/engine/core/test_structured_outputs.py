@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, ValidationError, validators
 
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams, StructuredOutputs
+from quire.engine.protocol.engine_core import EngineCoreOutput
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.frontend.output_processor import OutputProcessor, TextDelta
 from quire.server.frontend.structured_outputs import StructuredOutputCheck
 from quire.server.frontend.tokenizer import Tokenizer

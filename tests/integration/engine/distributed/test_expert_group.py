@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.config.options import ExpertParallelConfig, ParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator
 from quire.engine.distributed.parallel_state import connect
 from tests.fakes.processes import CONTEXT

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from quire.engine.config.options import ParallelConfig
+from quire.engine.config.engine_config import ParallelConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.parallel_state import connect
 from tests.fakes.processes import CONTEXT

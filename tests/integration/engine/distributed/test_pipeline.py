@@ -15,7 +15,8 @@ from torch import Tensor
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.pipeline import Pipeline
-from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import read_plans
 from tests.fakes.checkpoints import write_checkpoint

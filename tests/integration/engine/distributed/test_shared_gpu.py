@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.communicator import HostStagedParallel
 from quire.engine.distributed.parallel_state import ParallelState, connect
 from tests.fakes.late_device import GPU, DeviceTensor, LateDevice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -15,27 +16,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.cluster.control_plane import Follower, Hello, Leader, LinkEnded
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.cluster import network
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster.handshake import Hello
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.executor import base, factory, nodes
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.local_ranks import RankFailed
-from quire.engine.executor.nodes import (
-    FromNode,
-    MultiNodeExecutor,
-    Node,
-    NodeFailed,
-    NodeOffer,
-    NodeProgress,
-    NodeReady,
-    NodeStart,
-    make_hello,
-    offer,
-    set_interfaces,
-)
+from quire.engine.executor.nodes import FromNode, MultiNodeExecutor, Node, NodeProgress, NodeStart
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ModelRunnerOutput, SchedulerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 encode = msgspec.msgpack.encode
 
@@ -116,11 +109,9 @@ class Hosts:
         self.executor: MultiNodeExecutor | None = None
         self._error: Exception | None = None
 
-    def start(self, offered: NodeOffer | None = None, **changes: Any) -> None:
-        """Have both meet; raises what node 0 raises."""
-        config = resolve(self.other)
-        hello = make_hello(self.other, offered or offer(config), config)
-        hello = msgspec.structs.replace(hello, **changes)
+    def start(self, **changes: Any) -> None:
+        """Start both, with changes of the other's `Hello`; raises what node 0 raises."""
+        hello = msgspec.structs.replace(nodes._describe_node(resolve(self.other)), **changes)
 
         def lead() -> None:
             try:
@@ -130,17 +121,15 @@ class Hosts:
 
         leading = threading.Thread(target=lead)
         leading.start()
-        self.follower = Follower(
-            "127.0.0.1", self.options.master_port, hello, seconds=20, on_lost=lambda text: None, leader="node 0"
-        )
         try:
+            self.follower = Follower("127.0.0.1", self.options.master_port, hello, seconds=20, leader="node 0")
             self.begin = msgspec.msgpack.decode(self.follower.receive(20), type=NodeStart)
         except LinkEnded as ended:
             leading.join()
             if self._error is None or ended.reason != str(self._error):
                 raise
             raise self._error from None
-        self.say(NodeReady({"load weights": 2.0}, self.measured))
+        self.say(WorkerReady({"load weights": 2.0}, self.measured))
         leading.join()
         assert self._error is None
         self.ranks = FakeRanks.made.get(timeout=5)
@@ -224,7 +213,7 @@ def test_results_of_the_ranks_of_node_0_come_back_too(hosts: Hosts) -> None:
 
 def test_the_kv_cache_is_that_of_the_smallest_node(hosts: Hosts) -> None:
     own = hosts.config.cache.num_blocks
-    hosts.start(msgspec.structs.replace(offer(hosts.config), num_blocks=own - 5))
+    hosts.start(body=encode(own - 5))
     assert hosts.executor is not None
     assert hosts.executor.config.cache.num_blocks == hosts.ranks.config.cache.num_blocks == own - 5
     assert hosts.begin.num_blocks == own - 5
@@ -239,7 +228,7 @@ def test_the_kv_cache_is_as_large_as_ranks_have_measured(hosts: Hosts) -> None:
 
 def test_a_larger_node_changes_nothing(hosts: Hosts) -> None:
     own = hosts.config.cache.num_blocks
-    hosts.start(msgspec.structs.replace(offer(hosts.config), num_blocks=own + 5))
+    hosts.start(body=encode(own + 5))
     assert hosts.executor is not None
     assert hosts.executor.config.cache.num_blocks == own
 
@@ -247,10 +236,10 @@ def test_a_larger_node_changes_nothing(hosts: Hosts) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_model_len": 128}, r"node 1 \(127.0.0.1\) was started with --max-model-len 128, and node 0 .* with 256;"),
-        ({"dtype": "bfloat16"}, "with --dtype bfloat16, and node 0 .* with float32; give every node the same"),
-        ({"pipeline_layer_partition": "2,4"}, "with --pipeline-layer-partition 2,4, and .* with 3,3"),
-        ({"enable_prefix_caching": False}, "with --enable-prefix-caching False, and .* with True"),
+        ({"max_model_len": 128}, r"node 1 \(127.0.0.1\) has --max-model-len 128, and node 0 .* has 256;"),
+        ({"dtype": "bfloat16"}, "has --dtype bfloat16, and node 0 .* has float32; start every host with the same"),
+        ({"pipeline_layer_partition": "2,4"}, "has --pipeline-layer-partition 2,4, and .* has 3,3"),
+        ({"enable_prefix_caching": False}, "has --enable-prefix-caching False, and .* has True"),
     ],
 )
 def test_options_that_differ_are_named(hosts: Hosts, changes: dict[str, Any], message: str) -> None:
@@ -269,7 +258,7 @@ def test_what_is_a_nodes_own_may_differ(hosts: Hosts, changes: dict[str, Any]) -
 
 def test_nodes_that_cannot_serve_are_named(hosts: Hosts) -> None:
     with pytest.raises(ConfigError, match=r"^node 1 \(127.0.0.1\): /m: no such model folder$"):
-        hosts.start(NodeOffer(error="/m: no such model folder"))
+        hosts.start(error="/m: no such model folder")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +266,10 @@ def test_nodes_that_cannot_serve_are_named(hosts: Hosts) -> None:
     [
         ({"versions": {"torch": "1.0"}}, r"node 1 \(127.0.0.1\) has python in no version, and node 0"),
         ({"model": {}}, r"node 1 \(127.0.0.1\) has no chat_template.jinja, unlike node 0 \(127.0.0.1\)"),
-        ({"name": "node 1 (10.1.1.1)"}, r"--master-addr 127.0.0.1: node 1 \(10.1.1.1\) cannot reach that address"),
+        (
+            {"name": "node 1 (10.1.1.1)", "address": "10.1.1.1"},
+            r"--master-addr 127.0.0.1: node 1 \(10.1.1.1\) cannot reach that address",
+        ),
     ],
 )
 def test_other_versions_files_and_addresses_are_named(hosts: Hosts, changes: dict[str, Any], message: str) -> None:
@@ -301,14 +293,14 @@ def test_a_node_that_is_lost_while_all_is_idle_is_named(hosts: Hosts) -> None:
 
 def test_a_rank_that_was_killed_elsewhere_is_named_with_its_node(hosts: Hosts) -> None:
     hosts.start()
-    hosts.say(NodeFailed("rank 3 was killed by SIGKILL", is_certain=True))
+    hosts.say(WorkerFailed("rank 3 was killed by SIGKILL", is_certain=True))
     assert hosts.problem() == "rank 3 was killed by SIGKILL on node 1 (127.0.0.1)"
 
 
 def test_a_rank_that_was_killed_here_is_named_although_others_complain_first(hosts: Hosts) -> None:
     hosts.start()
     hosts.ranks.was_killed = RankFailed("rank 1 was killed by SIGKILL", is_certain=True)
-    hosts.say(NodeFailed("rank 3 failed: connection closed by peer", is_certain=False))
+    hosts.say(WorkerFailed("rank 3 failed: connection closed by peer", is_certain=False))
     assert hosts.problem() == "rank 1 was killed by SIGKILL on node 0 (127.0.0.1)"
 
 
@@ -323,7 +315,7 @@ def test_a_lost_node_is_named_although_ranks_complain_first(hosts: Hosts) -> Non
 def test_a_rank_that_failed_by_itself_is_named_without_a_wait_once_all_complain(hosts: Hosts) -> None:
     hosts.start()
     hosts.ranks.say(problem=RankFailed("rank 0 failed: out of memory", is_certain=False))
-    hosts.say(NodeFailed("rank 3 failed: connection closed by peer", is_certain=False))
+    hosts.say(WorkerFailed("rank 3 failed: connection closed by peer", is_certain=False))
     assert hosts.problem() in (  # whichever was heard first
         "rank 0 failed: out of memory on node 0 (127.0.0.1)",
         "rank 3 failed: connection closed by peer on node 1 (127.0.0.1)",
@@ -333,7 +325,7 @@ def test_a_rank_that_failed_by_itself_is_named_without_a_wait_once_all_complain(
 def test_a_model_that_cannot_be_loaded_elsewhere_is_the_users_error(hosts: Hosts) -> None:
     hosts.start()
     assert hosts.executor is not None
-    hosts.say(NodeFailed("tensor a is missing", is_certain=True, user_error=True))
+    hosts.say(WorkerFailed("tensor a is missing", is_certain=True, user_error=True))
     with pytest.raises(ConfigError, match=r"^node 1 \(127.0.0.1\): tensor a is missing$"):
         hosts.executor.receive(0, 5.0)
 
@@ -357,33 +349,30 @@ class Follows:
         self.lost: SimpleQueue[str] = SimpleQueue()
         decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
         self.leader = Leader(
+            nodes._describe_node(resolve(options)),
+            "127.0.0.1",
             options.master_port,
             [1],
             on_lost=lambda number, text: self.lost.put(text),
             on_message=lambda number, body: self.messages.put(decode(body)),
         )
-        self.ended: LinkEnded | None = None
+        self.ended: str | None = None
         self._thread = threading.Thread(target=self._serve, args=(resolve(replace(options, node_rank=1)),))
         self._thread.start()
         self.hello: Hello = self.leader.wait(20)[1]
-        self.leader.send(1, encode(NodeStart(40, "tcp://127.0.0.1:1")))
+        self.leader.start(encode(NodeStart(40, "tcp://127.0.0.1:1")))
         self.ranks = FakeRanks.made.get(timeout=20)
         self.ranks.say()
 
     def _serve(self, config: EngineConfig) -> None:
-        node = Node(config, "info")
-        try:
-            node.serve()
-        except LinkEnded as ended:
-            self.ended = ended
-        finally:
-            node.close()
+        with contextlib.closing(Node(config, "info")) as node:
+            self.ended = node.run()
 
     def reason(self) -> str:
         self._thread.join(20)
         assert self.ended is not None
         assert self.ranks.end.get(timeout=5) == "killed"
-        return self.ended.reason
+        return self.ended
 
 
 @pytest.fixture
@@ -398,7 +387,7 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
     assert follows.hello.name == "node 1 (127.0.0.1)"
     assert follows.ranks.ranks == range(2, 4)
     assert (follows.ranks.config.cache.num_blocks, follows.ranks.init_method) == (40, "tcp://127.0.0.1:1")
-    assert follows.messages.get(timeout=5) == NodeReady({"load weights": 1.0})
+    assert follows.messages.get(timeout=5) == WorkerReady({"load weights": 1.0})
     assert follows.messages.get(timeout=5) == NodeProgress([-1, -1])
     follows.leader.send(1, b"a plan")
     assert follows.ranks.plans.get(timeout=5) == b"a plan"
@@ -411,16 +400,19 @@ def test_a_node_runs_its_ranks_until_node_0_ends(follows: Follows) -> None:
 @pytest.mark.parametrize(
     ("problem", "reported"),
     [
-        (RankFailed("rank 3 failed: closed", is_certain=False), NodeFailed("rank 3 failed: closed", is_certain=False)),
+        (
+            RankFailed("rank 3 failed: closed", is_certain=False),
+            WorkerFailed("rank 3 failed: closed"),
+        ),
         (
             RankFailed("rank 3 was killed by SIGKILL", is_certain=True),
-            NodeFailed("rank 3 was killed by SIGKILL", is_certain=True),
+            WorkerFailed("rank 3 was killed by SIGKILL", is_certain=True),
         ),
-        (ConfigError("no tensor"), NodeFailed("no tensor", is_certain=True, user_error=True)),
+        (ConfigError("no tensor"), WorkerFailed("no tensor", is_certain=True, user_error=True)),
     ],
 )
 def test_a_node_reports_its_failure_and_gets_the_root_cause(
-    follows: Follows, problem: Exception, reported: NodeFailed
+    follows: Follows, problem: Exception, reported: WorkerFailed
 ) -> None:
     for _ in range(2):
         follows.messages.get(timeout=5)  # ready, and its progress
@@ -439,18 +431,17 @@ def test_a_node_without_an_answer_ends_with_its_own_failure(follows: Follows, mo
 
 def test_interfaces_follow_the_address_and_the_users_choice(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    set_interfaces(hosts.config)
+    network.set_interfaces("127.0.0.1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "chosen")
     monkeypatch.setenv("QUIRE_HOST_IP", "192.0.2.9")
     with pytest.raises(ConfigError, match=r"QUIRE_HOST_IP=192.0.2.9: no network interface of this host has that"):
-        set_interfaces(hosts.config)
+        network.set_interfaces("127.0.0.1")
 
 
 def test_node_0_reports_a_node_with_a_wrong_address(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_HOST_IP", "192.0.2.9")
-    leader = Leader(
-        hosts.options.master_port, [1], on_lost=lambda number, text: None, on_message=lambda number, body: None
-    )
+    own = Hello(name="node 0 (127.0.0.1)", number=0)
+    leader = Leader(own, "127.0.0.1", hosts.options.master_port, [1], on_lost=ignore, on_message=ignore)
     error: list[str] = []
 
     def follow() -> None:
@@ -461,11 +452,16 @@ def test_node_0_reports_a_node_with_a_wrong_address(hosts: Hosts, monkeypatch: p
 
     following = threading.Thread(target=follow)
     following.start()
-    reported = msgspec.msgpack.decode(leader.wait(10)[1].body, type=NodeOffer).error
-    leader.close(reported)
+    with pytest.raises(ConfigError) as reported:
+        leader.wait(10)
+    leader.close()
     following.join(10)
-    assert error == [reported]
-    assert reported.startswith("QUIRE_HOST_IP=192.0.2.9: no network interface")
+    assert [f"node 1 (192.0.2.9): {each}" for each in error] == [str(reported.value)]
+    assert error[0].startswith("QUIRE_HOST_IP=192.0.2.9: no network interface")
+
+
+def ignore(*_: object) -> None:
+    """A callback."""
 
 
 def test_only_node_0_has_a_core(hosts: Hosts) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement

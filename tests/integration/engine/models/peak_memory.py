@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from quire import kernels
-from quire.engine.config.resolve import Sizes
+from quire.engine.config.memory_plan import Sizes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.models.loader import load

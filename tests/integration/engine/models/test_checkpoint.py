@@ -16,8 +16,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig, EngineOptions
-from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Weight
 from quire.engine.models.decoder import Decoder
@@ -101,11 +103,11 @@ def fetch(folder: Path, **options: Any) -> None:
 
 def test_files_of_torch_are_read_only_when_asked_for(tmp_path: Path) -> None:
     tensors = write("Llama", tmp_path)
-    with pytest.raises(ConfigError, match=r"no pytorch_model\*\.bin there"):
+    with pytest.raises(ConfigError, match=r"no pytorch_model\*\.bin found"):
         fetch(tmp_path, load_format="pt")
     fetch(tmp_path)
     pickle(tmp_path, tensors)
-    with pytest.raises(ConfigError, match=r"only pytorch_model\.bin: --load-format pt reads"):
+    with pytest.raises(ConfigError, match=r"only pytorch_model\.bin; --load-format pt reads"):
         fetch(tmp_path)
     fetch(tmp_path, load_format="pt")
 
@@ -128,7 +130,7 @@ def test_broken_files_of_torch_are_named(tmp_path: Path) -> None:
     pickle(tmp_path, write("Llama", tmp_path))
     file = tmp_path / "pytorch_model.bin"
     file.write_bytes(file.read_bytes()[:-1000])
-    with pytest.raises(ConfigError, match=r"pytorch_model\.bin: truncated, or not a file of torch"):
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin: truncated, or not saved by torch"):
         fetch(tmp_path, load_format="pt")
     torch.save([torch.zeros(3)], file)
     with pytest.raises(ConfigError, match="tensors by name are expected"):

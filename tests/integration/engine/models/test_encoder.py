@@ -31,7 +31,7 @@ from transformers import (
     XLMRobertaModel,
 )
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.attention import Batch
 from quire.engine.models.encoder import Encoder

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.config.resolve import Sizes
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import Sizes
 from quire.engine.distributed.eplb import ExpertMove
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ExpertLoad, ModelRunnerOutput, SamplingParams, SchedulerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import ExpertLoad
 from quire.engine.worker import eplb
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
@@ -107,7 +110,7 @@ def test_the_plan_includes_buffers_for_moving_experts(tmp_path: Path) -> None:
 
 def test_more_copies_than_ranks_for_them_are_refused(tmp_path: Path) -> None:
     write("Mixtral", tmp_path)
-    with pytest.raises(ConfigError, match=r"--num-redundant-experts 10: 8 experts, each once on each of 2 ranks"):
+    with pytest.raises(ConfigError, match=r"--num-redundant-experts 10: 8 experts over 2 ranks"):
         moving(tmp_path, 2, num_redundant_experts=10)
     with pytest.raises(ConfigError, match="have at most 0 copies"):
         moving(tmp_path, 1, num_redundant_experts=1)

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.config.resolve import Sizes, plan_text
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.plan_text import plan_text
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.loader import needed_tensors
 from quire.engine.models.model_spec import MoESpec
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.families import CASES, SIZES, write_model
@@ -137,14 +138,14 @@ def test_experts_need_not_be_cut(tmp_path: Path) -> None:
 def test_what_cannot_be_spread_is_refused(tmp_path: Path) -> None:
     write("Mixtral", tmp_path)
     with pytest.raises(
-        ConfigError, match=r"8 experts cannot be spread evenly over 3 ranks .* --num-redundant-experts 1"
+        ConfigError, match=r"8 experts cannot be distributed evenly over 3 ranks .* --num-redundant-experts 1"
     ):
         spread(tmp_path, tensor_parallel_size=3)
-    with pytest.raises(ConfigError, match=r"Mixtral\S* is run by transformers' implementation .* leave it out"):
+    with pytest.raises(ConfigError, match=r"not supported with transformers' implementation .* of Mixtral"):
         spread(tmp_path, tensor_parallel_size=2, model_impl="transformers")
     architecture, changes = CASES["Llama"]
     write_model(architecture, SIZES | changes, tmp_path)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts; leave it out"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM has no experts; omit the flag"):
         spread(tmp_path, tensor_parallel_size=2)
 
 

@@ -13,7 +13,7 @@ import transformers
 
 from quire.engine.models.families import FAMILIES, bert, from_hf_config
 from quire.engine.models.model_spec import MoESpec
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks
 from tests.fakes.families import CASES, LENGTHS, MODELS, SIZES, table, write

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.engine.config.memory_plan import Sizes
 from quire.engine.config.options import DEMO_MODEL
-from quire.engine.config.resolve import Sizes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import moe
 from quire.engine.layers.linear import Linear

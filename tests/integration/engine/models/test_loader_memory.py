@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.engine.config.resolve import Sizes
+from quire.engine.config.memory_plan import Sizes
 from tests.fakes.model_logits import configure
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 768, 2048, 12, 4096

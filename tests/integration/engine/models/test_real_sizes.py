@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from quire.engine.config import devices
-from quire.engine.config.options import EngineConfig, EngineOptions
-from quire.engine.config.resolve import Sizes, plan_text, resolve
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Shard
 from quire.engine.models.checkpoint import StoredSlice
@@ -141,7 +144,7 @@ def test_whole_experts_take_as_much_as_slices_of_them(name: str, memory: list[in
     real = REAL[name]
     mixtures = [layer.feed_forward for layer in from_hf_config(real.config).layers]
     if not any(isinstance(mixture, MoESpec) for mixture in mixtures):
-        with pytest.raises(ConfigError, match="has no experts; leave it out"):
+        with pytest.raises(ConfigError, match="has no experts; omit the flag"):
             configure(real, tmp_path, enable_expert_parallel=True)
         return
     sliced, spread = (Sizes.of(configure(real, tmp_path, enable_expert_parallel=whole)) for whole in (False, True))

@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quire.engine.config.resolve import Sizes
+from quire.engine.config.memory_plan import Sizes
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
 from quire.engine.models.families import FAMILIES, transformers_backend
@@ -23,7 +23,7 @@ from quire.engine.models.loader import load_model
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.transformers_backend import attention, build, describe
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from tests.fakes import families
 from tests.fakes.checkpoints import generate
 from tests.fakes.core_with_ranks import Ranks

@@ -15,7 +15,7 @@ def test_neither_torch_nor_anything_before_it_is_needed(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from quire.engine.scheduler.grammar import GrammarCompiler
-from quire.engine.protocol.messages import StructuredOutputs
+from quire.engine.protocol.sampling_params import StructuredOutputs
 from quire.server.frontend.structured_outputs import StructuredOutputCheck
 from tests.unit.engine.scheduler.test_grammar import model
 assert "llguidance" not in sys.modules

@@ -14,7 +14,7 @@ import torch
 from quire.engine.distributed.parallel_state import connect
 from quire.engine.layers.attention import attention_config
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import Worker
 from quire.kernels import backends, reference

@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.distributed.parallel_state import ParallelState
 from quire.engine.layers.attention import Batch
-from quire.engine.protocol.messages import SchedulerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import model_runner as runners
 from quire.engine.worker.input_batch import Ints, split_micro_batches
 from quire.engine.worker.model_runner import ModelRunner

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig, ExpertParallelConfig, GraphConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig, GraphConfig
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
@@ -25,7 +25,8 @@ from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.layers.mlp import MLP
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.loader import load
-from quire.engine.protocol.messages import ModelRunnerOutput, SamplingParams
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import cuda_graphs, graph_recorders
 from quire.engine.worker.cuda_graphs import DecodeGraphs
 from quire.engine.worker.graph_recorders import OpReplayRecorder

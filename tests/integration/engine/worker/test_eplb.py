@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.distributed.expert_placement import ExpertPlacement
 from quire.engine.distributed.pipeline import Pipeline
@@ -21,7 +21,7 @@ from quire.engine.layers.moe import Experts as ExpertsOfRank
 from quire.engine.layers.moe import MixtureOfExperts
 from quire.engine.models.model_spec import MLPSpec
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import ExpertLoad
+from quire.engine.protocol.stats import ExpertLoad
 from quire.engine.worker.eplb import REPORT_INTERVAL, ExpertLoadBalancer
 from tests.fakes.experts import HIDDEN, PLAIN, batch, build, packed
 from tests.fakes.ranks import on_replicas

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig, EngineOptions
-from quire.engine.config.resolve import Sizes, limit_blocks, resolve
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.memory_plan import Sizes, limit_blocks
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import resolve
 from quire.engine.distributed.parallel_state import connect
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SamplingParams, SchedulerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import memory
 from quire.engine.worker.async_copies import AsyncOutput
 from quire.engine.worker.model_runner import ModelRunner

@@ -10,13 +10,9 @@ import torch
 
 from quire.engine.distributed.parallel_state import connect
 from quire.engine.models.decoder import Decoder, DecoderLayer
-from quire.engine.protocol.messages import (
-    CachedRequestData,
-    ModelRunnerOutput,
-    NewRequestData,
-    SamplingParams,
-    SchedulerOutput,
-)
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.fakes.model_logits import CPU, configure

@@ -15,18 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.distributed.parallel_state import connect
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.models.decoder import DecoderLayer
+from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import (
-    EngineCoreOutput,
-    ModelRunnerOutput,
-    SamplingParams,
-    WorkerFailed,
-    WorkerReady,
-)
+from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import worker
 from tests.fakes.checkpoints import write_checkpoint
 from tests.fakes.core_with_ranks import Ranks

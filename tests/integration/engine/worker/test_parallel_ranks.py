@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.engine.distributed.parallel_state import connect
-from quire.engine.protocol.messages import SamplingParams, SchedulerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.fakes.model_logits import CPU, configure

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.protocol.messages import NewRequestData, SamplingParams, SchedulerOutput, TokenLogprobs
+from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import NewRequestData, SchedulerOutput
 from quire.engine.worker.input_batch import InputBatch, Ints
 from quire.engine.worker.sampler import Sampler, SamplerOutput
 from quire.kernels import dispatch, reference

@@ -12,9 +12,9 @@ import pytest
 from torch import Tensor
 
 from quire import kernels
-from quire.engine.config.options import ExpertParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig
 from quire.engine.distributed.parallel_state import connect
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.worker import warm_up
 from quire.engine.worker.model_runner import ModelRunner
 from tests.fakes.checkpoints import generate, write_checkpoint

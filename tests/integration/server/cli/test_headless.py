@@ -17,13 +17,14 @@ from typing import Any, cast
 import pytest
 
 from quire.engine.cluster.control_plane import LinkEnded
-from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.cli import headless
 from quire.server.cli.main import main
-from quire.server.frontend.dp_coordinator import DPMember, meet
+from quire.server.frontend.dp_coordinator import DPMember, connect_hosts
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.inputs import GenerationInput
 from tests.fakes import fake_core
@@ -57,16 +58,13 @@ class Alone:
     leader: str = "the host with the API"
     responses: tuple[str, ...] = ()
     master: tuple[str, int] = ("127.0.0.1", 0)
-    end: Callable[[LinkEnded], None] | None = None
+    ended: LinkEnded | None = None
 
     @property
     def requests(self) -> tuple[str, ...]:
         return tuple(f"ipc://{self.folder}/requests-{replica}" for replica in range(2))
 
-    def listen(self, on_end: Callable[[LinkEnded], None]) -> None:
-        self.end = on_end
-
-    def tell(self, replica: int, reason: str) -> None:
+    def report_death(self, replica: int, reason: str) -> None:
         self.reported.put((replica, reason))
 
 
@@ -189,23 +187,21 @@ def test_the_end_of_the_api_ends_them(
     alone = Alone(tmp_path)
     running = run(spread(config, 0, 1), alone)
     cores.get(timeout=20)
-    assert alone.end is not None
-    alone.end(LinkEnded(reason))
+    alone.ended = LinkEnded(reason)
     assert running.result.result(30) == (reason or None)
 
 
 async def test_an_api_serves_replicas_of_other_hosts(
     config: EngineConfig, cores: SimpleQueue[tuple[int, int]], run: Callable[..., Running], free_port: int
 ) -> None:
-    options = EngineOptions(data_parallel_size=2, data_parallel_rpc_port=free_port, distributed_timeout_seconds=20.0)
-    config = replace(config, options=options)
+    config = replace(config, parallel=replace(config.parallel, coordinator=("127.0.0.1", free_port), timeout=20.0))
 
     def host(replica: int) -> Running:
         return run(spread(config, replica, 1), DPMember(spread(config, replica, 1), is_headless=True))
 
     hosts = [asyncio.create_task(asyncio.to_thread(host, replica)) for replica in range(2)]
     here = spread(config, 0, 0)
-    frontend = await Frontend.start(here, name="x", hosts=await asyncio.to_thread(meet, here))
+    frontend = await Frontend.start(here, name="x", hosts=await asyncio.to_thread(connect_hosts, here))
     try:
         await asyncio.wait_for(frontend.ready(), 30)
         with frontend.generate(

@@ -153,7 +153,7 @@ def test_the_users_mistakes_are_one_line(
     assert "--node-rank 1: only node 0 runs the API; start this node with --headless" in serve(
         capsys, *two, "--node-rank", "1"
     )
-    assert "with --nnodes 2 it is from 0 to 1" in serve(capsys, *two, "--node-rank", "2", "--headless")
+    assert "with --nnodes 2 it must be from 0 to 1" in serve(capsys, *two, "--node-rank", "2", "--headless")
     assert "--nnodes 3: 2 ranks" in serve(capsys, *two[:-1], "3")
     assert "--headless: say which replicas this host has" in serve(capsys, *model, "--headless")
     assert "--distributed-timeout-seconds must be above 0" in serve(capsys, *two, "--distributed-timeout-seconds", "0")

@@ -16,23 +16,23 @@ import msgspec
 import pytest
 import zmq
 
-from quire.engine.config.options import CacheConfig, EngineConfig
+from quire.engine.config.engine_config import CacheConfig, EngineConfig
 from quire.engine.core.launch import Endpoints
-from quire.engine.protocol.messages import (
+from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDead,
     EngineReady,
-    EngineStats,
     Join,
     Probe,
     ProbeReply,
-    SamplingParams,
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.stats import EngineStats
 from quire.server.frontend.engine_client import EngineClient, QueueFull
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import EngineUnavailable, OutputStream

@@ -18,7 +18,8 @@ import pytest
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.core.launch import Endpoints, start_core
-from quire.engine.protocol.messages import EngineCoreOutput, FinishReason, SamplingParams, StructuredOutputs
+from quire.engine.protocol.engine_core import EngineCoreOutput, FinishReason
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.frontend.engine_client import EngineClient
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import OutputStream

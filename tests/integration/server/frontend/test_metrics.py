@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.protocol.messages import EngineStats, ExpertLoad
+from quire.engine.protocol.stats import EngineStats, ExpertLoad
 from quire.server.frontend.metrics import _EXPERT_SERIES, Metrics
 
 

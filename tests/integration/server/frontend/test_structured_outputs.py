@@ -18,7 +18,7 @@ import pytest
 from openai.types.shared_params import ResponseFormatJSONSchema
 
 from quire import SamplingParams, StructuredOutputs
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.scheduler.grammar import GrammarCompiler, GrammarError
 from quire.server.frontend import structured_outputs

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.cluster.placement import ClusterNode, cut_stages, place
+from quire.engine.cluster.placement import ClusterNode, place, split_stages
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -41,9 +41,9 @@ def test_stages_are_whole_on_few_hosts(
 
 
 def test_a_stage_that_no_host_could_hold_is_cut() -> None:
-    assert cut_stages(place(nodes(2, 2), 4, 1, "GPU"), 4) == [0]
-    assert cut_stages(place(nodes(3, 3, 2), 4, 2, "GPU"), 4) == [0, 1]
-    assert cut_stages(place(nodes(2, 2), 2, 2, "GPU"), 2) == []
+    assert split_stages(place(nodes(2, 2), 4, 1, "GPU"), 4) == [0]
+    assert split_stages(place(nodes(3, 3, 2), 4, 2, "GPU"), 4) == [0, 1]
+    assert split_stages(place(nodes(2, 2), 2, 2, "GPU"), 2) == []
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,4 @@ def test_every_rank_has_one_device(counts: list[int], tp: int, pp: int) -> None:
     assert [rank for share in shares for rank in share.ranks] == list(range(tp * pp))
     assert len({share.node.id for share in shares}) == len(shares)
     assert all(0 < len(share.ranks) <= share.node.free for share in shares)
-    assert not cut_stages(shares, tp) or max(counts) < tp
+    assert not split_stages(shares, tp) or max(counts) < tp

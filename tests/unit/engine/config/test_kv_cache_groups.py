@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.engine.config.engine_config import CacheConfig, KVCacheGroup
 from quire.engine.config.kv_cache_groups import KVCacheShape, KVCacheSpec, count_planes, group_layers, place_layers
-from quire.engine.config.options import CacheConfig, KVCacheGroup
 
 SHAPE = KVCacheShape(num_tensors=2, num_heads=2, head_dim=64)
 LATENT = KVCacheShape(num_tensors=1, num_heads=1, head_dim=576)

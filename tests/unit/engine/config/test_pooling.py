@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from quire.engine.config import pooling
-from quire.engine.config.options import EngineConfig, EngineOptions
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
 from quire.engine.config.pooling import Pooling
-from quire.engine.config.resolve import fetch_weights, plan_text, resolve
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.sentence import DENSE, NORMALIZE, POOLING, TRANSFORMER, write_modules
 from tests.fakes.tokenizers import write_model
@@ -253,5 +255,5 @@ def test_missing_weights_of_a_dense_module_are_named_at_once(tmp_path: Path) -> 
     module(tmp_path, "2_Dense", in_features=32, out_features=8)
     listed(tmp_path, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (DENSE, "2_Dense"))
     options = EngineOptions(model=str(tmp_path), device="cpu")
-    with pytest.raises(ConfigError, match=r"2_Dense: no \*.safetensors there"):
+    with pytest.raises(ConfigError, match=r"2_Dense: no \*.safetensors found"):
         fetch_weights(options, resolve(options))

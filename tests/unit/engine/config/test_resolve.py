@@ -15,8 +15,11 @@ import torch
 
 from quire import kernels
 from quire.engine.config import cuda_graph_sizes, devices, topology
-from quire.engine.config.options import EngineOptions, GraphConfig
-from quire.engine.config.resolve import Sizes, fetch_weights, plan_text, resolve
+from quire.engine.config.engine_config import GraphConfig
+from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.plan_text import plan_text
+from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.config.topology import LinkType
 from quire.engine.models.families import from_hf_config, transformers_backend
 from quire.engine.protocol.errors import ConfigError
@@ -127,9 +130,9 @@ def test_layers_are_partitioned_as_requested(tmp_path: Path) -> None:
         ({"itl_target_ms": 0.0}, r"--itl-target-ms must be above 0"),
         (
             {"distributed_executor_backend": "ray", "data_parallel_size": 2},
-            r"--data-parallel-size 2 goes without --distributed-executor-backend ray",
+            r"--data-parallel-size 2 is not supported with --distributed-executor-backend ray",
         ),
-        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"runs one rank, not 2"),
+        ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, r"supports one rank, not 2"),
         ({"device": "cuda"}, r"no NVIDIA GPU is visible"),
         ({"max_model_len": 1}, r"--max-model-len 1 has no room for a prompt and an output token; use 2 or more"),
         ({"attention_backend": "triton"}, r"--attention-backend triton needs a GPU; omit it to use the CPU"),
@@ -143,7 +146,7 @@ def test_unsupported_options_are_rejected(tmp_path: Path, changes: dict[str, Any
 
 def test_dbo_is_rejected_without_an_all_to_all(tmp_path: Path) -> None:
     model = folder(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ConfigError, match=r"--enable-dbo hides the exchange .* there is one"):
+    with pytest.raises(ConfigError, match=r"--enable-dbo overlaps the all-to-all .* --data-parallel-size is 1"):
         resolve(options(model, enable_expert_parallel=True, enable_dbo=True))
 
 
@@ -280,7 +283,7 @@ def test_whole_weights_are_accepted_and_garbage_is_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a safetensors file"):
         fetch(model)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"no \*\.safetensors there"):
+    with pytest.raises(ConfigError, match=r"no \*\.safetensors found"):
         fetch(model)
 
 
@@ -301,7 +304,7 @@ def test_a_broken_config_is_one_clear_error(tmp_path: Path, content: str) -> Non
 
 
 def test_a_folder_without_config_and_no_folder_at_all(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json there"):
+    with pytest.raises(ConfigError, match=r"no config\.json found"):
         resolve(options(str(tmp_path)))
     with pytest.raises(ConfigError, match="no such model folder"):
         resolve(options(str(tmp_path / "nowhere")))
@@ -424,9 +427,9 @@ def test_replicas_share_the_host(tmp_path: Path) -> None:
     config = resolve(options(folder(tmp_path), data_parallel_size=3, data_parallel_size_local=2))
     assert config.parallel.local_replicas == range(2)
     assert config.cache.num_blocks <= alone.cache.num_blocks
-    assert "3 replicas, which run free of each other: replicas 0-1 on this host" in plan_text(config)
+    assert "3 replicas, which run independently: replicas 0-1 on this host" in plan_text(config)
     second = resolve(options(folder(tmp_path), data_parallel_size=3, data_parallel_start_rank=2))
-    assert "3 replicas, which run free of each other: replica 2 on this host" in plan_text(second)
+    assert "3 replicas, which run independently: replica 2 on this host" in plan_text(second)
 
 
 def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +446,7 @@ def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: 
         ({"data_parallel_start_rank": 2}, "there are 2 replicas"),
         ({"data_parallel_start_rank": -1}, "there are 2 replicas"),
         ({"data_parallel_size_local": 3}, "there are 2 replicas"),
-        ({"data_parallel_start_rank": 0, "data_parallel_size_local": 0}, "leave one of them out"),
+        ({"data_parallel_start_rank": 0, "data_parallel_size_local": 0}, "omit one of them"),
     ],
 )
 def test_replica_numbers_out_of_range_are_rejected(tmp_path: Path, changes: dict[str, int], message: str) -> None:
@@ -479,7 +482,7 @@ def test_a_cache_that_the_gpus_cannot_read_is_refused(tmp_path: Path, monkeypatc
     assert asked("fp8", *old, attention_backend="reference") == "fp8"
     found = devices.Devices("cpu", 3, 24 << 30)
     assert asked("fp8", *old, device="cpu") == "fp8"
-    assert importlib.import_module("quire.engine.config.resolve")._FP8_CAPABILITY == FP8_CAPABILITY
+    assert importlib.import_module("quire.engine.config.cache_config")._FP8_CAPABILITY == FP8_CAPABILITY
 
 
 def test_decodes_are_captured_for_sizes_that_pad_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,7 +537,7 @@ def test_ranks_that_share_a_gpu_have_a_part_of_it_and_no_graphs(
     asked = {"device": "cuda", "tensor_parallel_size": 2, "max_num_seqs": 4096, "max_num_batched_tokens": 4096}
     config = resolve(options(folder(tmp_path), **asked))
     sizes = Sizes.of(config)
-    left = int((1 << 29) * config.options.gpu_memory_utilization) - sizes.weights[0] - sizes.workspace
+    left = int((1 << 29) * config.cache.gpu_memory_utilization) - sizes.weights[0] - sizes.workspace
     assert config.cache.num_blocks == left // sizes.kv_block[0]
     assert "no CUDA graphs: ranks that share a GPU exchange through the host, which waits for it" in plan_text(config)
     found = replace(found, memory=1 << 24)

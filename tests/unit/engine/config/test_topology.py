@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config import devices, parallel_config, topology
+from quire.engine.config import devices, parallel_config, plan_text, topology
 from quire.engine.config.devices import Devices
-from quire.engine.config.options import EngineOptions, ExpertParallelConfig, ParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.topology import Links, LinkType, assign_devices, slowest_links
 from quire.engine.models.families import from_hf_config
 from quire.engine.protocol.errors import ConfigError
@@ -221,7 +222,7 @@ def plan(links: Links | None, **changes: Any) -> str:
     found = Devices("cpu", 8, 1 << 30)
     if links is not None:
         found = Devices("cuda", len(links), 80 << 30, assign_devices(links, groups), links)
-    return "\n".join(parallel_config.plan_lines(parallel_config.resolve(asked, ARCH, found), ARCH))
+    return "\n".join(plan_text.parallel_lines(parallel_config.resolve(asked, ARCH, found), ARCH))
 
 
 def test_the_plan_names_the_links() -> None:
@@ -230,22 +231,22 @@ def test_the_plan_names_the_links() -> None:
         "  tensor parallel inside a host over shared memory; pipeline inside a host over loopback"
     )
     assert plan(TWO_ISLANDS, tensor_parallel_size=4, pipeline_parallel_size=2) == (
-        "  tensor parallel inside a host over NVLink; pipeline inside a host over PCIe and the link between processors"
+        "  tensor parallel inside a host over NVLink; pipeline inside a host over PCIe across CPU sockets"
     )
     assert "of hosts" not in plan(TWO_ISLANDS, tensor_parallel_size=2)
 
 
 def test_the_plan_warns_of_layers_cut_over_slow_links(monkeypatch: pytest.MonkeyPatch) -> None:
     text = plan(TWO_ISLANDS, tensor_parallel_size=8)
-    assert "warning: tensor parallel crosses the link between processors" in text
+    assert "warning: tensor parallelism communicates between CPU sockets" in text
     assert "warning" not in plan(ALL_NVLINK, tensor_parallel_size=8)
 
     wide: dict[str, Any] = {"tensor_parallel_size": 16, "nnodes": 2, "node_rank": 1}
     monkeypatch.setattr(topology, "fast_network", lambda: None)
     # 16 heads are too many for this model, which the plan does not look at
     text = plan(ALL_NVLINK, **wide)
-    assert "  2 hosts: ranks 0-7 on host 0, ranks 8-15 on host 1 (this one)" in text
-    assert "warning: tensor parallel crosses hosts" in text
+    assert "  2 hosts: ranks 0-7 on host 0, ranks 8-15 on host 1 (this host)" in text
+    assert "warning: tensor parallelism communicates between hosts" in text
     assert "use --tensor-parallel-size 8 --pipeline-parallel-size 2" in text
     right = {"tensor_parallel_size": 8, "pipeline_parallel_size": 2, "nnodes": 2}
     assert "warning" not in plan(ALL_NVLINK, **right)
@@ -258,8 +259,8 @@ def test_the_plan_warns_of_layers_cut_over_slow_links(monkeypatch: pytest.Monkey
 def test_the_plan_shows_replicas_and_experts() -> None:
     asked = EngineOptions(tensor_parallel_size=2, data_parallel_size=4, data_parallel_size_local=2)
     parallel = parallel_config.resolve(asked, ARCH, Devices("cpu", 8, 1 << 30))
-    assert "  4 replicas, which run free of each other: replicas 0-1 on this host" in "\n".join(
-        parallel_config.plan_lines(parallel, ARCH)
+    assert "  4 replicas, which run independently: replicas 0-1 on this host" in "\n".join(
+        plan_text.parallel_lines(parallel, ARCH)
     )
     mixture = from_hf_config(
         LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -267,10 +268,10 @@ def test_the_plan_shows_replicas_and_experts() -> None:
     experts = ExpertParallelConfig(
         all2all_backend="all_to_all", enable_eplb=True, num_redundant_experts=8, dbo_token_threshold=64
     )
-    text = "\n".join(parallel_config.plan_lines(replace(parallel, experts=experts), mixture))
+    text = "\n".join(plan_text.parallel_lines(replace(parallel, experts=experts), mixture))
     assert "4 replicas, which step together" in text
     assert "8 experts a layer and 8 copies over 8 ranks (4 replicas × 2), 2 each, linear" in text
-    assert "tokens reach them by all_to_all across hosts; moved every 3,000 steps; steps of 64 tokens" in text
+    assert "tokens are dispatched by all_to_all across hosts; rebalanced every 3,000 steps; steps of 64 tokens" in text
 
 
 def test_the_fastest_active_port_is_the_network(tmp_path: Path) -> None:
@@ -306,7 +307,7 @@ def test_ranks_share_gpus_round_robin(
         for value in ("", "0"):
             monkeypatch.setenv(devices.SHARE, value)
             with pytest.raises(
-                ConfigError, match=f"needs {tp * pp} GPUs on this host; it shows {count} .*QUIRE_SHARE_GPU=1"
+                ConfigError, match=f"needs {tp * pp} GPUs on this host, but {count} are visible .*QUIRE_SHARE_GPU=1"
             ):
                 shared(count, **sizes)
     monkeypatch.setenv(devices.SHARE, "1")
@@ -314,10 +315,13 @@ def test_ranks_share_gpus_round_robin(
     assert parallel.devices == order
     assert [parallel.device_of(rank) for rank in range(tp * pp)] == list(order)
     assert parallel.ranks_per_device == -(-tp * pp // count)
-    text = "\n".join(parallel_config.plan_lines(parallel, ARCH))
+    text = "\n".join(plan_text.parallel_lines(parallel, ARCH))
     if tp * pp > count:
         which = "one GPU" if count == 1 else f"{count} GPUs"
-        assert f"  {tp * pp} ranks share {which} (QUIRE_SHARE_GPU), by gloo: to try a layout out, and slow" in text
+        assert (
+            f"  {tp * pp} ranks share {which} (QUIRE_SHARE_GPU) and communicate by gloo: slow, for testing a layout"
+            in text
+        )
         assert "NVLink" not in text
         assert "inside a host through its memory" in text
     else:
@@ -327,14 +331,16 @@ def test_ranks_share_gpus_round_robin(
 def test_what_cannot_share_is_refused(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install(islands([[0]], LinkType.NVLINK, LinkType.NVLINK))
     monkeypatch.setenv(devices.SHARE, "1")
-    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU is for the ranks of a single host"):
+    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU is supported only on a single host"):
         shared(1, tensor_parallel_size=4, nnodes=2)
-    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU is for the ranks of a single host"):
+    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU is supported only on a single host"):
         shared(1, data_parallel_size=3, data_parallel_size_local=2, enable_expert_parallel=True)
-    with pytest.raises(ConfigError, match=r"× 2 replicas .* not for --data-parallel-size 2 without --enable-expert-"):
+    with pytest.raises(
+        ConfigError, match=r"× 2 replicas .* not supported with --data-parallel-size 2 without --enable-expert-"
+    ):
         shared(1, data_parallel_size=2)
     monkeypatch.setenv(devices.SHARE, "yes")
-    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU=yes: 1 lets ranks share a GPU, and 0 does not"):
+    with pytest.raises(ConfigError, match="QUIRE_SHARE_GPU=yes is invalid"):
         shared(1)
 
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from quire.engine.config.options import EngineConfig, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.core import engine_core as cores
 from quire.engine.core.engine_core import EngineCore, root_cause
 from quire.engine.executor.base import Executor, WorkerError
-from quire.engine.protocol.messages import LOST_REPLICAS, ModelRunnerOutput, ReplicaFailed, SchedulerOutput, Shutdown
+from quire.engine.protocol.engine_core import ReplicaFailed, Shutdown
+from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
 from tests.fakes.model import FakeModel

@@ -11,24 +11,23 @@ import pytest
 
 from quire.engine.core.engine_core import EngineCore, GrammarCompiled, Inbound, RankEnded
 from quire.engine.executor.base import WorkerError
-from quire.engine.protocol.messages import (
+from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineReady,
-    ExpertLoad,
     Join,
-    ModelRunnerOutput,
     Probe,
     ProbeReply,
-    SamplingParams,
-    SchedulerOutput,
     Shutdown,
-    StructuredOutputs,
     ToCore,
     ToServer,
 )
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
+from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import ExpertLoad
 from quire.engine.scheduler.grammar import GrammarError
 from quire.engine.scheduler.step_time import StepTimeModel
 from tests.fakes.configs import engine_config

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from quire.engine.cluster import ray_cluster
-from quire.engine.config.options import EngineConfig, EngineOptions, RayPlacement
+from quire.engine.cluster.ray_launcher import RayLauncher
+from quire.engine.config.engine_config import EngineConfig, RayPlacement
+from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.executor.ray import Actors
 from quire.engine.protocol.errors import ConfigError
 
 
@@ -35,7 +36,7 @@ class FakeRay(ModuleType):
         return self._group
 
     def remote(self, **takes: float) -> Any:
-        actor = SimpleNamespace(tell=SimpleNamespace(remote=lambda: object()))
+        actor = SimpleNamespace(describe=SimpleNamespace(remote=lambda: object()))
         return lambda kind: SimpleNamespace(options=lambda **where: SimpleNamespace(remote=lambda: actor))
 
     def wait(self, refs: list[object], num_returns: int, timeout: float) -> tuple[list[object], list[object]]:
@@ -49,8 +50,9 @@ class FakeRay(ModuleType):
 def config() -> EngineConfig:
     """Three ranks on node 1, one on node 2."""
     config = resolve(EngineOptions(pipeline_parallel_size=4, distributed_executor_backend="mp"))
-    place = RayPlacement("10.0.0.1:6379", "10.0.0.1", None, (("a", "10.0.0.1"), ("b", "10.0.0.2")), ())
-    return replace(config, parallel=replace(config.parallel, nodes=3, shares=(0, 3, 1), ray=place))
+    nodes = (("a", "10.0.0.1"), ("b", "10.0.0.2"))
+    place = RayPlacement("10.0.0.1:6379", "10.0.0.1", None, nodes, (3, 1), (), EngineOptions())
+    return replace(config, parallel=replace(config.parallel, nodes=3, ray=place))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, **fake: Any) -> FakeRay:
@@ -67,9 +69,10 @@ def use(monkeypatch: pytest.MonkeyPatch, **fake: Any) -> FakeRay:
 def test_a_group_that_is_not_scheduled_is_reported_and_removed(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
-    ray = use(monkeypatch, has_room=False, started=0)
+    launcher, ray = RayLauncher(config, "info"), use(monkeypatch, has_room=False, started=0)
     with pytest.raises(ConfigError, match=r"did not give 3 CPU on 10.0.0.1, 1 CPU on 10.0.0.2 within 15 s, although"):
-        Actors(config)
+        launcher.start(0, lambda node, reason: None)
+    launcher.close()
     assert [each["ray.io/node-id"] for each in ray.bundles] == ["a", "a", "a", "b"]
     assert len(ray.removed) == 1
 
@@ -77,8 +80,9 @@ def test_a_group_that_is_not_scheduled_is_reported_and_removed(
 def test_workers_that_do_not_start_are_reported_with_their_node(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig
 ) -> None:
-    ray = use(monkeypatch, has_room=True, started=3)
+    launcher, ray = RayLauncher(config, "info"), use(monkeypatch, has_room=True, started=3)
     with pytest.raises(ConfigError, match=r"did not start 1 of 4 workers within 60 s, on node 2 \(10.0.0.2\)"):
-        Actors(config)
+        launcher.start(0, lambda node, reason: None)
+    launcher.close()
     assert len(ray.killed) == 4
     assert len(ray.removed) == 1

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import pytest
 
-from quire.engine.config.options import ExpertParallelConfig, ParallelConfig
+from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig
 from quire.engine.distributed import watchdog
 from quire.engine.executor.base import HEARTBEAT_TIMEOUT, STEP_TIMEOUT, step_timeout
-from quire.engine.protocol.messages import SchedulerOutput
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from tests.fakes.configs import engine_config
 
 COMPUTES = {"cpu": STEP_TIMEOUT, "cuda": 1.0}

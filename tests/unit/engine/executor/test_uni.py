@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor import base
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.uni import UniExecutor
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.scheduler_output import CachedRequestData, SchedulerOutput
 from tests.fakes.configs import engine_config
 
 FAILS, REFUSED, REFUSES = 13, 17, "refuses"

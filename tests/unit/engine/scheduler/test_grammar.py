@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.engine.config.options import ModelConfig
-from quire.engine.protocol.messages import SamplingParams, StructuredOutputs
+from quire.engine.config.engine_config import ModelConfig
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.scheduler import grammar as grammar_module
 from quire.engine.scheduler.grammar import Grammar, GrammarCompiler, GrammarError
 from tests.fakes.configs import TINY, engine_config

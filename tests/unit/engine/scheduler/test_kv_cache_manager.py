@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.config.options import KVCacheGroup
+from quire.engine.config.engine_config import KVCacheGroup
 from quire.engine.scheduler.kv_cache_manager import FREED, KVCacheManager, extend_hashes
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config.pooling import Mode, Pooling
-from quire.engine.protocol.messages import EngineCoreOutput
+from quire.engine.protocol.engine_core import EngineCoreOutput
 from tests.fakes.configs import engine_config
 from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine
 

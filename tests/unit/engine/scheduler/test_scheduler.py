@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.protocol.messages import (
-    EngineCoreOutput,
-    EngineCoreRequest,
-    ModelRunnerOutput,
-    SamplingParams,
-    SchedulerOutput,
-)
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreRequest
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.scheduler.scheduler import Scheduler
 from tests.fakes.configs import engine_config
 from tests.fakes.model import FAILURE, FakeModel, next_token

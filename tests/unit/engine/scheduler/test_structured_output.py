@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.protocol.messages import StructuredOutputs
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.sampling_params import StructuredOutputs
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import byte_level, write_model
 from tests.unit.engine.scheduler.test_scheduler import AHEAD, Engine, Windows, continuation, tightened

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.engine.protocol.messages import CachedRequestData, NewRequestData, SamplingParams, SchedulerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from quire.engine.worker import async_copies, input_batch
 from quire.engine.worker.async_copies import Array
 from quire.engine.worker.input_batch import InputBatch, split_micro_batches

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.engine.executor.local_ranks import find_stragglers
-from quire.engine.protocol.messages import ModelRunnerOutput, WorkerFailed, WorkerReady
+from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.worker import worker as workers
 from quire.engine.worker.async_copies import AsyncOutput, AsyncRead
 from quire.engine.worker.worker import Reports

@@ -13,7 +13,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.anthropic.messages import CountTokensRequest, MessagesRequest
 from quire.server.openai.chat import ChatRequest

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig, EngineOptions, ExpertParallelConfig
+from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.resolve import shared_settings
 from quire.engine.core.launch import reserve_ports
 from quire.engine.protocol.errors import ConfigError
-from quire.server.frontend.dp_coordinator import DPCoordinator, DPMember, meet, role, served
+from quire.server.frontend.dp_coordinator import DPCoordinator, DPMember, connect_hosts, role
 from tests.fakes.configs import engine_config
 
 
@@ -32,7 +34,14 @@ class Site:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
 
     def config(
-        self, size: int, start: int | None, local: int, *, coupled: bool = False, **options: Any
+        self,
+        size: int,
+        start: int | None,
+        local: int,
+        *,
+        coupled: bool = False,
+        max_model_len: int | None = None,
+        **options: Any,
     ) -> EngineConfig:
         asked = EngineOptions(
             **{
@@ -49,12 +58,17 @@ class Site:
             plain.parallel,
             replicas=size,
             local_replicas=range(start or 0, (start or 0) + local),
+            coordinator=(asked.data_parallel_address, asked.data_parallel_rpc_port),
+            external_lb=start is not None,
+            timeout=asked.distributed_timeout_seconds,
             experts=ExpertParallelConfig() if coupled else None,
         )
-        return replace(plain, options=asked, parallel=parallel)
+        model = plain.model if max_model_len is None else replace(plain.model, max_model_len=max_model_len)
+        config = replace(plain, model=model, parallel=parallel)
+        return replace(config, shared_settings=shared_settings(asked, config))
 
     def api(self, config: EngineConfig, count: int = 1) -> Future[DPCoordinator | None]:
-        return self.pool.submit(self._held, lambda: meet(config, count))
+        return self.pool.submit(self._held, lambda: connect_hosts(config, count))
 
     def headless(self, config: EngineConfig) -> Future[DPMember]:
         return self.pool.submit(self._held, lambda: DPMember(config, is_headless=True))
@@ -154,7 +168,10 @@ def test_an_api_that_does_not_come_is_named(site: Site) -> None:
         ({"block_size": 32}, r"replica 1 \(127.0.0.1\) has --block-size 32, and the host with the API .* has 16"),
         ({"data_parallel_size": 3}, "replica 1 .* has --data-parallel-size 3"),
         ("model", "replica 1 .* has other bytes in config.json, unlike the host with the API"),
-        ("length", "replica 1 .* has --max-model-len 64, and the host with the API .* has 128; start every host"),
+        (
+            {"max_model_len": 64},
+            "replica 1 .* has --max-model-len 64, and the host with the API .* has 128; start every host",
+        ),
     ],
 )
 def test_hosts_that_differ_are_refused_by_name(
@@ -165,8 +182,6 @@ def test_hosts_that_differ_are_refused_by_name(
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "config.json").write_text('{"hidden_size": 1}')
         config = replace(config, model=replace(config.model, path=tmp_path / "other"))
-    elif changes == "length":
-        config = replace(config, model=replace(config.model, max_model_len=64))
     starting, member = site.api(site.config(2, None, 1)), site.headless(config)
     for future in (starting, member):
         with pytest.raises(ConfigError, match=reason):
@@ -175,10 +190,8 @@ def test_hosts_that_differ_are_refused_by_name(
 
 def test_a_host_that_cannot_reach_the_address_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has found the port of the API by another address, and would be given 127.0.0.1 to talk to."""
-    monkeypatch.setattr("quire.server.frontend.dp_coordinator._reserve", fake_ports)
-    monkeypatch.setattr(
-        "quire.server.frontend.dp_coordinator.control_plane.address_towards", lambda host, seconds: "10.0.0.2"
-    )
+    monkeypatch.setattr("quire.server.frontend.dp_coordinator.reserve_ports", fake_ports)
+    monkeypatch.setattr("quire.server.frontend.dp_coordinator.address_towards", lambda host, seconds: "10.0.0.2")
     starting, member = site.api(site.config(2, None, 1)), site.headless(site.config(2, 1, 1))
     for future in (starting, member):
         with pytest.raises(
@@ -213,7 +226,7 @@ def test_an_api_of_its_own_behind_an_api_of_all_is_refused(site: Site) -> None:
 def test_a_lost_replica_is_reported_and_may_come_back(reported: Told, site: Site) -> None:
     starting, member = site.api(site.config(3, None, 1)), site.headless(site.config(3, 1, 2)).result(30)
     api = joined(starting)
-    member.tell(2, "rank 0 was killed by SIGKILL")
+    member.report_death(2, "rank 0 was killed by SIGKILL")
     api.watch(reported)
     assert reported.said.get(timeout=10) == (2, "rank 0 was killed by SIGKILL")
     member.close("the lights went out")
@@ -227,10 +240,9 @@ def test_a_lost_replica_is_reported_and_may_come_back(reported: Told, site: Site
 
 def test_the_end_of_the_api_is_reported(site: Site) -> None:
     starting, member = site.api(site.config(2, None, 1)), site.headless(site.config(2, 1, 1)).result(30)
-    ends: SimpleQueue[str] = SimpleQueue()
-    member.listen(lambda end: ends.put(str(end)))
     joined(starting).close("the engine is gone")
-    assert ends.get(timeout=10) == "the engine is gone"
+    until(lambda: member.ended is not None)
+    assert str(member.ended) == "the engine is gone"
 
 
 def test_peers_that_share_experts_end_together(reported: Told, site: Site) -> None:
@@ -248,24 +260,24 @@ def test_peers_that_share_experts_leave_once_all_would(reported: Told, site: Sit
     leader, members = joined(first), [joined(second), joined(third)]
     for each in (leader, *members):
         each.watch(reported)
-        assert not each.may_end
+        assert not each.can_shut_down
     for each in (members[0], leader):
-        each.leave()
-    assert not leader.may_end
-    members[1].leave()
-    until(lambda: leader.may_end)
-    assert not any(member.may_end for member in members)  # they hear of it by its end
+        each.request_shutdown()
+    assert not leader.can_shut_down
+    members[1].request_shutdown()
+    until(lambda: leader.can_shut_down)
+    assert not any(member.can_shut_down for member in members)  # they hear of it by its end
     leader.close()
-    until(lambda: all(member.may_end for member in members))
+    until(lambda: all(member.can_shut_down for member in members))
 
 
 def test_nobody_stays_for_one_that_is_lost(reported: Told, site: Site) -> None:
     first, second, third = (site.api(site.config(3, start, 1, coupled=True)) for start in range(3))
     leader, members = joined(first), [joined(second), joined(third)]
     leader.watch(reported)
-    leader.leave()
+    leader.request_shutdown()
     members[0].close()
-    until(lambda: leader.may_end)
+    until(lambda: leader.can_shut_down)
 
 
 def test_an_api_of_all_stays_for_nobody(site: Site) -> None:
@@ -273,8 +285,8 @@ def test_an_api_of_all_stays_for_nobody(site: Site) -> None:
         starting = site.api(site.config(2, None, 1, coupled=coupled))
         member = site.headless(site.config(2, 1, 1, coupled=coupled)).result(30)
         api = joined(starting)
-        api.leave()
-        assert api.may_end
+        api.request_shutdown()
+        assert api.can_shut_down
         api.close()
         member.close()
 
@@ -286,14 +298,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_peers_without_shared_experts_need_nobody(site: Site) -> None:
-    assert meet(site.config(2, 1, 1)) is None
+    assert connect_hosts(site.config(2, 1, 1)) is None
 
 
 def test_a_port_in_use_and_an_address_elsewhere_are_refused(site: Site) -> None:
     with socket.create_server(("0.0.0.0", site.port)), pytest.raises(ConfigError, match="--data-parallel-rpc-port"):
-        meet(site.config(2, None, 1))
+        connect_hosts(site.config(2, None, 1))
     with pytest.raises(ConfigError, match=r"no port can be had at 192.0.2.1: .*--data-parallel-address"):
-        meet(site.config(2, None, 1, data_parallel_address="192.0.2.1"))
+        connect_hosts(site.config(2, None, 1, data_parallel_address="192.0.2.1"))
 
 
 @pytest.mark.parametrize(
@@ -311,5 +323,5 @@ def test_a_port_in_use_and_an_address_elsewhere_are_refused(site: Site) -> None:
 )
 def test_roles(site: Site, start: int | None, local: int, coupled: bool, expected: tuple[str, tuple[int, ...]]) -> None:
     config = site.config(4, start, local, coupled=coupled)
-    assert (role(config), served(config)) == expected
+    assert (role(config), tuple(config.parallel.api_replicas)) == expected
     assert role(config, is_headless=True) == "follower"

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    ExpertLoad,
-    SamplingParams,
-    TokenLogprobs,
-)
+from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.stats import ExpertLoad
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_stream import EngineUnavailable, OutputStream, RequestFailed

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.server.frontend import input_processor
 from tests.fakes.api_server import Server, run_server
 from tests.unit.server.openai.test_embeddings import embedding

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.protocol.messages import EngineCoreOutput, SamplingParams, TokenLogprobs
+from quire.engine.protocol.engine_core import EngineCoreOutput
+from quire.engine.protocol.logprobs import TokenLogprobs
+from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.output_processor import Detokenizer, OutputProcessor, StopStrings
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.parsers.output_parser import OutputFormat

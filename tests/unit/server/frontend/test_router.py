@@ -12,14 +12,12 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from quire.engine.config.options import CacheConfig
-from quire.engine.protocol.messages import (
-    EngineCoreRequest,
-    EngineStats,
-    ModelRunnerOutput,
-    SamplingParams,
-    SchedulerOutput,
-)
+from quire.engine.config.engine_config import CacheConfig
+from quire.engine.protocol.engine_core import EngineCoreRequest
+from quire.engine.protocol.runner_output import ModelRunnerOutput
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.stats import EngineStats
 from quire.engine.scheduler.scheduler import Scheduler
 from quire.server.frontend.router import Router
 from tests.fakes.configs import engine_config

@@ -15,9 +15,9 @@ import httpx
 import openai
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.messages import EngineStats
+from quire.engine.protocol.stats import EngineStats
 from quire.server.config import ServerOptions
 from quire.server.frontend.engine_client import QueueFull
 from quire.server.frontend.output_stream import Deadline, OutputStream

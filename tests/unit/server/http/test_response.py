@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quire.engine.protocol.messages import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.http.response import Formatter, _frame
 from quire.server.openai.chat import ChatRequest, _ChatFormatter

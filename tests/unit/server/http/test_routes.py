@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
 from quire.server.app import create_app
 from quire.server.config import ServerOptions

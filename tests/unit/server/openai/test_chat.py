@@ -12,7 +12,7 @@ import llguidance
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from tests.fakes.api_server import Server, run_server
 from tests.fakes.tokenizers import write_model
 from tests.unit.server.openai.test_completions import refused

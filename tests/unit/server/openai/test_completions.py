@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.server.openai.completions import CompletionRequest
 from quire.server.openai.embeddings import EmbeddingRequest
 from quire.server.openai.tokenize import DetokenizeRequest

@@ -16,10 +16,10 @@ import openai
 import pytest
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.pooling import Pooling
+from quire.engine.protocol.engine_core import AbortRequests, EngineCoreRequest
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.messages import AbortRequests, EngineCoreRequest
 from quire.server.frontend.embedding_output import VectorOptions, to_json
 from quire.server.frontend.output_stream import RequestFailed
 from tests.fakes import fake_core

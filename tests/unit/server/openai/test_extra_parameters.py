@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from quire.engine.config.options import EngineConfig
-from quire.engine.protocol.messages import EngineCoreRequest, TokenLogprobs
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.engine_core import EngineCoreRequest
+from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.openai.completions import CompletionRequest, _CompletionFormatter
 from tests.fakes.api_server import Server, run_server

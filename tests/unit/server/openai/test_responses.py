@@ -13,7 +13,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from quire.engine.config.options import EngineConfig
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.http.response_store import ResponseStore, StoredResponse
 from quire.server.openai.chat import ChatRequest

@@ -1,0 +1,104 @@
+"""What hosts tell each other of themselves before they work together, and how it is compared."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from pathlib import Path
+
+import msgspec
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.errors import ConfigError
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_HASHED = (
+    "config.json",
+    "*.index.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "*.jinja",
+)
+
+
+class Hello(msgspec.Struct, kw_only=True):
+    """Description of a host, which a follower sends when it joins."""
+
+    name: str
+    """Name in error messages: node 1 (10.0.0.2)."""
+    number: int
+    """Number by which the leader identifies the follower."""
+    address: str = ""
+    """The host's own address."""
+    versions: dict[str, str] = {}
+    model: dict[str, str] = {}
+    """Hash or size of each file of the model."""
+    settings: dict[str, str] = {}
+    """As `EngineConfig.shared_settings`."""
+    error: str = ""
+    """Why the host cannot start."""
+    body: bytes = b""
+    """Additional data of the layer above."""
+
+
+def describe_host(
+    role: str, number: int, address: str, config: EngineConfig | None, *, error: str = "", body: bytes = b""
+) -> Hello:
+    """Return the `Hello` of this host; `role` is node 1, for example. `config` is None if it cannot start."""
+    return Hello(
+        name=f"{role} ({address})",
+        number=number,
+        address=address,
+        versions=versions(),
+        model={} if config is None else fingerprint(config.model.path),
+        settings={} if config is None else config.shared_settings,
+        error=error,
+        body=body,
+    )
+
+
+def compare(local: Hello, remote: Hello) -> None:
+    """Raise `ConfigError` if a host cannot start, or differs from this one in versions, model files or settings."""
+    for name, ours in local.versions.items():
+        if (other := remote.versions.get(name)) != ours:
+            raise ConfigError(
+                f"{remote.name} has {name} {other or 'in no version'}, and {local.name} has {ours}; "
+                "install the same on every host"
+            )
+    if remote.error:
+        raise ConfigError(f"{remote.name}: {remote.error}")
+    for name in sorted(local.model.keys() | remote.model.keys()):
+        here, there = local.model.get(name), remote.model.get(name)
+        if here != there:
+            what = f"no {name}" if there is None else f"a {name}" if here is None else f"other bytes in {name}"
+            raise ConfigError(f"{remote.name} has {what}, unlike {local.name}; copy the same model files to every host")
+    for flag, here in local.settings.items():  # a host without replicas has no resolved values
+        if (there := remote.settings.get(flag, here)) != here:
+            raise ConfigError(
+                f"{remote.name} has {flag} {there}, and {local.name} has {here}; start every host with the same"
+            )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that must be the same on every host."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("torch", "quire"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """Return hashes of a model's small files, and sizes of its weights."""
+    hashed = {file for pattern in _HASHED for file in folder.glob(pattern)}
+    weights = {file for pattern in _WEIGHTS for file in folder.glob(pattern)}
+    found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in hashed if file.is_file()}
+    return found | {file.name: f"{file.stat().st_size} bytes" for file in weights if file.is_file()}

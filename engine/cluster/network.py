@@ -1,0 +1,101 @@
+"""Addresses, network interfaces and ports of this host."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import logging
+import os
+import socket
+import struct
+import time
+from array import array
+from pathlib import Path
+
+from quire.engine.protocol.errors import ConfigError
+
+_SIOCGIFCONF, _IFREQ, _MAX_ADDRESSES = 0x8912, struct.Struct("@16s4x4s16x"), 1024
+"""netdevice(7): the ioctl that lists every IPv4 address of the host with the interface's name."""
+
+logger = logging.getLogger(__name__)
+
+
+def source_address(host: str) -> str:
+    """Return this host's address on the interface that reaches `host`; raises `OSError`."""
+    family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def address_towards(host: str, seconds: float = 0.0) -> str:
+    """Return QUIRE_HOST_IP, or this host's address on the interface that reaches `host`.
+
+    Name resolution is retried for `seconds`. Raises `ConfigError`.
+    """
+    if own := os.environ.get("QUIRE_HOST_IP"):
+        return own
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return source_address(host)
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"{host} cannot be reached from this host: {(error.strerror or str(error)).lower()}; check the "
+                    "address, or give this host's own in QUIRE_HOST_IP"
+                ) from None
+        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())))
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface with this address (primary or alias); None if this host has no such address."""
+    if ":" in address:
+        target_hex = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        table = Path("/proc/net/if_inet6")
+        lines = (line.split() for line in table.read_text().splitlines()) if table.exists() else ()
+        return next((fields[5] for fields in lines if fields[0] == target_hex), None)
+    if address.startswith("127."):
+        return "lo"
+    found = array("B", bytes(_IFREQ.size * _MAX_ADDRESSES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        start, length = found.buffer_info()
+        answer = fcntl.ioctl(probe, _SIOCGIFCONF, struct.pack("iP", length, start))
+    label: bytes
+    for label, its in _IFREQ.iter_unpack(found.tobytes()[: struct.unpack("iP", answer)[0]]):
+        if socket.inet_ntoa(its) == address:
+            return label.rstrip(b"\0").decode().partition(":")[0]  # an alias is named interface:alias
+    return None
+
+
+def set_interfaces(address: str) -> None:
+    """Let gloo and NCCL use the interface that reaches `address`, unless the user has set one.
+
+    By default gloo uses the address of the host name, which is often 127.0.0.1. Raises `ConfigError` if this host has
+    no such interface. Processes started later inherit the setting.
+    """
+    own = address_towards(address)
+    interface = interface_of(own)
+    if interface is None:
+        raise ConfigError(f"QUIRE_HOST_IP={own}: no network interface of this host has that address")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        logger.debug("%s=%s", name, os.environ.setdefault(name, interface))
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def tcp_url(address: str, port: int) -> str:
+    """Return the URL of a port, as ZMQ and torch.distributed take it."""
+    return f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
+
+
+def free_port() -> int:
+    """Return a TCP port that is free on every interface of this host."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])

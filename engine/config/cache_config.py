@@ -1,0 +1,55 @@
+"""Resolves the KV cache (`EngineOptions` → `CacheConfig`), except for its number of blocks. No torch."""
+
+from __future__ import annotations
+
+from quire.engine.config import devices
+from quire.engine.config.devices import Devices
+from quire.engine.config.engine_config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from quire.engine.config.kv_cache_groups import cache_specs, group_layers
+from quire.engine.config.options import EngineOptions
+from quire.engine.models.encoder_spec import EncoderSpec
+from quire.engine.protocol.errors import ConfigError
+
+_FP8_CAPABILITY = (8, 9)
+"""First compute capability of NVIDIA GPUs with instructions to read 8-bit floats."""
+
+
+def resolve(
+    options: EngineOptions, model: ModelConfig, parallel: ParallelConfig, scheduler: SchedulerConfig
+) -> CacheConfig:
+    """Return the layout and data type of the cache; `num_blocks` is 0 until `memory_plan.count_blocks` sets it."""
+    dtype: str = options.kv_cache_dtype
+    if dtype == "auto":
+        # The rounding is negligible compared with that of the quantized weights, and decodes read half as much.
+        dtype = "bfloat16" if model.quantization and model.dtype == "float32" else model.dtype
+    specs = cache_specs(model.architecture, parallel.tensor_parallel_size, model.max_model_len)
+    max_len, row, size = model.max_model_len, scheduler.max_num_batched_tokens, options.block_size
+    return CacheConfig(
+        block_size=options.block_size,
+        num_blocks=0,
+        dtype=dtype.removesuffix("_e4m3"),
+        enable_prefix_caching=options.enable_prefix_caching and _supports_prefix_caching(model),
+        groups=group_layers(specs, parallel.stages, lambda group: group.max_blocks(max_len, row, size)),
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        kv_cache_memory_bytes=options.kv_cache_memory_bytes,
+    )
+
+
+def check_gpus(options: EngineOptions, cache: CacheConfig, available: Devices) -> None:
+    """Check that this host's GPUs support the data type of the KV cache; ranks on other hosts check theirs."""
+    if cache.dtype != "fp8" or options.attention_backend == "reference":
+        return
+    for number, (major, minor) in enumerate(devices.gpu_capabilities()):
+        if (major, minor) < _FP8_CAPABILITY and (not available.order or number in available.order):
+            minimum = "{}.{}".format(*_FP8_CAPABILITY)
+            raise ConfigError(
+                f"--kv-cache-dtype {options.kv_cache_dtype} needs GPUs of compute capability {minimum} or higher, but "
+                f"GPU {number} has {major}.{minor}; use --kv-cache-dtype int8 or auto"
+            )
+
+
+def _supports_prefix_caching(model: ModelConfig) -> bool:
+    """Whether the model can use the prefix cache; pooling may need the hidden states of all tokens."""
+    if isinstance(model.architecture, EncoderSpec):
+        return False
+    return model.pooling is None or not model.pooling.needs_all_tokens

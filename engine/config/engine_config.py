@@ -1,0 +1,279 @@
+"""The resolved configuration (`EngineConfig`): frozen, and pickled once to each process. No torch.
+
+`quire.engine.config.resolve.resolve` makes it from `EngineOptions`; nothing after that reads the options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.pooling import Pooling
+from quire.engine.config.topology import SlowestLinks
+from quire.engine.models.families.quantized import QuantizedCheckpoint
+from quire.engine.models.model_spec import ModelSpec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INT4_GROUPS = (128, 64, 32)
+"""Group sizes of int4 weights (the largest one that divides the input features); a group shares a scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The resolved model."""
+
+    path: Path
+    tokenizer: Path
+    architecture: ModelSpec
+    dtype: str
+    quantization: Literal["int8", "int4"] | None
+    max_model_len: int
+    load_format: Literal["safetensors", "pt", "dummy"]
+    eos_token_ids: tuple[int, ...]
+    trust_remote_code: bool
+    seed: int
+    max_logprobs: int = 20
+    """Maximum number of log-probabilities that a request may ask for at each position; -1: no limit."""
+    attention_backend: Literal["auto", "triton", "flashinfer", "reference"] = "auto"
+    """auto: each rank chooses the fastest correct one on its device."""
+    pooling: Pooling | None = None
+    """The pooling of an embedding model; None: the model generates text."""
+    quantized: QuantizedCheckpoint | None = None
+    """How the checkpoint is quantized. The weights are dequantized to `dtype`, or requantized to `quantization`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallelConfig:
+    """Expert parallelism: whole experts are distributed over a stage's ranks in all replicas, which step together."""
+
+    placement: Literal["linear", "round_robin"] = "linear"
+    all2all_backend: Literal["allgather_reducescatter", "all_to_all"] = "allgather_reducescatter"
+    enable_eplb: bool = False
+    """Whether busy experts are moved and replicated at run time (EPLB)."""
+    num_redundant_experts: int = 0
+    """Additional copies of experts in each layer."""
+    step_interval: int = 3000
+    """Steps between two rearrangements."""
+    dbo_token_threshold: int | None = None
+    """A step in which a replica has at least this many tokens is split in two (DBO); None: never."""
+
+
+@dataclass(frozen=True)
+class RayPlacement:
+    """The placement of ranks by Ray."""
+
+    address: str
+    """Address of the cluster's control store, HOST:PORT."""
+    head: str
+    """Address of this host, which runs the engine core."""
+    group: str | None
+    """Id of the placement group to use, in hex; None: create one."""
+    nodes: tuple[tuple[str, str], ...]
+    """Ray's id and the address of each node with ranks, from node 1 on. Node 0 is the engine core, without ranks; its
+    host may be that of another node too."""
+    ranks_per_node: tuple[int, ...]
+    """Number of ranks on each of these nodes."""
+    bundles: tuple[int, ...]
+    """Bundle of each rank in `group`; empty without a group."""
+    options: EngineOptions
+    """What each node resolves; node rank and leader's port are still to be set."""
+
+    def ranks_of(self, node: int) -> range:
+        counts = (0, *self.ranks_per_node)
+        return range(sum(counts[:node]), sum(counts[: node + 1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The ranks of one replica, and the replicas. Rank = stage * tensor_parallel_size + position in the stage.
+
+    The ranks of a replica are on `nodes` hosts in order, evenly unless Ray places them: host `n` has `ranks_of(n)`.
+    """
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    stages: tuple[range, ...]
+    executor: Literal["uni", "mp", "ray"]
+    device: Literal["cpu", "cuda"]
+    nodes: int = 1
+    node: int = 0
+    """Number of this host."""
+    master: tuple[str, int] = ("127.0.0.1", 0)
+    """Address and port of host 0, to which the other hosts connect."""
+    ray: RayPlacement | None = None
+    """None: the ranks are not started by Ray."""
+    devices: tuple[int, ...] = ()
+    """Device index of each rank on this host, ordered by replica and rank; empty: 0, 1, 2, …"""
+    links: SlowestLinks = dataclasses.field(default_factory=SlowestLinks)
+    """The slowest links between these devices."""
+    timeout: float = 600.0
+    """Timeout of communication between ranks, in seconds."""
+    custom_all_reduce: bool = True
+    """Whether the GPUs of a stage may use symmetric memory for all-reduce."""
+    replicas: int = 1
+    replica: int = 0
+    """Number of the replica that this configuration is for."""
+    local_replicas: range = range(1)
+    """The replicas on this host."""
+    coordinator: tuple[str, int] = ("127.0.0.1", 0)
+    """Address and port of the host that replicas on other hosts join."""
+    external_lb: bool = False
+    """Whether an API on this host serves only the replicas of this host, behind an external load balancer."""
+    experts: ExpertParallelConfig | None = None
+    """None: each expert is sharded over the ranks of a stage, and replicas are independent."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def api_replicas(self) -> range:
+        """The replicas that the API of this host sends requests to."""
+        return self.local_replicas if self.external_lb else range(self.replicas)
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the replicas share experts, and step together."""
+        return self.experts is not None and self.replicas > 1
+
+    @property
+    def is_first_local_replica(self) -> bool:
+        """Whether this is the first replica on this host."""
+        return self.replica == self.local_replicas.start
+
+    @property
+    def init_method(self) -> str | None:
+        """The torch.distributed init method of coupled replicas; None: the ranks of a replica choose one."""
+        return f"tcp://{self.master[0]}:{self.master[1]}" if self.is_coupled else None
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that a layer's experts are distributed over: those of its stage in all replicas."""
+        return self.replicas * self.tensor_parallel_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of ranks of this replica on this host."""
+        return len(self.ranks_of(self.node))
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Number of ranks of all replicas on this host, which share its processors and memory."""
+        return self.ranks_per_node * len(self.local_replicas)
+
+    @property
+    def ranks_per_device(self) -> int:
+        """Maximum number of ranks, of all replicas, that share a device of this host."""
+        return max(Counter(self.devices).values(), default=1)
+
+    def ranks_of(self, node: int) -> range:
+        if self.ray is not None:
+            return self.ray.ranks_of(node)
+        count = self.world_size // self.nodes
+        return range(node * count, (node + 1) * count)
+
+    def device_of(self, rank: int) -> int:
+        """Return the device index of one of this host's ranks."""
+        place = (self.replica - self.local_replicas.start) * self.ranks_per_node + rank - self.ranks_of(self.node).start
+        return self.devices[place] if self.devices else place
+
+    def stage_of(self, rank: int) -> int:
+        return rank // self.tensor_parallel_size
+
+    def tp_rank_of(self, rank: int) -> int:
+        return rank % self.tensor_parallel_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheGroup:
+    """A group of layers that share a block table (see `quire.engine.config.kv_cache_groups`)."""
+
+    window: int | None = None
+    """Number of keys that a query sees, including its own; blocks outside the window are freed. None: all keys."""
+    layers: tuple[tuple[int, ...], ...] = ()
+    """Layer numbers, by stage."""
+
+    def max_blocks(self, num_tokens: int, row_tokens: int, block_size: int) -> int:
+        """Maximum number of blocks in use at once by a request of `num_tokens`, in rows of at most `row_tokens`."""
+        blocks = -(-num_tokens // block_size)
+        if self.window is None:
+            return blocks
+        touched = (
+            self.window - 1 + min(row_tokens, num_tokens)
+        )  # from the first key that the first query of the row sees
+        return min(blocks, 1 + -(-(touched - 1) // block_size))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache. Every rank has the same number of blocks; block 0 is not reserved."""
+
+    block_size: int
+    num_blocks: int
+    """0: the model has no KV cache."""
+    dtype: str
+    """A float type, int8 or fp8 (see `quire.kernels.cache`)."""
+    enable_prefix_caching: bool
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(),)
+    """Each request has a block table in each group; all blocks come from one pool."""
+    gpu_memory_utilization: float = 0.9
+    """Fraction of the memory free at start-up that a rank may use, for weights, activations and cache."""
+    kv_cache_memory_bytes: int | None = None
+    """Size of a rank's cache that the user has chosen; None: what `gpu_memory_utilization` leaves."""
+
+    def max_blocks(self, num_tokens: int, row_tokens: int) -> int:
+        """Maximum number of blocks in use at once by a request, in all groups."""
+        return sum(group.max_blocks(num_tokens, row_tokens, self.block_size) for group in self.groups)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step, and `depth`, the number of plans in flight.
+
+    There is one plan in flight per pipeline stage. With a single stage there can be one more, so that the core
+    schedules ahead of the device.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_chunked_prefill: bool
+    policy: Literal["fcfs", "priority"]
+    depth: int
+    dynamic_chunking: bool = False
+    """Whether the size of prompt chunks follows the step time, up to `max_num_batched_tokens`."""
+    itl_target: float | None = None
+    """Target inter-token latency in seconds; None: derived from the measured decode step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """Batch sizes of the decode steps that are captured once and replayed (CUDA graphs; op replay on CPU)."""
+
+    sizes: tuple[int, ...] = ()
+    """Ascending. A step is padded to the next size; larger steps and steps with prompt tokens are not replayed."""
+    disabled_reason: str = ""
+    """Why `sizes` is empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The resolved configuration. It is pickled once to each process and never changes."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    graphs: GraphConfig = GraphConfig()
+    shared_settings: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Flags and resolved values that must be the same on every host (see `quire.engine.config.resolve`)."""
+
+    def with_blocks(self, num_blocks: int) -> EngineConfig:
+        """Return a copy with another number of KV blocks; 0 keeps the number."""
+        return dataclasses.replace(
+            self, cache=dataclasses.replace(self.cache, num_blocks=num_blocks or self.cache.num_blocks)
+        )

@@ -1,0 +1,232 @@
+"""The memory of each rank, computed before weights are read: weights, workspace, graphs and KV cache. No torch."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from quire.engine.config import cuda_graph_sizes, parallel_config
+from quire.engine.config.devices import Devices
+from quire.engine.config.engine_config import (
+    DTYPE_BYTES,
+    INT4_GROUPS,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+)
+from quire.engine.config.kv_cache_groups import KVCacheShape, cache_specs, count_planes
+from quire.engine.models.model_spec import ExpertParallelMoESpec, MatrixShape, ModelSpec, MoESpec
+from quire.engine.protocol.errors import ConfigError
+
+_CPU_KV_CACHE_BYTES = 4 << 30
+"""Default limit of the KV cache of all ranks together on CPU, without --kv-cache-memory-bytes."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Memory of one rank, in bytes; tuples have one entry per stage."""
+
+    weights: tuple[int, ...]
+    kv_block: tuple[int, ...]
+    workspace: int
+    """Activations and logits of the largest step, estimated."""
+    graphs: int
+    """CUDA graphs, or op replay on CPU, estimated."""
+
+    @staticmethod
+    def of(config: EngineConfig) -> Sizes:
+        model, scheduler, cache, tp = config.model, config.scheduler, config.cache, config.parallel.tensor_parallel_size
+        arch = parallel_config.rank_spec(model.architecture, config.parallel)
+        stages = range(config.parallel.pipeline_parallel_size)
+        specs = cache_specs(arch, tp, model.max_model_len)
+        attention = max(layer.attention.workspace(model.max_model_len, tp) for layer in arch.layers)
+        logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
+        logits *= model.pooling is None
+        return Sizes(
+            weights=tuple(_weight_bytes(model, config.parallel, stage) for stage in stages),
+            kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
+            workspace=(_activations(config, arch) + attention) * DTYPE_BYTES[model.dtype]
+            + logits
+            + _eplb_buffer_bytes(config, arch),
+            graphs=cuda_graph_sizes.estimate(config, arch),
+        )
+
+
+def _activations(config: EngineConfig, arch: ModelSpec) -> int:
+    """Number of activation values on a rank in the largest step; its experts may get tokens of every replica."""
+    parallel, tokens, tp = (
+        config.parallel,
+        config.scheduler.max_num_batched_tokens,
+        config.parallel.tensor_parallel_size,
+    )
+    incoming = tokens * parallel.replicas if parallel.is_coupled else tokens
+    inner = max(
+        each.width(tp) * (incoming if isinstance(each, ExpertParallelMoESpec) else tokens)
+        for each in {layer.feed_forward for layer in arch.layers}
+    )
+    count = 6 * tokens * arch.hidden_size + 3 * inner
+    if parallel.is_coupled:
+        max_top_k = max(layer.feed_forward.top_k for layer in arch.layers if isinstance(layer.feed_forward, MoESpec))
+        outgoing = (
+            tokens // tp * min(max_top_k, parallel.expert_ranks)
+        )  # each token goes to every rank with one of its experts
+        count += 8 * max(incoming, outgoing) * arch.hidden_size
+    return count
+
+
+def _eplb_buffer_bytes(config: EngineConfig, arch: ModelSpec) -> int:
+    """Bytes of the buffers in which EPLB moves experts: one sent, one received, one staged."""
+    if config.parallel.experts is None or not config.parallel.experts.enable_eplb:
+        return 0
+    layouts = {
+        replace(each.feed_forward, shared=None, num_local_experts=1)
+        for each in arch.layers
+        if isinstance(each.feed_forward, ExpertParallelMoESpec)
+    }
+    width, quantization = DTYPE_BYTES[config.model.dtype], config.model.quantization
+    return 3 * max(
+        sum(packed_bytes(*each[:2], quantization, width) for each in one.matrices(arch.hidden_size, 1))
+        for one in layouts
+    )
+
+
+def _kv_block_bytes(cache: CacheConfig, planes: Counter[KVCacheShape]) -> int:
+    """Bytes of a block, which has room for the layers of any group."""
+    width = DTYPE_BYTES.get(cache.dtype, 1)
+    scale = 0 if cache.dtype in DTYPE_BYTES else 4
+    rows = {shape: shape.num_tensors * shape.num_heads * cache.block_size for shape in planes}
+    return sum(count * rows[shape] * (shape.head_dim * width + scale) for shape, count in planes.items())
+
+
+def _weight_bytes(model: ModelConfig, parallel: ParallelConfig, stage: int) -> int:
+    """Bytes of one rank's weights: linear layers and head packed, the rest in the model's data type."""
+    arch, stages, tp = (
+        parallel_config.rank_spec(model.architecture, parallel),
+        parallel.stages,
+        parallel.tensor_parallel_size,
+    )
+    width, last = DTYPE_BYTES[model.dtype], stage == len(stages) - 1
+    matrices = [each for number in stages[stage] for each in arch.layers[number].matrices(arch.hidden_size, tp)]
+    head = MatrixShape(arch.vocab_per_rank(tp), arch.hidden_size)
+    embedded = stage == 0 and arch.tie_embeddings
+    unpacked = arch.stage_parameters(stages, stage, tp) - sum(math.prod(each) for each in matrices)
+    unpacked -= math.prod(head) * (last and not embedded)
+    packed = sum(each.number * packed_bytes(*each[:2], model.quantization, width) for each in matrices)
+    # Embedding models have no head; on CUDA a tied head needs no copy.
+    if last and model.pooling is None and not (embedded and parallel.device == "cuda"):
+        packed += packed_bytes(*head[:2], model.quantization and "int8", width)
+    mixtures = [arch.layers[n].feed_forward for n in stages[stage]]
+    wide = sum(mixture.num_float32_parameters(arch.hidden_size) for mixture in mixtures if isinstance(mixture, MoESpec))
+    return unpacked * width + wide * (4 - width) + packed
+
+
+def packed_bytes(rows: int, columns: int, quantization: str | None, width: int) -> int:
+    """Bytes of a weight `[rows, columns]` as packed by `kernels.pack_linear`."""
+    match quantization:
+        case "int8":
+            return rows * columns + 8 * rows
+        case "int4":
+            group = next(size for size in INT4_GROUPS if columns % size == 0)
+            return rows * columns // 2 + 8 * rows * columns // group
+    return rows * columns * width
+
+
+def checkpoint_format(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """Return the checkpoint's quantization method; for fp8 also the size of its weights on a rank."""
+    assert model.quantized is not None
+    if model.quantized.method != "fp8":
+        return model.quantized.method
+    unpacked = replace(model, quantization="int8")
+    max_bytes = max(_weight_bytes(unpacked, parallel, stage) for stage in range(len(parallel.stages)))
+    return f"fp8 (which would be {format_bytes(max_bytes)} per rank; running fp8 weights directly is not supported)"
+
+
+def count_blocks(config: EngineConfig, available: Devices) -> int:
+    """Return the KV blocks of each rank: what fits into memory, but no more than all requests at full length can use.
+
+    Returns 0 on a host without replicas.
+    """
+    model, parallel, cache, scheduler = config.model, config.parallel, config.cache, config.scheduler
+    if not parallel.local_replicas:
+        return 0
+    sizes, row = Sizes.of(config), scheduler.max_num_batched_tokens
+    blocks_per_request = cache.max_blocks(model.max_model_len, row)
+    sharing = max(1, parallel.num_local_ranks) if available.kind == "cpu" else parallel.ranks_per_device
+    per_rank = available.memory // sharing
+    budget_bytes = int(per_rank * cache.gpu_memory_utilization)
+    fixed = [weights + sizes.workspace + sizes.graphs for weights in sizes.weights]
+    if max(fixed) > budget_bytes:
+        quantize = " or --quantization" * (available.kind == "cpu" and model.quantization is None)
+        stored = f" ({model.dtype}, dequantized from {checkpoint_format(model, parallel)})" if model.quantized else ""
+        replayed = "op replay" if available.kind == "cpu" else "CUDA graphs"
+        raise ConfigError(
+            f"Not enough memory: needs {format_bytes(max(fixed))} per rank (weights "
+            f"{format_bytes(max(sizes.weights))}{stored} + workspace {format_bytes(sizes.workspace)}"
+            f"{f' + {replayed} {format_bytes(sizes.graphs)}' * (sizes.graphs > 0)}), {format_bytes(budget_bytes)} "
+            f"available ({cache.gpu_memory_utilization:g} of {format_bytes(available.memory)} free"
+            f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
+            f"--dtype{quantize}, or a lower --max-num-batched-tokens"
+        )
+    if not max(sizes.kv_block):
+        return 0
+    requested = cache.kv_cache_memory_bytes
+    if requested is not None:
+        if requested > per_rank - max(fixed):
+            raise ConfigError(
+                f"--kv-cache-memory-bytes {requested} ({format_bytes(requested)}) does not fit: "
+                f"{format_bytes(per_rank - max(fixed))} per rank is available after weights and workspace; use a "
+                "smaller value, or more ranks (-tp, -pp)"
+            )
+        blocks = requested // max(sizes.kv_block)
+    else:
+        blocks = min((budget_bytes - used) // block for used, block in zip(fixed, sizes.kv_block, strict=True))
+        if available.kind == "cpu":
+            capped = _CPU_KV_CACHE_BYTES // sharing // max(sizes.kv_block)
+            blocks = min(blocks, max(capped, blocks_per_request))
+    return limit_blocks(config, blocks, max(sizes.kv_block))
+
+
+def limit_blocks(config: EngineConfig, blocks: int, block_bytes: int, where: str = "") -> int:
+    """Limit `blocks` to what all requests at full length can use, unless --kv-cache-memory-bytes is given.
+
+    Raises `ConfigError` if they are too few for one request; `where` is added to its text.
+    """
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    row, requested = scheduler.max_num_batched_tokens, cache.kv_cache_memory_bytes
+    blocks_per_request = cache.max_blocks(model.max_model_len, row)
+    if blocks < blocks_per_request:
+        lengths = range(1, model.max_model_len)
+        max_len = bisect_right(lengths, blocks, key=lambda length: cache.max_blocks(length, row))
+        chunked = cache.max_blocks(model.max_model_len, 1) < blocks_per_request
+        raise ConfigError(
+            f"a KV cache of {format_bytes(max(0, blocks) * block_bytes if requested is None else requested)} per rank "
+            f"holds {max_len:,} tokens, less than one request of {model.max_model_len:,} "
+            f"({format_bytes(blocks_per_request * block_bytes)}){where}; use --max-model-len {max(1, max_len)} or "
+            f"less, {f'--max-num-batched-tokens below {row}, ' * chunked}more memory (--kv-cache-memory-bytes, "
+            "--gpu-memory-utilization), or more ranks (-tp, -pp)"
+        )
+    return blocks if requested is not None else min(blocks, scheduler.max_num_seqs * blocks_per_request)
+
+
+def tokens_in_cache(config: EngineConfig) -> int:
+    """Capacity of the KV cache, in tokens of requests at full length.
+
+    Tokens outside a request's windows take no blocks. One prompt chunk per step takes additional blocks.
+    """
+    max_len, cache, row = config.model.max_model_len, config.cache, config.scheduler.max_num_batched_tokens
+    one = cache.max_blocks(max_len, 1)
+    chunk = cache.max_blocks(max_len, row) - one
+    return (cache.num_blocks - chunk) * -(-max_len // cache.block_size) * cache.block_size // one
+
+
+def format_bytes(count: int) -> str:
+    """Format a number of bytes: 1.5 GiB."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if size >= 100 else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"

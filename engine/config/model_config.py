@@ -1,0 +1,168 @@
+"""Resolves the model (`EngineOptions` → `ModelConfig`): its architecture, data type, length and pooling. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+from quire.engine.config import model_files, pooling
+from quire.engine.config.devices import Devices
+from quire.engine.config.engine_config import DTYPE_BYTES, INT4_GROUPS, ModelConfig, ParallelConfig
+from quire.engine.config.options import EngineOptions
+from quire.engine.config.pooling import Pooling
+from quire.engine.models.encoder_spec import EncoderSpec
+from quire.engine.models.families import FAMILIES, from_hf_config, transformers_backend
+from quire.engine.models.families.quantized import quantized
+from quire.engine.models.model_spec import ModelSpec
+from quire.engine.protocol.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
+    """Read config.json and resolve the model. Raises `ConfigError` if it is not supported."""
+    path = model_files.locate(options.model, options.revision)
+    hf_config = model_files.read_json(path / "config.json")
+    arch, pooler = _architecture(options, path, hf_config)
+    tokenizer = path
+    if options.tokenizer is not None:
+        tokenizer = model_files.locate(options.tokenizer, None)
+    _check_attention_backend(options, arch, available)
+    return ModelConfig(
+        path=path,
+        tokenizer=tokenizer,
+        architecture=arch,
+        dtype=_choose_dtype(options, available, hf_config),
+        quantization=options.quantization,
+        max_model_len=_choose_max_model_len(options, arch, pooler),
+        load_format="safetensors" if options.load_format == "auto" else options.load_format,
+        quantized=None if options.load_format == "dummy" else quantized(hf_config),
+        eos_token_ids=_eos_token_ids(path, hf_config),
+        trust_remote_code=options.trust_remote_code,
+        seed=options.seed,
+        max_logprobs=options.max_logprobs,
+        attention_backend=options.attention_backend,
+        pooling=pooler,
+    )
+
+
+def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> tuple[ModelSpec, Pooling | None]:
+    """Return the model's architecture, and its pooling if it is an embedding model."""
+    names = hf_config.get("architectures") or []
+    # AutoModel saves a decoder without its head under a name such as Qwen3Model.
+    full_names = [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
+    is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in full_names)
+    arch = _model_spec(options, path, {**hf_config, "architectures": full_names} if is_headless else hf_config)
+    if isinstance(arch, EncoderSpec):
+        if options.runner == "generate":
+            raise ConfigError(f"{arch.name} is an encoder and cannot generate text; omit --runner generate")
+        if options.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"--pipeline-parallel-size {options.pipeline_parallel_size}: pipeline parallelism is not supported for "
+                f"encoders such as {arch.name}; use --tensor-parallel-size"
+            )
+        return arch, pooling.read(path, hf_config, arch.hidden_size, default="mean")
+    if options.runner == "generate" and is_headless:
+        raise ConfigError(f"{', '.join(names)} has no head to generate text; use it with --runner pooling")
+    if options.runner == "generate" or (
+        options.runner == "auto" and not is_headless and not (path / pooling.MODULES).exists()
+    ):
+        return arch, None
+    if hf_config.get("is_causal") is False or hf_config.get("use_bidirectional_attention"):
+        raise ConfigError(f"{arch.name}: bidirectional attention in decoders (is_causal false) is not supported")
+    return arch, pooling.read(path, hf_config, arch.hidden_size, default="lasttoken")
+
+
+def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> ModelSpec:
+    """Return the model's spec for Quire's own implementation, or else for transformers'."""
+    native_error = None
+    names = hf_config.get("architectures") or []
+    if options.model_impl != "transformers":
+        try:
+            return from_hf_config(hf_config)
+        except ConfigError as error:
+            if options.model_impl == "quire":
+                raise
+            native_error = error
+    quantized(hf_config)
+    request = transformers_backend.DescribeRequest(
+        path=path,
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        length=options.max_model_len,
+        trust_remote_code=options.trust_remote_code,
+    )
+    try:
+        arch = transformers_backend.describe(request)
+    except ConfigError as error:
+        reason = f"{', '.join(names) or 'it'} is not supported by transformers' implementation: {error}"
+        raise ConfigError(reason if native_error is None else f"{native_error}; and {reason}") from None
+    if native_error is not None:
+        reason = f"{native_error}" if arch.name in FAMILIES else f"{arch.name} has no implementation of Quire's own"
+        logger.warning("%s; using transformers' implementation (--model-impl transformers)", reason)
+    return arch
+
+
+def _choose_dtype(options: EngineOptions, available: Devices, hf_config: dict[str, Any]) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    if available.kind == "cpu":
+        return "float32"
+    checkpoint_dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    return checkpoint_dtype if checkpoint_dtype in DTYPE_BYTES else "bfloat16"
+
+
+def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooling | None) -> int:
+    """Return --max-model-len, or else the model's length; for embedding models, the length they were trained for."""
+    requested = options.max_model_len
+    if requested is not None and requested > arch.max_position:
+        raise ConfigError(f"--max-model-len {requested} is more than the model's {arch.max_position} positions")
+    trained_length = pooler.max_length if pooler is not None else None
+    length = requested or min(arch.max_position, trained_length or arch.max_position)
+    if pooler is None and length < 2:
+        raise ConfigError(f"--max-model-len {length} has no room for a prompt and an output token; use 2 or more")
+    return length
+
+
+def _eos_token_ids(path: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
+    """Return the end-of-sequence ids of generation_config.json, or else of config.json."""
+    generation = path / "generation_config.json"
+    eos = model_files.read_json(generation).get("eos_token_id") if generation.exists() else None
+    eos = hf_config.get("eos_token_id") if eos is None else eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)
+
+
+def _check_attention_backend(options: EngineOptions, arch: ModelSpec, available: Devices) -> None:
+    """Check what can be checked of --attention-backend before the ranks start."""
+    backend = options.attention_backend
+    if backend == "auto":
+        return
+    requested = f"--attention-backend {backend}"
+    if isinstance(arch, EncoderSpec):
+        raise ConfigError(f"{requested} is not supported for encoders, which have a single implementation; omit it")
+    if available.kind == "cpu" and backend != "reference":
+        raise ConfigError(f"{requested} needs a GPU; omit it to use the CPU kernels")
+    if backend == "flashinfer" and importlib.util.find_spec("flashinfer") is None:
+        raise ConfigError(
+            f"{requested}: flashinfer is not installed; run pip install 'quire[flashinfer]', or omit the flag"
+        )
+
+
+def check_rank(model: ModelConfig, arch: ModelSpec, parallel: ParallelConfig) -> None:
+    """Check that the layers can be sharded and quantized; `arch` has the sizes of a rank."""
+    tp = parallel.tensor_parallel_size
+    arch.check_divides(tp)
+    if model.quantization is None:
+        return
+    if parallel.device != "cpu":
+        raise ConfigError(f"--quantization {model.quantization} is only supported on CPU; omit it")
+    for _, columns, _ in {each for layer in set(arch.layers) for each in layer.matrices(arch.hidden_size, tp)}:
+        if model.quantization == "int4" and columns % INT4_GROUPS[-1]:
+            raise ConfigError(
+                f"--quantization int4 needs linear layers whose input size is a multiple of {INT4_GROUPS[-1]}; with "
+                f"--tensor-parallel-size {tp} a layer of this model has {columns}; use int8"
+            )

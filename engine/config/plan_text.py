@@ -1,0 +1,189 @@
+"""The resolved plan as `quire serve` prints it. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from quire.engine.config import topology
+from quire.engine.config.devices import SHARE
+from quire.engine.config.engine_config import EngineConfig, ParallelConfig
+from quire.engine.config.memory_plan import Sizes, checkpoint_format, format_bytes, tokens_in_cache
+from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
+
+
+def plan_text(config: EngineConfig) -> str:
+    """Return the resolved plan as `serve` prints it."""
+    model, parallel, cache = config.model, config.parallel, config.cache
+    arch, sizes = model.architecture, Sizes.of(config)
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
+    stored = f", dequantized from {checkpoint_format(model, parallel)} while loading," if model.quantized else ""
+    weights = f" with {model.quantization} weights" if model.quantization else ""
+    limits = (
+        f"at most {config.scheduler.max_num_seqs} run at once, "
+        f"{'up to ' * config.scheduler.dynamic_chunking}{config.scheduler.max_num_batched_tokens:,} tokens a step"
+    )
+    lines = [
+        f"{arch.name} from {model.path}{', by transformers' * isinstance(arch, TransformersModelSpec)}",
+        f"{model.dtype}{stored}{weights} on {parallel.device}, tensor parallel {tp} × pipeline parallel {pp} "
+        f"= {parallel.world_size} rank{'s' * (parallel.world_size > 1)} ({parallel.executor})",
+        *parallel_lines(parallel, arch),
+    ]
+    if not parallel.local_replicas:
+        return f"{lines[0]}\n  {parallel.replicas} replicas, none of them on this host"
+    if model.pooling is not None:
+        length = f"{model.max_model_len:,} tokens"
+        lines.append(f"embeds prompts of up to {length} (--runner pooling): {model.pooling.text()}")
+    if not cache.num_blocks:
+        lines.append(
+            f"  layers 0-{arch.num_layers - 1}, per rank weights {format_bytes(sizes.weights[0])}, no KV cache"
+        )
+        return "\n".join([*lines, limits])
+    for stage, layers in enumerate(parallel.stages):
+        first = stage * tp
+        ranks = f"rank {first}" if tp == 1 else f"ranks {first}-{first + tp - 1}"
+        lines.append(
+            f"  stage {stage} ({ranks}): layers {layers.start}-{layers.stop - 1}, per rank weights "
+            f"{format_bytes(sizes.weights[stage])}, KV cache {format_bytes(sizes.kv_block[stage] * cache.num_blocks)} "
+            f"in {cache.num_blocks:,} blocks of {cache.block_size} tokens{kv_type}"
+        )
+    if graphs := _graphs_text(config, format_bytes(sizes.graphs)):
+        lines.append(f"  {graphs}")
+    windows = Counter(group.window for group in cache.groups)
+    if any(windows):
+        unpacked = [
+            f"{number} for layers that keep {'all' if window is None else f'a window of {window:,}'} tokens"
+            for window, number in windows.items()
+        ]
+        lines.append(f"  block tables: {', '.join(unpacked)}")
+    about = ", about, until it has been measured what the rest takes" * (parallel.device == "cuda")
+    lines.append(f"{cache_text(config)}{about}; {limits}")
+    return "\n".join(lines)
+
+
+def cache_text(config: EngineConfig) -> str:
+    """Return a line about the capacity of the KV cache."""
+    tokens, max_len = tokens_in_cache(config), config.model.max_model_len
+    return f"KV cache holds {tokens:,} tokens: {tokens / max_len:.1f} requests at the full length of {max_len:,}"
+
+
+def parallel_lines(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
+    """Return the printed plan of the layout: hosts, links, replicas and experts. Empty for a single rank."""
+    return [
+        *_hosts_text(parallel),
+        *_sharing_text(parallel),
+        *_links_text(parallel),
+        *_replicas_text(parallel),
+        *_experts_text(parallel, arch),
+    ]
+
+
+def _hosts_text(parallel: ParallelConfig) -> list[str]:
+    if parallel.nodes == 1:
+        return []
+    parts = [
+        f"{_numbers('rank', ranks)} on host {node}{_host_suffix(parallel, node)}"
+        for node in range(parallel.nodes)
+        if (ranks := parallel.ranks_of(node))
+    ]
+    return [f"  {len(parts)} hosts: {', '.join(parts)}"]
+
+
+def _host_suffix(parallel: ParallelConfig, node: int) -> str:
+    if parallel.ray is not None:
+        return f" ({parallel.ray.nodes[node - 1][1]})"  # node 0 is the core's
+    return " (this host)" * (node == parallel.node)
+
+
+def _sharing_text(parallel: ParallelConfig) -> list[str]:
+    if parallel.ranks_per_device == 1:
+        return []
+    ranks, gpus = len(parallel.devices), len(set(parallel.devices))
+    which = "one GPU" if gpus == 1 else f"{gpus} GPUs"
+    return [f"  {ranks} ranks share {which} ({SHARE}) and communicate by gloo: slow, for testing a layout"]
+
+
+def _links_text(parallel: ParallelConfig) -> list[str]:
+    """Return the links that tensor and pipeline parallelism use, and warnings about slow ones."""
+    tp, links, is_cpu = parallel.tensor_parallel_size, parallel.links, parallel.device == "cpu"
+    shared = " through its memory" * (parallel.ranks_per_device > 1)
+    network = f"over {links.network}" if links.network else "over the network"
+    hosts = [ranks for node in range(parallel.nodes) if (ranks := parallel.ranks_of(node))]
+    is_cut = any(ranks.start % tp or ranks.stop % tp for ranks in hosts)
+    parts, warnings = [], []
+    if tp > 1:
+        inside = " over shared memory" if is_cpu else shared or _over_link(links.tensor)
+        parts.append(f"tensor parallel {f'across hosts {network}' if is_cut else f'inside a host{inside}'}")
+        if is_cut and not links.network:
+            suggested = max(size for size in range(1, tp) if not any(n % size for n in (tp, *map(len, hosts))))
+            warnings.append(
+                "warning: tensor parallelism communicates between hosts in every layer, and no fast network "
+                f"(InfiniBand, RoCE) is active on this host: use --tensor-parallel-size {suggested} "
+                f"--pipeline-parallel-size {parallel.world_size // suggested}"
+            )
+        if not is_cut and links.tensor is topology.LinkType.SOCKETS:
+            warnings.append(
+                "warning: tensor parallelism communicates between CPU sockets in every layer: a smaller "
+                "--tensor-parallel-size with more --pipeline-parallel-size may be faster"
+            )
+    if parallel.pipeline_parallel_size > 1:
+        inside = " over loopback" if is_cpu else shared or _over_link(links.pipeline)
+        parts.append(f"pipeline {f'across hosts {network}' if len(hosts) > 1 else f'inside a host{inside}'}")
+    return [f"  {'; '.join(parts)}"] * bool(parts) + warnings
+
+
+def _over_link(link: topology.LinkType | None) -> str:
+    return "" if link is None else f" over {link.text}"
+
+
+def _replicas_text(parallel: ParallelConfig) -> list[str]:
+    if parallel.replicas == 1:
+        return []
+    local_ranks, step = parallel.local_replicas, "step together" if parallel.is_coupled else "run independently"
+    on_host = _numbers("replica", local_ranks) if len(local_ranks) else "none"
+    return [f"  {parallel.replicas} replicas, which {step}: {on_host} on this host, each with the ranks below"]
+
+
+def _experts_text(parallel: ParallelConfig, arch: ModelSpec) -> list[str]:
+    """Return how the experts are distributed over the ranks."""
+    if (experts := parallel.experts) is None:
+        return []
+    ranks = parallel.replicas * parallel.tensor_parallel_size
+    counts = sorted(
+        {layer.feed_forward.num_experts for layer in arch.layers if isinstance(layer.feed_forward, MoESpec)}
+    )
+    copies = f" and {experts.num_redundant_experts} copies" * bool(experts.num_redundant_experts)
+    which = f" ({parallel.replicas} replicas × {parallel.tensor_parallel_size})" * parallel.is_coupled
+    each = " or ".join(str((count + experts.num_redundant_experts) // ranks) for count in counts)
+    text = [
+        f"{' or '.join(map(str, counts))} experts a layer{copies} over {ranks} rank{'s' * (ranks > 1)}{which}, "
+        f"{each} each, {experts.placement}"
+    ]
+    if parallel.is_coupled:
+        across = " across hosts" * (len(parallel.local_replicas) < parallel.replicas)
+        text.append(f"tokens are dispatched by {experts.all2all_backend}{across}")
+    if experts.enable_eplb:
+        text.append(f"rebalanced every {experts.step_interval:,} steps")
+    if experts.dbo_token_threshold is not None:
+        text.append(f"steps of {experts.dbo_token_threshold} tokens or more are split into two micro-batches")
+    return [f"  {'; '.join(text)}"]
+
+
+def _numbers(name: str, numbers: range) -> str:
+    """rank 0, ranks 0-3"""
+    return f"{name} {numbers[0]}" if len(numbers) == 1 else f"{name}s {numbers[0]}-{numbers[-1]}"
+
+
+def _graphs_text(config: EngineConfig, size: str) -> str:
+    """Return a line of the plan; empty on CPU. `size` is the formatted estimate."""
+    graphs = config.graphs
+    if config.parallel.device == "cpu":
+        return ""
+    if graphs.disabled_reason:
+        return f"no CUDA graphs: {graphs.disabled_reason}"
+    if not graphs.sizes:
+        return ""
+    count = len(graphs.sizes)
+    return (
+        f"{count} CUDA graph{'s' * (count > 1)} for decodes of up to {graphs.sizes[-1]} requests, about {size} a rank"
+    )

@@ -1,0 +1,134 @@
+"""The messages between API processes and engine cores: requests, outputs, health checks. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.stats import EngineStats, ExpertLoad
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
+    """A request. The engine answers with one or more `EngineCoreOutput`s, the last one with a finish reason.
+
+    An embedding model answers with exactly one, and ignores the sampling parameters.
+    """
+
+    client: int
+    """Number of the API process that gets the outputs."""
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: bytes = b""
+    """Requests share cached prefixes only with requests of the same salt."""
+    output_token_ids: list[int] = []
+    """Output tokens sent by another replica before it died: generation continues after them without sending them."""
+
+
+class AbortRequests(msgspec.Struct, tag=True, array_like=True):
+    """Abort requests: the client disconnected, or a stop string was found. Unknown ids are ignored."""
+
+    request_ids: list[str]
+
+
+class Probe(msgspec.Struct, tag=True, array_like=True):
+    """Health check of the loop and every rank. Answered with `ProbeReply` when every rank has completed a step."""
+
+    client: int
+    probe_id: int
+
+
+class Join(msgspec.Struct, tag=True, array_like=True):
+    """An API process has started: abort the requests of its predecessor, and answer with `EngineReady`."""
+
+    client: int
+
+
+class Shutdown(msgspec.Struct, tag=True, array_like=True):
+    """Stop the engine core; running requests are aborted."""
+
+
+class StartWave(msgspec.Struct, tag=True, array_like=True):
+    """Sent by a core to the other replicas that share its experts: start wave number `wave`."""
+
+    wave: int
+
+
+class ReplicaFailed(msgspec.Struct, tag=True, array_like=True):
+    """Sent by a core to the other replicas that share its experts: it has failed, and they cannot continue."""
+
+    replica: int
+    reason: str
+
+
+ToCore = EngineCoreRequest | AbortRequests | Probe | Join | Shutdown | StartWave | ReplicaFailed
+
+
+class EngineCoreOutput(msgspec.Struct, array_like=True):
+    """New tokens of a request. Exactly one output of each request has a `finish_reason`: the last."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`, if requested."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token (or end of sequence) that ended the output; it is the last of `token_ids`."""
+    error: str | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache; set from the first output on."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """For the prompt tokens after those already sent; all are sent before the first of `token_ids`."""
+    vector: bytes | None = None
+    """Embedding models: float32, before the final normalization."""
+
+
+class EngineReady(msgspec.Struct, tag=True, array_like=True):
+    """The model is loaded and the workers respond."""
+
+    seconds: dict[str, float]
+    """Duration of each phase of the start-up."""
+    replica: int = 0
+    stats: EngineStats | None = None
+    """Current stats: the KV cache can be larger or smaller than planned."""
+
+
+class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
+    """The outputs of a step for one API process: one message for all its requests.
+
+    A request is either in `outputs` or, if its output is one token and nothing else, in the two columns.
+    """
+
+    outputs: list[EngineCoreOutput] = []
+    """First and last outputs, and those with log-probabilities."""
+    stats: EngineStats | None = None
+    """None: unchanged."""
+    request_ids: list[str] = []
+    token_ids: list[int] = []
+    """One new token for each of `request_ids`."""
+    replica: int = 0
+    expert_load: ExpertLoad | None = None
+    """None: unchanged or not available."""
+
+
+class ProbeReply(msgspec.Struct, tag=True, array_like=True):
+    """The answer to a `Probe`."""
+
+    probe_id: int
+    replica: int = 0
+
+
+class EngineDead(msgspec.Struct, tag=True, array_like=True):
+    """The engine has failed; the reason names the rank. This is the last message."""
+
+    reason: str
+    replica: int = 0
+
+
+ToServer = EngineReady | EngineCoreOutputs | ProbeReply | EngineDead

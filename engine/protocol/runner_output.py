@@ -1,0 +1,51 @@
+"""The messages of workers to the engine core: the result of a step, start and failure. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
+from quire.engine.protocol.stats import ExpertLoad
+
+LOST_REPLICAS = "lost the connection to the other replicas"
+"""A rank's reason when a collective with other replicas fails: the cause is elsewhere."""
+
+
+class ModelRunnerOutput(msgspec.Struct, tag=True, array_like=True):
+    """The result of a step, from the first TP rank of the last stage, one entry per row of the plan."""
+
+    step: int
+    token_ids: list[int]
+    """The sampled token of each row; -1 for a row that did not sample."""
+    logprobs: list[TokenLogprobs | None] = []
+    """Empty if no row requests them."""
+    prompt_logprobs: dict[int, PromptLogprobs] = {}
+    """By row number, for rows of requests with prompt log-probabilities."""
+    vectors: dict[int, bytes] = {}
+    """Embedding models: by row number, float32, for rows that complete their prompt. No row samples."""
+    is_wave_active: bool = False
+    """Replicas that share experts: whether any of them had requests when this step was scheduled."""
+    expert_load: ExpertLoad | None = None
+    """Expert parallelism: present in some steps only."""
+    failure: str = ""
+    """Why the step failed; its results are invalid. Steps in flight after it are skipped and report the same reason."""
+
+
+class WorkerReady(msgspec.Struct, tag=True, array_like=True):
+    """A rank, or all ranks of a node, have loaded the model."""
+
+    seconds: dict[str, float]
+    num_blocks: int = 0
+    """KV blocks of every rank of the replica, as agreed among them; 0: as configured."""
+
+
+class WorkerFailed(msgspec.Struct, tag=True, array_like=True):
+    """A rank, or the ranks of a node, have failed.
+
+    `user_error`: the user can fix the cause, such as a missing tensor; no traceback is logged. `is_certain`: the cause
+    is known to be here; otherwise it may be a rank elsewhere.
+    """
+
+    reason: str
+    user_error: bool = False
+    is_certain: bool = False

@@ -1,0 +1,162 @@
+"""Sampling parameters of a request, and their limits. No torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from quire.engine.protocol.errors import InvalidParameter
+
+MAX_STOP_STRINGS = 16
+MAX_TEXT = 16_384
+"""Maximum characters of all stop strings together, and of all bad words together."""
+MAX_N = 128
+MAX_BAD_WORDS = 1024
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The constraint on the output: exactly one of these fields. Names and meanings are vLLM's.
+
+    Raises `InvalidParameter` if no field is set, or more than one.
+    """
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema, as an object or as JSON text."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    """A context-free grammar in Lark notation."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidParameter(
+                f"structured_outputs takes exactly one of {', '.join(self.__struct_fields__)}; "
+                + (f"given were {' and '.join(given)}" if given else "none was given"),
+                "structured_outputs",
+            )
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Sampling parameters of a request; names and meanings are those of the OpenAI API and of vLLM.
+
+    `stop` and `skip_special_tokens` apply to text and are handled by the server: `for_engine` clears them.
+    Raises `InvalidParameter` with the name of the invalid field.
+    """
+
+    n: int = 1
+    """Number of independent outputs for the prompt."""
+    temperature: float = 1.0
+    """The logits are divided by it; 0: greedy sampling."""
+    top_k: int = 0
+    """Sample from the k most likely tokens; 0 and -1: from all."""
+    top_p: float = 1.0
+    """Sample from the most likely tokens whose probabilities add up to this."""
+    min_p: float = 0.0
+    """Sample from tokens with at least this probability, relative to that of the most likely token."""
+    seed: int | None = None
+    """The same seed gives the same output; None: a random seed for each request."""
+    max_tokens: int | None = 16
+    """Maximum output tokens; None: up to the model's length; 0: compute only the prompt (for `prompt_logprobs`)."""
+    min_tokens: int = 0
+    """Minimum output tokens before an end of sequence, a stop token or a stop string can end the output."""
+    stop: list[str] = []
+    """Strings that end the output and are not part of it; a single string is accepted too."""
+    stop_token_ids: list[int] = []
+    """Tokens that end the output, in addition to the model's end of sequence."""
+    include_stop_str_in_output: bool = False
+    """Include in the output the stop string or stop token that ended it."""
+    ignore_eos: bool = False
+    """Continue after the model's end of sequence."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that occur in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens once for each occurrence in the output."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that occur in prompt or output, and multiplies the negative ones."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these token ids."""
+    allowed_token_ids: list[int] | None = None
+    """Sample only from these tokens; None: from all."""
+    bad_words: list[str] = []
+    """Texts that are not generated: a word's last token is forbidden if the output ends in the tokens before it."""
+    bad_word_ids: list[list[int]] = []
+    """The token ids of `bad_words`, set by the server."""
+    logprobs: int | None = None
+    """k: return the log-probabilities of the sampled token and of the k most likely tokens; None: return none."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt except the first. Such a request does not use the prefix cache."""
+    skip_special_tokens: bool = True
+    """Omit special tokens from the text."""
+    structured_outputs: StructuredOutputs | None = None
+    """The constraint on the output."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        for name, is_valid, expected in (
+            ("n", 1 <= self.n <= MAX_N, f"from 1 to {MAX_N}"),
+            ("temperature", 0.0 <= self.temperature <= 100.0, "from 0 to 100"),
+            ("top_k", self.top_k >= -1, "-1, 0 (both: all) or a positive number"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "above 0 and at most 1"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "from 0 to 1"),
+            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a 64-bit integer"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 0, "at least 0"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            (
+                "min_tokens",
+                self.max_tokens is None or self.min_tokens <= self.max_tokens,
+                f"at most max_tokens ({self.max_tokens})",
+            ),
+            ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"),
+            ("stop", all(self.stop), "strings that are not empty"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "from -2 to 2"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "from -2 to 2"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100"),
+            (
+                "logit_bias",
+                all(-100.0 <= b <= 100.0 for b in self.logit_bias.values()),
+                "biases from -100 to 100",
+            ),
+            ("allowed_token_ids", self.allowed_token_ids != [], "a list with token ids in it"),
+            ("bad_words", len(self.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} words"),
+            ("bad_words", sum(map(len, self.bad_words)) <= MAX_TEXT, f"at most {MAX_TEXT} characters in all"),
+            ("stop", sum(map(len, self.stop)) <= MAX_TEXT, f"at most {MAX_TEXT} characters in all"),
+            ("bad_words", all(map(str.strip, self.bad_words)), "words that are not empty"),
+            ("stop", not any(map(_SURROGATE.search, self.stop)), "text without unpaired surrogates"),
+            ("bad_words", not any(map(_SURROGATE.search, self.bad_words)), "text without unpaired surrogates"),
+        ):
+            if not is_valid:
+                raise InvalidParameter(f"{name} must be {expected}, got {_shown(getattr(self, name))}", name)
+
+    def for_engine(self, seed: int) -> SamplingParams:
+        """Return the parameters that the engine needs for one of the `n` outputs, with its own seed and without text.
+
+        With `max_tokens` 0 the engine samples one token, which the server drops.
+        """
+        return msgspec.structs.replace(
+            self,
+            n=1,
+            seed=seed,
+            max_tokens=None if self.max_tokens is None else max(1, self.max_tokens),
+            stop=[],
+            bad_words=[],
+            include_stop_str_in_output=False,
+            skip_special_tokens=True,
+        )
+
+    def bad_tokens(self, output: list[int]) -> set[int]:
+        """Return the tokens that would complete a bad word after these output tokens."""
+        return {last for *first, last in self.bad_word_ids if not first or output[-len(first) :] == first}

@@ -1,0 +1,68 @@
+"""The plan of a step, from the engine core to its workers: token ids and numbers only. No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.engine.protocol.sampling_params import SamplingParams
+
+
+class NewRequestData(msgspec.Struct, array_like=True):
+    """A complete request, sent when it is first scheduled, and again after a preemption."""
+
+    slot: int
+    """Row in the workers' request state, < max_num_seqs; freed by `SchedulerOutput.freed_slots`."""
+    token_ids: list[int]
+    """The prompt, and the tokens generated before a preemption."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    """Tokens whose KV is already in `block_ids`: prefix cache hits."""
+    block_ids: list[int]
+    """Blocks of all groups of layers for the first `block_size` tokens, then for the next; arbitrary outside windows.
+    """
+    params: SamplingParams
+    num_scored_tokens: int = 0
+    """With `params.prompt_logprobs`: prompt tokens after the first that were already scored before a preemption."""
+
+
+class CachedRequestData(msgspec.Struct, array_like=True):
+    """A row with changes: `num_tokens` more tokens of a known request, and what changed since it was last scheduled."""
+
+    slot: int
+    num_tokens: int
+    new_token_ids: list[int]
+    """Sampled tokens that the workers do not have yet; appended to the request's tokens."""
+    new_block_ids: list[int]
+    """Appended to `NewRequestData.block_ids`, in the same order."""
+
+
+class SchedulerOutput(msgspec.Struct, array_like=True):
+    """The plan of a step. Each rank applies `freed_slots`, then `new`, then runs the rows: `decodes`, then `scheduled`.
+
+    A row samples when its computed tokens reach its known tokens. With a single stage the workers keep the tokens that
+    they sample; these are known from then on, and plans do not contain them. A plan without rows is a heartbeat, which
+    every rank passes on.
+    """
+
+    step: int
+    freed_slots: list[int]
+    new: list[NewRequestData]
+    scheduled: list[CachedRequestData]
+    decodes: list[int] = []
+    """Slots of one-token rows without changes: no new block, and no new token except the last one sampled."""
+    token_ids: list[int] = []
+    """The last token of each of `decodes`; empty if the workers keep sampled tokens."""
+    masks: dict[int, bytes] = {}
+    """By slot, the tokens that a row of `scheduled` may sample: bit `i % 32` of int32 `i // 32` for token `i`."""
+    has_work: bool | None = None
+    """Replicas that share experts: whether this one has requests. None: it steps independently."""
+    clears_failure: bool = False
+    """After a failed step: the workers stop skipping plans and run this one."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.decodes) + len(self.scheduled)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(row.num_tokens for row in self.scheduled)
