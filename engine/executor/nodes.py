@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from queue import Empty
@@ -356,7 +355,7 @@ def main() -> int:
     log.setup(log_level, f"node {options.node_rank}")
     process.set_name(f"quire-node-{options.node_rank}")
     if placement is not None:
-        threading.Thread(target=_exit_at_eof, daemon=True, name="stdin-watch").start()
+        process.watch_stdin(lambda: os._exit(1))
 
     def on_signal(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -373,12 +372,6 @@ def main() -> int:
     except KeyboardInterrupt:
         logger.info("stopped")
         return 0
-
-
-def _exit_at_eof() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

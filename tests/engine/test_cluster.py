@@ -134,7 +134,7 @@ def test_a_follower_may_come_first() -> None:
 def test_who_does_not_come_is_named_in_time(three: Host) -> None:
     three.join(1)
     begun = time.monotonic()
-    with pytest.raises(ConfigError, match=r"node 2 did not join at port \d+ within 1 s: 1 of 2 came \(node 1 \(here"):
+    with pytest.raises(ConfigError, match=r"node 2 did not join at port \d+ within 1 s: 1 of 2 joined \(node 1 \(here"):
         three.leader.wait(0.6)
     assert time.monotonic() - begun < 3
 
@@ -143,7 +143,7 @@ def test_a_leader_that_does_not_come_is_named_in_time() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and does not listen
         begun, port = time.monotonic(), silent.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"node 0 did not answer at 127.0.0.1:{port} within 1 s; see that"):
+        with pytest.raises(ConfigError, match=rf"node 0 did not answer at 127.0.0.1:{port} within 1 s; check that"):
             Follower(
                 "127.0.0.1",
                 port,
@@ -225,7 +225,7 @@ def test_a_follower_that_leaves_says_why(two: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "how", "least"), [(signal.SIGKILL, "connection has closed", 0), (signal.SIGSTOP, "heard of it", 1)]
+    ("number", "how", "least"), [(signal.SIGKILL, "connection has closed", 0), (signal.SIGSTOP, "received from it", 1)]
 )
 @pytest.mark.usefixtures("impatient")
 def test_a_follower_that_is_lost_is_noticed(two: Host, number: signal.Signals, how: str, least: float) -> None:
@@ -259,8 +259,8 @@ def test_a_leader_that_falls_silent_is_noticed() -> None:
         thread.start()
         follower = Follower("127.0.0.1", port, Hello(name="n", number=1), seconds=10, on_end=ends.put)
         thread.join()
-        assert "was lost: nothing was heard of it for 1 s" in ends.get(timeout=10).reason
-        with pytest.raises(LinkEnded, match="was lost: nothing was heard of it for 1 s"):
+        assert "was lost: nothing was received from it for 1 s" in ends.get(timeout=10).reason
+        with pytest.raises(LinkEnded, match="was lost: nothing was received from it for 1 s"):
             follower.receive(10)
         follower.close()
 
