@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 import zmq
 
 from quire.engine.cluster import control_plane, handshake, network
-from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, WakeQueue
 from quire.engine.cluster.handshake import Hello, compare
 from quire.engine.protocol.errors import ConfigError
 
@@ -356,6 +357,22 @@ def test_other_versions_and_other_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ }")
     changed = handshake.fingerprint(tmp_path)
     assert {name for name in found if found[name] != changed[name]} == {"config.json"}
+
+
+def test_a_queue_wakes_who_polls_it() -> None:
+    queue: WakeQueue[int] = WakeQueue()
+    with select.epoll() as epoll:
+        epoll.register(queue.fd, select.EPOLLIN)
+        assert not epoll.poll(0)
+        for number in range(3):
+            queue.put(number)
+        assert epoll.poll(0)
+        assert list(queue.drain()) == [0, 1, 2]
+        assert not epoll.poll(0)
+        assert not list(queue.drain())
+    queue.close()
+    queue.put(4)
+    assert queue.get(0) == 4
 
 
 def test_own_address_and_interface(monkeypatch: pytest.MonkeyPatch) -> None:
