@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -13,6 +15,17 @@ def share_cores() -> None:
     Must be called before torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def watch_stdin(on_end: Callable[[], None]) -> None:
+    """Call `on_end`, in a thread, when standard input closes, as it does when the process at its other end exits."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        on_end()
+
+    threading.Thread(target=watch, daemon=True, name="stdin-watch").start()
 
 
 def set_name(name: str) -> None:

@@ -27,6 +27,10 @@ Layouts, and what each of them uses of it:
   processes and cores. A replica that dies is restarted by its host, and a host that was lost can join again;
   meanwhile other replicas resume its requests. Replicas that share experts all end.
 - `--nnodes` with several replicas is rejected: each replica is then a server of its own.
+
+The cause of a failure is determined where it can be seen, in three places: among the ranks of a host
+(`LocalRanks`), which see exit codes; among the nodes of a replica (`MultiNodeExecutor`), which report to the leader;
+and among replicas that share experts (`engine_core.root_cause`), whose cores tell each other.
 """
 
 from __future__ import annotations
@@ -270,10 +274,10 @@ class Leader(_Link):
             joined = {number: peer.hello for number, peer in sorted(self._peers.items())}
         missing = [number for number in self._expected if number not in joined]
         if missing:
-            names = ", ".join(hello.name for hello in joined.values()) or "nobody else"
+            names = ", ".join(hello.name for hello in joined.values()) or "none"
             raise ConfigError(
                 f"{_numbered(self._noun, missing)} did not join at port {self.port} within {seconds:.0f} s: "
-                f"{len(joined)} of {len(self._expected)} came ({names})"
+                f"{len(joined)} of {len(self._expected)} joined ({names})"
             )
         return joined
 
@@ -391,7 +395,9 @@ class Leader(_Link):
             if peer.fd in self._closed:
                 self._on_dead(peer, f"{peer.hello.name} was lost: its connection has closed")
             elif now - peer.last_heard > LOST_SECONDS:
-                self._on_dead(peer, f"{peer.hello.name} was lost: nothing was heard of it for {LOST_SECONDS:.0f} s")
+                self._on_dead(
+                    peer, f"{peer.hello.name} was lost: nothing was received from it for {LOST_SECONDS:.0f} s"
+                )
 
     def _on_dead(self, peer: _Peer, reason: str) -> None:
         with self._changed:
@@ -428,13 +434,13 @@ class Follower(_Link):
         seconds: float,
         on_end: Callable[[LinkEnded], None] | None = None,
         leader: str | None = None,
-        remedy: str = "see that it is started, and that --master-addr and --master-port are its own",
+        flags: tuple[str, str] = ("--master-addr", "--master-port"),
     ) -> None:
         """Join the leader, retrying for up to `seconds`.
 
         `on_end` is called, from its thread, when the leader ends or is lost; it must not block. `leader` is its name in
-        errors. Raises `ConfigError` with `remedy` if it does not answer in time, and `LinkEnded` if it rejects this
-        follower.
+        errors, `flags` are those of its address and port. Raises `ConfigError` if it does not answer in time, and
+        `LinkEnded` if it rejects this follower.
         """
         super().__init__(zmq.DEALER, "cluster-follower", ipv6=":" in address)
         self._leader, self._on_end = leader or f"the host at {address}:{port}", on_end
@@ -452,7 +458,10 @@ class Follower(_Link):
         logger.info("%s: trying to join %s at %s:%d for up to %.0f s", hello.name, self._leader, address, port, seconds)
         try:
             if not self._answered.wait(seconds):
-                raise ConfigError(f"{self._leader} did not answer at {address}:{port} within {seconds:.0f} s; {remedy}")
+                raise ConfigError(
+                    f"{self._leader} did not answer at {address}:{port} within {seconds:.0f} s; check that it is "
+                    f"running, and that {flags[0]} and {flags[1]} match its own"
+                )
             if not self._is_accepted:
                 self.receive(None)
         except BaseException:
@@ -478,6 +487,7 @@ class Follower(_Link):
     def close(self, reason: str = "") -> None:
         """Leave; `reason` is sent to the leader after a failure."""
         self._close((_END, reason.encode()))
+        self.inbox.close()
 
     def _on_order(self, order: tuple[bytes, bytes]) -> bool:
         is_last = order[0] == _END
@@ -510,7 +520,7 @@ class Follower(_Link):
         if self._closed:
             self._end(f"{self._leader} was lost: its connection has closed")
         elif time.monotonic() - self._last_heard > LOST_SECONDS:
-            self._end(f"{self._leader} was lost: nothing was heard of it for {LOST_SECONDS:.0f} s")
+            self._end(f"{self._leader} was lost: nothing was received from it for {LOST_SECONDS:.0f} s")
 
     def _on_error(self, error: Exception) -> None:
         self._end(f"{self._leader} was lost: {type(error).__name__}: {error}")

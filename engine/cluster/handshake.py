@@ -1,4 +1,4 @@
-"""What hosts tell each other of themselves before they work together, and how it is compared."""
+"""The handshake between hosts: how each describes itself, and which differences are rejected."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def compare(local: Hello, remote: Hello) -> None:
     for name, ours in local.versions.items():
         if (other := remote.versions.get(name)) != ours:
             raise ConfigError(
-                f"{remote.name} has {name} {other or 'in no version'}, and {local.name} has {ours}; "
+                f"{remote.name} has {f'{name} {other}' if other else f'no {name}'}, and {local.name} has {ours}; "
                 "install the same on every host"
             )
     if remote.error:

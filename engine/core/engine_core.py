@@ -370,7 +370,7 @@ def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
     age, started = process.age(), time.perf_counter()
     replica = config.parallel.replica
     io = EngineCoreIO(endpoints, replica)
-    threading.Thread(target=_watch_stdin, args=(io,), daemon=True, name="stdin-watch").start()
+    process.watch_stdin(lambda: _on_parent_exit(io))
     executor: Executor | None = None
     core: EngineCore | None = None
     failure: str | None = None
@@ -424,10 +424,8 @@ def root_cause(failure: str, io: EngineCoreIO, replica: int) -> str | None:
     return f"replica{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))} ended or hung: {failure}"
 
 
-def _watch_stdin(io: EngineCoreIO) -> None:
-    """Stop the core when standard input closes, as it does when the parent process exits for any reason."""
-    while os.read(0, 4096):
-        pass
+def _on_parent_exit(io: EngineCoreIO) -> None:
+    """Stop the core."""
     io.inbox.put(WorkerError("the server process has ended"))
     time.sleep(_SHUTDOWN_GRACE)
     os._exit(1)

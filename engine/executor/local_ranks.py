@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -41,20 +40,6 @@ def _run(*arguments: Any) -> None:
     from quire.engine.worker.worker import main
 
     main(*arguments)
-
-
-@dataclass(frozen=True)
-class LocalStepFuture:
-    """A step in flight. `receive` returns the next result, because results are taken in order."""
-
-    receive: Callable[[int, float], ModelRunnerOutput]
-    step: int
-    timeout: float
-
-    def result(self) -> ModelRunnerOutput:
-        result = self.receive(self.step, self.timeout)
-        assert result.step == self.step, "results must be taken in the order of plans"
-        return result
 
 
 class RankFailed(WorkerError):
@@ -160,7 +145,7 @@ class LocalRanks:
                     case WorkerReady(seconds, num_blocks):
                         self.num_blocks = num_blocks  # the same for all ranks of a replica
                         self._loading.discard(key.data)
-                        self.seconds = max(self.seconds, seconds, key=lambda each: sum(each.values()))
+                        self.seconds = slowest(self.seconds, seconds)
                     case WorkerFailed(reason, user_error=True):
                         raise ConfigError(reason)
                     case WorkerFailed(reason):
@@ -231,6 +216,11 @@ def find_stragglers(progress: dict[int, int], step: int) -> list[int]:
     """
     late = [rank for rank, position in progress.items() if position < 2 * step]
     return late or [rank for rank, position in progress.items() if position < 2 * step + 1] or list(progress)
+
+
+def slowest(*seconds: dict[str, float]) -> dict[str, float]:
+    """Return the start-up durations, by phase, with the largest sum."""
+    return max(seconds, key=lambda each: sum(each.values()))
 
 
 def ranks_text(ranks: list[int]) -> str:

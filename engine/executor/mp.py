@@ -1,4 +1,4 @@
-"""The executor that runs all ranks of a replica as processes on this host."""
+"""Executors whose ranks are processes; `MpExecutor` runs all ranks of a replica on this host."""
 
 from __future__ import annotations
 
@@ -6,44 +6,49 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import WorkerError, step_timeout
-from quire.engine.executor.local_ranks import LocalRanks, LocalStepFuture, find_stragglers, ranks_text
+from quire.engine.executor.local_ranks import LocalRanks, find_stragglers, ranks_text
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 
-class MpExecutor:
-    """Runs `tp × pp` worker processes on this host."""
+@dataclass(frozen=True)
+class PendingStep:
+    """A step in flight. `receive` returns the next result, because results are taken in order."""
 
+    receive: Callable[[int, float], ModelRunnerOutput]
+    step: int
+    timeout: float
+
+    def result(self) -> ModelRunnerOutput:
+        result = self.receive(self.step, self.timeout)
+        assert result.step == self.step, "results must be taken in the order of plans"
+        return result
+
+
+class ProcessExecutor:
+    """Carries plans to ranks that are processes, and their results back. Subclasses start them."""
+
+    config: EngineConfig
+    seconds: dict[str, float]
     _ranks: LocalRanks
+    """The ranks of this host."""
 
-    def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
+    def __init__(self) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
-        # All ranks are on this host, so gloo must not depend on its host name and networks.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        with tempfile.TemporaryDirectory(prefix="quire-") as folder:
-            init_method = config.parallel.init_method or (Path(folder) / "rendezvous").as_uri()
-            self._ranks = LocalRanks(config, range(config.parallel.world_size), init_method, log_level, on_end)
-            try:
-                while not self._ranks.is_ready:
-                    self._ranks.poll(None)
-            except BaseException:
-                self._ranks.kill()
-                raise
-        self.config = config.with_blocks(self._ranks.num_blocks)
-        self.seconds = self._ranks.seconds
 
-    def submit(self, plan: SchedulerOutput) -> LocalStepFuture:
+    def submit(self, plan: SchedulerOutput) -> PendingStep:
         encoded = self._encode(plan)
         self._send(encoded)
         # A rank that waits to send a result does not read plans, so results are received while writing.
         self._ranks.write(encoded, while_waiting=self.check)
-        return LocalStepFuture(self.receive, plan.step, step_timeout(plan, self.config))
+        return PendingStep(self.receive, plan.step, step_timeout(plan, self.config))
 
     def receive(self, step: int, timeout: float) -> ModelRunnerOutput:
         """Return the next result; raises `WorkerError` if a rank dies, fails or hangs."""
@@ -75,3 +80,23 @@ class MpExecutor:
     def _stragglers(self, step: int) -> str:
         """Return a text that names the ranks that delay a step."""
         return ranks_text(find_stragglers(dict(enumerate(self._ranks.progress)), step))
+
+
+class MpExecutor(ProcessExecutor):
+    """Runs `tp × pp` worker processes on this host."""
+
+    def __init__(self, config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> None:
+        super().__init__()
+        # All ranks are on this host, so gloo must not depend on its host name and networks.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        with tempfile.TemporaryDirectory(prefix="quire-") as folder:
+            init_method = config.parallel.init_method or (Path(folder) / "rendezvous").as_uri()
+            self._ranks = LocalRanks(config, range(config.parallel.world_size), init_method, log_level, on_end)
+            try:
+                while not self._ranks.is_ready:
+                    self._ranks.poll(None)
+            except BaseException:
+                self._ranks.kill()
+                raise
+        self.config = config.with_blocks(self._ranks.num_blocks)
+        self.seconds = self._ranks.seconds

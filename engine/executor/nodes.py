@@ -1,4 +1,4 @@
-"""The executor that runs the ranks of one replica on several hosts, without Ray.
+"""The executor that runs the ranks of one replica on several hosts, and the process of each node.
 
 Node 0 runs the engine core. The other nodes join it (`quire.engine.cluster.control_plane`), and `serve_node` runs their
 ranks. Plans and results use that connection, hidden states torch.distributed. Every node resolves the options itself,
@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from queue import Empty
@@ -30,8 +29,8 @@ from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.executor.base import WorkerError
-from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_stragglers, ranks_text
-from quire.engine.executor.mp import MpExecutor
+from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_stragglers, ranks_text, slowest
+from quire.engine.executor.mp import ProcessExecutor
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 
@@ -81,7 +80,7 @@ class NodeLauncher(Protocol):
         """End the processes, which have been told to end before."""
 
 
-class MultiNodeExecutor(MpExecutor):
+class MultiNodeExecutor(ProcessExecutor):
     """Runs the ranks of node 0 directly, and the others through their nodes.
 
     Without a launcher, the user starts the nodes.
@@ -94,19 +93,19 @@ class MultiNodeExecutor(MpExecutor):
         on_end: Callable[[], None],
         launcher: NodeLauncher | None = None,
     ) -> None:
+        super().__init__()
         parallel, started = config.parallel, time.monotonic()
         address, port = parallel.master
-        self.hello = _describe_node(config)
+        self._hello = _describe_node(config)
         set_interfaces(address)
         self._on_end, self._launcher = on_end, launcher
-        self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
         self._inbox: WakeQueue[tuple[int, FromNode | NodeLost]] = WakeQueue()
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
-        self._names = {0: self.hello.name}
+        self._names = {0: self._hello.name}
         self._is_started = False
         self._leader = Leader(
-            self.hello,
+            self._hello,
             address,
             port,
             range(1, parallel.nodes),
@@ -133,13 +132,12 @@ class MultiNodeExecutor(MpExecutor):
             self.close(str(error) or type(error).__name__)
             raise
         self.config = self.config.with_blocks(self._ranks.num_blocks)
-        slowest = max(self.seconds, self._ranks.seconds, key=lambda each: sum(each.values()))
-        self.seconds = {"join nodes": joined - started, **slowest}
+        self.seconds = {"join nodes": joined - started, **slowest(self.seconds, self._ranks.seconds)}
 
     def _min_blocks(self, hellos: dict[int, Hello]) -> int:
         """Return the number of KV blocks that all nodes have."""
         blocks = {number: msgspec.msgpack.decode(hello.body, type=int) for number, hello in hellos.items()}
-        blocks[0] = own = msgspec.msgpack.decode(self.hello.body, type=int)
+        blocks[0] = own = msgspec.msgpack.decode(self._hello.body, type=int)
         smallest = min(sorted(blocks), key=lambda number: blocks[number])
         if blocks[smallest] < own:
             logger.warning(
@@ -184,7 +182,7 @@ class MultiNodeExecutor(MpExecutor):
                 case WorkerReady(seconds, num_blocks):
                     self._loading.discard(number)
                     self.config = self.config.with_blocks(num_blocks)  # the same for all ranks of a replica
-                    self.seconds = max(self.seconds, seconds, key=lambda each: sum(each.values()))
+                    self.seconds = slowest(self.seconds, seconds)
                 case NodeProgress(progress):
                     self._progress |= zip(self.config.parallel.ranks_of(number), progress, strict=True)
                 case WorkerFailed(reason, user_error=True):
@@ -311,12 +309,13 @@ class Node:
     def _await_cause(self) -> str:
         """Return the cause that node 0 ends with; empty if it does not end."""
         deadline = time.monotonic() + _REASON_TIMEOUT
-        with contextlib.suppress(TimeoutError):
+        try:
             while (left := deadline - time.monotonic()) > 0:
-                try:
-                    self._follower.receive(left)
-                except LinkEnded as end:
-                    return end.reason
+                self._follower.receive(left)
+        except LinkEnded as end:
+            return end.reason
+        except TimeoutError:
+            pass
         return ""
 
     def close(self) -> None:
@@ -357,7 +356,7 @@ def main() -> int:
     log.setup(log_level, f"node {options.node_rank}")
     process.set_name(f"quire-node-{options.node_rank}")
     if placement is not None:
-        threading.Thread(target=_exit_at_eof, daemon=True, name="stdin-watch").start()
+        process.watch_stdin(lambda: os._exit(1))
 
     def on_signal(number: int, frame: object) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -374,12 +373,6 @@ def main() -> int:
     except KeyboardInterrupt:
         logger.info("stopped")
         return 0
-
-
-def _exit_at_eof() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
 
 
 if __name__ == "__main__":

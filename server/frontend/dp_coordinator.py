@@ -23,6 +23,8 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.protocol.errors import ConfigError
 
+_FLAGS = ("--data-parallel-address", "--data-parallel-rpc-port")
+
 
 class CoordinatedClient(Protocol):
     """What is told about the other hosts (`EngineClient`)."""
@@ -183,7 +185,7 @@ class DPLeader(DPCoordinator):
                 check=self._check,
                 may_rejoin=not self._is_coupled,
                 noun="replica",
-                flags=("--data-parallel-address", "--data-parallel-rpc-port"),
+                flags=_FLAGS,
             )
         except ConfigError:
             super().close()
@@ -267,8 +269,7 @@ class DPMember(DPCoordinator):
                     seconds=parallel.timeout,
                     on_end=self._on_end,
                     leader=self.leader,
-                    remedy="check that it is running, and that --data-parallel-address and --data-parallel-rpc-port "
-                    "match its own",
+                    flags=_FLAGS,
                 )
             for follower in self._followers.values():
                 reply = msgspec.msgpack.decode(follower.receive(None), type=JoinReply)

@@ -136,7 +136,7 @@ def stop_node(nodes: Nodes, other: Host) -> None:
     [
         (kill_node, r"node 1 \(10.77.0.2\) was lost: its connection has closed", None),
         (kill_rank, r"rank 3 was killed by SIGKILL on node 1 \(10.77.0.2\)", 1),
-        (unplug, r"node 1 \(10.77.0.2\) was lost: nothing was heard of it for 5 s", 1),
+        (unplug, r"node 1 \(10.77.0.2\) was lost: nothing was received from it for 5 s", 1),
         (stop_node, r"node 1 \(10.77.0.2\) has ended: it was stopped", 0),
     ],
 )
@@ -163,7 +163,7 @@ def test_a_node_that_goes_is_named_and_all_stop(
     assert not psutil.wait_procs(processes, STOPPED_SECONDS)[1]
     nodes.api.wait_for(rf"ERROR .*{text}", 0)
     if problem is unplug:
-        nodes.other.wait_for(r"ERROR .*node 0 \(10.77.0.1\) was lost: nothing was heard of it for 5 s", 0)
+        nodes.other.wait_for(r"ERROR .*node 0 \(10.77.0.1\) was lost: nothing was received from it for 5 s", 0)
     if problem is kill_rank:
         nodes.other.wait_for(rf"ERROR .*{text}", 0)
 
@@ -246,10 +246,10 @@ def test_nodes_that_do_not_fit_are_one_line_on_each(
 def test_a_node_that_does_not_come_is_named_in_the_time_that_was_stated(hosts: tuple[Host, Host]) -> None:
     api = start(hosts, 0, "-tp", "2", "--distributed-timeout-seconds", "3")
     assert api.wait(30) == 1
-    api.wait_for("quire: error: node 1 did not join at port 29501 within 3 s: 0 of 1 came", 0)
+    api.wait_for("quire: error: node 1 did not join at port 29501 within 3 s: 0 of 1 joined", 0)
     other = start(hosts, 1, "-tp", "2", "--distributed-timeout-seconds", "3")
     assert other.wait(30) == 2
-    other.wait_for(r"quire: error: node 0 \(10.77.0.1\) did not answer at 10.77.0.1:29501 within 3 s; see that", 0)
+    other.wait_for(r"quire: error: node 0 \(10.77.0.1\) did not answer at 10.77.0.1:29501 within 3 s; check that", 0)
 
 
 def test_the_kv_cache_is_that_of_the_smallest_node(hosts: tuple[Host, Host]) -> None:

@@ -213,8 +213,8 @@ def test_two_hosts(hosts: tuple[Host, Host], expected: tuple[list[str], list[str
         api.wait_for("replica 1: is ready again")
         assert asyncio.run(streams(url, lambda: two.set_link(False))) == expected[1]
         assert other.wait(20) == 1
-        assert "the host with the API (10.77.0.1) was lost: nothing was heard of it for 5 s" in other.text
-        api.wait_for(r"replica 1 \(10.77.0.2\) was lost: nothing was heard of it for 5 s")
+        assert "the host with the API (10.77.0.1) was lost: nothing was received from it for 5 s" in other.text
+        api.wait_for(r"replica 1 \(10.77.0.2\) was lost: nothing was received from it for 5 s")
         two.set_link(True)
         other = two.start(*behind)
         other.wait_for("replica 1 is ready")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 import zmq
 
 from quire.engine.cluster import control_plane, handshake, network
-from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
+from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, WakeQueue
 from quire.engine.cluster.handshake import Hello, compare
 from quire.engine.protocol.errors import ConfigError
 
@@ -132,7 +133,7 @@ def test_a_follower_may_come_first() -> None:
 
 def test_who_does_not_come_is_named_in_time(three: Host) -> None:
     three.join(1)
-    with pytest.raises(ConfigError, match=r"node 2 did not join at port \d+ within 1 s: 1 of 2 came \(node 1 \(here"):
+    with pytest.raises(ConfigError, match=r"node 2 did not join at port \d+ within 1 s: 1 of 2 joined \(node 1 \(here"):
         three.leader.wait(0.6)
 
 
@@ -140,7 +141,7 @@ def test_a_leader_that_does_not_come_is_named_in_time() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # and does not listen
         port = silent.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"node 0 did not answer at 127.0.0.1:{port} within 1 s; see that"):
+        with pytest.raises(ConfigError, match=rf"node 0 did not answer at 127.0.0.1:{port} within 1 s; check that"):
             Follower(
                 "127.0.0.1",
                 port,
@@ -221,7 +222,7 @@ def test_a_follower_that_leaves_says_why(two: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "how"), [(signal.SIGKILL, "connection has closed"), (signal.SIGSTOP, "heard of it for")]
+    ("number", "how"), [(signal.SIGKILL, "connection has closed"), (signal.SIGSTOP, "received from it")]
 )
 @pytest.mark.usefixtures("impatient")
 def test_a_follower_that_is_lost_is_noticed(two: Host, number: signal.Signals, how: str) -> None:
@@ -253,8 +254,8 @@ def test_a_leader_that_falls_silent_is_noticed() -> None:
         thread.start()
         follower = Follower("127.0.0.1", port, Hello(name="n", number=1), seconds=10, on_end=ends.put)
         thread.join()
-        assert "was lost: nothing was heard of it for 1 s" in ends.get(timeout=10).reason
-        with pytest.raises(LinkEnded, match="was lost: nothing was heard of it for 1 s"):
+        assert "was lost: nothing was received from it for 1 s" in ends.get(timeout=10).reason
+        with pytest.raises(LinkEnded, match="was lost: nothing was received from it for 1 s"):
             follower.receive(10)
         follower.close()
 
@@ -350,6 +351,22 @@ def test_other_versions_and_other_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ }")
     changed = handshake.fingerprint(tmp_path)
     assert {name for name in found if found[name] != changed[name]} == {"config.json"}
+
+
+def test_a_queue_wakes_who_polls_it() -> None:
+    queue: WakeQueue[int] = WakeQueue()
+    with select.epoll() as epoll:
+        epoll.register(queue.fd, select.EPOLLIN)
+        assert not epoll.poll(0)
+        for number in range(3):
+            queue.put(number)
+        assert epoll.poll(0)
+        assert list(queue.drain()) == [0, 1, 2]
+        assert not epoll.poll(0)
+        assert not list(queue.drain())
+    queue.close()
+    queue.put(4)
+    assert queue.get(0) == 4
 
 
 def test_own_address_and_interface(monkeypatch: pytest.MonkeyPatch) -> None:

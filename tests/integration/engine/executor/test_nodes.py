@@ -264,7 +264,7 @@ def test_nodes_that_cannot_serve_are_named(hosts: Hosts) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"versions": {"torch": "1.0"}}, r"node 1 \(127.0.0.1\) has python in no version, and node 0"),
+        ({"versions": {"torch": "1.0"}}, r"node 1 \(127.0.0.1\) has no python, and node 0"),
         ({"model": {}}, r"node 1 \(127.0.0.1\) has no chat_template.jinja, unlike node 0 \(127.0.0.1\)"),
         (
             {"name": "node 1 (10.1.1.1)", "address": "10.1.1.1"},

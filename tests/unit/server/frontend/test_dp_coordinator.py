@@ -148,7 +148,7 @@ def test_without_replicas_of_its_own_the_first_is_anothers(site: Site) -> None:
 def test_who_does_not_come_is_named(site: Site) -> None:
     starting = site.api(site.config(3, None, 1, distributed_timeout_seconds=2.0))
     member = site.headless(site.config(3, 1, 1))
-    with pytest.raises(ConfigError, match=r"replica 2 did not join at port \d+ within 2 s: 1 of 2 came \(replica 1"):
+    with pytest.raises(ConfigError, match=r"replica 2 did not join at port \d+ within 2 s: 1 of 2 joined \(replica 1"):
         starting.result(30)
     with pytest.raises(ConfigError, match="replica 2 did not join"):
         member.result(30)
@@ -185,6 +185,16 @@ def test_hosts_that_differ_are_refused_by_name(
     starting, member = site.api(site.config(2, None, 1)), site.headless(config)
     for future in (starting, member):
         with pytest.raises(ConfigError, match=reason):
+            future.result(30)
+
+
+def test_hosts_with_replicas_are_compared_with_each_other_if_the_api_has_none(site: Site) -> None:
+    starting = site.api(site.config(2, None, 0, max_model_len=32))  # resolved for no device
+    first, second = (site.headless(site.config(2, r, 1, max_model_len=64 + r)) for r in range(2))
+    with pytest.raises(ConfigError, match=r"replica \d .* has --max-model-len \d+, and replica \d .* has \d+; start"):
+        starting.result(30)
+    for future in (first, second):
+        with pytest.raises(ConfigError, match="has --max-model-len"):
             future.result(30)
 
 
