@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.engine.config.memory_plan import Sizes, format_bytes
+from quire.engine.config.memory_plan import MemoryPlan, format_bytes
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.protocol.errors import ConfigError
@@ -68,7 +68,7 @@ def room_for(options: EngineOptions, budget: int, length: int) -> tuple[EngineOp
     `length` is the prompt and output length of a request. Concurrency is limited to the requests that fit, so that none
     is preempted. Raises `ConfigError` if not even one fits.
     """
-    sizes = Sizes.of(resolve(options))
+    sizes = MemoryPlan.of(resolve(options))
     left = budget - max(sizes.weights) - sizes.workspace
     if left <= 0:
         raise ConfigError(

@@ -8,7 +8,8 @@ back to the reference. This package imports nothing else from Quire.
 from __future__ import annotations
 
 from quire.kernels import reference
-from quire.kernels.backends import AttentionConfig, AttentionLayer, BackendUnavailable, HostMetadata
+from quire.kernels.attention_config import AttentionConfig, AttentionLayer, HostMetadata
+from quire.kernels.backends import BackendUnavailable
 from quire.kernels.cache import allocate_kv_cache, kv_cache_dtype
 from quire.kernels.dispatch import by_device, paged_attention, prepare
 from quire.kernels.experts import PackedExperts, fused_experts, pack_experts

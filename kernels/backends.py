@@ -6,65 +6,23 @@ import functools
 import logging
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quire.kernels import reference
+from quire.kernels.attention_config import AttentionCase, AttentionConfig, AttentionLayer, HostMetadata
 from quire.kernels.cache import FP8_CAPABILITY, allocate_kv_cache
 from quire.kernels.flashinfer import FlashInfer, FlashInferMissing, FlashInferWrong
 
 logger = logging.getLogger(__name__)
 
-AttentionBackend = Literal["auto", "triton", "flashinfer", "reference"]
-
 
 class BackendUnavailable(ValueError):
     """The requested backend cannot be used. The message gives the reason and the remedy."""
-
-
-class HostMetadata(NamedTuple):
-    """Host copies of a step's per-request numbers, int64 `[requests]`: reading them does not wait for the device."""
-
-    counts: npt.NDArray[np.int64]
-    """Tokens of each request in this step: the differences of `Batch.query_starts`."""
-    lengths: npt.NDArray[np.int64]
-    """`Batch.sequence_lengths`."""
-    plans: dict[Hashable, object] | None = None
-    """A backend's plans for this step, shared by all layers; empty at first. None if the numbers are only upper bounds
-    (CUDA graph capture) or cover only part of the step: no plan may be made from them."""
-
-
-@dataclass(frozen=True)
-class AttentionLayer:
-    """The parameters of one kind of attention layer, as one rank computes it."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-    has_sinks: bool = False
-    has_alibi: bool = False
-    is_mla: bool = False
-    """Whether keys and values share memory, as in MLA."""
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """The attention layers of a model, and the backend requested for them."""
-
-    layers: tuple[AttentionLayer, ...] = ()
-    """One entry for each distinct kind of layer."""
-    block_size: int = 16
-    cache_dtype: torch.dtype = torch.float32
-    backend: AttentionBackend = "auto"
 
 
 Attention = Callable[..., Tensor | None]
@@ -159,15 +117,6 @@ def _with_flashinfer(
     rest = f"; {_own_name(problem)} for what flashinfer does not support: {features}" if features else ""
     logger.info("attention on %s: %s, %s%s", device, ", ".join(parts), reason, rest)
     return flashinfer if flashinfer.handles_prefill or flashinfer.handles_decode else None
-
-
-@dataclass(frozen=True)
-class AttentionCase:
-    """The arguments of one call to paged attention."""
-
-    args: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float]
-    options: dict[str, Any]
-    host: HostMetadata
 
 
 def _case(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import backends, cpu, reference
-from quire.kernels.backends import AttentionConfig
+from quire.kernels.attention_config import AttentionConfig, HostMetadata
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def _choose(device: torch.device, dtype: torch.dtype, config: AttentionConfig, p
         backends.CHOSEN[device.type] = chosen
 
 
-def paged_attention(query: Tensor, *batch: Any, host: backends.HostMetadata | None = None, **options: Any) -> Tensor:
+def paged_attention(query: Tensor, *batch: Any, host: HostMetadata | None = None, **options: Any) -> Tensor:
     """`reference.paged_attention`, computed by the backend that `prepare` selected.
 
     `host` holds the batch's numbers on the host, for backends that plan a step there. The plans are stored in

@@ -31,8 +31,8 @@ class PackedExperts(ABC):
         """The weighted sums `[tokens, hidden]`; see `fused_experts`."""
 
     @abstractmethod
-    def state(self, place: int) -> list[Tensor]:
-        """The packed tensors of the expert at `place`: `restore` copies them to any place on any rank.
+    def state(self, index: int) -> list[Tensor]:
+        """The packed tensors of the expert at `index`: `restore` copies them to any index on any rank.
 
         They are contiguous, have the same size in bytes for every expert, and may be views or copies.
         """
@@ -42,9 +42,9 @@ class PackedExperts(ABC):
         """A description of the layout; experts can only be moved between objects of equal `layout`."""
         return f"{type(self).__name__} {[(part.dtype, *part.shape) for part in self.state(0)]}"
 
-    def restore(self, place: int, state: Sequence[Tensor]) -> None:
-        """Overwrite the expert at `place` with the `state` of another one."""
-        for target, source in zip(self.state(place), state, strict=True):
+    def restore(self, index: int, state: Sequence[Tensor]) -> None:
+        """Overwrite the expert at `index` with the `state` of another one."""
+        for target, source in zip(self.state(index), state, strict=True):
             target.copy_(source)
 
 
@@ -84,8 +84,8 @@ class PlainExperts(PackedExperts):
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return fused_experts(x, weights, ids, *self._weights)
 
-    def state(self, place: int) -> list[Tensor]:
-        return _tensors_at(self._weights, place)
+    def state(self, index: int) -> list[Tensor]:
+        return _tensors_at(self._weights, index)
 
 
 class TiledExperts(PackedExperts):
@@ -116,12 +116,12 @@ class TiledExperts(PackedExperts):
     def __call__(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         return _packed_experts(x, weights, ids, *self._weights)
 
-    def state(self, place: int) -> list[Tensor]:
-        return _tensors_at(self._weights, place)
+    def state(self, index: int) -> list[Tensor]:
+        return _tensors_at(self._weights, index)
 
 
-def _tensors_at(weights: Sequence[Tensor | str | None], place: int) -> list[Tensor]:
-    return [weight[place] for weight in weights if isinstance(weight, Tensor)]
+def _tensors_at(weights: Sequence[Tensor | str | None], index: int) -> list[Tensor]:
+    return [weight[index] for weight in weights if isinstance(weight, Tensor)]
 
 
 def _stack(weights: Tensor, *, gated: bool = False, padding: int = 0) -> tuple[Tensor, None]:
@@ -179,18 +179,18 @@ class ExpertByExpert(PackedExperts):
     def layout(self) -> str:
         return f"{super().layout} of {type(self._down[0]).__name__}"
 
-    def state(self, place: int) -> list[Tensor]:
-        biases = [each[place] for each in (self._gate_up_biases, self._down_biases)]
+    def state(self, index: int) -> list[Tensor]:
+        biases = [each[index] for each in (self._gate_up_biases, self._down_biases)]
         return [
-            *self._gate_up[place].state(),
-            *self._down[place].state(),
+            *self._gate_up[index].state(),
+            *self._down[index].state(),
             *(bias for bias in biases if bias is not None),
         ]
 
-    def restore(self, place: int, state: Sequence[Tensor]) -> None:
-        half = len(self._gate_up[place].state())
-        self._gate_up[place].restore(state[:half])
-        self._down[place].restore(state[half : 2 * half])
-        biases = [each[place] for each in (self._gate_up_biases, self._down_biases)]
+    def restore(self, index: int, state: Sequence[Tensor]) -> None:
+        half = len(self._gate_up[index].state())
+        self._gate_up[index].restore(state[:half])
+        self._down[index].restore(state[half : 2 * half])
+        biases = [each[index] for each in (self._gate_up_biases, self._down_biases)]
         for target, source in zip((bias for bias in biases if bias is not None), state[2 * half :], strict=True):
             target.copy_(source)

@@ -12,16 +12,14 @@ import functools
 import importlib
 import logging
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.kernels import reference
-
-if TYPE_CHECKING:
-    from quire.kernels.backends import AttentionCase, AttentionLayer, HostMetadata
+from quire.kernels.attention_config import AttentionCase, AttentionLayer, HostMetadata
 
 logger = logging.getLogger(__name__)
 

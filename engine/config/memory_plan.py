@@ -26,7 +26,7 @@ _CPU_KV_CACHE_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MemoryPlan:
     """Memory of one rank, in bytes; tuples have one entry per stage."""
 
     weights: tuple[int, ...]
@@ -37,7 +37,7 @@ class Sizes:
     """CUDA graphs, or op replay on CPU, estimated."""
 
     @staticmethod
-    def of(config: EngineConfig) -> Sizes:
+    def of(config: EngineConfig) -> MemoryPlan:
         model, scheduler, cache, tp = config.model, config.scheduler, config.cache, config.parallel.tensor_parallel_size
         arch = parallel_config.rank_spec(model.architecture, config.parallel)
         stages = range(config.parallel.pipeline_parallel_size)
@@ -45,7 +45,7 @@ class Sizes:
         attention = max(layer.attention.workspace(model.max_model_len, tp) for layer in arch.layers)
         logits = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens) * arch.vocab_size * 4 * 4
         logits *= model.pooling is None
-        return Sizes(
+        return MemoryPlan(
             weights=tuple(_weight_bytes(model, config.parallel, stage) for stage in stages),
             kv_block=tuple(_kv_block_bytes(cache, count_planes(specs, cache.groups, stage)) for stage in stages),
             workspace=(_activations(config, arch) + attention) * DTYPE_BYTES[model.dtype]
@@ -152,7 +152,7 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
     model, parallel, cache, scheduler = config.model, config.parallel, config.cache, config.scheduler
     if not parallel.local_replicas:
         return 0
-    sizes, row = Sizes.of(config), scheduler.max_num_batched_tokens
+    sizes, row = MemoryPlan.of(config), scheduler.max_num_batched_tokens
     blocks_per_request = cache.max_blocks(model.max_model_len, row)
     sharing = max(1, parallel.num_local_ranks) if available.kind == "cpu" else parallel.ranks_per_device
     per_rank = available.memory // sharing

@@ -7,14 +7,14 @@ from collections import Counter
 from quire.engine.config import topology
 from quire.engine.config.devices import SHARE
 from quire.engine.config.engine_config import EngineConfig, ParallelConfig
-from quire.engine.config.memory_plan import Sizes, checkpoint_format, format_bytes, tokens_in_cache
+from quire.engine.config.memory_plan import MemoryPlan, checkpoint_format, format_bytes, tokens_in_cache
 from quire.engine.models.model_spec import ModelSpec, MoESpec, TransformersModelSpec
 
 
 def plan_text(config: EngineConfig) -> str:
     """Return the resolved plan as `serve` prints it."""
     model, parallel, cache = config.model, config.parallel, config.cache
-    arch, sizes = model.architecture, Sizes.of(config)
+    arch, sizes = model.architecture, MemoryPlan.of(config)
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     kv_type = "" if cache.dtype == model.dtype else f" in {cache.dtype}"
     stored = f", dequantized from {checkpoint_format(model, parallel)} while loading," if model.quantized else ""

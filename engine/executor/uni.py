@@ -62,7 +62,7 @@ class UniExecutor:
     def __init__(self, config: EngineConfig) -> None:
         started = time.perf_counter()
         self.config = config
-        from quire.engine.worker.worker import Worker
+        from quire.engine.worker.worker import Worker  # imports torch, which takes seconds
 
         imported = time.perf_counter()
         self._work: SimpleQueue[tuple[Callable[[], None], Future[Any]] | None] = SimpleQueue()

@@ -241,17 +241,19 @@ class Experts(nn.Module):
                     offset=offset,
                     part=part,
                     expert=expert,
-                    place=place,
+                    local_expert=index,
                 )
-                for place, expert in numbers
+                for index, expert in numbers
                 for part, offset in (("gate", 0), ("up", size))
             ]
 
         downs = [
-            Shard((hidden_size, spec.intermediate_size), start, size, dim=1, expert=expert, place=place)
-            for place, expert in numbers
+            Shard((hidden_size, spec.intermediate_size), start, size, dim=1, expert=expert, local_expert=index)
+            for index, expert in numbers
         ]
-        down_biases = [Shard((hidden_size,), 0, hidden_size, expert=expert, place=place) for place, expert in numbers]
+        down_biases = [
+            Shard((hidden_size,), 0, hidden_size, expert=expert, local_expert=index) for index, expert in numbers
+        ]
         self.gate_up = ExpertMatrices(
             (len(numbers), 2 * size, hidden_size),
             gate_up_weights(hidden_size),

@@ -22,7 +22,7 @@ class Shard:
     """Which tensor, if a parameter combines several: q, k, v."""
     expert: int | None = None
     """The expert's number in the model, if a parameter holds several experts. All sizes are those of one expert."""
-    place: int = 0
+    local_expert: int = 0
     """The expert's index in the parameter."""
 
     @property
@@ -34,7 +34,7 @@ class Shard:
     def target(self) -> tuple[slice | int, ...]:
         """The slice of the parameter."""
         within = (slice(None),) * self.dim + (slice(self.offset, self.offset + self.length),)
-        return within if self.expert is None else (self.place, *within)
+        return within if self.expert is None else (self.local_expert, *within)
 
     @property
     def elements(self) -> int:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from quire.engine.config import devices, parallel_config
 from quire.engine.config.engine_config import DTYPE_BYTES, EngineConfig
-from quire.engine.config.memory_plan import Sizes, format_bytes, limit_blocks
+from quire.engine.config.memory_plan import MemoryPlan, format_bytes, limit_blocks
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.worker import warm_up
@@ -183,7 +183,7 @@ def measure(
     config: EngineConfig, rank: int, meter: MemoryMeter, run: Callable[[SchedulerOutput], object]
 ) -> MemoryProfile:
     """Run the largest step, and measure its memory."""
-    stage, sizes = config.parallel.stage_of(rank), Sizes.of(config)
+    stage, sizes = config.parallel.stage_of(rank), MemoryPlan.of(config)
     meter.reserved()
     meter.reset_peak()
     for plan in warm_up.largest_step(config):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.kernels import backends, reference
 from quire.kernels import triton as kernels
-from quire.kernels.backends import AttentionConfig
+from quire.kernels.attention_config import AttentionConfig
 
 logger = logging.getLogger(__name__)
 

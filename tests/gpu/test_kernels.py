@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire import kernels
 from quire.kernels import backends, reference
-from quire.kernels.backends import AttentionConfig, AttentionLayer
+from quire.kernels.attention_config import AttentionConfig, AttentionLayer
 from quire.kernels.flashinfer import FlashInfer
 from tests.gpu.conftest import DEVICE, TYPES
 from tests.integration.kernels import test_attention, test_sampling

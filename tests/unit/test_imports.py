@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,17 @@ def test_imports_go_down_only(module: str, tree: ast.Module) -> None:
         if name == "quire" or name.startswith("quire."):
             target = room_of(name.removeprefix("quire").removeprefix("."))
             assert target in (room, *BELOW[room]), f"{module or 'quire'} imports {name}"
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not even inside of functions, or for types only."""
+    names = {f"quire.{name}".rstrip(".") for name, _ in MODULES}
+    graph = {}
+    for module, tree in MODULES:
+        own = f"quire.{module}".rstrip(".")
+        found = {name if name in names else name.rpartition(".")[0] for name in imports(tree)}
+        graph[own] = (found & names) - {own}
+    TopologicalSorter(graph).prepare()  # raises `CycleError` with the modules
 
 
 @pytest.mark.parametrize(("module", "tree"), MODULES, ids=[name or "quire" for name, _ in MODULES])

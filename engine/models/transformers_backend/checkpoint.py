@@ -163,5 +163,5 @@ def _of_expert(
         raise unsupported
     cut = _within(shard, number, parts) if parts > 1 else shard
     if cut is not None:
-        cut = replace(cut, shape=cut.shape[1:], dim=cut.dim - 1, expert=place, place=place)
+        cut = replace(cut, shape=cut.shape[1:], dim=cut.dim - 1, expert=place, local_expert=place)
         yield cut, StoredSlice(source.name, cut.shape)

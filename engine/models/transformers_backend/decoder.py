@@ -39,8 +39,8 @@ class _BaseOutput(nn.Module):
 class TransformersDecoder(nn.Module):
     """The layers `layers` of a model. Parameters have transformers' names and are uninitialized on `device`.
 
-    `base` is transformers' model without its head, `shell` the complete model. To compute logits, the shell's call of
-    its base returns the given hidden states.
+    `base` is transformers' model without its head, `hf_model` the complete model. To compute logits,
+    `hf_model` is called while its base is replaced by one that returns the given hidden states.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class TransformersDecoder(nn.Module):
         model.all_tied_weights_keys = tied_to
         self.tied = build.replace_layers(model, parallel, device)
         """Parameters whose values are another's in the checkpoint."""
-        self.shell = model
+        self.hf_model = model
         self.paged = attention.PagedAttention()
         attention.attach(model, self.paged)
-        self._base = [build.base_of(model)]  # in a list, as it is already a child of the shell
+        self._base = [build.base_of(model)]  # in a list, as it is already a child of `hf_model`
         self._base_output = _BaseOutput()
         self._output: type[Any] | None = None
 
@@ -97,19 +97,19 @@ class TransformersDecoder(nn.Module):
         )
         decoder.keep_unpacked(arch.read_directly)
         if model.pooling is not None:
-            build.drop_head(decoder.shell)
+            build.drop_head(decoder.hf_model)
         return decoder
 
     def find(self, stored: Collection[str] | None) -> None:
         """Locate the parameters in a checkpoint with the tensors `stored`; None: a checkpoint with the parameters'
         own names."""
-        names = None if stored is None else CheckpointNames(self.shell, self.names, stored, self._conversions)
-        self.places = list(needed(self.shell, self.tied, names))
+        names = None if stored is None else CheckpointNames(self.hf_model, self.names, stored, self._conversions)
+        self.places = list(needed(self.hf_model, self.tied, names))
         self.surplus = [] if names is None else names.surplus
 
     def keep_unpacked(self, direct: frozenset[str]) -> None:
         """Do not pack these linear layers (with `*` for layer numbers): the model reads their weights directly."""
-        for path, module in self.shell.named_modules():
+        for path, module in self.hf_model.named_modules():
             if isinstance(module, PlannedLinear):
                 module.is_read_directly = without_numbers(path) in direct
 
@@ -133,7 +133,7 @@ class TransformersDecoder(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """As `Decoder.logits`: the last stage's `[rows, hidden_size]` → float32 `[rows, vocab_size]`."""
         assert self._output is not None, "logits() called before the first step"
-        model, base = self.shell, self._base[0]
+        model, base = self.hf_model, self._base[0]
         name = model.base_model_prefix
         self._base_output.output = self._output(last_hidden_state=x[None])
         setattr(model, name, self._base_output)

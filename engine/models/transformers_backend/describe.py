@@ -134,9 +134,9 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
     decoder = _build(
         config, request, torch.float32, _META, _MirroredRank(tp), range(1), 1, request.length or _UNLIMITED
     )
-    _check_class(decoder.shell, name)
+    _check_class(decoder.hf_model, name)
     recorder = attention.CallRecorder()
-    attention.attach(decoder.shell, recorder)
+    attention.attach(decoder.hf_model, recorder)
     _replace_by_zeros(decoder)
     try:
         with torch.inference_mode():
@@ -179,7 +179,7 @@ def _measure(name: str, config: Any, request: DescribeRequest) -> TransformersMo
     if request.pipeline_parallel_size > 1:
         if count != 1:
             raise ConfigError("--pipeline-parallel-size: its layers call attention more than once")
-        build.keep_stage(decoder.shell, range(1), sizes.layers)
+        build.keep_stage(decoder.hf_model, range(1), sizes.layers)
     text = config.get_text_config(decoder=True)
     length = next(
         (int(v) for each in _LENGTHS if isinstance(v := getattr(text, each, None), int) and v > 0), _UNLIMITED
@@ -226,7 +226,7 @@ class _MeasuredSizes:
 
 
 def _sizes(decoder: TransformersDecoder, direct: frozenset[str]) -> _MeasuredSizes:
-    sizes, model = _MeasuredSizes(), decoder.shell
+    sizes, model = _MeasuredSizes(), decoder.hf_model
     base, head = build.base_of(model), model.get_output_embeddings()
     text = model.config.get_text_config(decoder=True)
     sizes.layers = int(text.num_hidden_layers)
@@ -278,7 +278,7 @@ class _Zeros(kernels.PackedLinear):
 def _read_directly(decoder: TransformersDecoder) -> frozenset[str]:
     """Linear layers that are never called, with `*` for layer numbers: models read their weights directly."""
     called: dict[str, bool] = defaultdict(bool)
-    for path, module in decoder.shell.named_modules():
+    for path, module in decoder.hf_model.named_modules():
         if isinstance(module, PlannedLinear):
             assert isinstance(module._product, _Zeros)
             called[without_numbers(path)] |= module._product.is_called
@@ -287,7 +287,7 @@ def _read_directly(decoder: TransformersDecoder) -> frozenset[str]:
 
 def _replace_by_zeros(decoder: TransformersDecoder) -> None:
     """Make linear layers and experts return zeros; other parameters become zeros that share one element of memory."""
-    for module in decoder.shell.modules():
+    for module in decoder.hf_model.modules():
         if isinstance(module, Linear):
             module._product = _Zeros(len(module.weight))
             continue
@@ -382,13 +382,13 @@ def _build_with_weights(
     state: dict[str, Tensor],
 ) -> TransformersDecoder:
     decoder = _build(small, request, torch.float32, _CPU, parallel, layers, count, LENGTH)
-    for name, weight in decoder.shell.named_parameters():
+    for name, weight in decoder.hf_model.named_parameters():
         assert isinstance(weight, Weight)
         weight.data.zero_()
         for shard in weight.shards:
             weight.data[shard.target].copy_(state[decoder.tied.get(name, name)][shard.source])
     decoder.keep_unpacked(direct)
-    for module in decoder.shell.modules():
+    for module in decoder.hf_model.modules():
         if isinstance(module, Linear):
             module.pack(None)
     return decoder
@@ -418,7 +418,7 @@ def _run(stages: list[TransformersDecoder], prompts: list[Tensor]) -> list[Tenso
     """Run two steps: the first 13 tokens of one prompt and 9 of the other, then the rest of both."""
     functions = [_GrowingCaches() for _ in stages]
     for decoder, function in zip(stages, functions, strict=True):
-        attention.attach(decoder.shell, function)
+        attention.attach(decoder.hf_model, function)
     done = [0] * len(prompts)
     results: list[list[Tensor]] = [[] for _ in prompts]
     for counts in ([13, 9], [len(prompts[0]) - 13, len(prompts[1]) - 9]):

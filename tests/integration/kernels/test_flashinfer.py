@@ -26,7 +26,8 @@ from torch import Tensor
 from quire import kernels
 from quire.kernels import backends, dispatch, reference
 from quire.kernels import flashinfer as ours
-from quire.kernels.backends import AttentionConfig, AttentionLayer, BackendUnavailable, HostMetadata
+from quire.kernels.attention_config import AttentionConfig, AttentionLayer, HostMetadata
+from quire.kernels.backends import BackendUnavailable
 from quire.kernels.flashinfer import FlashInfer
 from tests.fakes import flashinfer as fake
 from tests.integration.kernels import test_attention

@@ -104,7 +104,7 @@ def test_shards_cut_every_expert_alike(size: int) -> None:
     assert down.shape == (6, HIDDEN, columns)
     assert len(gate_up.shards) == 12
     shard = gate_up.shards[7]
-    assert (shard.expert, shard.place, shard.part, shard.shape) == (3, 3, "up", (24, HIDDEN))
+    assert (shard.expert, shard.local_expert, shard.part, shard.shape) == (3, 3, "up", (24, HIDDEN))
     assert shard.source == (slice(24 - columns, 24),)
     assert shard.target == (3, slice(columns, 2 * columns))
     assert down.shards[2].source == (slice(None), slice(24 - columns, 24))

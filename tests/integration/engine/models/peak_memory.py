@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from quire import kernels
-from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup
 from quire.engine.models.loader import load
@@ -52,7 +52,7 @@ def main() -> None:
     decoder = load(config, 0, parallel, CPU, experts=group)
     is_over.set()
     watcher.join()
-    sizes = Sizes.of(config)
+    sizes = MemoryPlan.of(config)
     print(max(*seen, anonymous()) - base, sizes.weights[0])
     del decoder
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.eplb import ExpertMove
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput
@@ -105,7 +105,7 @@ def test_the_plan_includes_buffers_for_moving_experts(tmp_path: Path) -> None:
     write("Mixtral", tmp_path)
     still, config = moving(tmp_path, 2, enable_eplb=False), moving(tmp_path, 2)
     one = 3 * SIZES["hidden_size"] * SIZES["intermediate_size"] * 4
-    assert Sizes.of(config).workspace - Sizes.of(still).workspace == 3 * one
+    assert MemoryPlan.of(config).workspace - MemoryPlan.of(still).workspace == 3 * one
 
 
 def test_more_copies_than_ranks_for_them_are_refused(tmp_path: Path) -> None:

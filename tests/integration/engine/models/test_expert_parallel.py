@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.plan_text import plan_text
 from quire.engine.distributed.expert_group import ExpertGroup
 from quire.engine.models.decoder import Decoder
@@ -109,7 +109,7 @@ def test_ranks_hold_each_expert_once_and_as_much_as_the_plan_says(family: str, p
     found: dict[tuple[str, str, int], int] = {}
     for group in groups:
         decoder = rank(config, group)
-        assert sum(weight.nbytes for weight in decoder.parameters()) == Sizes.of(config).weights[0]
+        assert sum(weight.nbytes for weight in decoder.parameters()) == MemoryPlan.of(config).weights[0]
         for places in needed_tensors(decoder, config.model).values():
             for _, shard, stored in places:
                 if shard.expert is not None:
@@ -152,8 +152,8 @@ def test_what_cannot_be_spread_is_refused(tmp_path: Path) -> None:
 def test_replicas_make_room_for_the_tokens_of_all(tmp_path: Path) -> None:
     write("Mixtral", tmp_path)
     config = spread(tmp_path, tensor_parallel_size=2)
-    one = Sizes.of(config)
-    coupled = Sizes.of(replace(config, parallel=replace(config.parallel, replicas=2)))
+    one = MemoryPlan.of(config)
+    coupled = MemoryPlan.of(replace(config, parallel=replace(config.parallel, replicas=2)))
     tokens, inner = config.scheduler.max_num_batched_tokens, 2 * 80
     assert coupled.workspace - one.workspace == 4 * tokens * (3 * inner + 8 * 2 * 48)
     assert coupled.weights[0] < one.weights[0]  # half as many experts

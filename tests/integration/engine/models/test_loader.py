@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import DEMO_MODEL
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers import moe
@@ -204,7 +204,7 @@ def test_packed_weights_take_the_memory_that_the_plan_says(folder: Path, quantiz
     products = [product._product if isinstance(product, linear.PackedGatedLinear) else product for product in products]
     tensors = [*decoder.parameters(), *(t for product in products for t in vars(product).values())]
     held = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-    planned = Sizes.of(config).weights[0]
+    planned = MemoryPlan.of(config).weights[0]
     assert held == pytest.approx(planned, rel=0.1)  # panels and oneDNN's blocks are padded
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.memory_plan import MemoryPlan
 from tests.fakes.model_logits import configure
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 768, 2048, 12, 4096
@@ -111,6 +111,6 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_only_the_experts_of_a_rank_are_loaded(mixture: Path, dtype: str, quantization: str | None) -> None:
     peak, held = measure(mixture, dtype, 2, "spread", quantization)
     one = configure(mixture, dtype=dtype, quantization=quantization, max_model_len=32)
-    assert held < 0.55 * Sizes.of(one).weights[0]
+    assert held < 0.55 * MemoryPlan.of(one).weights[0]
     unpacked = EXPERTS // 2 * EXPERT_NUMBERS * 4 + (8 << 20) if quantization else 0  # a layer that is being quantized
     assert 0.9 * held < peak <= 1.1 * held + unpacked

@@ -15,7 +15,7 @@ import torch
 
 from quire.engine.config import devices
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import resolve
@@ -147,6 +147,6 @@ def test_whole_experts_take_as_much_as_slices_of_them(name: str, memory: list[in
         with pytest.raises(ConfigError, match="has no experts; omit the flag"):
             configure(real, tmp_path, enable_expert_parallel=True)
         return
-    sliced, spread = (Sizes.of(configure(real, tmp_path, enable_expert_parallel=whole)) for whole in (False, True))
+    sliced, spread = (MemoryPlan.of(configure(real, tmp_path, enable_expert_parallel=whole)) for whole in (False, True))
     assert spread.weights == pytest.approx(sliced.weights, rel=0.001)  # but for biases that every rank has of a slice
     assert spread.kv_block == sliced.kv_block

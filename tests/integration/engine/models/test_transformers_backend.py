@@ -15,7 +15,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.linear import Linear
 from quire.engine.models.families import FAMILIES, transformers_backend
@@ -219,7 +219,7 @@ def test_weights_take_the_memory_that_the_plan_says(quantization: str | None, tp
     layers = [module for module in decoder.modules() if isinstance(module, Linear)]
     tensors = [*decoder.parameters(), *(t for layer in layers for t in vars(layer._product).values())]
     held = sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
-    planned = Sizes.of(config).weights[0]
+    planned = MemoryPlan.of(config).weights[0]
     assert held == pytest.approx(planned, rel=0.1)
 
 

@@ -19,6 +19,7 @@ from quire.engine.worker.model_runner import ModelRunner
 from quire.engine.worker.worker import Worker
 from quire.kernels import backends, reference
 from quire.kernels import flashinfer as ours
+from quire.kernels.attention_config import AttentionBackend, AttentionConfig
 from tests.fakes import flashinfer as fake
 from tests.fakes.checkpoints import generate, write_checkpoint
 from tests.fakes.model_logits import CPU, configure
@@ -105,8 +106,8 @@ def test_a_gpu_that_cannot_read_the_cache_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     gpu, dtype = torch.device("cuda", 3), torch.bfloat16
 
-    def choose(cache: torch.dtype, backend: backends.AttentionBackend) -> object:
-        needs = backends.AttentionConfig(cache_dtype=cache, backend=backend)
+    def choose(cache: torch.dtype, backend: AttentionBackend) -> object:
+        needs = AttentionConfig(cache_dtype=cache, backend=backend)
         return backends.choose(gpu, dtype, needs, reference.paged_attention)
 
     refusal = r"--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or higher; cuda:3 has 8.6. Use"

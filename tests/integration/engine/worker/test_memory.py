@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.config.memory_plan import Sizes, limit_blocks
+from quire.engine.config.memory_plan import MemoryPlan, limit_blocks
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.distributed.parallel_state import connect
@@ -88,7 +88,7 @@ def fit(config: EngineConfig, meter: FakeMeter) -> int:
 
 def test_the_cache_gets_what_the_rest_leaves(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, meter = many(folder), FakeMeter()
-    block = Sizes.of(config).kv_block[0]
+    block = MemoryPlan.of(config).kv_block[0]
     with caplog.at_level("INFO", logger="quire"):
         assert fit(config, meter) == (72 - 16 - 3 - 1) * U // block
     assert "memory: 10 GiB free at the start, budget 9 GiB: weights 2.12 GiB, activations 256 MiB," in caplog.text
@@ -104,7 +104,7 @@ def test_no_more_than_all_requests_can_use(folder: Path) -> None:
 
 def test_a_fixed_cache_stays_as_it_is(folder: Path) -> None:
     config = many(folder, kv_cache_memory_bytes=1 << 21)
-    assert fit(config, FakeMeter()) == config.cache.num_blocks == (1 << 21) // Sizes.of(config).kv_block[0]
+    assert fit(config, FakeMeter()) == config.cache.num_blocks == (1 << 21) // MemoryPlan.of(config).kv_block[0]
 
 
 def test_a_fixed_cache_that_does_not_fit_is_refused(folder: Path) -> None:
@@ -154,7 +154,7 @@ def test_ranks_agree_on_the_least(folder: Path, tmp_path: Path, weights: int) ->
         process.join(30)
         assert process.exitcode == 0
     if weights == 20:
-        assert reported == [(72 - 20 - 3 - 1) * U // Sizes.of(config).kv_block[1]] * 2
+        assert reported == [(72 - 20 - 3 - 1) * U // MemoryPlan.of(config).kv_block[1]] * 2
     else:
         assert reported[0] == reported[1]
         assert "on rank 1, in addition to weights 9.12 GiB" in reported[0]
@@ -196,7 +196,7 @@ class SharingMeter(FakeMeter):
 def share(rank: int, config: EngineConfig, init_method: str, meter: SharingMeter, pipe: Connection) -> None:
     links = connect(config.parallel, rank, init_method, CPU)
     blocks = memory.determine_num_blocks(config, rank, meter, meter.run)
-    cache = blocks * Sizes.of(config).kv_block[rank]
+    cache = blocks * MemoryPlan.of(config).kv_block[rank]
     meter.taken[rank] += cache
     pipe.send((blocks, meter.left, cache))
     pipe.recv()
@@ -225,7 +225,7 @@ def test_ranks_that_share_a_device_count_their_own(folder: Path, tmp_path: Path)
         process.join(30)
         assert process.exitcode == 0
     (blocks, first, cache), (same, second, _) = reported
-    assert blocks == same == (36 - 20 - 3 - 2) * U // Sizes.of(config).kv_block[1]
+    assert blocks == same == (36 - 20 - 3 - 2) * U // MemoryPlan.of(config).kv_block[1]
     not_torchs = (40 - 16 - 1 - 2) * U - first
     assert second == (40 - 20 - 1 - 2) * U - not_torchs
     assert 0 < not_torchs < 4 * U

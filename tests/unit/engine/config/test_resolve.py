@@ -16,7 +16,7 @@ import torch
 from quire import kernels
 from quire.engine.config import cuda_graph_sizes, devices, topology
 from quire.engine.config.engine_config import GraphConfig
-from quire.engine.config.memory_plan import Sizes
+from quire.engine.config.memory_plan import MemoryPlan
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights, resolve
@@ -224,7 +224,7 @@ def test_a_sliding_window_needs_no_more_than_itself_and_a_chunk(tmp_path: Path) 
     assert "block tables: 1 for layers that keep a window of 128 tokens" in text
     assert f"{(4 * per_request - 4) / 9:.1f} requests at the full length of 2,048" in text
 
-    block = Sizes.of(config).kv_block[0]
+    block = MemoryPlan.of(config).kv_block[0]
     resolve(options(model, kv_cache_memory_bytes=per_request * block, **settings))
     with pytest.raises(ConfigError, match=r"holds 192 tokens, .*-len 192 or less, --max-num-batched-tokens"):
         resolve(options(model, kv_cache_memory_bytes=(per_request - 1) * block, **settings))
@@ -412,7 +412,7 @@ def test_the_kv_cache_has_its_own_dtype(tmp_path: Path, asked: str, dtype: str) 
             num_tensors,
         ),
     )
-    block = Sizes.of(config).kv_block[0]
+    block = MemoryPlan.of(config).kv_block[0]
     assert allocated.nbytes == 3 * block
 
 
@@ -514,16 +514,16 @@ def test_the_plan_shows_graphs_or_why_they_are_disabled(tmp_path: Path, monkeypa
     on_a_gpu(monkeypatch)
     asked = options(folder(tmp_path), device="cuda", max_num_seqs=16)
     config = resolve(asked)
-    assert Sizes.of(config).graphs > 5 * 6 * (1 << 18)
+    assert MemoryPlan.of(config).graphs > 5 * 6 * (1 << 18)
     assert "5 CUDA graphs for decodes of up to 16 requests, about" in plan_text(config)
     one = resolve(options(folder(tmp_path), device="cuda", max_num_seqs=16, cuda_graph_sizes="16"))
-    assert Sizes.of(one).graphs < Sizes.of(config).graphs
+    assert MemoryPlan.of(one).graphs < MemoryPlan.of(config).graphs
     eager = resolve(options(folder(tmp_path), device="cuda", enforce_eager=True))
-    assert Sizes.of(eager).graphs == 0
+    assert MemoryPlan.of(eager).graphs == 0
     assert "no CUDA graphs: --enforce-eager" in plan_text(eager)
     pooling = resolve(options(folder(tmp_path), device="cuda", runner="pooling"))
     assert pooling.graphs.disabled_reason == "embedding models have no decode steps"
-    fits = Sizes.of(config).weights[0] + Sizes.of(config).workspace
+    fits = MemoryPlan.of(config).weights[0] + MemoryPlan.of(config).workspace
     on_a_gpu(monkeypatch, int(fits / 0.9) + (1 << 16))
     with pytest.raises(ConfigError, match=r"per rank \(.*workspace .* \+ CUDA graphs"):
         resolve(asked)
@@ -536,7 +536,7 @@ def test_ranks_that_share_a_gpu_have_a_part_of_it_and_no_graphs(
     monkeypatch.setattr(devices, "find", lambda kind, groups: found)
     asked = {"device": "cuda", "tensor_parallel_size": 2, "max_num_seqs": 4096, "max_num_batched_tokens": 4096}
     config = resolve(options(folder(tmp_path), **asked))
-    sizes = Sizes.of(config)
+    sizes = MemoryPlan.of(config)
     left = int((1 << 29) * config.cache.gpu_memory_utilization) - sizes.weights[0] - sizes.workspace
     assert config.cache.num_blocks == left // sizes.kv_block[0]
     assert "no CUDA graphs: ranks that share a GPU exchange through the host, which waits for it" in plan_text(config)
