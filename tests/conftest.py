@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +19,17 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TRITON_INTERPRET", "1")
     # A shell without job control has what it puts into the background ignore Ctrl-C, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def quire_log() -> Iterator[None]:
+    """What a test sets up of the log, as commands do, does not outlast it: it writes to a captured stream."""
+    logger = logging.getLogger("quire")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    logger.propagate = propagate
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -22,6 +22,8 @@ from tests.fakes.core_with_ranks import Ranks
 COUNT = 16
 MODELS = ("demo", *FAMILIES)
 LAYOUTS = tuple(itertools.product((1, 2, 4), (None, "3,3", "3,2,1")))
+DEFAULT = ((2, "3,2,1"), (1, None), (4, None), (1, "3,3"))
+"""Layouts of the demo model in the default tier; other models have the first."""
 
 
 class Case(NamedTuple):
@@ -74,12 +76,12 @@ def ranks(request: pytest.FixtureRequest, cases: dict[str, Case]) -> Iterator[tu
 
 
 def layouts(*models: str) -> list[object]:
-    """Every model in every layout; the demo model in the default tier, the rest in the slow one."""
+    """Every model in every layout; those of `DEFAULT` are in the default tier, the rest in the slow one."""
     return [
         pytest.param(
             (model, tp, partition),
             id=f"{model}-tp{tp}-pp{partition or 1}",
-            marks=[] if model == "demo" or (tp, partition) == (2, "3,2,1") else [pytest.mark.slow],
+            marks=[] if (tp, partition) in (DEFAULT if model == "demo" else DEFAULT[:1]) else [pytest.mark.slow],
         )
         for model in models
         for tp, partition in LAYOUTS
@@ -87,9 +89,11 @@ def layouts(*models: str) -> list[object]:
 
 
 @pytest.mark.parametrize("ranks", layouts(*MODELS), indirect=True)
-@pytest.mark.parametrize("preempted", [False, True], ids=["calm", "preempted"])
-@pytest.mark.parametrize("prefix", [False, True], ids=["no-prefix", "prefix"])
-@pytest.mark.parametrize("budget", [16, 512])
+@pytest.mark.parametrize(
+    ("budget", "prefix", "preempted"),
+    [(16, False, False), (16, True, True), (512, True, False), (512, False, True)],  # every pair of values
+    ids=["16-calm", "16-prefix-preempted", "512-prefix-calm", "512-preempted"],
+)
 def test_tokens_equal_transformers(ranks: tuple[Case, Ranks], budget: int, prefix: bool, preempted: bool) -> None:
     case, loaded = ranks
     params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)

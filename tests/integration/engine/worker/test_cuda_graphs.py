@@ -577,7 +577,7 @@ def test_a_step_that_synchronizes_finishes_and_is_reported(monkeypatch: pytest.M
 
     recorder = graph_recorders.make_recorder(torch.device("cuda", 0), Parallel())
     assert recorder is not None
-    assert re.match(r"called a synchronizing CUDA operation .* at \S+test_graphs\.py:\d+$", recorder.warm_up(step))
+    assert re.match(r"called a synchronizing CUDA operation .* at \S+test_cuda_graphs\.py:\d+$", recorder.warm_up(step))
     assert cuda.calls == ["step 0", "step 1"]
     assert cuda.mode == 0
 
