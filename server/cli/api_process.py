@@ -69,7 +69,7 @@ def http_server(service: Frontend, options: ServerOptions, names: tuple[str, ...
 
 
 @dataclass(frozen=True)
-class _StartOrder:
+class _StartMessage:
     """The configuration of an API process, sent to it when it starts."""
 
     config: EngineConfig
@@ -91,7 +91,7 @@ class ApiProcesses:
         names: tuple[str, ...],
         listener: socket.socket,
     ) -> None:
-        self._order = _StartOrder(config, options, names, service.place, listener.fileno())
+        self._message = _StartMessage(config, options, names, service.place, listener.fileno())
         indexes = range(1, service.place.count)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._ready = {index: asyncio.Event() for index in indexes}
@@ -134,13 +134,13 @@ class ApiProcesses:
                 *(sys.executable, "-P", "-m", "quire.server.cli.api_process"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                pass_fds=(self._order.listener,),
+                pass_fds=(self._message.listener,),
                 start_new_session=True,
             )
             assert one.stdin is not None
             assert one.stdout is not None
-            order = replace(self._order, place=replace(self._order.place, index=index))
-            one.stdin.write(pickle.dumps(order))
+            message = replace(self._message, place=replace(self._message.place, index=index))
+            one.stdin.write(pickle.dumps(message))
             if await one.stdout.read(1):
                 if self._ready[index].is_set():
                     logger.info("API process %d is ready again", index)
@@ -151,13 +151,13 @@ class ApiProcesses:
             await asyncio.sleep(max(0.0, begun + _RESTART_SECONDS - time.monotonic()))
 
 
-async def _serve(order: _StartOrder) -> None:
-    options, place = order.options, order.place
+async def _serve(message: _StartMessage) -> None:
+    options, place = message.options, message.place
     formats = ChatFormats.of(options)
     service = await Frontend.join(
-        order.config, place, name=order.names[0], formats=formats, max_queue=options.queue_limit
+        message.config, place, name=message.names[0], formats=formats, max_queue=options.queue_limit
     )
-    http = http_server(service, options, order.names)
+    http = http_server(service, options, message.names)
     stop = asyncio.Event()
     threading.Thread(target=_listen, args=(asyncio.get_running_loop(), service, stop), daemon=True).start()
     stopping = asyncio.create_task(stop.wait())
@@ -171,7 +171,7 @@ async def _serve(order: _StartOrder) -> None:
                 await ready
                 gc.collect()
                 gc.freeze()
-                serving = asyncio.create_task(http.serve([socket.socket(fileno=order.listener)]))
+                serving = asyncio.create_task(http.serve([socket.socket(fileno=message.listener)]))
                 os.write(sys.stdout.fileno(), b"!")
                 await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
                 service.client.fail(SHUTTING_DOWN)
@@ -195,11 +195,11 @@ def _listen(loop: asyncio.AbstractEventLoop, service: Frontend, stop: asyncio.Ev
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the first process handles Ctrl-C
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # as in the first process
-    order: _StartOrder = pickle.load(sys.stdin.buffer)
-    process.set_name(f"quire-api-{order.place.index}")
-    log.setup(order.options.log_level, f"api {order.place.index}")
+    message: _StartMessage = pickle.load(sys.stdin.buffer)
+    process.set_name(f"quire-api-{message.place.index}")
+    log.setup(message.options.log_level, f"api {message.place.index}")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(order))
+        runner.run(_serve(message))
 
 
 if __name__ == "__main__":
