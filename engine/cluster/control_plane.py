@@ -64,7 +64,7 @@ _MAX_BYTES = 1 << 30
 """Maximum size of a message."""
 _HELLO, _WELCOME, _HEARTBEAT, _BODY, _END = b"quire hello", b"W", b"A", b"B", b"E"
 _START, _FAIL = b"start", b"fail"
-"""Orders to the leader's thread, beside messages to send."""
+"""Commands to the leader's thread, beside messages to send."""
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class WakeQueue(Generic[T]):
                 yield self._queue.get_nowait()
 
     def close(self) -> None:
-        """Close the file descriptor; items that are put later are not waited for."""
+        """Close the file descriptor; items that are put later wake nobody."""
         with self._open:
             if self._is_open:
                 self._is_open = False
@@ -123,8 +123,8 @@ class _Link(ABC):
 
     def __init__(self, kind: int, name: str, *, ipv6: bool) -> None:
         """`ipv6`: whether to use IPv6 in addition to IPv4. `name` is the thread's; `_thread.start` starts it."""
-        self._orders: WakeQueue[Any] = WakeQueue()
-        """What other threads have the link do; dropped after the socket has closed."""
+        self._commands: WakeQueue[Any] = WakeQueue()
+        """Commands of other threads; dropped after the socket has closed."""
         self._closed: set[int] = set()
         """File descriptors of connections that have closed and were not handled yet."""
         self._context = zmq.Context()
@@ -135,7 +135,7 @@ class _Link(ABC):
         self._socket.setsockopt(zmq.IPV6, int(ipv6))
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()
-        for each in (self._socket, self._orders.fd, self._monitor):
+        for each in (self._socket, self._commands.fd, self._monitor):
             self._poller.register(each, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
 
@@ -143,8 +143,8 @@ class _Link(ABC):
     def _on_frames(self, frames: list[zmq.Frame]) -> None: ...
 
     @abstractmethod
-    def _on_order(self, order: Any) -> bool:
-        """Do what another thread has asked for; returns whether to close the socket."""
+    def _on_command(self, command: Any) -> bool:
+        """Execute a command of another thread; returns whether to close the socket."""
 
     @abstractmethod
     def _send_heartbeats(self) -> None: ...
@@ -175,8 +175,8 @@ class _Link(ABC):
                 except zmq.Again:
                     break
                 self._on_frames(frames)
-            for order in self._orders.drain():
-                if self._on_order(order):
+            for command in self._commands.drain():
+                if self._on_command(command):
                     return
             if (now := time.monotonic()) >= next_heartbeat:
                 next_heartbeat = now + _HEARTBEAT_SECONDS
@@ -188,10 +188,10 @@ class _Link(ABC):
         while self._monitor.poll(0):
             self._closed.add(int(recv_monitor_message(self._monitor)["value"]))
 
-    def _close(self, order: Any) -> None:
-        """Give the thread its last order, and wait for it."""
+    def _close(self, command: Any) -> None:
+        """Give the thread its last command, and wait for it."""
         if self._thread.is_alive():
-            self._orders.put(order)
+            self._commands.put(command)
             if threading.current_thread() is not self._thread:
                 self._thread.join()
 
@@ -201,7 +201,7 @@ class _Link(ABC):
         self._monitor.close(0)
         self._socket.close()
         self._context.term()
-        self._orders.close()
+        self._commands.close()
 
 
 @dataclass
@@ -283,22 +283,22 @@ class Leader(_Link):
 
     def start(self, body: bytes) -> None:
         """Send the first message to every follower, and to each that joins again."""
-        self._orders.put((None, _START, body))
+        self._commands.put((None, _START, body))
 
     def send(self, number: int | None, body: bytes) -> None:
         """Send a message to a follower (None: to all); dropped if it is lost."""
-        self._orders.put((number, _BODY, body))
+        self._commands.put((number, _BODY, body))
 
     def fail(self, number: int, reason: str) -> None:
         """Report that a follower's process has ended, as its launcher knows: it counts as lost."""
-        self._orders.put((number, _FAIL, reason))
+        self._commands.put((number, _FAIL, reason))
 
     def close(self, reason: str = "") -> None:
         """Send every follower the end of the connection, with a reason after a failure."""
         self._close((None, _END, reason.encode()))
 
-    def _on_order(self, order: tuple[int | None, bytes, Any]) -> bool:
-        number, kind, body = order
+    def _on_command(self, command: tuple[int | None, bytes, Any]) -> bool:
+        number, kind, body = command
         if kind == _FAIL:
             assert number is not None
             if (peer := self._peers.get(number)) is not None:
@@ -482,17 +482,17 @@ class Follower(_Link):
 
     def send(self, body: bytes) -> None:
         """Send a message to the leader; dropped if the connection has ended."""
-        self._orders.put((_BODY, body))
+        self._commands.put((_BODY, body))
 
     def close(self, reason: str = "") -> None:
         """Leave; `reason` is sent to the leader after a failure."""
         self._close((_END, reason.encode()))
         self.inbox.close()
 
-    def _on_order(self, order: tuple[bytes, bytes]) -> bool:
-        is_last = order[0] == _END
+    def _on_command(self, command: tuple[bytes, bytes]) -> bool:
+        is_last = command[0] == _END
         if self.ended is None and (self._is_accepted or not is_last):
-            self._socket.send_multipart(order)
+            self._socket.send_multipart(command)
         if is_last and not self._is_accepted:
             self._socket.setsockopt(zmq.LINGER, 0)
         return is_last

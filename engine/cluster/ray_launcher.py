@@ -56,7 +56,7 @@ class RankActor:
         gpus = context.get_accelerator_ids().get("GPU", [])
         return ActorInfo(context.get_node_id(), gpus[0] if gpus else "", network.free_port())
 
-    def run_node(self, order: bytes, env: dict[str, str], visible: str | None) -> tuple[int, str]:
+    def run_node(self, stdin: bytes, env: dict[str, str], visible: str | None) -> tuple[int, str]:
         """Run the node's process until it exits; returns its exit code and the last line of its output."""
         import ray
 
@@ -70,7 +70,7 @@ class RankActor:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=own) as process:
             assert process.stdin is not None
             assert process.stderr is not None
-            process.stdin.write(order)
+            process.stdin.write(stdin)
             process.stdin.flush()
             last = ""
             for line in process.stderr:
@@ -114,8 +114,8 @@ class RayLauncher:
             options = replace(self._placement.options, node_rank=node, master_port=port)
             gpus = [info.gpu for info, its in zip(infos, self._node_of, strict=True) if its == node]
             visible = ",".join(gpus) if self._resource == "GPU" else None
-            order = pickle.dumps((options, self._log_level, self._placement))
-            run = self._actors[self._node_of.index(node)].run_node.remote(order, env, visible)
+            stdin = pickle.dumps((options, self._log_level, self._placement))
+            run = self._actors[self._node_of.index(node)].run_node.remote(stdin, env, visible)
             self._runs.append(run)
             threading.Thread(target=self._watch, args=(node, run, on_exit), daemon=True).start()
 

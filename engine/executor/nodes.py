@@ -77,7 +77,7 @@ class NodeLauncher(Protocol):
         """Start the processes, for a leader at `port`. `on_exit` is called, in any thread, when one of them exits."""
 
     def close(self) -> None:
-        """End the processes, which have been told to end before."""
+        """End the processes that have not ended with the leader."""
 
 
 class MultiNodeExecutor(ProcessExecutor):

@@ -66,7 +66,10 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
 
 
 class HeadlessReplicas:
-    """The engine cores of a host. A core that dies after it was ready is restarted, unless the replicas are coupled."""
+    """The engine cores of a host. A core that dies after it was ready is restarted, unless the replicas are coupled.
+
+    On a host with an API, `EngineClient` does this; it also has requests to resume, and runs on an event loop.
+    """
 
     def __init__(self, config: EngineConfig, membership: DPMember, log_level: str) -> None:
         self._config, self._membership, self._log_level = config, membership, log_level

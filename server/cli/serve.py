@@ -158,13 +158,13 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    asked_to_stop = asyncio.create_task(stop.wait())
+    stopping = asyncio.create_task(stop.wait())
     serving = asyncio.create_task(http.serve([listener]))
     engine = asyncio.create_task(
         _watch_engine(frontend, api_processes, seconds, f"{', '.join(names)} on {address(listener, options.is_tls)}")
     )
     try:
-        await asyncio.wait((asked_to_stop, serving, engine), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((stopping, serving, engine), return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
             serving.result()
         return engine.result() if engine.done() else 0
@@ -172,7 +172,7 @@ async def _serve(
         if stop.is_set():
             logger.info("shutting down")
         engine.cancel()
-        asked_to_stop.cancel()
+        stopping.cancel()
         frontend.client.fail(SHUTTING_DOWN)
         http.should_exit = True
         try:

@@ -27,7 +27,7 @@ _FLAGS = ("--data-parallel-address", "--data-parallel-rpc-port")
 
 
 class CoordinatedClient(Protocol):
-    """What is told about the other hosts (`EngineClient`)."""
+    """What `DPCoordinator` notifies of other hosts (`EngineClient`)."""
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
@@ -201,7 +201,7 @@ class DPLeader(DPCoordinator):
         self._leader.start(msgspec.msgpack.encode(JoinReply(self.requests, self.responses, self.master)))
 
     def request_shutdown(self) -> None:
-        """Nothing: `close` tells the others."""
+        """Do nothing: `close` notifies the others."""
 
     @property
     def can_shut_down(self) -> bool:

@@ -25,7 +25,7 @@ LIMIT = re.compile(r"^(MAX_[A-Z_]+|COMPILE_SECONDS)(?:: \w+)? = (.+)$", re.MULTI
 def test_every_limit_stands_in_the_table() -> None:
     page = (ROOT / "docs" / "guides" / "deployment.md").read_text()
     found = 0
-    for path in [ROOT / "engine" / "protocol" / "messages.py", *(ROOT / "server").rglob("*.py")]:
+    for path in [ROOT / "engine" / "protocol" / "sampling_params.py", *(ROOT / "server").rglob("*.py")]:
         for name, value in LIMIT.findall(path.read_text()):
             number = eval(value)
             sizes = {f"{number:,}", f"{number:g}", f"{number / 2**10:g} KiB", f"{number / 2**20:g} MiB"}
