@@ -17,6 +17,8 @@ SHUTDOWN_SECONDS = 10.0
 LOADING_SHUTDOWN_SECONDS = 1.0
 """A core that is still loading reads no messages."""
 WATCH_SECONDS = 0.2
+RECONNECT_MILLISECONDS = 10
+"""Interval between attempts to connect to a core that is starting."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class CoreConnection:
             self._socket = self._context.socket(zmq.PUSH)
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.set_hwm(0)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
             self._socket.connect(self._address)
 
     def send(self, message: ToCore) -> None:

@@ -104,6 +104,14 @@ async def run_server(
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = http_server(frontend, asked, names)
+    over = asyncio.Event()
+
+    async def shutdown(sockets: list[socket.socket] | None = None) -> None:
+        for each in server.servers:
+            each.close()
+
+    # uvicorn's own look for the end ten times a second, and then wait for as long again.
+    server.main_loop, server.shutdown = over.wait, shutdown  # type: ignore[assignment,method-assign]
     serving = asyncio.create_task(server.serve([listener]))
     try:
         if wait:
@@ -115,7 +123,7 @@ async def run_server(
             yield Server(url, frontend, client, http)
     finally:
         frontend.client.fail("the test is over")
-        server.should_exit = True
+        over.set()
         await serving
         await frontend.close()
 

@@ -121,6 +121,7 @@ class FakeCore:
         self.requests.bind(requests)
         self.responses = [self.context.socket(zmq.PUSH) for _ in responses]
         for socket, address in zip(self.responses, responses, strict=True):
+            socket.setsockopt(zmq.RECONNECT_IVL, 10)
             socket.connect(address)
         self.decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
         self.running: dict[str, Iterator[EngineCoreOutput]] = {}

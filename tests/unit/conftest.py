@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import platform
 import subprocess
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -11,6 +12,8 @@ from typing import NoReturn
 import pytest
 
 from quire.kernels import cpu, dispatch
+
+platform.platform()  # runs `uname` once; clients ask for it
 
 
 def refuse(what: str) -> Callable[..., NoReturn]:
