@@ -281,43 +281,43 @@ async def test_counting(server: Server) -> None:
 BLOCK = {"role": "user", "content": [{"type": "image", "source": {}}]}
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 1000}, "messages"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [BLOCK]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages[0].name"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "citations": [{}]}]}]},
-         "messages[0].content[0].citations"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
-         "messages"),
-        ({"system": [{"type": "document"}]}, "system[0].type"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
-        ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
-        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
-        ({"tools": [{**F, "defer_loading": True}]}, "tools[0].defer_loading"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [F], "tool_choice": {"type": "tool"}}, "tool_choice"),
-        ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"temperature": -1}, "temperature"),
-        ({"top_k": 2**70}, "top_k"),
-        ({"container": "x"}, "container"),
-        ({"output_config": {"effort": "low"}}, "output_config.effort"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format"),
-        ({"no_such_parameter": 1}, "no_such_parameter"),
-    ],
-)  # fmt: skip
-async def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], named: str) -> None:
-    error = await refused(server, {**body(), **fields})
-    assert error["type"] == "invalid_request_error"
-    assert named in error["message"]
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1000}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    ({"messages": [BLOCK]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages[0].name"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "citations": [{}]}]}]},
+     "messages[0].content[0].citations"),
+    ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+     "messages"),
+    ({"system": [{"type": "document"}]}, "system[0].type"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+    ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "tools[0].input_schema"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+    ({"tools": [{**F, "defer_loading": True}]}, "tools[0].defer_loading"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ({"tools": [F], "tool_choice": {"type": "tool"}}, "tool_choice"),
+    ({"stop_sequences": [""]}, "stop_sequences"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_k": 2**70}, "top_k"),
+    ({"container": "x"}, "container"),
+    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "output_config.format"),
+    ({"no_such_parameter": 1}, "no_such_parameter"),
+]  # fmt: skip
+
+
+async def test_what_is_wrong_is_named(server: Server) -> None:
+    for fields, named in WRONG:
+        error = await refused(server, {**body(), **fields})
+        assert error["type"] == "invalid_request_error"
+        assert named in error["message"]
 
 
 async def test_an_error_about_a_message_names_the_turn(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

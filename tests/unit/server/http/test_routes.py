@@ -97,31 +97,31 @@ async def test_tokenize_takes_what_says_how_a_chat_is_rendered(
         assert await tokens(truncate_prompt_tokens=1) == (await tokens())[-1:]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
-        ("/tokenize", {"prompt": ["a"]}, "prompt"),
-        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
-        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
-        ("/tokenize", {"messages": USER, "chat_template": "a"}, "chat_template"),
-        ("/tokenize", {"messages": USER, "documents": [{"text": "a"}]}, "documents"),
-        ("/tokenize", {"messages": USER, "tool_choice": "required"}, "tool_choice"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
-        ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),
-        ("/tokenize", {"messages": USER, "no_such_parameter": 1}, "no_such_parameter"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [320]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
-        ("/detokenize", {"tokens": [], "prompt": ""}, "prompt"),
-    ],
-)
-async def test_what_cannot_be_tokenized(server: Server, path: str, body: Any, param: str) -> None:
-    error = (await post(server, path, body, 400))["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+WRONG: list[tuple[str, Any, str]] = [
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": USER}, "prompt"),
+    ("/tokenize", {"prompt": ["a"]}, "prompt"),
+    ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+    ("/tokenize", {"messages": USER, "chat_template": "a"}, "chat_template"),
+    ("/tokenize", {"messages": USER, "documents": [{"text": "a"}]}, "documents"),
+    ("/tokenize", {"messages": USER, "tool_choice": "required"}, "tool_choice"),
+    ("/tokenize", {"messages": []}, "messages"),
+    ("/tokenize", {"messages": [{"role": "robot", "content": ""}]}, "messages[0].role"),
+    ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),
+    ("/tokenize", {"messages": USER, "no_such_parameter": 1}, "no_such_parameter"),
+    ("/detokenize", {}, "tokens"),
+    ("/detokenize", {"tokens": [320]}, "tokens"),
+    ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+    ("/detokenize", {"tokens": [], "prompt": ""}, "prompt"),
+]
+
+
+async def test_what_cannot_be_tokenized(server: Server) -> None:
+    for path, body, param in WRONG:
+        error = (await post(server, path, body, 400))["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), error
 
 
 async def test_a_model_by_its_name(config: EngineConfig, core_mode: Callable[[str], None]) -> None:

@@ -320,47 +320,49 @@ async def test_a_client_that_leaves_ends_its_request(server: Server, stream: boo
     await server.until_idle()
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"input": None}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"role": "user", "content": "x", "name": "n"}]}, "input[0].name"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
-        ({"tools": [{**F, "parameters": {"type": "string"}}]}, "tools[0].parameters"),
-        ({"tools": [F], "tool_choice": {"type": "file_search"}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
-        ({"text": {"format": {"type": "text", "name": "x"}}}, "text.format"),
-        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 5}}}}, "text.format"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
-        ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"background": True}, "background"),
-        ({"conversation": "x"}, "conversation"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 500}, "input"),
-        ({"temperature": -1}, "temperature"),
-        ({"metadata": {"a": 1}}, "metadata.a"),
-        ({"no_such_parameter": 1}, "no_such_parameter"),
-        ({"tools": [{**F, "parameters": {"type": "object", "description": "\ud800"}}]}, None),
-    ],
-)  # fmt: skip
-async def test_what_is_wrong_is_named(server: Server, fields: dict[str, Any], param: str | None) -> None:
-    content = json.dumps({"input": "hi", **fields})
-    response = await server.http.post("/v1/responses", content=content, headers={"content-type": "application/json"})
-    assert response.status_code == 400, response.text
-    error = json.loads(response.content)["error"]
-    assert (error["type"], error["param"]) == ("invalid_request_error", param), error
+WRONG: list[tuple[dict[str, Any], str | None]] = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+    ({"input": [{"role": "user", "content": "x", "name": "n"}]}, "input[0].name"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+    ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{**F, "parameters": {"type": "string"}}]}, "tools[0].parameters"),
+    ({"tools": [F], "tool_choice": {"type": "file_search"}}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema"}}}, "text.format.name"),
+    ({"text": {"format": {"type": "text", "name": "x"}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 5}}}}, "text.format"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"),
+    ({"reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    ({"background": True}, "background"),
+    ({"conversation": "x"}, "conversation"),
+    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"max_output_tokens": 500}, "input"),
+    ({"temperature": -1}, "temperature"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
+    ({"no_such_parameter": 1}, "no_such_parameter"),
+    ({"tools": [{**F, "parameters": {"type": "object", "description": "\ud800"}}]}, None),
+]  # fmt: skip
+
+
+async def test_what_is_wrong_is_named(server: Server) -> None:
+    for fields, param in WRONG:
+        content = json.dumps({"input": "hi", **fields})
+        response = await server.http.post(
+            "/v1/responses", content=content, headers={"content-type": "application/json"}
+        )
+        assert response.status_code == 400, response.text
+        error = json.loads(response.content)["error"]
+        assert (error["type"], error["param"]) == ("invalid_request_error", param), error
 
 
 async def test_an_error_about_a_message_names_the_item(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
