@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,22 +20,21 @@ Ints = npt.NDArray[np.int64]
 Numbers = TypeVar("Numbers", Ints, Tensor)
 _NONE: Ints = np.empty(0, np.int64)
 
-_CONTROLS = np.dtype(
-    [
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("seed", np.int64),
-        ("presence_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("repetition_penalty", np.float32),
-        ("min_tokens", np.int64),
-        ("num_biases", np.int64),
-        ("num_bans", np.int64),  # number of allowed tokens and bad words
-        ("logprobs", np.int64),  # -1: none
-    ]
-)
+_CONTROLS: dict[str, tuple[type[np.generic], Callable[[SamplingParams], float | None]]] = {
+    "temperature": (np.float32, lambda params: params.temperature),
+    "top_k": (np.int64, lambda params: params.top_k),
+    "top_p": (np.float32, lambda params: params.top_p),
+    "min_p": (np.float32, lambda params: params.min_p),
+    "seed": (np.int64, lambda params: params.seed or 0),
+    "presence_penalty": (np.float32, lambda params: params.presence_penalty),
+    "frequency_penalty": (np.float32, lambda params: params.frequency_penalty),
+    "repetition_penalty": (np.float32, lambda params: params.repetition_penalty),
+    "min_tokens": (np.int64, lambda params: params.min_tokens),
+    "num_biases": (np.int64, lambda params: len(params.logit_bias)),
+    "num_bans": (np.int64, lambda params: len(params.allowed_token_ids or ()) + len(params.bad_word_ids)),
+    "logprobs": (np.int64, lambda params: -1 if params.logprobs is None else params.logprobs),
+}
+"""The columns that the sampler reads for each row, with their values for a request. -1 in `logprobs`: none."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class InputBatch:
         self.score_until = np.zeros(slots, np.int64)
         """Positions from `score_from` up to `score_until` have logits that score the next token of the prompt; 0: none.
         """
-        self.controls = np.zeros(slots, _CONTROLS)
+        self.controls = np.zeros(slots, [(name, dtype) for name, (dtype, _) in _CONTROLS.items()])
         """The numeric fields of `params`, as arrays."""
         self.params: list[SamplingParams | None] = [None] * slots
 
@@ -176,20 +175,7 @@ class InputBatch:
         is_scored = params.prompt_logprobs is not None
         self.score_from[slot] = request.num_scored_tokens
         self.score_until[slot] = request.num_prompt_tokens - 1 if is_scored else 0
-        self.controls[slot] = (
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.seed or 0,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.repetition_penalty,
-            params.min_tokens,
-            len(params.logit_bias),
-            len(params.allowed_token_ids or ()) + len(params.bad_word_ids),
-            -1 if params.logprobs is None else params.logprobs,
-        )
+        self.controls[slot] = tuple(value(params) for _, value in _CONTROLS.values())
 
     def _extend_tokens(self, slot: int, token_ids: list[int]) -> None:
         start = slot * self._max_length + int(self.num_tokens[slot])

@@ -1,4 +1,4 @@
-"""The connection to the engine cores: sends requests, receives outputs, checks liveness."""
+"""The connection to the engine cores: sends requests, receives outputs, resumes and restarts what died."""
 
 from __future__ import annotations
 

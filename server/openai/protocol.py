@@ -65,7 +65,8 @@ MAX_SEQUENCES = 4096
 def schema_extra(harmless: Iterable[str], refused: Mapping[str, Any]) -> Callable[[dict[str, Any]], None]:
     """Make the `json_schema_extra` of a request, which lists the other accepted fields and the rejected ones.
 
-    `refused` maps a field to the values that have no effect and are accepted. docs/api.md is generated from this.
+    `refused` maps a field to the values that have no effect and are accepted. docs/reference/api.md is generated from
+    this.
     """
 
     def add_extra(schema: dict[str, Any]) -> None:

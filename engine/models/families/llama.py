@@ -1,5 +1,7 @@
-"""Llama, and families that differ from it only in settings: Mistral, Qwen2, Qwen3, Granite, SmolLM3, Phi-3 and
-Phi-4."""
+"""Llama, and families that differ from it only in settings: Mistral, Qwen2, Qwen3, Granite, SmolLM3, Phi-3 and Phi-4.
+
+A family is a `ModelSpec` and the names in its checkpoints; `engine/models/decoder.py` computes it.
+"""
 
 from __future__ import annotations
 
