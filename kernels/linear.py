@@ -1,8 +1,8 @@
 """The matmul of a linear layer. The weight is packed once into the layout that the device multiplies fastest.
 
 On CPUs with AVX2 or AVX-512, Quire uses its own kernels: they are faster than oneDNN for the few rows of decodes, about
-as fast for many (benchmarks/matmul.py; docs/cpu.md has the figures), and a row's product does not depend on the other
-rows. Elsewhere, and for int8 and bfloat16 on processors with AMX, it uses oneDNN through torch: with prepacked weights
+as fast for many (benchmarks/matmul.py, docs/benchmarks/cpu.md), and a row's product does not depend on the other rows.
+Elsewhere, and for int8 and bfloat16 on processors with AMX, it uses oneDNN through torch: with prepacked weights
 this runs at 85 % of the processor's peak, where `F.linear` (MKL) reaches 40 % on processors not made by Intel
 (benchmarks/machine.py).
 """

@@ -235,7 +235,7 @@ class LLM:
             tools,
             tool_choice,
             chat_template=chat_template,
-            chat_template_kwargs=chat_template_kwargs or {},
+            chat_template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
@@ -400,11 +400,16 @@ class _OfflineRequest:
 
 
 def _chat_input(
-    tools: Sequence[Mapping[str, Any]] = (), tool_choice: str | Mapping[str, Any] | None = None, **template: Any
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: str | Mapping[str, Any] | None = None,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    **template: Any,
 ) -> ChatInput:
     """Convert the options of `LLM.chat`, without messages; raises `InvalidParameter` for invalid tool options."""
     tool_use = read_tool_use(tools or (), tool_choice)
-    return ChatInput(messages=(), tools=tools or (), tool_use=tool_use, template=ChatTemplateOptions(**template))
+    options = ChatTemplateOptions(chat_template_kwargs=chat_template_kwargs or {}, **template)
+    return ChatInput(messages=(), tools=tools or (), tool_use=tool_use, template=options)
 
 
 async def _process(

@@ -15,8 +15,8 @@ Layouts, and what each of them uses of it:
 - One host (`executor/mp.py`): no link. The core forks the ranks (`LocalRanks`), sends plans by shared memory, gets
   results through pipes, and notices deaths by the processes' exit.
 - `--nnodes N` (`executor/nodes.py`): the core on node 0 leads at --master-addr, --master-port; nodes 1 to N - 1 join,
-  which the user starts with `--headless`. Start message: `NodeStart`. Then plans one way; results, `NodeReady`,
-  `NodeProgress` and `NodeFailed` the other. Hidden states use torch.distributed. If a rank or a node dies, the core
+  which the user starts with `--headless`. Start message: `NodeStart`. Then plans one way; results, `WorkerReady`,
+  `NodeProgress` and `WorkerFailed` the other. Hidden states use torch.distributed. If a rank or a node dies, the core
   ends, and every node with it, with the same reason.
 - Ray (`cluster/ray_launcher.py`): as `--nnodes`, except that the core's host is node 0 without ranks, the leader's port
   is any free one, and Ray starts the nodes' processes and reports their exit (`Leader.fail`).

@@ -114,7 +114,7 @@ def find(options: EngineOptions) -> tuple[RayPlacement, Devices] | None:
     ]
     model, nodes, counts = _absolute(options.model), tuple(report.nodes), tuple(report.ranks_per_node)
     on_nodes = replace(options, model=model, device=report.kind, master_addr=report.head, master_port=0)
-    placement = RayPlacement(report.address, report.head, group, nodes, counts, tuple(report.bundles), on_nodes)
+    placement = RayPlacement(report.address, group, nodes, counts, tuple(report.bundles), on_nodes)
     return placement, Devices(report.kind, sum(counts), min(per_rank))
 
 

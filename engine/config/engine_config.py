@@ -1,6 +1,7 @@
 """The resolved configuration (`EngineConfig`): frozen, and pickled once to each process. No torch.
 
-`quire.engine.config.resolve.resolve` makes it from `EngineOptions`; nothing after that reads the options.
+`quire.engine.config.resolve.resolve` makes it from `EngineOptions`. Nothing after that reads the options;
+`RayPlacement` carries those that the nodes which Ray starts resolve themselves.
 """
 
 from __future__ import annotations
@@ -68,8 +69,6 @@ class RayPlacement:
 
     address: str
     """Address of the cluster's control store, HOST:PORT."""
-    head: str
-    """Address of this host, which runs the engine core."""
     group: str | None
     """Id of the placement group to use, in hex; None: create one."""
     nodes: tuple[tuple[str, str], ...]

@@ -75,23 +75,28 @@ def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
 def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, str]:
     """Return what must be the same on every host: value by flag, resolved where the flag's value may be automatic.
 
-    A host without replicas resolves for no device, and has no resolved values.
+    A host without replicas resolves for no device, and has no values that depend on it.
     """
     model, parallel = config.model, config.parallel
     resolved = {
         "runner": "generate" if model.pooling is None else "pooling",
-        "device": parallel.device,
         "pipeline_layer_partition": ",".join(str(len(layers)) for layers in parallel.stages),
-        "dtype": model.dtype,
         "quantization": model.quantization,
         "max_model_len": model.max_model_len,
         "load_format": model.load_format,
+    }
+    of_the_device = {
+        "device": parallel.device,
+        "dtype": model.dtype,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "kv_cache_dtype": config.cache.dtype,
     }
-    settings = {name: value for name, value in vars(options).items() if name not in _HOST_OPTIONS | resolved.keys()}
+    settings = {
+        name: value for name, value in vars(options).items() if name not in _HOST_OPTIONS | of_the_device.keys()
+    }
+    settings |= resolved
     if parallel.local_replicas:
-        settings |= resolved
+        settings |= of_the_device
     return {f"--{name.replace('_', '-')}": str(value) for name, value in settings.items()}
 
 

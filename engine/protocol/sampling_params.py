@@ -135,6 +135,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             ("bad_words", sum(map(len, self.bad_words)) <= MAX_TEXT, f"at most {MAX_TEXT} characters in all"),
             ("stop", sum(map(len, self.stop)) <= MAX_TEXT, f"at most {MAX_TEXT} characters in all"),
             ("bad_words", all(map(str.strip, self.bad_words)), "words that are not empty"),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0, "at least 0"),
+            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0, "at least 0"),
             ("stop", not any(map(_SURROGATE.search, self.stop)), "text without unpaired surrogates"),
             ("bad_words", not any(map(_SURROGATE.search, self.bad_words)), "text without unpaired surrogates"),
         ):

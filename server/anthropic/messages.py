@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -210,12 +210,12 @@ class CountTokensRequest(LenientModel):
     def _sampling(self) -> dict[str, Any]:
         return {}
 
-    async def process(self, processor: InputProcessor) -> GenerationInput:
+    async def process(self, admit: Callable[[], InputProcessor]) -> GenerationInput:
         """Process the request like a chat; raises `InvalidParameter`."""
         thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
         chat, places = self.as_chat(), [place for place, _ in self._conversation()]
         with renamed_params(_NAMES, places):
-            return await chat.process(processor, thinking)
+            return await chat.process(admit, thinking)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -242,7 +242,7 @@ class MessagesRequest(CountTokensRequest):
 async def messages(body: MessagesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, in Anthropic's format."""
     model = state.check_model(body.model)
-    chat = await body.process(state.frontend.admit())
+    chat = await body.process(state.frontend.admit)
     message_id = f"msg_{uuid.uuid4().hex}"
     generation = state.frontend.generate(message_id, chat)
     message = _MessageFormatter(message_id, model, len(chat.prompts[0]))
@@ -258,7 +258,7 @@ async def count_tokens(body: CountTokensRequest, state: AppState) -> Response:
     maximum.
     """
     state.check_model(body.model)
-    chat = await body.process(state.frontend.input_processor)
+    chat = await body.process(lambda: state.frontend.input_processor)
     return json_response({"input_tokens": len(chat.prompts[0])})
 
 

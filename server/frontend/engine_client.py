@@ -378,7 +378,7 @@ class EngineClient:
             self._ready.set_result(self._ready_message)
 
     def _live_replicas(self) -> list[int]:
-        """The replicas that get requests. Silent ones are included only if there are no others."""
+        """The replicas that get requests. Unresponsive ones are included only if there are no others."""
         up = [replica for replica in self._replicas.values() if replica.state == "up"]
         return [replica.number for replica in up if not replica.is_unresponsive] or [replica.number for replica in up]
 
@@ -464,21 +464,21 @@ class EngineClient:
             case EngineDead(reason) if replica is not None:
                 self._on_dead(replica, reason)
 
-    def _deliver(self, news: EngineCoreOutputs) -> None:
+    def _deliver(self, outputs: EngineCoreOutputs) -> None:
         """Deliver a step's outputs. Drop those of a dead replica, and of requests that are unknown or have moved."""
-        replica = self._replicas.get(news.replica)
+        replica = self._replicas.get(outputs.replica)
         if replica is None or replica.state == "dead":
             return
         replica.is_unresponsive = False
         now = time.monotonic()
-        if news.stats is not None:
-            self._metrics.take(news.replica, news.stats)
-        if news.expert_load is not None:
-            self._metrics.expert_load = news.expert_load
+        if outputs.stats is not None:
+            self._metrics.take(outputs.replica, outputs.stats)
+        if outputs.expert_load is not None:
+            self._metrics.expert_load = outputs.expert_load
         earlier: list[float] = []
-        for request_id, token_id in zip(news.request_ids, news.token_ids, strict=True):
+        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
             running = self._running.get(request_id)
-            if running is not None and running.replica == news.replica:
+            if running is not None and running.replica == outputs.replica:
                 if running.last_output is not None:
                     earlier.append(running.last_output)
                 running.last_output = now
@@ -487,9 +487,9 @@ class EngineClient:
                 running.stream.put_token(request_id, token_id)
         for last_output, count in Counter(earlier).items():  # most had their last output in the same step
             self._metrics.inter_token_latency.observe(now - last_output, count)
-        for output in news.outputs:
+        for output in outputs.outputs:
             running = self._running.get(output.request_id)
-            if running is None or running.replica != news.replica:
+            if running is None or running.replica != outputs.replica:
                 continue
             if running.submit is not None:
                 self._record_progress(running, output)

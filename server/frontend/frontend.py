@@ -232,12 +232,16 @@ class Frontend:
             for prompt in given.prompts
             for choice in range(given.params.n)
         ]
-        stream, engine_ids = self._submit(request_id, sequences, given.priority, given.cache_salt)
         tokenizer = self.input_processor.tokenizer
-        processors = {
-            engine_id: OutputProcessor(tokenizer, index, prompt, given.params, given.output_format)
-            for index, (engine_id, (prompt, _)) in enumerate(zip(engine_ids, sequences, strict=True))
-        }
+        stream, engine_ids = self._submit(request_id, sequences, given.priority, given.cache_salt)
+        try:  # the engine works on the prompts meanwhile
+            processors = {
+                engine_id: OutputProcessor(tokenizer, index, prompt, given.params, given.output_format)
+                for index, (engine_id, (prompt, _)) in enumerate(zip(engine_ids, sequences, strict=True))
+            }
+        except BaseException:
+            stream.close()
+            raise
         generation = self._open[request_id] = Generation(stream, processors)
         return generation
 

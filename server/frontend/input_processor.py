@@ -104,6 +104,9 @@ class InputProcessor:
             return [self._fit(each, "prompt", last, max_tokens) for each in ids]
 
         tokenized = await run_in_thread(sum(map(len, prompts)), tokenize)
+        if (outputs := params.structured_outputs) is not None:
+            name = _name("structured_outputs", options.param_names)
+            params.structured_outputs = await self._structured.resolve_in_thread(outputs, name)
         return GenerationInput(
             prompts=tokenized, params=params, priority=options.priority, cache_salt=options.cache_salt
         )
@@ -114,17 +117,18 @@ class InputProcessor:
         """Process a conversation. Raises `InvalidParameter` also if the model may call tools and their format is
         unknown.
         """
-        answer, params = params.structured_outputs, await self._validate(params, options.param_names)
+        params = await self._validate(params, options.param_names)
         last = self._num_kept(options.truncate_prompt_tokens, params.max_tokens)
         max_tokens = params.max_tokens if options.reject_long_output else None
         prompt = await run_in_thread(
             _length(chat.messages, chat.tools), lambda: self._fit(self._render(chat), "messages", last, max_tokens)
         )
         output_format = self._output_format(chat, prompt)
+        if (answer := params.structured_outputs) is not None:
+            name = _name("structured_outputs", options.param_names)
+            params.structured_outputs = await self._structured.resolve_in_thread(answer, name)
         if chat.tool_use is not None and (chat.tool_use.needs_grammar or answer is not None):
-            schema = None
-            if answer is not None and not chat.tool_use.required:
-                schema = _schema_of(answer, _name("structured_outputs", options.param_names))
+            schema = None if answer is None or chat.tool_use.required else _schema_of(answer, name)
             grammar = self._tool_grammar(chat.tool_use, output_format, schema)
             params.structured_outputs = await self._structured.resolve_in_thread(grammar, "tools")
         return GenerationInput(
@@ -136,24 +140,20 @@ class InputProcessor:
         )
 
     async def _validate(self, params: SamplingParams, names: Mapping[str, str]) -> SamplingParams:
-        """Return a copy of `params` for the engine: bad words as token ids, structured outputs as they are enforced.
+        """Return a copy of `params` with the token ids of bad words.
 
         `SamplingParams` itself checks the ranges that do not depend on the model.
         """
         for field_name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-            if count is not None and not 0 <= count <= self._max_logprobs:
+            if count is not None and count > self._max_logprobs:
                 name = _name(field_name, names)
                 raise InvalidParameter(
                     f"{name} must be from 0 to {self._max_logprobs} (--max-logprobs), got {count}", name
                 )
         given = (params.stop_token_ids, params.logit_bias, params.allowed_token_ids or (), *params.bad_words)
-        params = msgspec.structs.replace(params)
+        params = msgspec.structs.replace(params, bad_word_ids=[])
         if any(given):
             params.bad_word_ids = await run_in_thread(sum(map(len, given)), lambda: self._bad_word_ids(params))
-        if params.structured_outputs is not None:
-            params.structured_outputs = await self._structured.resolve_in_thread(
-                params.structured_outputs, _name("structured_outputs", names)
-            )
         return params
 
     def _num_kept(self, truncate: int | None, max_tokens: int | None) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -62,7 +62,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """Default: up to the model's maximum length. Takes precedence over `max_tokens`, which means the same."""
     logprobs: bool | None = False
-    top_logprobs: Int64 | None = None
+    top_logprobs: Annotated[Int64, Field(ge=0)] | None = None
     """At most `--max-logprobs`."""
     tools: list[dict[str, Any]] | None = None
     """Functions. The arguments follow the schema if the function is `strict`, required or named by `tool_choice`."""
@@ -132,9 +132,13 @@ class ChatRequest(GenerationRequest):
             shows_reasoning=self.include_reasoning is not False,
         )
 
-    async def process(self, processor: InputProcessor, thinking: bool | None = None) -> GenerationInput:
-        """Process the request; all conversation APIs call this after converting their requests to chat."""
+    async def process(self, admit: Callable[[], InputProcessor], thinking: bool | None = None) -> GenerationInput:
+        """Process the request; all conversation APIs call this after converting their requests to chat.
+
+        `admit` is `Frontend.admit`, called before anything is spent on a request that may be valid.
+        """
         self.reject_unsupported()
+        processor = admit()
         params = self.sampling_params(
             processor.sampling_defaults,
             max_tokens=self.longest,
@@ -148,11 +152,10 @@ class ChatRequest(GenerationRequest):
 async def chat_completions(body: ChatRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation."""
     model = state.check_model(body.model)
-    processor = state.frontend.admit()
-    chat = await body.process(processor)
+    chat = await body.process(state.frontend.admit)
     request_id = body.response_id("chatcmpl")
     generation = state.frontend.generate(request_id, chat)
-    formatter = _ChatFormatter(processor.tokenizer, body, chat.prompts[0])
+    formatter = _ChatFormatter(state.frontend.input_processor.tokenizer, body, chat.prompts[0])
     response = GenerationResponse(request_id, model, formatter, Usage(chat.prompts, chat.params.n))
     if body.stream:
         return response.stream(generation, body.stream_usage)

@@ -207,7 +207,7 @@ async def create_response(body: ResponsesRequest, request: Request, state: AppSt
     turns = body.conversation(state)
     asked = body.as_chat(turns.messages)
     with renamed_params(_NAMES, body.places(turns)):
-        chat = await asked.process(state.frontend.admit())
+        chat = await asked.process(state.frontend.admit)
     response = _ResponseFormatter(body, model, chat, turns.messages, state)
     generation = state.frontend.generate(response.id, chat)
     if body.stream:

@@ -127,8 +127,34 @@ async def test_async_chat_with_tools(model_folder: Path, core_mode: Callable[[st
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     async with AsyncLLM(str(folder), load_format="dummy", device="cpu") as llm:
         says = [{"role": "user", "content": CALL}]
-        results = [r async for r in llm.chat(says, SamplingParams(max_tokens=100), tools=[F])]
+        results = [
+            r async for r in llm.chat(says, SamplingParams(max_tokens=100), tools=[F], chat_template_kwargs=None)
+        ]
         assert [len(result.outputs[0].tool_calls) for result in results] == [0] * (len(results) - 1) + [1]
+
+
+def test_a_request_may_bring_its_own_template(llm: LLM) -> None:
+    (result,) = llm.chat([{"role": "user", "content": "hi"}], chat_template="so {{ messages[0].content }}")
+    assert result.outputs[0].text == "so hi"
+
+
+def test_output_ends_at_the_models_length(llm: LLM) -> None:
+    (result,) = llm.generate([[70, 71]], SamplingParams(max_tokens=10**6, ignore_eos=True), use_tqdm=False)
+    output = result.outputs[0]
+    assert (output.finish_reason, len(output.token_ids)) == ("length", fake_core.MAX_MODEL_LEN - 2)
+
+
+def test_only_the_tokenizer_makes_ids_of_bad_words(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[SamplingParams] = []
+    submit = llm._frontend.client.submit
+
+    def spy(requests: Any, *args: Any) -> Any:
+        sent.extend(params for _, _, params in requests)
+        return submit(requests, *args)
+
+    monkeypatch.setattr(llm._frontend.client, "submit", spy)
+    llm.generate("a", SamplingParams(bad_word_ids=[[10**9], []]), use_tqdm=False)
+    assert sent[0].bad_word_ids == []
 
 
 def test_logprobs(llm: LLM) -> None:

@@ -64,7 +64,9 @@ class Site:
             experts=ExpertParallelConfig() if coupled else None,
         )
         model = plain.model if max_model_len is None else replace(plain.model, max_model_len=max_model_len)
-        config = replace(plain, model=model, parallel=parallel)
+        tokens = options.get("max_num_batched_tokens", plain.scheduler.max_num_batched_tokens)
+        scheduler = replace(plain.scheduler, max_num_batched_tokens=tokens)
+        config = replace(plain, model=model, scheduler=scheduler, parallel=parallel)
         return replace(config, shared_settings=shared_settings(asked, config))
 
     def api(self, config: EngineConfig, count: int = 1) -> Future[DPCoordinator | None]:
@@ -189,12 +191,20 @@ def test_hosts_that_differ_are_refused_by_name(
 
 
 def test_hosts_with_replicas_are_compared_with_each_other_if_the_api_has_none(site: Site) -> None:
-    starting = site.api(site.config(2, None, 0, max_model_len=32))  # resolved for no device
-    first, second = (site.headless(site.config(2, r, 1, max_model_len=64 + r)) for r in range(2))
-    with pytest.raises(ConfigError, match=r"replica \d .* has --max-model-len \d+, and replica \d .* has \d+; start"):
+    starting = site.api(site.config(2, None, 0, max_num_batched_tokens=32))  # resolved for no device
+    first, second = (site.headless(site.config(2, r, 1, max_num_batched_tokens=64 + r)) for r in range(2))
+    both = r"replica \d .* has --max-num-batched-tokens \d+, and replica \d .* has \d+; start"
+    with pytest.raises(ConfigError, match=both):
         starting.result(30)
     for future in (first, second):
-        with pytest.raises(ConfigError, match="has --max-model-len"):
+        with pytest.raises(ConfigError, match="has --max-num-batched-tokens"):
+            future.result(30)
+
+
+def test_an_api_without_replicas_is_compared_where_no_device_matters(site: Site) -> None:
+    starting, member = site.api(site.config(1, None, 0, max_model_len=64)), site.headless(site.config(1, 0, 1))
+    for future in (starting, member):
+        with pytest.raises(ConfigError, match=r"has --max-model-len 128, and the host with the API .* has 64"):
             future.result(30)
 
 

@@ -69,6 +69,17 @@ async def test_same_id_twice_is_refused(server: Server) -> None:
     await server.until_idle()
 
 
+async def test_what_fails_after_the_submission_aborts_it(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("quire.server.frontend.frontend.OutputProcessor", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        server.frontend.generate("r", GenerationInput(prompts=[[70]], params=SamplingParams(ignore_eos=True)))
+    assert not server.frontend.client._running
+    await server.until_idle()
+
+
 async def test_one_sequence_that_fails_ends_all_of_its_request(server: Server) -> None:
     fail = server.tokenizer.encode("<fail>", add_special_tokens=False)
     with (

@@ -14,6 +14,9 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.errors import ConfigError
+from quire.server.frontend.engine_client import QueueFull
+from quire.server.frontend.frontend import Frontend
 from quire.server.openai.completions import CompletionRequest
 from quire.server.openai.embeddings import EmbeddingRequest
 from quire.server.openai.tokenize import DetokenizeRequest
@@ -191,6 +194,31 @@ async def test_defaults_come_from_the_model(
         assert found == [(0.25, 5, 1.0, None), (1.0, 5, 1.0, None)]
 
 
+async def test_defaults_that_are_not_valid_are_refused_at_the_start(
+    config: EngineConfig, core_mode: Callable[[str], None], tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    frontend = await Frontend.start(replace(config, model=replace(config.model, path=tmp_path)), name="x")
+    try:
+        with pytest.raises(ConfigError, match=r"generation_config.json: Expected `float`, got `str` .*temperature"):
+            await frontend.ready()
+    finally:
+        await frontend.close()
+
+
+async def test_a_full_queue_comes_before_the_template_and_after_what_is_wrong(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full() -> None:
+        raise QueueFull("full")
+
+    monkeypatch.setattr(server.frontend.client, "admit", full)
+    monkeypatch.setattr(server.frontend.input_processor, "_render", None)  # which would raise TypeError
+    for body, status in (({}, 429), ({"no_such_parameter": 1}, 400)):
+        response = await server.http.post("/v1/chat/completions", json={"messages": USER, **body})
+        assert response.status_code == status, response.text
+
+
 async def test_priority_needs_its_policy(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
     fcfs = replace(config, scheduler=replace(config.scheduler, policy="fcfs"))
     async with run_server(fcfs) as server:
@@ -273,6 +301,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"prompt": "x", "allowed_token_ids": [320]}, "allowed_token_ids"),
     ("completions", {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
     ("completions", {"prompt": "x", "bad_words": [" "]}, "bad_words"),
+    ("completions", {"prompt": "x", "echo": True, "logprobs": 0, "prompt_logprobs": -5}, "prompt_logprobs"),
     ("completions", {"prompt": "x", "bad_words": ["x"] * 2000}, "bad_words"),
     ("completions", {"prompt": "x", "allowed_token_ids": [X], "bad_words": ["x"]}, "allowed_token_ids"),
     ("completions", {"prompt": "x", "allowed_token_ids": [fake_core.EOS], "min_tokens": 1}, "allowed_token_ids"),
