@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,9 @@ from quire.server.frontend.tokenizer import Tokenizer
 from tests.fakes import fake_core
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import write_model
+
+TLS = ssl.create_default_context()
+"""One for all clients: reading the certificates takes longer than most tests."""
 
 
 @dataclass
@@ -117,8 +121,13 @@ async def run_server(
         if wait:
             await frontend.ready()
         async with (
-            httpx.AsyncClient(base_url=url) as http,
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0) as client,
+            httpx.AsyncClient(base_url=url, verify=TLS) as http,
+            openai.AsyncOpenAI(
+                base_url=f"{url}/v1",
+                api_key=api_key or "none",
+                max_retries=0,
+                http_client=openai.DefaultAsyncHttpxClient(verify=TLS),
+            ) as client,
         ):
             yield Server(url, frontend, client, http)
     finally:
