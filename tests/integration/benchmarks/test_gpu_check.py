@@ -43,6 +43,7 @@ def found(part: Any, folder: Path, **fields: Any) -> tuple[dict[str, Any], list[
     return {record.key: record for record in records if record.kind == "row"}, wrong
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of numbers that are masked out
 def test_every_kernel_for_gpus_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """By Triton's interpreter: the calls are ones that the kernels take."""
@@ -73,6 +74,7 @@ def test_attention_is_checked_by_flashinfer_where_that_is_chosen(monkeypatch: py
     assert len(fake.plans) == 1
 
 
+@pytest.mark.slow
 def test_kernels_of_the_cpu_are_right_and_a_wrong_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checks, cpu = module("gpu.kernel_checks"), importlib.import_module("quire.kernels.cpu")
     right = cpu.act_mul
@@ -175,6 +177,7 @@ def test_no_more_requests_than_there_is_time_for() -> None:
     assert fitting(1000, 256, expected=400.0, left=100.0) == 256
 
 
+@pytest.mark.slow
 def test_the_whole_server(tmp_path: Path) -> None:
     rows, _ = found(module("gpu.serving").measure, tmp_path)
     assert set(rows) == {"cold start", "warm start", "server"}
