@@ -333,9 +333,8 @@ class EngineClient:
             cause = lost_too_many if self._live_replicas() else "no other replica is available"
             error = f"{reason}; the request cannot go on, as {cause}"
             running.stream.put(EngineCoreOutput(request_id, [], finish_reason="error", error=error))
-        self._router.on_replica_dead(
-            replica.number
-        )  # last, as the tokens of finished requests are added to the replica's cache
+        # Last, as the tokens of finished requests are added to the replica's cache.
+        self._router.on_replica_dead(replica.number)
         logger.error("%s; %d requests resumed on other replicas, %d failed", reason, len(moved) - len(lost), len(lost))
 
     def _is_first_load(self, replica: CoreConnection) -> bool:

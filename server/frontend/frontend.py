@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.config.plan_text import cache_text
 from quire.engine.core.launch import (
     LOOPBACK,
     Endpoints,
@@ -185,8 +186,6 @@ class Frontend:
         await asyncio.shield(self._loading)
         ready = await self.client.ready()
         if ready.stats is not None and ready.stats.kv_blocks != self.config.cache.num_blocks:
-            from quire.engine.config.plan_text import cache_text
-
             logger.info("%s", cache_text(self.config.with_blocks(ready.stats.kv_blocks)))
         return self._seconds | ready.seconds
 

@@ -52,10 +52,10 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._bytes = 0
 
-    def keep(self, response_id: str, kept: StoredResponse) -> None:
+    def add(self, response_id: str, stored: StoredResponse) -> None:
         """Store a response; remove old ones if there is no room."""
-        self._stored[response_id] = kept
-        self._bytes += kept.size
+        self._stored[response_id] = stored
+        self._bytes += stored.size
         while len(self._stored) > self._max_responses or self._bytes > self._max_bytes:
             self.delete(next(iter(self._stored)))
 
@@ -65,7 +65,7 @@ class ResponseStore:
 
     def delete(self, response_id: str) -> bool:
         """Delete a response; returns whether it was stored."""
-        kept = self._stored.pop(response_id, None)
-        if kept is not None:
-            self._bytes -= kept.size
-        return kept is not None
+        stored = self._stored.pop(response_id, None)
+        if stored is not None:
+            self._bytes -= stored.size
+        return stored is not None

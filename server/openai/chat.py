@@ -135,7 +135,7 @@ class ChatRequest(GenerationRequest):
     async def process(self, admit: Callable[[], InputProcessor], thinking: bool | None = None) -> GenerationInput:
         """Process the request; all conversation APIs call this after converting their requests to chat.
 
-        `admit` is `Frontend.admit`, called before anything is spent on a request that may be valid.
+        `admit` is `Frontend.admit`. It is called when the request is known to be supported, before it is rendered.
         """
         self.reject_unsupported()
         processor = admit()

@@ -232,10 +232,12 @@ async def cancel_response(response_id: str, state: AppState) -> Response:
     if (running := state.responses.running.get(response_id)) is not None:
         running.cancel()
         return json_response(running.object())
-    kept = msgspec.json.decode(_stored(response_id, state, "response_id").response)
-    if kept["status"] != "cancelled":
-        raise InvalidParameter(f"response {response_id} is {kept['status']}; there is nothing to cancel", "response_id")
-    return json_response(kept)
+    stored = msgspec.json.decode(_stored(response_id, state, "response_id").response)
+    if stored["status"] != "cancelled":
+        raise InvalidParameter(
+            f"response {response_id} is {stored['status']}; there is nothing to cancel", "response_id"
+        )
+    return json_response(stored)
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -348,7 +350,7 @@ class _ResponseFormatter:
         if self._conversation is not None:
             answer = b"".join(b"," + _encode(message) for message in self._messages())
             beginning = self._conversation[:-1] if self._conversation != b"[]" else b"["
-            self._store.keep(self.id, StoredResponse(_encode(self.object()), beginning + answer + b"]"))
+            self._store.add(self.id, StoredResponse(_encode(self.object()), beginning + answer + b"]"))
 
     def _messages(self) -> list[dict[str, Any]]:
         """The output as chat messages, without an incomplete tool call."""
@@ -394,7 +396,7 @@ class _ResponseFormatter:
         at: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind != "call":
             at["content_index"] = 0
-        top_level_fields: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
         match event:
             case BlockOpened():
                 item = {"output_index": block.index, "item": self._item(block, "in_progress")}
@@ -403,12 +405,12 @@ class _ResponseFormatter:
                     return added
                 return added + self._sse("response.content_part.added", {**at, "part": _part(block)})
             case BlockDelta(text=text):
-                return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "delta": text, **top_level_fields})
+                return self._sse(f"{_GROWS[block.kind]}.delta", {**at, "delta": text, **extra})
             case BlockClosed():
                 whole = {"text": block.text}
                 if block.kind == "call":
                     whole = {"name": block.name, "arguments": block.text}
-                done = self._sse(f"{_GROWS[block.kind]}.done", {**at, **whole, **top_level_fields})
+                done = self._sse(f"{_GROWS[block.kind]}.done", {**at, **whole, **extra})
                 if block.kind != "call":
                     done += self._sse("response.content_part.done", {**at, "part": _part(block)})
                 status = "completed" if self._status in ("in_progress", "completed") else "incomplete"
@@ -470,9 +472,9 @@ def _earlier(response_id: str, state: ServedModel) -> list[dict[str, Any]]:
 
 
 def _stored(response_id: str, state: ServedModel, param: str) -> StoredResponse:
-    if (kept := state.responses.get(response_id)) is None:
+    if (stored := state.responses.get(response_id)) is None:
         raise _not_found(response_id, state, param)
-    return kept
+    return stored
 
 
 def _not_found(response_id: str, state: ServedModel, param: str) -> ResponseNotFound:

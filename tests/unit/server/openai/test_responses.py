@@ -424,14 +424,14 @@ def test_the_store_is_bounded() -> None:
 
     store = ResponseStore(max_responses=3, max_bytes=100)
     for number in range(4):
-        store.keep(str(number), kept(10))
+        store.add(str(number), kept(10))
     assert [store.get(str(number)) is not None for number in range(4)] == [False, True, True, True]
-    store.keep("large", kept(85))
+    store.add("large", kept(85))
     assert [store.get(name) is not None for name in ("1", "2", "3", "large")] == [False, False, True, True]
-    store.keep("too large", kept(101))
+    store.add("too large", kept(101))
     assert not any(store.get(name) for name in ("3", "large", "too large"))
-    store.keep("one", kept(100))
+    store.add("one", kept(100))
     assert store.delete("one")
     assert not store.delete("one")
-    store.keep("other", kept(100))
+    store.add("other", kept(100))
     assert store.get("other") is not None

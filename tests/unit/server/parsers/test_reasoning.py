@@ -15,14 +15,14 @@ CALL = TWO_CALLS["hermes"]
 
 
 def read(text: str, is_thinking: bool, chunks: list[str] | None = None, shows: bool = True) -> tuple[str, str, int]:
-    reading = OutputFormat(
+    output_format = OutputFormat(
         reasoning=REASONING_FORMATS["qwen3"],
         is_thinking=is_thinking,
         tools=TOOL_FORMATS["hermes"],
         names=NAMES,
         shows_reasoning=shows,
     )
-    parser = reading.parser()
+    parser = output_format.parser()
     events = [event for chunk in chunks or list(text) for event in parser.feed(chunk)] + parser.finish()
     content, reasoning, calls = joined(events)
     return reasoning, content, len(calls)
