@@ -20,23 +20,30 @@ import json
 import os
 import random
 import re
+import select
 import selectors
 import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
+
+if TYPE_CHECKING:
+    from quire.engine.supervisor import SupervisorConnection
 
 PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 PROMPTS: dict[str, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "Say something."}]},
     "completions": {"prompt": "Say"},
 }
+_CORE = "QUIRE_BENCHMARK_CORE"
+"""Set in the environment of the stand-in."""
 LENGTH = 1900
 """Tokens per answer; a finished stream is followed by a new one."""
 
@@ -44,7 +51,7 @@ LENGTH = 1900
 # --- the engine's side ------------------------------------------------------------------------------------------
 
 
-def core(requests: str, responses: list[str], pace: float) -> None:
+def core() -> None:
     """Sends a token per running request at each tick of `pace` seconds per request, at least one millisecond."""
     import msgspec
     import zmq
@@ -55,23 +62,26 @@ def core(requests: str, responses: list[str], pace: float) -> None:
         EngineCoreOutput,
         EngineCoreOutputs,
         EngineCoreRequest,
-        EngineReady,
-        Shutdown,
         ToCore,
     )
     from quire.engine.protocol.stats import EngineStats
+    from quire.engine.protocol.supervision import Ready
+    from quire.engine.supervisor import SupervisorConnection
     from quire.server.frontend.tokenizer import Tokenizer
 
+    connection = SupervisorConnection()
+    pace, args = connection.receive_args()
+    threading.Thread(target=end_with, args=(connection,), daemon=True).start()
     tokenizer = Tokenizer.load(DEMO_MODEL)
     pieces = [i for i in range(8, tokenizer.backend.get_vocab_size()) if "\ufffd" not in tokenizer.token_text(i)]
     tokens = itertools.cycle(random.Random(0).choices(pieces, k=100_003))
     context = zmq.Context()
     inbox = context.socket(zmq.PULL)
-    inbox.bind(requests)
-    outboxes = [context.socket(zmq.PUSH) for _ in responses]
-    for outbox, address in zip(outboxes, responses, strict=True):
+    inbox.bind(args.endpoints.requests[0])
+    outboxes = [context.socket(zmq.PUSH) for _ in args.endpoints.responses]
+    for outbox, address in zip(outboxes, args.endpoints.responses, strict=True):
         outbox.connect(address)
-        outbox.send(msgspec.msgpack.encode(EngineReady({})))
+    connection.send(Ready({}))
     decode = msgspec.msgpack.Decoder(ToCore).decode
     encode = msgspec.msgpack.Encoder().encode
     running: dict[str, tuple[int, int]] = {}
@@ -84,16 +94,18 @@ def core(requests: str, responses: list[str], pace: float) -> None:
                 case EngineCoreRequest(client=client, request_id=request_id, params=params):
                     running[request_id] = (client, params.max_tokens or LENGTH)
                     outboxes[client].send(
-                        encode(EngineCoreOutputs([EngineCoreOutput(request_id, [next(tokens)])], stats))
+                        encode(
+                            EngineCoreOutputs(
+                                [EngineCoreOutput(request_id, [next(tokens)])], stats, incarnation=args.incarnation
+                            )
+                        )
                     )
                 case AbortRequests(request_ids):
                     for request_id in request_ids:
                         running.pop(request_id, None)
-                case Shutdown():
-                    return
         tick = max(tick + max(1e-3, pace * len(running)), time.perf_counter())
         time.sleep(max(0.0, tick - time.perf_counter()))
-        steps = [EngineCoreOutputs(stats=stats) for _ in responses]
+        steps = [EngineCoreOutputs(stats=stats, incarnation=args.incarnation) for _ in outboxes]
         for request_id, (client, left) in list(running.items()):
             step = steps[client]
             if left > 1:
@@ -108,17 +120,25 @@ def core(requests: str, responses: list[str], pace: float) -> None:
                 outbox.send(encode(step))
 
 
+def end_with(connection: SupervisorConnection) -> None:
+    """Send heartbeats until the supervisor asks for the end, or has ended."""
+    while not select.select([connection], [], [], 1.0)[0]:
+        connection.beat()
+    os._exit(0)
+
+
 def server(pace: float, arguments: list[str]) -> int:
     """`quire serve` with the stand-in for its engine core."""
-    from quire.engine.core.launch import Endpoints
+    from quire.engine import supervisor
+    from quire.engine.core.launch import CoreArgs
     from quire.server.cli.main import main
-    from quire.server.frontend import frontend
+    from quire.server.frontend import engine_manager
 
-    def start_core(config: object, endpoints: Endpoints, log_level: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, __file__, "--pace", str(pace), "--core", endpoints.requests[0], *endpoints.responses]
-        return subprocess.Popen(command, stdin=subprocess.PIPE)
+    def start_core(args: CoreArgs, folder: str) -> supervisor.Process:
+        path = f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+        return supervisor.start_process(Path(__file__).stem, (pace, args), env={"PYTHONPATH": path, _CORE: "1"})
 
-    frontend.start_core = start_core  # type: ignore[attr-defined,assignment]
+    engine_manager.start_core = start_core  # type: ignore[attr-defined]
     return main(["serve", "--port", "0", "--device", "cpu", *arguments])
 
 
@@ -253,11 +273,9 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="figures such as here_chat_256_us instead of tables")
     parser.add_argument("--server", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--core", nargs="+", help=argparse.SUPPRESS)
+    if _CORE in os.environ:
+        core()
     options, arguments = parser.parse_known_args()
-    if options.core:
-        core(options.core[0], options.core[1:], options.pace)
-        return 0
     if options.server:
         return server(options.pace, arguments)
     return report(options, arguments)

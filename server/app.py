@@ -35,7 +35,7 @@ def create_app(state: ServedModel, options: ServerOptions | None = None) -> Fast
         app.include_router(module.router)
     errors.install(app)
     if options is not None:
-        _add_front(app, options, {"/health", "/ping", *sagemaker_vertex.add_vertex(app)})
+        _add_front(app, options, {*status.HEALTH_ROUTES, "/ping", *sagemaker_vertex.add_vertex(app)})
     return app
 
 

@@ -11,6 +11,16 @@ from quire.engine.config.options import flag
 from quire.engine.protocol.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class RestartPolicy:
+    """What happens when replicas die."""
+
+    is_enabled: bool = True
+    """Whether to start them again."""
+    max_restarts: int = 5
+    """How often within 10 minutes the last replica that is up may die, before the engine has failed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """The names of the served model, and its chat format."""
@@ -55,6 +65,16 @@ class ServerOptions(ModelOptions):
     host: str = flag("127.0.0.1", "address to listen on (0.0.0.0: all)")
     port: int = flag(8000, "port to listen on (0: any free port; the log shows it)")
     uds: str | None = flag(None, "Unix domain socket to listen on, instead of host and port", metavar="PATH")
+    shutdown_timeout: float | None = flag(
+        None,
+        "time for running requests to finish after SIGTERM or SIGINT, which then fail "
+        "(default: 30 after SIGTERM, 0 after SIGINT, as from Ctrl-C)",
+        metavar="SECONDS",
+    )
+    restart: bool = flag(True, "start replicas of the engine that died again; their requests go on")
+    max_restarts: int = flag(
+        5, "how often the last replica that is up may die within 10 minutes before the server exits"
+    )
     api_server_count: int = flag(1, "API processes, which share the port and the engine", short="-asc")
     headless: bool = flag(
         False,
@@ -109,8 +129,16 @@ class ServerOptions(ModelOptions):
         """`max_queue` as a number, or None for no limit."""
         return None if self.max_queue == "unlimited" else self.max_queue
 
+    @property
+    def restart_policy(self) -> RestartPolicy:
+        return RestartPolicy(self.restart, self.max_restarts)
+
     def check(self) -> None:
         """Raise `ConfigError` for invalid or unreadable options."""
+        if self.shutdown_timeout is not None and not 0 <= self.shutdown_timeout < float("inf"):
+            raise ConfigError(f"--shutdown-timeout {self.shutdown_timeout:g}: must be at least 0")
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts {self.max_restarts}: must be at least 0")
         if self.api_server_count < 1:
             raise ConfigError(f"--api-server-count {self.api_server_count}: must be at least 1")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):

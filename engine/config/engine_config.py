@@ -111,6 +111,8 @@ class ParallelConfig:
     """The slowest links between these devices."""
     timeout: float = 600.0
     """Timeout of communication between ranks, in seconds."""
+    watchdog_seconds: float = 10.0
+    """A process or rank that is silent for longer is killed."""
     custom_all_reduce: bool = True
     """Whether the GPUs of a stage may use symmetric memory for all-reduce."""
     replicas: int = 1

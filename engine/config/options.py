@@ -52,6 +52,9 @@ class EngineOptions:
     master_addr: str = flag("127.0.0.1", "address of host 0 that the other hosts connect to", metavar="ADDR")
     master_port: int = flag(29501, "port of host 0 that the other hosts connect to", metavar="PORT")
     distributed_timeout_seconds: float = flag(600.0, "timeout of communication between ranks, in seconds", metavar="S")
+    watchdog_seconds: float = flag(
+        10.0, "a process or rank that does not respond for this many seconds is killed and replaced", metavar="S"
+    )
     disable_custom_all_reduce: bool = flag(
         False, "use only NCCL for all-reduce between the GPUs of a stage, never symmetric memory"
     )

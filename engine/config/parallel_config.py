@@ -77,6 +77,7 @@ def resolve(
         devices=available.order,
         ray=placement,
         timeout=options.distributed_timeout_seconds,
+        watchdog_seconds=options.watchdog_seconds,
         custom_all_reduce=not options.disable_custom_all_reduce,
         replicas=options.data_parallel_size,
         replica=replicas.start,

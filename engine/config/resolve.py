@@ -25,11 +25,12 @@ from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
 
+MIN_WATCHDOG_SECONDS = 3.0
 _HOST_OPTIONS = frozenset(
     {
         *("model", "tokenizer", "revision", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds"),
         *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
-        *("gpu_memory_utilization", "kv_cache_memory_bytes"),
+        *("gpu_memory_utilization", "kv_cache_memory_bytes", "watchdog_seconds"),
     }
 )
 """Options that may differ between hosts."""
@@ -131,6 +132,11 @@ def _check_ranges(options: EngineOptions) -> None:
         raise ConfigError(f"--itl-target-ms must be above 0, got {options.itl_target_ms}")
     if not options.distributed_timeout_seconds > 0.0:
         raise ConfigError(f"--distributed-timeout-seconds must be above 0, got {options.distributed_timeout_seconds}")
+    if not options.watchdog_seconds >= MIN_WATCHDOG_SECONDS:
+        raise ConfigError(
+            f"--watchdog-seconds {options.watchdog_seconds:g}: must be at least {MIN_WATCHDOG_SECONDS:g}, as "
+            "processes report every second"
+        )
     if not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(
             f"--gpu-memory-utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}"

@@ -1,7 +1,6 @@
 """The engine-core process: one busy loop and two I/O threads.
 
-`launch.start_core` starts it as `python -m quire.engine.core.engine_core`. It reads its configuration from standard
-input and exits when standard input closes, so it never outlives the process that started it.
+`launch.start_core` starts it, under a supervisor (`quire.engine.supervisor`): it exits when the supervisor does.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ import contextlib
 import gc
 import logging
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -26,22 +25,20 @@ import zmq
 
 from quire.engine import log, process
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.core.launch import Endpoints
+from quire.engine.core.heartbeats import Heartbeats
+from quire.engine.core.launch import CoreArgs, Endpoints
 from quire.engine.core.wave import Wave
 from quire.engine.executor import factory
-from quire.engine.executor.base import Executor, StepFuture, WorkerError
+from quire.engine.executor.base import Executor, StepFuture, WorkerError, step_timeout
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDead,
-    EngineReady,
     Join,
     Probe,
     ProbeReply,
     ReplicaFailed,
-    Shutdown,
     StartWave,
     ToCore,
     ToServer,
@@ -50,8 +47,10 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import LOST_REPLICAS
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from quire.engine.protocol.stats import EngineStats, ExpertLoad
+from quire.engine.protocol.supervision import Failed, Ready, Shutdown
 from quire.engine.scheduler.grammar import Grammar, GrammarError
 from quire.engine.scheduler.scheduler import Scheduler
+from quire.engine.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 
 logger = logging.getLogger("quire.engine.core.engine_core")
 
@@ -64,6 +63,8 @@ _CAUSE_TIMEOUT = 4.0
 """Seconds for which a core waits for the other cores to report why the replicas lost their connection."""
 _SHUTDOWN_GRACE = 10.0
 """Seconds after which an orphaned core is killed if it has not exited, even if it is still loading the model."""
+_STEP_MARGIN = 15.0
+"""Seconds within which an executor reports a step that hangs, with its cause."""
 
 
 class RankEnded:
@@ -78,7 +79,7 @@ class GrammarCompiled:
     grammar: Grammar | str
 
 
-Inbound = ToCore | GrammarCompiled | RankEnded | Exception
+Inbound = ToCore | GrammarCompiled | RankEnded | Shutdown | Exception
 
 
 class EngineCoreIO:
@@ -147,12 +148,20 @@ class EngineCore:
     """The busy loop of one replica: receives requests, sends plans to the workers, returns outputs."""
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, io: EngineCoreIO, ready: EngineReady | None = None
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        io: EngineCoreIO,
+        *,
+        incarnation: int = 0,
+        expect: Callable[[float], None] = lambda seconds: None,
     ) -> None:
+        """`expect` is called with the number of seconds within which it will be called again, unless the loop hangs."""
+        self.config = config
         self.replica = config.parallel.replica
-        self.ready = ready or EngineReady({}, self.replica)
+        self.incarnation = incarnation
+        self.expect = expect
         self.scheduler = Scheduler(config)
-        self.ready.stats = self.snapshot()
         self.executor = executor
         self.io = io
         self.depth = config.scheduler.depth
@@ -179,8 +188,10 @@ class EngineCore:
             self.receive()
             plan = self.schedule()
             if plan is not None:
+                limit = step_timeout(plan, self.config, self.scheduler.token_budget.predict(plan))
+                self.expect(limit * self.depth + _STEP_MARGIN)
                 submitted_at = time.perf_counter()
-                self.in_flight.append((plan, self.executor.submit(plan), submitted_at))
+                self.in_flight.append((plan, self.executor.submit(plan, limit), submitted_at))
             if self.in_flight and (len(self.in_flight) == self.depth or plan is None):
                 self.process_result()
                 self.answer_probes()
@@ -233,14 +244,19 @@ class EngineCore:
         return self.wave is None or self.wave.is_idle or time.monotonic() > self.stop_deadline
 
     def receive(self) -> None:
-        """Handle all received messages; when idle, wait for one."""
+        """Handle all received messages; when idle, wait for one, and check the ranks meanwhile."""
         idle = not (self.in_flight or self.scheduler.has_requests or self.probes)
         if self.wave is not None:
             idle = idle and self.wave.is_idle
-        with contextlib.suppress(Empty):
-            while not self.stopping or self.wave is not None:
-                self.handle(self.io.inbox.get(block=idle))
+        while not self.stopping or self.wave is not None:
+            try:
+                self.handle(self.io.inbox.get(block=idle, timeout=HEARTBEAT_SECONDS))
                 idle = False
+            except Empty:
+                if not idle:
+                    return
+                self.executor.check()
+                self.expect(self.config.parallel.watchdog_seconds)
 
     def handle(self, message: Inbound) -> None:
         match message:
@@ -259,7 +275,6 @@ class EngineCore:
                     [request.request_id for request in self.pending_requests() if request.client == message.client]
                 )
                 self.outputs.pop(message.client, None)  # the process that they were for has ended
-                self.io.send(message.client, msgspec.structs.replace(self.ready, stats=self.snapshot()))
             case Probe():
                 self.probes.append(message)
             case StartWave(wave=number):
@@ -330,7 +345,7 @@ class EngineCore:
 
     def answer_probes(self) -> None:
         for probe in self.probes:
-            self.io.send(probe.client, ProbeReply(probe.probe_id, self.replica))
+            self.io.send(probe.client, ProbeReply(probe.probe_id, self.replica, self.incarnation))
         self.probes.clear()
 
     def send(self) -> None:
@@ -347,7 +362,7 @@ class EngineCore:
         if self.outputs:
             stats = self.snapshot()
             for client, outputs in self.outputs.items():
-                outputs.stats, outputs.replica = stats, self.replica
+                outputs.stats, outputs.replica, outputs.incarnation = stats, self.replica, self.incarnation
                 self.io.send(client, outputs)
             self.outputs = {}
 
@@ -365,38 +380,47 @@ class EngineCore:
         self.send()
 
 
-def serve(config: EngineConfig, endpoints: Endpoints, log_level: str) -> int:
-    """Run the core; returns the exit code. Any failure is sent to every API process as `EngineDead`."""
+def serve(args: CoreArgs, connection: SupervisorConnection) -> int:
+    """Run the core; returns the exit code. The supervisor is told of any failure."""
     age, started = process.age(), time.perf_counter()
-    replica = config.parallel.replica
-    io = EngineCoreIO(endpoints, replica)
-    process.watch_stdin(lambda: _on_parent_exit(io))
+    config = args.config
+    io = EngineCoreIO(args.endpoints, config.parallel.replica)
+    threading.Thread(target=_listen, args=(connection, io), daemon=True, name="supervisor").start()
+
+    def on_stall(reason: str) -> None:
+        connection.send(Failed(reason))
+        os._exit(1)
+
+    heartbeats = Heartbeats(connection, on_stall)
     executor: Executor | None = None
     core: EngineCore | None = None
-    failure: str | None = None
+    failure: Failed | None = None
     try:
-        executor = factory.start(config, log_level, on_end=lambda: io.inbox.put(RankEnded()))
-        seconds = {"start engine": age, **executor.seconds}
-        core = EngineCore(executor.config, executor, io, EngineReady(seconds, replica))
+        executor = factory.start(config, args.log_level, on_end=lambda: io.inbox.put(RankEnded()))
+        core = EngineCore(executor.config, executor, io, incarnation=args.incarnation, expect=heartbeats.expect)
         gc.collect()
         gc.freeze()
-        seconds["engine in all"] = time.perf_counter() - started + age
-        io.broadcast(core.ready)
+        seconds = {"start engine": age, **executor.seconds, "engine in all": time.perf_counter() - started + age}
+        connection.send(Ready(seconds, core.snapshot()))
         core.run()
-    except (ConfigError, WorkerError) as error:
-        failure = str(error)
+    except ConfigError as error:
+        failure = Failed(str(error), user_error=True)
+    except WorkerError as error:
+        failure = Failed(str(error))
     except Exception as error:
         logger.error("engine core failed:\n%s", traceback.format_exc())
-        failure = f"engine core failed: {type(error).__name__}: {error}"
+        failure = Failed(f"engine core failed: {type(error).__name__}: {error}")
+    heartbeats.expect(_STOP_TIMEOUT + _CAUSE_TIMEOUT + _SHUTDOWN_GRACE)
     if failure is not None and config.parallel.is_coupled:
-        failure = root_cause(failure, io, replica)
-    if core is not None and (failure is None or config.parallel.replicas == 1):
-        core.end(failure or "the engine was shut down")  # otherwise other replicas may continue the requests
+        cause = root_cause(failure.reason, io, config.parallel.replica)
+        failure = None if cause is None else Failed(cause, failure.user_error)
     if failure is not None:
-        io.broadcast(EngineDead(failure, replica))
+        connection.send(failure)
+    elif core is not None:
+        core.end("the engine was shut down")
     io.close()
     if executor is not None:
-        executor.close(failure or "")
+        executor.close(failure.reason if failure is not None else "")
     return 0 if failure is None else 1
 
 
@@ -424,22 +448,28 @@ def root_cause(failure: str, io: EngineCoreIO, replica: int) -> str | None:
     return f"replica{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))} ended or hung: {failure}"
 
 
-def _on_parent_exit(io: EngineCoreIO) -> None:
-    """Stop the core."""
+def _listen(connection: SupervisorConnection, io: EngineCoreIO) -> None:
+    """Pass on the messages of the supervisor; stop the core when it exits."""
+    with contextlib.suppress(EOFError):
+        while True:
+            if isinstance(message := connection.receive(), Shutdown):
+                io.inbox.put(message)
     io.inbox.put(WorkerError("the server process has ended"))
     time.sleep(_SHUTDOWN_GRACE)
     os._exit(1)
 
 
 def main() -> None:
-    # Ctrl-C in the terminal is handled by the API process, which sends Shutdown.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The supervisor decides when a core stops. Service managers send SIGTERM to all processes of a service.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     process.share_cores()
-    config, endpoints, log_level = pickle.load(sys.stdin.buffer)
-    replica = config.parallel.replica if config.parallel.replicas > 1 else None
+    connection = SupervisorConnection()
+    args: CoreArgs = connection.receive_args()
+    replica = args.config.parallel.replica if args.config.parallel.replicas > 1 else None
     process.set_name("quire-core" if replica is None else f"quire-core-{replica}")
-    log.setup(log_level, "core" if replica is None else f"core {replica}")
-    sys.exit(serve(config, endpoints, log_level))
+    log.setup(args.log_level, "core" if replica is None else f"core {replica}")
+    sys.exit(serve(args, connection))
 
 
 if __name__ == "__main__":

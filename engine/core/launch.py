@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import socket
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from quire.engine.config.engine_config import EngineConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
+from quire.engine.supervisor import Process, start_process
 
 LOOPBACK = "127.0.0.1"
 
@@ -64,19 +64,20 @@ def replica_config(config: EngineConfig, replica: int, master: tuple[str, int] |
     return replace(config, parallel=replace(parallel, replica=replica, master=master or parallel.master))
 
 
-def start_core(config: EngineConfig, endpoints: Endpoints, log_level: str = "info") -> subprocess.Popen[bytes]:
-    """Start the core as a separate process (not a fork: the caller's `__main__` is not imported again).
+@dataclass(frozen=True)
+class CoreArgs:
+    """The arguments of an engine-core process."""
 
-    It exits when this process does, because its standard input closes. It sends `EngineReady`, or `EngineDead` with
-    the reason, to every API process.
-    """
-    # -P: imports nothing from the current folder.
-    command = [sys.executable, "-P", "-m", "quire.engine.core.engine_core"]
-    core = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    assert core.stdin is not None
-    core.stdin.write(pickle.dumps((config, endpoints, log_level)))
-    core.stdin.flush()
-    return core
+    config: EngineConfig
+    endpoints: Endpoints
+    log_level: str
+    incarnation: int
+    """The number of this start of the replica, which all its outputs have."""
+
+
+def start_core(args: CoreArgs, folder: str) -> Process:
+    """Start an engine core. It creates temporary files in `folder` only, so that none are left when it is killed."""
+    return start_process("quire.engine.core.engine_core", args, env={"TMPDIR": folder})
 
 
 def exec_node(options: EngineOptions, log_level: str) -> NoReturn:

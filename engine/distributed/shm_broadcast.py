@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+import os
+import select
 import struct
 from collections.abc import Callable
 from multiprocessing.context import BaseContext
+from multiprocessing.reduction import DupFd
+from typing import Any
 
 _HEADER = struct.Struct("<I?")
 """Bytes in this slot, and whether the message continues in the next."""
+
+
+class Semaphore:
+    """A semaphore between processes. The kernel frees it with the last of them, as it has no name (unlike those of
+    `multiprocessing`, which a killed process leaves behind in /dev/shm).
+    """
+
+    def __init__(self, value: int) -> None:
+        self._fd = os.eventfd(value, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+
+    def acquire(self, timeout: float | None = None) -> bool:
+        """Wait until the value is above 0, and decrement it; returns False after `timeout` seconds.
+
+        No other process may wait at the same time.
+        """
+        if timeout is not None and not select.select([self._fd], [], [], timeout)[0]:
+            return False
+        os.eventfd_read(self._fd)
+        return True
+
+    def release(self) -> None:
+        """Increment the value."""
+        os.eventfd_write(self._fd, 1)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (DupFd(self._fd),)
+
+
+def _attach(duplicate: Any) -> Semaphore:
+    """Return the semaphore that another process has passed to this one."""
+    semaphore = Semaphore.__new__(Semaphore)
+    semaphore._fd = duplicate.detach()
+    return semaphore
 
 
 class ShmBroadcast:
@@ -22,8 +59,8 @@ class ShmBroadcast:
         self._slots = slots
         self._slot_bytes = slot_bytes
         self._memory = context.RawArray("B", slots * slot_bytes)
-        self._filled = [context.Semaphore(0) for _ in range(readers)]
-        self._space = [context.Semaphore(slots) for _ in range(readers)]
+        self._filled = [Semaphore(0) for _ in range(readers)]
+        self._space = [Semaphore(slots) for _ in range(readers)]
         self._next = 0
         """Slots used so far, in this process."""
 

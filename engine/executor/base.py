@@ -10,8 +10,10 @@ from quire.engine.protocol.scheduler_output import SchedulerOutput
 
 STEP_TIMEOUT = 600.0
 """Maximum seconds of computation in a step; a single rank that takes longer counts as hung."""
-HEARTBEAT_TIMEOUT = 15.0
-"""The same for a heartbeat, which needs almost no computation."""
+POLL_SECONDS = 1.0
+"""Interval at which waiting executors look after their ranks."""
+_SLOWER = 10.0
+"""How many times longer than predicted a step may take, in addition to `--watchdog-seconds`."""
 _TIMEOUT_MARGIN = 5.0
 """Seconds for a rank to report a collective that timed out (see `quire.engine.distributed.watchdog`), including what
 its GPU computes before the collective."""
@@ -21,20 +23,21 @@ class WorkerError(RuntimeError):
     """A rank died, hung or failed; the text names the rank."""
 
 
-def step_timeout(plan: SchedulerOutput, config: EngineConfig) -> float:
-    """Return the seconds after which a step without a result counts as hung.
+def step_timeout(plan: SchedulerOutput, config: EngineConfig, predicted: float | None) -> float:
+    """Return the seconds without progress after which a step counts as hung.
 
-    The timeout is longer than that of collectives, because errors of collectives name the missing ranks, which the core
-    cannot know.
+    `predicted` is the expected duration of the step in seconds, if it can be told: a rank is first watched closely when
+    it has run similar steps. Errors of collectives, which name the missing ranks, come earlier where ranks are on
+    several hosts, as their connections are allowed to be interrupted.
     """
     parallel = config.parallel
-    if plan.has_work is None:  # otherwise a step takes as long as the slowest replica's
-        if not plan.num_rows:
-            return HEARTBEAT_TIMEOUT
-        if parallel.world_size == 1:
-            return STEP_TIMEOUT
-    # On a GPU a step takes well below a second, and nothing else limits waiting inside CUDA graphs.
-    return parallel.timeout + _TIMEOUT_MARGIN + (0.0 if parallel.device == "cuda" else STEP_TIMEOUT)
+    if plan.has_work is None and not plan.num_rows:  # a heartbeat needs almost no computation
+        return parallel.watchdog_seconds
+    if predicted is None or parallel.nodes > 1 or parallel.is_coupled:
+        # On a GPU a step takes well below a second, and nothing else limits waiting inside CUDA graphs.
+        computation = 0.0 if parallel.device == "cuda" and parallel.world_size > 1 else STEP_TIMEOUT
+        return computation + (parallel.timeout + _TIMEOUT_MARGIN) * (parallel.world_size > 1 or parallel.is_coupled)
+    return parallel.watchdog_seconds + _SLOWER * predicted
 
 
 class StepFuture(Protocol):
@@ -52,11 +55,14 @@ class Executor(Protocol):
     seconds: dict[str, float]
     """Duration of each phase of their start-up."""
 
-    def submit(self, plan: SchedulerOutput) -> StepFuture:
-        """Send a plan to every rank. Results must be taken in the same order."""
+    def submit(self, plan: SchedulerOutput, limit: float) -> StepFuture:
+        """Send a plan to every rank. Results must be taken in the same order.
+
+        A step without progress for `limit` seconds counts as hung.
+        """
 
     def check(self) -> None:
-        """Raise `WorkerError` if a rank has exited."""
+        """Raise `WorkerError` if a rank has exited or been stopped."""
 
     def close(self, reason: str = "") -> None:
         """Stop every rank; `reason` is the error after a failure."""

@@ -73,6 +73,10 @@ class LocalRanks:
         self._progress = context.RawArray("q", [-1] * len(ranks))
         """Progress of each rank, written by the rank: 2 × step of the oldest plan in flight; if there is none, 2 × last
         step + 1."""
+        self._heartbeats = context.RawArray("d", [0.0] * len(ranks))
+        """When each rank last wrote its heartbeat, on the monotonic clock."""
+        self._watchdog_seconds = config.parallel.watchdog_seconds
+        self._checked_at = self._grace_until = time.monotonic()
         self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | ModelRunnerOutput] = (
             msgspec.msgpack.Decoder(WorkerReady | WorkerFailed | ModelRunnerOutput)
         )
@@ -84,7 +88,10 @@ class LocalRanks:
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
                     target=_run,
-                    args=(config, rank, index, init_method, self._ring, self._progress, sender, log_level),
+                    args=(
+                        *(config, rank, index, init_method, self._ring, self._progress, self._heartbeats),
+                        *(sender, log_level),
+                    ),
                     name=f"quire-rank-{rank}",
                     daemon=True,
                 )
@@ -124,7 +131,8 @@ class LocalRanks:
     def poll(self, timeout: float | None) -> bool:
         """Wait for messages of the ranks and handle them; returns False on a timeout.
 
-        Raises `RankFailed` if a rank has failed or exited, `ConfigError` if it could not load the model.
+        Raises `RankFailed` if a rank has failed or exited or sends no heartbeats, `ConfigError` if it could not load
+        the model. Must be called every few seconds.
         """
         events = self._selector.select(timeout)
         ended: int | None = None
@@ -154,7 +162,26 @@ class LocalRanks:
                 ended = key.data
         if ended is not None and not is_message_received:
             raise self._root_cause(ended, None)
+        self._check_heartbeats()
         return bool(events)
+
+    def _check_heartbeats(self) -> None:
+        """Raise `RankFailed` if a rank has been silent for too long. Ranks may be silent while they load the model, and
+        if this process was stopped, they probably were, too.
+        """
+        now = time.monotonic()
+        late, self._checked_at = now - self._checked_at > self._watchdog_seconds / 2, now
+        if late or self._loading:
+            self._grace_until = now + self._watchdog_seconds
+        if now > self._grace_until:
+            silent = [
+                rank
+                for rank, heard in zip(self.ranks, self._heartbeats, strict=True)
+                if now - heard > self._watchdog_seconds
+            ]
+            if silent:
+                text = f"{ranks_text(silent)} did not respond for {self._watchdog_seconds:g} s (--watchdog-seconds)"
+                raise RankFailed(text, is_certain=True)
 
     def killed(self, seconds: float) -> RankFailed | None:
         """Return the rank that was killed, waiting for up to `seconds`; None if there is none."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.executor.base import WorkerError, step_timeout
+from quire.engine.executor.base import POLL_SECONDS, WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, find_stragglers, ranks_text
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -24,10 +24,10 @@ class PendingStep:
 
     receive: Callable[[int, float], ModelRunnerOutput]
     step: int
-    timeout: float
+    limit: float
 
     def result(self) -> ModelRunnerOutput:
-        result = self.receive(self.step, self.timeout)
+        result = self.receive(self.step, self.limit)
         assert result.step == self.step, "results must be taken in the order of plans"
         return result
 
@@ -43,23 +43,29 @@ class ProcessExecutor:
     def __init__(self) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def submit(self, plan: SchedulerOutput) -> PendingStep:
+    def submit(self, plan: SchedulerOutput, limit: float) -> PendingStep:
         encoded = self._encode(plan)
         self._send(encoded)
         # A rank that waits to send a result does not read plans, so results are received while writing.
         self._ranks.write(encoded, while_waiting=self.check)
-        return PendingStep(self.receive, plan.step, step_timeout(plan, self.config))
+        return PendingStep(self.receive, plan.step, limit)
 
-    def receive(self, step: int, timeout: float) -> ModelRunnerOutput:
-        """Return the next result; raises `WorkerError` if a rank dies, fails or hangs."""
-        deadline = time.monotonic() + timeout
+    def receive(self, step: int, limit: float) -> ModelRunnerOutput:
+        """Return the next result; raises `WorkerError` if a rank dies or fails, or if none makes progress for `limit`
+        seconds.
+        """
+        deadline, position = time.monotonic() + limit, self._position()
         while not self._ranks.arrived:
-            if not self._poll(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                raise WorkerError(f"{self._stragglers(step)} did not answer within {timeout:.0f} s")
+            self._poll(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            now, position_before = time.monotonic(), position
+            if (position := self._position()) != position_before:
+                deadline = now + limit
+            elif now >= deadline and not self._ranks.arrived:
+                raise WorkerError(f"{self._stragglers(step)} did not answer within {limit:.0f} s")
         return self._ranks.arrived.popleft()
 
     def check(self) -> None:
-        """Raise `WorkerError` if a rank has exited."""
+        """Raise `WorkerError` if a rank has exited or been stopped."""
         while self._poll(0):
             pass
 
@@ -76,6 +82,10 @@ class ProcessExecutor:
     def _poll(self, timeout: float | None) -> bool:
         """Wait for messages and handle them; returns False on a timeout. Raises `WorkerError` or `ConfigError`."""
         return self._ranks.poll(timeout)
+
+    def _position(self) -> object:
+        """Return a value that changes when a rank makes progress."""
+        return self._ranks.progress
 
     def _stragglers(self, step: int) -> str:
         """Return a text that names the ranks that delay a step."""
@@ -94,7 +104,7 @@ class MpExecutor(ProcessExecutor):
             self._ranks = LocalRanks(config, range(config.parallel.world_size), init_method, log_level, on_end)
             try:
                 while not self._ranks.is_ready:
-                    self._ranks.poll(None)
+                    self._ranks.poll(POLL_SECONDS)
             except BaseException:
                 self._ranks.kill()
                 raise

@@ -28,7 +28,7 @@ from quire.engine.cluster.network import address_towards, free_port, set_interfa
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
-from quire.engine.executor.base import WorkerError
+from quire.engine.executor.base import POLL_SECONDS, WorkerError
 from quire.engine.executor.local_ranks import LocalRanks, RankFailed, find_stragglers, ranks_text, slowest
 from quire.engine.executor.mp import ProcessExecutor
 from quire.engine.protocol.errors import ConfigError
@@ -127,7 +127,7 @@ class MultiNodeExecutor(ProcessExecutor):
             self._loading = set(hellos)
             self.seconds: dict[str, float] = {}
             while self._loading or not self._ranks.is_ready:
-                self._poll(None)
+                self._poll(POLL_SECONDS)
         except BaseException as error:
             self.close(str(error) or type(error).__name__)
             raise
@@ -212,6 +212,9 @@ class MultiNodeExecutor(ProcessExecutor):
                         if is_certain:
                             number, failure = other, RankFailed(reason, is_certain=True)
         return f"{failure} on {self._names[number]}"
+
+    def _position(self) -> object:
+        return dict(self._progress), self._ranks.progress
 
     def _stragglers(self, step: int) -> str:
         self._progress |= zip(self._ranks.ranks, self._ranks.progress, strict=True)

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.executor.base import StepFuture, WorkerError, step_timeout
+from quire.engine.executor.base import StepFuture, WorkerError
 from quire.engine.protocol.runner_output import ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 
@@ -79,11 +79,11 @@ class UniExecutor:
         self.config = config.with_blocks(self._worker.num_blocks)
         self.seconds = {"import torch": imported - started, **self._worker.seconds}
 
-    def submit(self, plan: SchedulerOutput) -> StepFuture:
+    def submit(self, plan: SchedulerOutput, limit: float) -> StepFuture:
         if self._threads:
             future: Future[ModelRunnerOutput | None] = Future()
             self._work.put((partial(self._launch, plan, future), future))
-            return RunningStep(future, step_timeout(plan, self.config))
+            return RunningStep(future, limit)
         result = self._worker.launch(plan).result()
         assert result is not None
         return FinishedStep(result)

@@ -45,13 +45,9 @@ class Probe(msgspec.Struct, tag=True, array_like=True):
 
 
 class Join(msgspec.Struct, tag=True, array_like=True):
-    """An API process has started: abort the requests of its predecessor, and answer with `EngineReady`."""
+    """An API process has started: abort the requests of its predecessor."""
 
     client: int
-
-
-class Shutdown(msgspec.Struct, tag=True, array_like=True):
-    """Stop the engine core; running requests are aborted."""
 
 
 class StartWave(msgspec.Struct, tag=True, array_like=True):
@@ -67,7 +63,7 @@ class ReplicaFailed(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
-ToCore = EngineCoreRequest | AbortRequests | Probe | Join | Shutdown | StartWave | ReplicaFailed
+ToCore = EngineCoreRequest | AbortRequests | Probe | Join | StartWave | ReplicaFailed
 
 
 class EngineCoreOutput(msgspec.Struct, array_like=True):
@@ -89,16 +85,6 @@ class EngineCoreOutput(msgspec.Struct, array_like=True):
     """Embedding models: float32, before the final normalization."""
 
 
-class EngineReady(msgspec.Struct, tag=True, array_like=True):
-    """The model is loaded and the workers respond."""
-
-    seconds: dict[str, float]
-    """Duration of each phase of the start-up."""
-    replica: int = 0
-    stats: EngineStats | None = None
-    """Current stats: the KV cache can be larger or smaller than planned."""
-
-
 class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
     """The outputs of a step for one API process: one message for all its requests.
 
@@ -115,6 +101,8 @@ class EngineCoreOutputs(msgspec.Struct, tag=True, array_like=True):
     replica: int = 0
     expert_load: ExpertLoad | None = None
     """None: unchanged or not available."""
+    incarnation: int = 0
+    """Of the replica: outputs of an earlier start may arrive late, and are dropped."""
 
 
 class ProbeReply(msgspec.Struct, tag=True, array_like=True):
@@ -122,13 +110,7 @@ class ProbeReply(msgspec.Struct, tag=True, array_like=True):
 
     probe_id: int
     replica: int = 0
+    incarnation: int = 0
 
 
-class EngineDead(msgspec.Struct, tag=True, array_like=True):
-    """The engine has failed; the reason names the rank. This is the last message."""
-
-    reason: str
-    replica: int = 0
-
-
-ToServer = EngineReady | EngineCoreOutputs | ProbeReply | EngineDead
+ToServer = EngineCoreOutputs | ProbeReply

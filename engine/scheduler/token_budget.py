@@ -116,6 +116,13 @@ class TokenBudget:
             prompt_context += row.num_tokens * (request.num_computed_tokens - row.num_tokens / 2)
         self._loads[plan.step] = StepLoad(plan.num_tokens - decodes, decodes, context, prompt_context)
 
+    def predict(self, plan: SchedulerOutput) -> float | None:
+        """Return the expected duration of a plan's step, in seconds; None if too few steps have been measured."""
+        load = self._loads.get(plan.step)
+        if load is None or self.step_time is None or not self.step_time.is_ready:
+            return None
+        return self.step_time.predict(load)
+
     def learn(self, plan: SchedulerOutput, seconds: float | None) -> None:
         """Record how long the plan's step took (None: unknown). Must be called for every plan."""
         load = self._loads.pop(plan.step, None)

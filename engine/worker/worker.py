@@ -31,6 +31,7 @@ from quire.engine.layers.attention import attention_config
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.supervisor import HEARTBEAT_SECONDS
 from quire.engine.worker.async_copies import AsyncOutput
 from quire.engine.worker.memory import CudaMemoryMeter, MemoryMeter
 from quire.engine.worker.model_runner import ModelRunner
@@ -132,18 +133,20 @@ def main(
     init_method: str,
     plans: ShmBroadcast,
     progress: ctypes.Array[ctypes.c_longlong],
+    heartbeats: ctypes.Array[ctypes.c_double],
     results: Connection,
     log_level: str,
 ) -> None:
-    """The main function of a worker process: reads `plans`, writes `results`, and updates `progress[local_rank]` for
-    `LocalRanks`.
+    """The main function of a worker process: reads `plans`, writes `results`, and updates `progress[local_rank]` and
+    `heartbeats[local_rank]` for `LocalRanks`.
 
     `local_rank` is the rank's index among those of this host.
     """
     started = process.age()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that started this one
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # handled by the process that started this one
     process.set_name(f"quire-rank-{rank}")
-    _end_with_parent()
+    _end_with_parent(heartbeats, local_rank)
     tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which a killed rank would leak
     log.setup(log_level, f"rank {rank}")
     reports = Reports(results, progress, local_rank)
@@ -283,13 +286,15 @@ def _keep_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)  # free what loading left behind
 
 
-def _end_with_parent() -> None:
-    """Exit this process as soon as the engine core's process ends, for whatever reason."""
+def _end_with_parent(heartbeats: ctypes.Array[ctypes.c_double], local_rank: int) -> None:
+    """Exit this process as soon as the engine core's process ends, for whatever reason; write heartbeats until then."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def watch() -> None:
-        parent.join()
+        while parent.is_alive():
+            heartbeats[local_rank] = time.monotonic()
+            parent.join(HEARTBEAT_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()

@@ -1,8 +1,7 @@
-"""The additional API processes. They share the port and the engine of the first one, and exit with it.
+"""An API process: an event loop, an HTTP server, a tokenizer and an engine client.
 
-Each has its own event loop, tokenizer and engine client. All inherit the listening socket; any idle process accepts the
-next connection. On standard input a process receives its configuration from the first process, then the reason if the
-engine dies; at end of file it exits. It writes one byte to standard output when it is ready.
+All API processes inherit the listening socket; any idle one accepts the next connection. Their parent supervises them
+and reports the state of the engine (`quire.server.cli.parent`).
 """
 
 from __future__ import annotations
@@ -11,34 +10,31 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
-import pickle
 import signal
 import socket
 import sys
-import threading
-import time
-from dataclasses import dataclass, replace
 
 import uvicorn
 import uvloop
 
 from quire.engine import log, process
-from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.supervision import Drain, Failed, Ready, Shutdown
+from quire.engine.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
+from quire.server.cli.parent import ApiProcessArgs
 from quire.server.config import ServerOptions
 from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.engine_client import SHUTTING_DOWN
-from quire.server.frontend.frontend import ApiProcessInfo, Frontend
+from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.output_stream import EngineUnavailable
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients and load balancers keep idle connections, so that they do not reuse a connection that the server
 has just closed.
 """
-_SHUTDOWN_SECONDS = 10.0
-_RESTART_SECONDS = 1.0
-"""Minimum interval between two starts of the same process."""
+_CLOSE_SECONDS = 5
+"""Time for responses to be sent after their requests have ended."""
+_POLL_SECONDS = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +52,7 @@ def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ..
             http="httptools",
             ws="none",
             lifespan="off",
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             ssl_keyfile=options.ssl_keyfile,
             ssl_certfile=options.ssl_certfile,
@@ -68,138 +64,108 @@ def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ..
     return http
 
 
-@dataclass(frozen=True)
-class _ApiProcessArgs:
-    """The configuration of an API process, sent to it when it starts."""
+class ApiProcess:
+    """The server of this process, and what the supervisor tells it."""
 
-    config: EngineConfig
-    options: ServerOptions
-    names: tuple[str, ...]
-    process_info: ApiProcessInfo
-    listener: int
-    """File descriptor of the inherited socket."""
+    def __init__(self, args: ApiProcessArgs, connection: SupervisorConnection) -> None:
+        """Must be created on the event loop."""
+        options, self._connection = args.options, connection
+        self._loop = asyncio.get_running_loop()
+        self._frontend = Frontend.join(
+            args.config,
+            args.process_info,
+            name=args.names[0],
+            formats=ChatFormats.of(options),
+            max_queue=options.queue_limit,
+        )
+        for state in args.states:
+            self._frontend.client.update(state)
+        self._http = http_server(self._frontend, options, args.names)
+        self._listener = socket.socket(fileno=args.listener)
+        self._stopping: asyncio.Task[None] | None = None
 
+    async def run(self) -> int:
+        """Serve until the supervisor ends it; returns the exit code."""
+        self._beat()
+        self._loop.add_reader(self._connection, self._receive)
+        starting = asyncio.create_task(self._report_ready())
+        try:
+            await self._http.serve([self._listener])
+            return 1 if starting.done() and starting.result() is not None else 0
+        finally:
+            starting.cancel()
+            self._loop.remove_reader(self._connection)
+            await self._frontend.close()
 
-class ApiProcesses:
-    """The additional API processes, as managed by the first one, which restarts those that die."""
+    async def _report_ready(self) -> ConfigError | None:
+        """Report that requests can be served, or why they never will."""
+        try:
+            seconds = await self._frontend.ready()
+        except EngineUnavailable:
+            return None  # the supervisor knows why
+        except ConfigError as error:
+            self._connection.send(Failed(str(error), user_error=True))
+            self._http.should_exit = True
+            return error
+        gc.collect()
+        gc.freeze()
+        self._connection.send(Ready(seconds))
+        return None
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        config: EngineConfig,
-        options: ServerOptions,
-        names: tuple[str, ...],
-        listener: socket.socket,
-    ) -> None:
-        self._args = _ApiProcessArgs(config, options, names, frontend.process_info, listener.fileno())
-        indexes = range(1, frontend.process_info.count)
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._ready = {index: asyncio.Event() for index in indexes}
-        self._supervisors = [asyncio.create_task(self._supervise(index)) for index in indexes]
+    def _beat(self) -> None:
+        self._connection.beat()
+        self._loop.call_later(HEARTBEAT_SECONDS, self._beat)
 
-    async def ready(self) -> None:
-        """Wait until each process has been ready once."""
-        for ready in self._ready.values():
-            await ready.wait()
+    def _receive(self) -> None:
+        try:
+            message = self._connection.receive()
+        except EOFError:
+            message = Shutdown()
+            self._loop.remove_reader(self._connection)
+        match message:
+            case Drain(seconds):
+                self._stop(seconds)
+            case Shutdown():
+                self._stop(0.0)
+            case state:
+                self._frontend.client.update(state)
 
-    def report_failure(self, failure: str) -> None:
-        """Send the processes the reason why the engine has failed."""
-        for one in self._processes.values():
-            assert one.stdin is not None
-            one.stdin.write(failure.replace("\n", " ").encode() + b"\n")
+    def _stop(self, seconds: float) -> None:
+        """Reject new requests, and exit when the running ones have ended, or after `seconds`."""
+        if self._stopping is not None:
+            self._stopping.cancel()
+        self._stopping = asyncio.create_task(self._drain(seconds))
 
-    async def close(self) -> None:
-        """Stop the processes; kill those that do not exit in time."""
-        for task in self._supervisors:
-            task.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
-        for one in self._processes.values():
-            assert one.stdin is not None
-            one.stdin.close()
-        for index, one in self._processes.items():
-            try:
-                await asyncio.wait_for(one.wait(), _SHUTDOWN_SECONDS)
-            except TimeoutError:
-                logger.warning(
-                    "API process %d did not stop within %g seconds and will be killed", index, _SHUTDOWN_SECONDS
-                )
-                one.kill()
-                await one.wait()
-
-    async def _supervise(self, index: int) -> None:
-        """Start the process with this index, and restart it whenever it exits."""
-        while True:
-            begun = time.monotonic()
-            one = self._processes[index] = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "quire.server.cli.api_process"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                pass_fds=(self._args.listener,),
-                start_new_session=True,
-            )
-            assert one.stdin is not None
-            assert one.stdout is not None
-            args = replace(self._args, process_info=replace(self._args.process_info, index=index))
-            one.stdin.write(pickle.dumps(args))
-            if await one.stdout.read(1):
-                if self._ready[index].is_set():
-                    logger.info("API process %d is ready again", index)
-                self._ready[index].set()
-            code = await one.wait()
-            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-            logger.error("API process %d %s; its connections are lost; restarting it", index, how)
-            await asyncio.sleep(max(0.0, begun + _RESTART_SECONDS - time.monotonic()))
-
-
-async def _serve(args: _ApiProcessArgs) -> None:
-    options, process_info = args.options, args.process_info
-    formats = ChatFormats.of(options)
-    frontend = await Frontend.join(
-        args.config, process_info, name=args.names[0], formats=formats, max_queue=options.queue_limit
-    )
-    http = http_server(frontend, options, args.names)
-    stop = asyncio.Event()
-    threading.Thread(target=_listen, args=(asyncio.get_running_loop(), frontend, stop), daemon=True).start()
-    stopping = asyncio.create_task(stop.wait())
-    ready = asyncio.create_task(frontend.ready())
-    await asyncio.wait((stopping, ready), return_when=asyncio.FIRST_COMPLETED)
-    try:
-        with contextlib.suppress(
-            ConfigError, EngineUnavailable
-        ):  # the first process gets the same error and reports it
-            if not stop.is_set():
-                await ready
-                gc.collect()
-                gc.freeze()
-                serving = asyncio.create_task(http.serve([socket.socket(fileno=args.listener)]))
-                os.write(sys.stdout.fileno(), b"!")
-                await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
-                frontend.client.fail(SHUTTING_DOWN)
-                http.should_exit = True
-                await serving
-        await stopping
-    finally:
-        ready.cancel()
-        await frontend.close()
+    async def _drain(self, seconds: float) -> None:
+        self._frontend.is_draining = True
+        deadline = self._loop.time() + seconds
+        if requests := set(self._http.server_state.tasks):
+            await asyncio.wait(requests, timeout=seconds)
+        while self._frontend.client.num_open and self._loop.time() < deadline:  # responses in the background
+            await asyncio.sleep(_POLL_SECONDS)
+        if self._frontend.client.num_open:
+            logger.warning("%d requests did not finish in time and fail", self._frontend.client.num_open)
+        self._frontend.client.fail(SHUTTING_DOWN)
+        self._http.should_exit = True
 
 
-def _listen(loop: asyncio.AbstractEventLoop, frontend: Frontend, stop: asyncio.Event) -> None:
-    """Read messages of the first process until end of file."""
-    for line in sys.stdin.buffer:
-        loop.call_soon_threadsafe(frontend.client.fail, line.decode().strip())
-    loop.call_soon_threadsafe(stop.set)
-    time.sleep(_SHUTDOWN_SECONDS)
-    os._exit(1)
+async def _serve(args: ApiProcessArgs, connection: SupervisorConnection) -> int:
+    return await ApiProcess(args, connection).run()
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the first process handles Ctrl-C
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # as in the first process
-    args: _ApiProcessArgs = pickle.load(sys.stdin.buffer)
-    process.set_name(f"quire-api-{args.process_info.index}")
-    log.setup(args.options.log_level, f"api {args.process_info.index}")
+    # The supervisor decides when this process ends. Service managers send SIGTERM to all processes of a service.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    # transformers, where it is needed for a tokenizer, imports torch if it can. This process must not load torch.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    connection = SupervisorConnection()
+    args: ApiProcessArgs = connection.receive_args()
+    suffix = str(args.process_info.index) if args.process_info.count > 1 else ""
+    process.set_name(f"quire-api-{suffix}".rstrip("-"))
+    log.setup(args.options.log_level, f"api {suffix}".rstrip())
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(args))
+        sys.exit(runner.run(_serve(args, connection)))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ compared, and how the loss of a host is detected.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import msgspec
@@ -22,17 +22,17 @@ from quire.engine.cluster.network import address_towards, tcp_url
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.protocol.errors import ConfigError
+from quire.engine.protocol.supervision import ReplicaUp
 
 _FLAGS = ("--data-parallel-address", "--data-parallel-rpc-port")
 
 
-class CoordinatedClient(Protocol):
-    """What `DPCoordinator` notifies of other hosts (`EngineClient`)."""
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop: ...
+class ReplicaListener(Protocol):
+    """What `DPCoordinator` notifies of other hosts' replicas, from any thread (`EngineManager`)."""
 
     def replica_died(self, replica: int, reason: str) -> None: ...
+
+    def replica_up(self, state: ReplicaUp) -> None: ...
 
     def fail(self, reason: str) -> None: ...
 
@@ -56,17 +56,17 @@ class JoinReply(msgspec.Struct):
     master: tuple[str, int]
 
 
-class ReplicaDied(msgspec.Struct, tag=True):
+class ReplicaDied(msgspec.Struct, tag=True, array_like=True):
     """Sent by the host of a replica: its core has died, and why."""
 
     reason: str
 
 
-class ShutdownRequested(msgspec.Struct, tag=True):
+class ShutdownRequested(msgspec.Struct, tag=True, array_like=True):
     """Sent by the host of a replica: it shuts down as soon as no other host needs it."""
 
 
-_decode = msgspec.msgpack.Decoder(ReplicaDied | ShutdownRequested).decode
+_decode = msgspec.msgpack.Decoder(ReplicaDied | ReplicaUp | ShutdownRequested).decode
 
 
 def role(config: EngineConfig, *, is_headless: bool = False) -> Literal["alone", "leader", "follower"]:
@@ -117,17 +117,17 @@ class DPCoordinator(ABC):
         self._urls = [tcp_url(address, socket_port(port)) for port in self._ports]
         self._own_master = address, socket_port(self._ports[-1])
         self._lock = threading.Lock()
-        self._client: CoordinatedClient | None = None
-        self._notices: list[tuple[int | None, str]] = []
-        """Notices from before there was a client."""
+        self._listener: ReplicaListener | None = None
+        self._notices: list[Callable[[ReplicaListener], None]] = []
+        """Notices from before there was a listener."""
 
-    def watch(self, client: CoordinatedClient) -> None:
-        """Report lost replicas to `client`, including those lost before this call."""
+    def watch(self, listener: ReplicaListener) -> None:
+        """Report the states of replicas to `listener`, including those from before this call."""
         with self._lock:
-            self._client = client
+            self._listener = listener
             notices, self._notices = self._notices, []
-        for replica, reason in notices:
-            self._notify(replica, reason)
+        for notice in notices:
+            notice(listener)
 
     @abstractmethod
     def request_shutdown(self) -> None:
@@ -143,15 +143,13 @@ class DPCoordinator(ABC):
         for port in self._ports:
             port.close()
 
-    def _notify(self, replica: int | None, reason: str) -> None:
-        """Tell the client, from any thread, that a replica has died (None: that all must end)."""
+    def _notify(self, notice: Callable[[ReplicaListener], None]) -> None:
+        """Tell the listener something, from any thread."""
         with self._lock:
-            if (client := self._client) is None:
-                self._notices.append((replica, reason))
-            elif replica is None:
-                client.loop.call_soon_threadsafe(client.fail, reason)
-            else:
-                client.loop.call_soon_threadsafe(client.replica_died, replica, reason)
+            if (listener := self._listener) is None:
+                self._notices.append(notice)
+        if listener is not None:
+            notice(listener)
 
 
 class DPLeader(DPCoordinator):
@@ -210,7 +208,7 @@ class DPLeader(DPCoordinator):
 
     def close(self, reason: str = "") -> None:
         with self._lock:
-            self._client = None
+            self._listener = None
         self._leader.close(reason)
         super().close()
 
@@ -236,6 +234,8 @@ class DPLeader(DPCoordinator):
         match _decode(body):
             case ReplicaDied(reason):
                 self._on_lost(replica, reason)
+            case ReplicaUp() as state:
+                self._notify(lambda listener: listener.replica_up(state))
             case ShutdownRequested():
                 with self._lock:
                     self._awaited.discard(replica)
@@ -243,7 +243,10 @@ class DPLeader(DPCoordinator):
     def _on_lost(self, replica: int, reason: str) -> None:
         with self._lock:
             self._awaited.clear()
-        self._notify(None if self._is_coupled else replica, reason)
+        if self._is_coupled:
+            self._notify(lambda listener: listener.fail(reason))
+        else:
+            self._notify(lambda listener: listener.replica_died(replica, reason))
 
 
 class DPMember(DPCoordinator):
@@ -281,9 +284,9 @@ class DPMember(DPCoordinator):
             raise
         self.requests, self.responses, self.master = reply.requests, reply.responses, reply.master
 
-    def report_death(self, replica: int, reason: str) -> None:
-        """Report that a core has died."""
-        self._followers[replica].send(msgspec.msgpack.encode(ReplicaDied(reason)))
+    def report(self, replica: int, state: ReplicaUp | ReplicaDied) -> None:
+        """Report that a core of this host is up, or has died."""
+        self._followers[replica].send(msgspec.msgpack.encode(state))
 
     def request_shutdown(self) -> None:
         for follower in self._followers.values():
@@ -301,7 +304,8 @@ class DPMember(DPCoordinator):
     def _on_end(self, ended: LinkEnded) -> None:
         """End this host's API with the leader, as their replicas are coupled; called once per replica."""
         self.ended = self.ended or ended
-        self._notify(None, str(ended) or "the host with the first replica has exited")
+        reason = str(ended) or "the host with the first replica has exited"
+        self._notify(lambda listener: listener.fail(reason))
 
 
 def _request_of(hello: Hello) -> JoinRequest:

@@ -1,16 +1,15 @@
-"""The connection to the engine cores: sends requests, receives outputs, resumes and restarts what died."""
+"""The connection to the engine cores: sends requests, receives outputs, resumes the requests of dead cores."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -22,32 +21,29 @@ from quire.engine.protocol.engine_core import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDead,
-    EngineReady,
     FinishReason,
     Join,
     Probe,
-    ProbeReply,
     ToCore,
     ToServer,
 )
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
-from quire.server.frontend.core_connection import CoreConnection
+from quire.engine.protocol.supervision import EngineFailed, EngineState, ReplicaLost, ReplicaUp
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, OutputStream
 from quire.server.frontend.router import Router
 
 PROBE_SECONDS = 30.0
 """Timeout of a probe. A step can take long, especially on a CPU."""
-RESTART_SECONDS = (1.0, 60.0)
-"""Delay from the death of a replica to its restart: the first delay, and the longest one if it dies repeatedly."""
-MAX_RESUMES = 2
-"""How many lost replicas a request may survive: it may itself be the cause of their deaths."""
+MAX_DEATHS = 2
+"""Deaths of its replicas after which a request is suspected to be their cause."""
+_CLEARING_TOKENS = 16
+"""New tokens of a request without a death, after which earlier deaths do not count."""
 SHUTTING_DOWN = "the server is shutting down"
 """The reason of a regular shutdown."""
-NOTIFY_SECONDS = 2.0
-"""How long to try to notify the other API processes of a death. A process that starts later asks for the state."""
+_RECONNECT_MILLISECONDS = 10
+"""Interval between attempts to connect to a core that is starting."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -63,10 +59,11 @@ class _RunningRequest:
 
     stream: OutputStream
     arrived: float
+    submit: EngineCoreRequest
+    """The original request; the other fields hold the state to resume from."""
+    replica: int | None = None
+    """None: it waits for a replica."""
     last_output: float | None = None
-    replica: int = 0
-    submit: EngineCoreRequest | None = None
-    """The original request, if another replica may resume it; the other fields hold the state to resume from."""
     delivered: list[int] = field(default_factory=list)
     num_scored_tokens: int = 0
     """Prompt tokens whose log-probabilities have been delivered."""
@@ -74,21 +71,59 @@ class _RunningRequest:
     """How many of these the replica that resumed the request will send again."""
     num_cached_tokens: int | None = None
     """The value of the first output, repeated with the output of the replica that resumed the request."""
-    num_resumes: int = 0
+    num_deaths: int = 0
+    """Deaths of its replicas in a row, with fewer than `_CLEARING_TOKENS` new tokens in between."""
+    num_resumed: int = 0
+    """Tokens delivered when it was last resumed."""
 
     @property
     def resume_request(self) -> EngineCoreRequest:
         """Return the request to send to another replica."""
-        assert self.submit is not None
         return msgspec.structs.replace(self.submit, output_token_ids=self.delivered)
+
+
+class _Replica:
+    """The connection to one engine core, and its state."""
+
+    def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.number = number
+        self.state: Literal["loading", "up", "restarting", "dead"] = "loading"
+        """loading: for the first time; restarting: it has died and is expected back; dead: for good."""
+        self.incarnation = 0
+        """The number that its outputs have; others are late outputs of an earlier start."""
+        self.is_unresponsive = False
+        """It has not answered a probe in time, and has sent nothing since."""
+        self._address, self._context = address, context
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def open(self) -> None:
+        """Connect to a core that is up."""
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
+        self._socket.connect(self._address)
+
+    def send(self, message: ToCore) -> None:
+        """Send a message, unless the core is dead: the next core at this address would receive it."""
+        if self._socket is not None:
+            self._socket.send(self._encode(message), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Close the socket and discard unread messages."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
 class EngineClient:
     """An API process's connection to the engine's replicas. All methods run on the event loop that created it.
 
-    `Router` chooses the replica of a request. If that dies, another replica resumes the request after the tokens
-    delivered so far: the streams are the same as if nothing had happened. The request fails if no replica is left, or
-    if it has lost more than `MAX_RESUMES` of them.
+    A supervisor reports the state of the replicas (`update`). `Router` chooses the replica of a request. If that dies,
+    the request goes on elsewhere, or waits until a replica is back, and resumes after the tokens delivered so far: the
+    streams are the same as if nothing had happened. It fails if the engine has failed for good, or if it seems to cause
+    the deaths (`_suspect`).
 
     With `max_queue`, requests are rejected beyond `max_num_seqs` per replica plus `max_queue`. The number of requests
     of other API processes comes from the engine's stats (see `admit`).
@@ -97,7 +132,6 @@ class EngineClient:
     def __init__(
         self,
         endpoints: Endpoints,
-        cores: Mapping[int, subprocess.Popen[bytes]] | None,
         metrics: Metrics,
         index: int = 0,
         *,
@@ -105,54 +139,36 @@ class EngineClient:
         max_num_seqs: int = 1,
         max_queue: int | None = None,
         cache: CacheConfig | None = None,
-        restart: Callable[[int], subprocess.Popen[bytes]] | None = None,
-        are_coupled: bool = False,
     ) -> None:
-        """`index` is the number of this API process.
-
-        `cores` maps replicas to the cores that this process watches, stops and, with `restart`, restarts; None: another
-        process runs the engine, which is already up. `replicas` are those that may get requests, whether in `cores` or
-        not. If they `are_coupled`, the loss of one ends all.
-        """
+        """`index` is the number of this API process, `replicas` those that may get requests."""
         self.loop = asyncio.get_running_loop()
         self.index = index
         self._max_num_seqs = max_num_seqs
         self._max_queue = max_queue
-        self._is_owner = cores is not None
-        self._restart = restart
-        self._are_coupled = are_coupled
         self._metrics = metrics
         self._running: dict[str, _RunningRequest] = {}
+        self._suspects: list[str] = []
+        """Requests that may have caused deaths; they run one at a time, the first one now."""
         self._probes: dict[tuple[int, int], asyncio.Future[None]] = {}
         self._probe_ids = itertools.count()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
-        self._ready: asyncio.Future[EngineReady] = self.loop.create_future()
+        self._ready: asyncio.Future[ReplicaUp] = self.loop.create_future()
         self._failed: asyncio.Future[EngineUnavailable] = self.loop.create_future()
-        self._endpoints = endpoints
         self._context = zmq.Context()
         self._responses = self._context.socket(zmq.PULL)
         self._responses.setsockopt(zmq.LINGER, 0)
         self._responses.set_hwm(0)
         self._responses.bind(endpoints.responses[index])
-        self._replicas = {
-            number: CoreConnection(number, endpoints.requests[number], self._context) for number in replicas
-        }
-        self._single_replica = replicas[0] if len(replicas) == 1 else None
-        """The replica if there is only one: no choice, and no other replica to resume a request."""
-        self._router = Router(replicas, cache=cache, max_num_seqs=max_num_seqs, first=index)
+        self._replicas = {number: _Replica(number, endpoints.requests[number], self._context) for number in replicas}
+        self._router = Router(replicas, cache=cache, max_num_seqs=max_num_seqs, first=index) if replicas[1:] else None
+        """None: there is only one replica."""
         self.loop.add_reader(self._responses.FD, self._receive)
-        if cores is None:
-            for replica in self._replicas.values():
-                replica.send(Join(index))
-        for number, core in (cores or {}).items():
-            self._replicas[number].core = core
-            self._start_task(self._supervise(self._replicas[number]))
 
-    async def ready(self) -> EngineReady:
-        """Wait until the model is loaded; raises `EngineUnavailable` with the reason if that fails.
+    async def ready(self) -> ReplicaUp:
+        """Wait until every replica has been up, and return what the last one reported.
 
-        The process that starts the replicas waits for all of them, and returns what the last one sent.
+        Raises `EngineUnavailable` with the reason if the model cannot be loaded.
         """
         await asyncio.wait((self._ready, self._failed), return_when=asyncio.FIRST_COMPLETED)
         if self._failed.done():
@@ -169,8 +185,6 @@ class EngineClient:
             raise self._failed.result()
         if not self._ready.done():
             raise EngineUnavailable("the model is still loading")
-        if not self._live_replicas():
-            raise EngineUnavailable("no replica is available; others are still loading")
 
     @property
     def num_open(self) -> int:
@@ -204,6 +218,8 @@ class EngineClient:
         All live replicas are probed. One that does not answer gets no new requests while there are others.
         """
         self.check()
+        if not self._live_replicas():
+            raise EngineUnavailable("the engine is restarting")
         asked = [self._start_task(self._probe(self._replicas[number])) for number in self._live_replicas()]
         waiting: set[asyncio.Future[Any]] = {self._failed, *asked}
         while len(waiting) > 1 and not self._failed.done():
@@ -214,7 +230,7 @@ class EngineClient:
         self.check()
         raise EngineUnavailable(f"the engine has not answered for {PROBE_SECONDS:g} seconds")
 
-    async def _probe(self, replica: CoreConnection) -> bool:
+    async def _probe(self, replica: _Replica) -> bool:
         """Return whether the replica has answered in time; False also if it has died."""
         key = replica.number, next(self._probe_ids)
         answer = self._probes[key] = self.loop.create_future()
@@ -225,7 +241,7 @@ class EngineClient:
             del self._probes[key]
         if not answer.done() and replica.state == "up":
             replica.is_unresponsive = True
-            logger.warning("%shas not answered for %g seconds", self._name(replica), PROBE_SECONDS)
+            logger.warning("%s has not answered for %g seconds", self._subject(replica.number), PROBE_SECONDS)
         return answer.done() and not answer.cancelled()
 
     def submit(
@@ -242,17 +258,20 @@ class EngineClient:
         stream = OutputStream(self.abort, [request_id for request_id, _, _ in requests])
         now = time.monotonic()
         for request_id, prompt_ids, params in requests:
-            running = self._running[request_id] = _RunningRequest(stream, now)
             submit = EngineCoreRequest(self.index, request_id, prompt_ids, params, priority, cache_salt)
-            if self._single_replica is not None:
-                running.replica = self._single_replica
-            else:
-                running.submit = submit
-                running.replica = self._router.place(submit, self._stats())
-            self._send(submit, running.replica)
+            running = self._running[request_id] = _RunningRequest(stream, now, submit)
+            self._place(running, submit)
         if (deadline := DEADLINE.get()) is not None:
             stream.end_at(deadline)
         return stream
+
+    def _place(self, running: _RunningRequest, request: EngineCoreRequest) -> None:
+        """Send a request to a replica; without one that is up, it waits (see `_on_up`)."""
+        if not (live := self._live_replicas()):
+            running.replica = None
+            return
+        running.replica = live[0] if self._router is None else self._router.place(request, self._stats(live))
+        self._send(request, running.replica)
 
     def abort(self, request_ids: set[str], reason: FinishReason) -> None:
         """Free these requests in the engine and forget them; they count as finished with `reason`."""
@@ -261,22 +280,24 @@ class EngineClient:
             running = self._running.pop(request_id, None)
             if running is not None:
                 self._on_finished(request_id, running, reason)
-                ended.setdefault(running.replica, []).append(request_id)
-        if not self._failed.done():
-            for replica, ids in ended.items():
-                self._send(AbortRequests(ids), replica)
+                if running.replica is not None:
+                    ended.setdefault(running.replica, []).append(request_id)
+        for replica, ids in ended.items():
+            self._send(AbortRequests(ids), replica)
 
     def _on_finished(self, request_id: str, running: _RunningRequest, reason: FinishReason) -> None:
         """Update router and metrics for a request that has left `_running`."""
         self._metrics.finished(reason, time.monotonic() - running.arrived)
-        if running.submit is not None:
+        if self._router is not None:
             self._router.on_finished(request_id, running.delivered)
+        if request_id in self._suspects:
+            self._clear_suspect(request_id)
 
     def fail(self, reason: str) -> None:
         """Fail all open requests, abort them in the engine, and accept no new ones."""
         if self._failed.done():
             return
-        for number in {running.replica for running in self._running.values()}:
+        for number in {running.replica for running in self._running.values() if running.replica is not None}:
             self._send(AbortRequests([i for i, running in self._running.items() if running.replica == number]), number)
         failure = EngineUnavailable(reason)
         self._failed.set_result(failure)
@@ -285,142 +306,133 @@ class EngineClient:
             self._metrics.finished("error", now - running.arrived)
             running.stream.fail(failure)
         self._running.clear()
+        self._suspects.clear()
 
     async def close(self) -> None:
-        """Close the connections, and stop the cores that this process started; kill those that do not exit in time."""
+        """Close the connections."""
         self.fail(SHUTTING_DOWN)
         self.loop.remove_reader(self._responses.FD)
         for task in self._tasks.copy():
             task.cancel()
-        await asyncio.gather(*(replica.end() for replica in self._replicas.values()))
         for replica in self._replicas.values():
             replica.close()
         self._responses.close()
         self._context.term()
 
-    # --- death and restart of replicas ------------------------------------------------------------------------
+    # --- death and return of replicas -------------------------------------------------------------------------
 
-    def replica_died(self, replica: int, reason: str) -> None:
-        """Handle the death of a replica, on the event loop, and notify the other API processes."""
-        if self._replicas[replica].state != "dead" and self._is_owner:
-            self._notify_clients(EngineDead(reason, replica))
-        self._on_dead(self._replicas[replica], reason)
+    @property
+    def is_up(self) -> bool:
+        """Whether a replica is up."""
+        return not self._failed.done() and self._ready.done() and bool(self._live_replicas())
 
-    def _on_dead(self, replica: CoreConnection, reason: str) -> None:
-        """Resume the requests of a dead replica on others, or fail them with the reason."""
+    def update(self, state: EngineState) -> None:
+        """Handle a change that the supervisor reports. Unknown replicas are ignored."""
+        match state:
+            case EngineFailed(reason):
+                self.fail(reason)
+            case ReplicaUp(number) if number in self._replicas:
+                self._on_up(self._replicas[number], state)
+            case ReplicaLost(number) if number in self._replicas:
+                self._on_lost(self._replicas[number], state)
+
+    def _on_up(self, replica: _Replica, up: ReplicaUp) -> None:
+        """Connect to a replica, and send it the requests that wait for one."""
+        if self._failed.done() or (replica.state, replica.incarnation) == ("up", up.incarnation):
+            return
+        if replica.state == "up":  # its death was not noticed
+            self._on_lost(replica, ReplicaLost(replica.number, "it was restarted", returns=True))
+        replica.state, replica.incarnation, replica.is_unresponsive = "up", up.incarnation, False
+        replica.open()
+        self._send(Join(self.index), replica.number)
+        if up.stats is not None:
+            self._metrics.take(replica.number, up.stats)
+        if self._router is not None:
+            self._router.on_replica_ready(replica.number)
+        if not self._ready.done() and not any(other.state == "loading" for other in self._replicas.values()):
+            self._ready.set_result(up)
+        waiting = [
+            (i, each) for i, each in self._running.items() if each.replica is None and i not in self._suspects[1:]
+        ]
+        for _, running in waiting:
+            self._resume(running)
+        if waiting:
+            logger.info("%s is up; %d requests go on", self._subject(replica.number), len(waiting))
+
+    def _on_lost(self, replica: _Replica, lost: ReplicaLost) -> None:
+        """Resume the requests of a dead replica on others, or when a replica is back."""
         if replica.state == "dead" or self._failed.done():
             return
-        replica.state = "dead"
+        replica.state = "restarting" if lost.returns else "dead"
         replica.close()
-        self._metrics.lost(replica.number)
-        if self._is_owner:
-            self._metrics.state(replica.number, replica.state)
         for (number, _), answer in self._probes.items():
             if number == replica.number:
                 answer.cancel()
-        reason = f"{self._name(replica)}{reason}"
-        is_left = any(other.state == "up" or self._is_first_load(other) for other in self._replicas.values())
-        is_starting = self._is_owner and not self._ready.done()
-        if not is_left or self._are_coupled or is_starting:  # report a failure to load immediately
-            return self.fail(reason)
-        self._update_ready()
-        moved = [(i, running) for i, running in self._running.items() if running.replica == replica.number]
-        lost = [i for i, running in moved if not self._resume(running)]
-        for request_id in lost:
-            running = self._running.pop(request_id)
-            self._on_finished(request_id, running, "error")
-            lost_too_many = f"it has lost {running.num_resumes} replicas already"
-            cause = lost_too_many if self._live_replicas() else "no other replica is available"
-            error = f"{reason}; the request cannot go on, as {cause}"
-            running.stream.put(EngineCoreOutput(request_id, [], finish_reason="error", error=error))
+        moved = {i: running for i, running in self._running.items() if running.replica == replica.number}
+        self._suspect(moved, lost.reason)
+        for request_id, running in moved.items():
+            if request_id in self._running and running.replica is None and request_id not in self._suspects[1:]:
+                self._resume(running)
         # Last, as the tokens of finished requests are added to the replica's cache.
-        self._router.on_replica_dead(replica.number)
-        logger.error("%s; %d requests resumed on other replicas, %d failed", reason, len(moved) - len(lost), len(lost))
+        if self._router is not None:
+            self._router.on_replica_dead(replica.number)
+        if moved:
+            where = "go on elsewhere" if self._live_replicas() else "wait until it is back"
+            logger.warning("%s has died; %d requests %s", self._subject(replica.number), len(moved), where)
 
-    def _is_first_load(self, replica: CoreConnection) -> bool:
-        """Return whether the replica is loading for the first time, so that the service need not fail yet."""
-        return replica.state == "loading" and not replica.has_been_ready
+    def _suspect(self, moved: dict[str, _RunningRequest], reason: str) -> None:
+        """Find out which request of a dead replica has caused its death, and fail it.
 
-    def _resume(self, running: _RunningRequest) -> bool:
-        """Resume a request on another replica; returns False if that is impossible."""
-        assert running.submit is not None
-        running.num_resumes += 1
-        if running.num_resumes > MAX_RESUMES or not (among := self._stats()):
-            return False
-        resume_request = running.resume_request
-        running.num_repeated = 0 if resume_request.output_token_ids else running.num_scored_tokens
-        self._router.on_finished(resume_request.request_id, [])
-        running.replica = self._router.place(resume_request, among)
-        self._send(resume_request, running.replica)
-        return True
+        A request whose replicas have died `MAX_DEATHS` times in a row, while it hardly made progress, is a suspect. If
+        it is the only one, it is the cause. Several suspects run one at a time from now on.
+        """
+        for request_id, running in moved.items():
+            running.replica = None
+            running.num_deaths += 1
+            if running.num_deaths >= MAX_DEATHS and request_id not in self._suspects:
+                self._suspects.append(request_id)
+        first = next(iter(self._suspects), None)
+        if first in moved and (len(self._suspects) == 1 or moved[first].num_deaths > MAX_DEATHS):
+            running = self._running.pop(first)
+            error = f"the engine died {running.num_deaths} times while it ran this request, which is given up: {reason}"
+            logger.error("request %s: %s", first, error)
+            running.stream.put(EngineCoreOutput(first, [], finish_reason="error", error=error))
+            self._on_finished(first, running, "error")
 
-    def _on_ready(self, replica: CoreConnection, ready: EngineReady) -> None:
-        """Handle a replica that has finished loading, or that this process has just learned of."""
-        if replica.state == "up" or self._failed.done():
-            return
-        if replica.has_been_ready:
-            logger.info("%sis ready again", self._name(replica))
-        replica.state, replica.has_been_ready, replica.is_unresponsive = "up", True, False
-        replica.open()
-        self._router.on_replica_ready(replica.number)
-        if self._is_owner:
-            self._metrics.state(replica.number, replica.state)
-        self._ready_message = ready
-        if ready.stats is not None:
-            self._metrics.take(replica.number, ready.stats)
-        self._update_ready()
+    def _clear_deaths(self, request_id: str, running: _RunningRequest) -> None:
+        """Forget the deaths of a request's replicas once it has made progress."""
+        if len(running.delivered) - running.num_resumed >= _CLEARING_TOKENS:
+            running.num_deaths = 0
+            if request_id in self._suspects:
+                self._clear_suspect(request_id)
 
-    def _update_ready(self) -> None:
-        """Become ready once all replicas are up, or once one is up if another process runs the engine."""
-        is_settled = not (self._is_owner and any(map(self._is_first_load, self._replicas.values())))
-        if is_settled and self._live_replicas() and not self._ready.done():
-            self._ready.set_result(self._ready_message)
+    def _clear_suspect(self, request_id: str) -> None:
+        """Run the next suspect, as this one has made progress or has ended."""
+        is_first = self._suspects[0] == request_id
+        self._suspects.remove(request_id)
+        if is_first and self._suspects:
+            self._resume(self._running[self._suspects[0]])
+
+    def _resume(self, running: _RunningRequest) -> None:
+        """Let a request go on after the tokens delivered so far."""
+        request, running.num_resumed = running.resume_request, len(running.delivered)
+        running.num_repeated = 0 if request.output_token_ids else running.num_scored_tokens
+        if self._router is not None:
+            self._router.on_finished(request.request_id, [])
+        self._place(running, request)
 
     def _live_replicas(self) -> list[int]:
         """The replicas that get requests. Unresponsive ones are included only if there are no others."""
         up = [replica for replica in self._replicas.values() if replica.state == "up"]
         return [replica.number for replica in up if not replica.is_unresponsive] or [replica.number for replica in up]
 
-    def _stats(self) -> dict[int, EngineStats]:
-        """The latest stats of the replicas that get requests."""
-        return {number: self._metrics.of(number) for number in self._live_replicas()}
+    def _stats(self, replicas: Sequence[int] | None = None) -> dict[int, EngineStats]:
+        """The latest stats of these replicas, or of those that get requests."""
+        return {number: self._metrics.of(number) for number in replicas or self._live_replicas()}
 
-    def _notify_clients(self, message: EngineDead) -> None:
-        """Notify all other API processes. Those that are not connected within `NOTIFY_SECONDS` miss it."""
-        frame = msgspec.msgpack.encode(message)
-        for index, address in enumerate(self._endpoints.responses):
-            if index != self.index:
-                with self._context.socket(zmq.PUSH) as socket:
-                    socket.setsockopt(zmq.LINGER, int(NOTIFY_SECONDS * 1000))
-                    socket.connect(address)
-                    socket.send(frame)
-
-    async def _supervise(self, replica: CoreConnection) -> None:
-        """Watch a core's process, and restart it after it exits, if it has been ready before."""
-        least, most = RESTART_SECONDS
-        delay = least
-        while True:
-            begun = time.monotonic()
-            how = await replica.wait_exit()
-            self.replica_died(replica.number, f"the engine core {how}")
-            if self._restart is None or not replica.has_been_ready or self._failed.done():
-                return
-            delay = least if time.monotonic() - begun > most else delay
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, most)
-            logger.info("%sis restarting", self._name(replica))
-            try:
-                replica.core = self._restart(replica.number)
-            except Exception as error:
-                logger.error("%scannot start: %s", self._name(replica), error)
-                continue
-            replica.state = "loading"
-            replica.open()
-            self._metrics.state(replica.number, replica.state)
-
-    def _name(self, replica: CoreConnection) -> str:
-        """The prefix of log messages about this replica, if there are several."""
-        return "" if self._single_replica is not None else f"replica {replica.number}: "
+    def _subject(self, replica: int) -> str:
+        """The subject of log messages about a replica."""
+        return "the engine" if self._router is None else f"replica {replica}"
 
     def _start_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a background task that `close` cancels."""
@@ -439,10 +451,16 @@ class EngineClient:
         try:
             while True:
                 message = self._decoder.decode(self._responses.recv(zmq.NOBLOCK))
+                replica = self._replicas.get(message.replica)
+                if replica is None or replica.state != "up" or replica.incarnation != message.incarnation:
+                    continue  # a late message of a replica that has died
+                replica.is_unresponsive = False
                 if isinstance(message, EngineCoreOutputs):
                     self._deliver(message)
-                else:
-                    self._handle(message)
+                elif (
+                    answer := self._probes.get((message.replica, message.probe_id))
+                ) is not None and not answer.done():
+                    answer.set_result(None)
         except zmq.Again:
             pass
         except Exception as error:  # a bug here must not leave requests waiting forever
@@ -450,25 +468,8 @@ class EngineClient:
             self.loop.remove_reader(self._responses.FD)
             self.fail(f"the connection to the engine failed: {error!r}")
 
-    def _handle(self, message: EngineReady | EngineDead | ProbeReply) -> None:
-        """Process a message about a replica's state. Unknown replicas are ignored."""
-        replica = self._replicas.get(message.replica)
-        match message:
-            case ProbeReply(probe_id) if replica is not None:
-                replica.is_unresponsive = False
-                if (answer := self._probes.get((message.replica, probe_id))) is not None and not answer.done():
-                    answer.set_result(None)
-            case EngineReady() as ready if replica is not None:
-                self._on_ready(replica, ready)
-            case EngineDead(reason) if replica is not None:
-                self._on_dead(replica, reason)
-
     def _deliver(self, outputs: EngineCoreOutputs) -> None:
-        """Deliver a step's outputs. Drop those of a dead replica, and of requests that are unknown or have moved."""
-        replica = self._replicas.get(outputs.replica)
-        if replica is None or replica.state == "dead":
-            return
-        replica.is_unresponsive = False
+        """Deliver a step's outputs. Drop those of requests that are unknown or have moved."""
         now = time.monotonic()
         if outputs.stats is not None:
             self._metrics.take(outputs.replica, outputs.stats)
@@ -481,8 +482,9 @@ class EngineClient:
                 if running.last_output is not None:
                     earlier.append(running.last_output)
                 running.last_output = now
-                if running.submit is not None:
-                    running.delivered.append(token_id)
+                running.delivered.append(token_id)
+                if running.num_deaths:
+                    self._clear_deaths(request_id, running)
                 running.stream.put_token(request_id, token_id)
         for last_output, count in Counter(earlier).items():  # most had their last output in the same step
             self._metrics.inter_token_latency.observe(now - last_output, count)
@@ -490,8 +492,7 @@ class EngineClient:
             running = self._running.get(output.request_id)
             if running is None or running.replica != outputs.replica:
                 continue
-            if running.submit is not None:
-                self._record_progress(running, output)
+            self._record_progress(running, output)
             if output.token_ids:
                 if running.last_output is None:
                     self._metrics.time_to_first_token.observe(now - running.arrived)
@@ -515,4 +516,7 @@ class EngineClient:
                 running.num_cached_tokens = output.num_cached_tokens
             output.num_cached_tokens = running.num_cached_tokens
             running.delivered += output.token_ids
-            self._router.on_first_token(output.request_id)
+            if self._router is not None:
+                self._router.on_first_token(output.request_id)
+            if running.num_deaths:
+                self._clear_deaths(output.request_id, running)

@@ -5,34 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import random
-import shutil
-import socket
-import subprocess
-import tempfile
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from hashlib import blake2b
 
 from quire.engine.config.engine_config import EngineConfig
-from quire.engine.config.plan_text import cache_text
-from quire.engine.core.launch import (
-    LOOPBACK,
-    Endpoints,
-    local_endpoints,
-    replica_config,
-    reserve_ports,
-    socket_port,
-    start_core,
-)
-from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.supervision import EngineState
 from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.dp_coordinator import DPCoordinator
 from quire.server.frontend.engine_client import SHUTTING_DOWN, EngineClient
+from quire.server.frontend.engine_manager import ApiProcessInfo, EngineManager
 from quire.server.frontend.generation import Embedding, Generation
 from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import GenerationInput
@@ -44,30 +30,7 @@ logger = logging.getLogger(__name__)
 
 _NO_PARAMS = SamplingParams()
 """Used where nothing is sampled."""
-_LEAVE_SECONDS = 0.05
-"""Polling interval of hosts that shut down together."""
-_MAX_FOLDER_BYTES = 90
-"""In bytes. The path of a Unix socket inside must be shorter than 108 bytes (unix(7))."""
-
-
-@dataclass(frozen=True)
-class ApiProcessInfo:
-    """The addresses that the API processes share, and the number of this process."""
-
-    folder: str
-    """Contains the sockets and the metrics."""
-    endpoints: Endpoints
-    replicas: tuple[int, ...]
-    """The replicas that the API serves."""
-    index: int = 0
-
-    @property
-    def count(self) -> int:
-        return len(self.endpoints.responses)
-
-    @property
-    def metrics(self) -> str:
-        return f"{self.folder}/metrics"
+_CLOSE_POLL_SECONDS = 0.005
 
 
 class Frontend:
@@ -91,9 +54,9 @@ class Frontend:
         self._seeds = random.Random(
             f"{config.model.seed}/{process_info.index}" if process_info.index else config.model.seed
         )
-        self._remove_folder: weakref.finalize[[str], Frontend] | None = None
-        self._hosts: DPCoordinator | None = None
-        self._ports: list[socket.socket] = []
+        self._manager: EngineManager | None = None
+        self.is_draining = False
+        """Whether new requests are rejected, because the server is shutting down."""
         self._seconds: dict[str, float] = {}
         self._loading = asyncio.create_task(asyncio.to_thread(self._load, formats))
 
@@ -104,45 +67,30 @@ class Frontend:
         name: str,
         formats: ChatFormats | None = None,
         log_level: str = "info",
-        count: int = 1,
         max_queue: int | None = None,
         hosts: DPCoordinator | None = None,
     ) -> Frontend:
         """Start this host's engine cores, and load the tokenizer meanwhile. `name` is a label of the metrics.
 
-        `count` is the number of API processes; the others call `join`. With `max_queue`, `admit` and `generate` raise
-        `QueueFull` when that many requests are waiting. `hosts` are the hosts of other replicas
-        (`quire.server.frontend.dp_coordinator.connect_hosts`), which are closed with the frontend.
+        With `max_queue`, `admit` and `generate` raise `QueueFull` when that many requests are waiting. `hosts` are the
+        hosts of other replicas (`quire.server.frontend.dp_coordinator.connect_hosts`), which are closed with the
+        frontend.
         """
-        folder = tempfile.mkdtemp(prefix="quire-")
-        if len(folder) > _MAX_FOLDER_BYTES:
-            os.rmdir(folder)
-            raise ConfigError(
-                f"the path in TMPDIR is too long for Unix sockets: {os.path.dirname(folder)}; set a shorter one"
-            )
-        endpoints = local_endpoints(config.parallel, folder, count)
-        if hosts is not None:
-            endpoints = Endpoints(hosts.requests, hosts.responses or endpoints.responses)
-        process_info = ApiProcessInfo(folder, endpoints, tuple(config.parallel.api_replicas))
-        metrics = Metrics(name, process_info.metrics, 0, count, process_info.replicas)
-        ports = reserve_ports(LOOPBACK, 1) if config.parallel.is_coupled and hosts is None else []
-        master = (LOOPBACK, socket_port(ports[0])) if ports else None if hosts is None else hosts.master
+        manager = EngineManager(config, name=name, log_level=log_level, hosts=hosts)
+        formats = formats or ChatFormats()
+        frontend = Frontend.join(config, manager.process_info(0), name=name, formats=formats, max_queue=max_queue)
+        frontend._manager = manager
+        loop, update = asyncio.get_running_loop(), frontend.client.update
 
-        def start_replica(replica: int) -> subprocess.Popen[bytes]:
-            return start_core(replica_config(config, replica, master), endpoints, log_level)
+        def on_change(state: EngineState) -> None:
+            loop.call_soon_threadsafe(update, state)
 
-        cores = {replica: start_replica(replica) for replica in config.parallel.local_replicas}
-        restart = None if config.parallel.is_coupled else start_replica  # coupled replicas end together
-        frontend = Frontend._of(config, cores, metrics, process_info, formats or ChatFormats(), max_queue, restart)
-        frontend._ports = ports
-        frontend._remove_folder = weakref.finalize(frontend, shutil.rmtree, folder, ignore_errors=True)
-        if hosts is not None:
-            frontend._hosts = hosts
-            hosts.watch(frontend.client)
+        manager.on_change = on_change
+        manager.run_in_thread()
         return frontend
 
     @staticmethod
-    async def join(
+    def join(
         config: EngineConfig,
         process_info: ApiProcessInfo,
         *,
@@ -150,31 +98,19 @@ class Frontend:
         formats: ChatFormats,
         max_queue: int | None = None,
     ) -> Frontend:
-        """Create the text side for an engine that another process has started; `max_queue` as in `start`."""
-        metrics = Metrics(name, process_info.metrics, process_info.index, process_info.count, process_info.replicas)
-        return Frontend._of(config, None, metrics, process_info, formats, max_queue)
+        """Create the text side for an engine that a manager has started; `max_queue` as in `start`.
 
-    @staticmethod
-    def _of(
-        config: EngineConfig,
-        cores: Mapping[int, subprocess.Popen[bytes]] | None,
-        metrics: Metrics,
-        process_info: ApiProcessInfo,
-        formats: ChatFormats,
-        max_queue: int | None,
-        restart: Callable[[int], subprocess.Popen[bytes]] | None = None,
-    ) -> Frontend:
+        The caller passes on the manager's states to `client.update`.
+        """
+        metrics = Metrics(name, process_info.metrics, process_info.index, process_info.count, process_info.replicas)
         client = EngineClient(
             process_info.endpoints,
-            cores,
             metrics,
             process_info.index,
             replicas=process_info.replicas,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_queue=max_queue,
             cache=config.cache,
-            restart=restart,
-            are_coupled=config.parallel.is_coupled,
         )
         return Frontend(config, client, metrics, process_info, formats)
 
@@ -185,8 +121,6 @@ class Frontend:
         """
         await asyncio.shield(self._loading)
         ready = await self.client.ready()
-        if ready.stats is not None and ready.stats.kv_blocks != self.config.cache.num_blocks:
-            logger.info("%s", cache_text(self.config.with_blocks(ready.stats.kv_blocks)))
         return self._seconds | ready.seconds
 
     @property
@@ -213,8 +147,15 @@ class Frontend:
                 "this model computes embeddings and does not generate text; use /v1/embeddings (in Python: LLM.embed)",
                 "model",
             )
+        if self.is_draining:
+            raise EngineUnavailable(SHUTTING_DOWN)
         self.client.admit()
         return self.input_processor
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are accepted, and a replica is up."""
+        return not self.is_draining and self._loading.done() and self.client.is_up
 
     async def probe(self) -> None:
         """Return when the engine loop and every rank have answered; raises `EngineUnavailable` if they do not."""
@@ -274,7 +215,7 @@ class Frontend:
         return self.client.submit(requests, priority, salt), engine_ids
 
     async def close(self, *, together: bool = False) -> None:
-        """Abort running requests. The process that started the engine cores also stops them and removes the sockets.
+        """Abort running requests, and stop the engine if `start` has started it.
 
         `together`: unless an error occurs, keep the cores running until no other host needs their experts.
         """
@@ -282,18 +223,11 @@ class Frontend:
         if isinstance(loaded, InputProcessor):
             loaded.close()
         self.client.fail(SHUTTING_DOWN)
-        if self._hosts is not None:
-            reason = str(await self.client.failed())
-            if together and reason == SHUTTING_DOWN:
-                self._hosts.request_shutdown()
-                while not self._hosts.can_shut_down:
-                    await asyncio.sleep(_LEAVE_SECONDS)
-            await asyncio.to_thread(self._hosts.close, "" if reason == SHUTTING_DOWN else reason)
+        if self._manager is not None:
+            thread = self._manager.stop_thread(together=together)
+            while thread.is_alive():  # at the end of a script, executors accept no more work
+                await asyncio.sleep(_CLOSE_POLL_SECONDS)
         await self.client.close()
-        for port in self._ports:
-            port.close()
-        if self._remove_folder is not None:
-            self._remove_folder()
 
     def _load(self, formats: ChatFormats) -> InputProcessor:
         begun = time.monotonic()

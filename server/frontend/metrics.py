@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, islice
 from typing import Literal, get_args
 
-from msgspec.structs import astuple, replace
+from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -94,7 +94,8 @@ class Histogram:
 def _layout() -> tuple[dict[str, slice], int]:
     """Return where each group of a process's own values is in its row of the table, and their number.
 
-    They are followed by the newest stats of each replica and its state, which only the first process sets.
+    They are followed by the newest stats of each replica, its state and the number of its deaths; of these two, only
+    those in the first row are used.
     """
     sizes = {name: len(bounds) + 2 for name, (_, bounds) in HISTOGRAMS.items()}
     sizes |= {"finished": len(FINISH_REASONS)}
@@ -125,7 +126,8 @@ class Metrics(Collector):
         replicas: Sequence[int] = (0,),
     ) -> None:
         """`index` is the number of this process among `count`; `replicas` are the numbers of the engine's replicas."""
-        width = _CELLS + len(replicas) * (_STATS + 1)
+        per_replica = _STATS + 2
+        width = _CELLS + len(replicas) * per_replica
         size = width * 8
         if path is None:
             table: mmap.mmap = mmap.mmap(-1, size * count)
@@ -135,15 +137,16 @@ class Metrics(Collector):
                 table = mmap.mmap(file.fileno(), size * count)
         cells = memoryview(table).cast("d")
         self._rows = [cells[row * width : (row + 1) * width] for row in range(count)]
-        starts = [_CELLS + place * (_STATS + 1) for place in range(len(replicas))]
+        starts = [_CELLS + place * per_replica for place in range(len(replicas))]
         self._reported = {
             number: [row[start : start + _STATS] for row in self._rows]
             for number, start in zip(replicas, starts, strict=True)
         }
         """For each replica, the stats of each process."""
-        self._states = {
-            number: self._rows[0][start + _STATS : start + _STATS + 1]
-            for number, start in zip(replicas, starts, strict=True)
+        first = dict(zip(replicas, starts, strict=True))
+        self._states = {number: self._rows[0][start + _STATS : start + _STATS + 1] for number, start in first.items()}
+        self._deaths = {
+            number: self._rows[0][start + _STATS + 1 : start + per_replica] for number, start in first.items()
         }
         self._index = index
         mine = self._rows[index]
@@ -166,19 +169,19 @@ class Metrics(Collector):
         """Store the stats of a replica."""
         self._reported[replica][self._index][:] = memoryview(array("d", astuple(stats)))
 
-    def lost(self, replica: int) -> None:
-        """Reset the gauges of a replica that has died; its counters stay."""
-        self.take(replica, replace(self.of(replica), running=0, waiting=0, kv_blocks_used=0))
-
     def state(self, replica: int, state: Literal["loading", "up", "dead"]) -> None:
-        """Set the state of a replica; called by the first process."""
+        """Set the state of a replica; called by the process that supervises it."""
         self._states[replica][0] = STATES.index(state)
 
+    def count_death(self, replica: int) -> None:
+        """Count the death of a replica; called by the process that supervises it."""
+        self._deaths[replica][0] += 1
+
     def of(self, replica: int) -> EngineStats:
-        """Return the newest stats that a replica has sent to any process; nothing runs on a dead replica."""
+        """Return the newest stats that a replica has sent to any process; nothing runs on one that is not up."""
         rows = [EngineStats(*map(int, row)) for row in self._reported[replica]]
         stats = max(rows, key=lambda stats: (stats.started, stats.steps))
-        if self._states[replica][0] == STATES.index("dead"):
+        if self._states[replica][0] != STATES.index("up"):
             stats.running = stats.waiting = stats.kv_blocks_used = 0
         return stats
 
@@ -203,6 +206,11 @@ class Metrics(Collector):
         for state in STATES:
             replicas.add_metric([*labels, state], states.count(state))
         yield replicas
+        meaning = "Deaths of a replica, each followed by a restart if that is possible."
+        deaths = CounterMetricFamily("quire:engine_deaths", meaning, labels=["model_name", "engine"])
+        for number, cell in self._deaths.items():
+            deaths.add_metric([*labels, str(number)], cell[0])
+        yield deaths
         yield from self._experts(labels)
         for name, (meaning, bounds) in HISTOGRAMS.items():
             *counts, seconds = self._sum(name)

@@ -120,7 +120,7 @@ def _headers(error: Exception) -> dict[str, str]:
     match error:
         case HTTPException(headers=headers):
             return dict(headers or {})
-        case QueueFull():
+        case QueueFull() | EngineUnavailable():
             return {"Retry-After": str(RETRY_AFTER_SECONDS)}
         case RequestTimedOut():  # or else OpenAI's clients would retry, which takes as long
             return {"x-should-retry": "false"}

@@ -13,6 +13,9 @@ from quire.server.http.state import AppState, ServedModel
 
 router = APIRouter()
 
+HEALTH_ROUTES = ("/health", "/health/live", "/health/ready")
+"""For load balancers and orchestrators, which have no API key."""
+
 
 @router.get("/health")
 async def health(state: AppState) -> Response:
@@ -22,6 +25,20 @@ async def health(state: AppState) -> Response:
     except EngineUnavailable as error:
         return json_response({"status": "unavailable", "reason": str(error)}, 503)
     return json_response({"status": "ok"})
+
+
+@router.get("/health/live")
+async def live() -> Response:
+    """Check this process: 200 as long as it responds, also while the engine is loading or restarting."""
+    return json_response({"status": "ok"})
+
+
+@router.get("/health/ready")
+async def ready(state: AppState) -> Response:
+    """Check whether new requests should be sent here: 503 while the engine is loading, restarting or shutting down."""
+    if state.frontend.is_ready:
+        return json_response({"status": "ok"})
+    return json_response({"status": "unavailable"}, 503)
 
 
 @router.get("/metrics")

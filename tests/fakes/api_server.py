@@ -18,7 +18,7 @@ import pytest
 from quire.engine.config.engine_config import EngineConfig
 from quire.server.cli.api_process import http_server
 from quire.server.config import ServerOptions
-from quire.server.frontend import frontend as frontend_module
+from quire.server.frontend import engine_manager
 from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.inputs import ChatInput
@@ -84,9 +84,7 @@ def core_mode(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Every engine of the test is a fake core; call it with a mode to choose another than the plain one."""
 
     def choose(mode: str) -> None:
-        monkeypatch.setattr(
-            frontend_module, "start_core", lambda config, ends, level: fake_core.start(config, ends, level, mode)
-        )
+        monkeypatch.setattr(engine_manager, "start_core", lambda args, folder: fake_core.start(args, folder, mode))
 
     choose("")
     return choose

@@ -18,11 +18,11 @@ from quire.engine.protocol.engine_core import (
     EngineCoreRequest,
     Probe,
     ProbeReply,
-    Shutdown,
     ToServer,
 )
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
+from quire.engine.protocol.supervision import Shutdown
 from tests.fakes.outputs import each
 
 

@@ -17,11 +17,11 @@ from quire.engine.protocol.engine_core import (
     Probe,
     ProbeReply,
     ReplicaFailed,
-    Shutdown,
     StartWave,
     ToServer,
 )
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.supervision import Shutdown
 from tests.fakes.outputs import each
 
 WAIT = 60.0

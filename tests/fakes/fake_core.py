@@ -2,8 +2,7 @@
 
 It answers a request with the prompt's own tokens, one a step, and the end-of-sequence token; with `ignore_eos` it
 starts over until `max_tokens`. Special tokens in the prompt (tests.fakes.tokenizers.COMMANDS) are not echoed but
-obeyed. It is a thread (`start`) or a process of its own (`start_process`, which runs
-`python -m tests.fakes.fake_core MODE REPLICA REQUESTS RESPONSES …`). The mode `dead` reports a death instead
+obeyed. It is a thread (`start`) or a process of its own (`start_process`). The mode `dead` reports a death instead
 of starting, `loading` never gets ready, `stubborn` gets ready and then does nothing, nor does it stop; `lingering`
 reports a death then and does not end; `one at a time` lets the others wait; `slow` takes 10 ms for a step. For a model
 that embeds, the vector of a prompt is `vector` of its tokens.
@@ -11,37 +10,38 @@ that embeds, the vector of a prompt is `vector` of its tokens.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import pickle
 import signal
-import subprocess
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Iterator
+from multiprocessing.connection import Connection, Pipe
 
 import msgspec
 import zmq
 
-from quire.engine.config.engine_config import EngineConfig
-from quire.engine.core.launch import Endpoints
+from quire.engine import supervisor
+from quire.engine.core.launch import CoreArgs
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDead,
-    EngineReady,
     FinishReason,
     Join,
     Probe,
     ProbeReply,
-    Shutdown,
     ToCore,
     ToServer,
 )
 from quire.engine.protocol.logprobs import PromptLogprobs, TokenLogprobs
 from quire.engine.protocol.stats import EngineStats
+from quire.engine.protocol.supervision import Failed, FromProcess, Heartbeat, Ready
 from tests.fakes.outputs import prompt_logprobs
 
 MAX_MODEL_LEN = 128
@@ -50,13 +50,12 @@ DIE, VANISH, FAIL, HANG, MUTE = range(3, 8)
 
 
 class CoreThread(threading.Thread):
-    """A fake core as a thread; to the server it is a process: what it uses of `subprocess.Popen` is here."""
+    """A fake core as a thread; to its supervisor it is a process."""
 
-    stdin = None
-
-    def __init__(self, mode: str, replica: int, requests: str, responses: list[str]) -> None:
-        super().__init__(name=f"fake-core-{replica}", daemon=True)
-        self._arguments = (mode, replica, requests, responses)
+    def __init__(self, args: CoreArgs, mode: str) -> None:
+        super().__init__(name=f"fake-core-{args.config.parallel.replica}", daemon=True)
+        self.connection, self._own = Pipe()
+        self._args, self._mode = args, mode
         self.returncode: int | None = None
         self._killed = threading.Event()
         self.start()
@@ -64,10 +63,11 @@ class CoreThread(threading.Thread):
     def run(self) -> None:
         code = 0
         try:
-            serve(*self._arguments, self._killed)
+            serve(self._args, self._mode, self._own, self._killed)
         except SystemExit as ended:
             code = int(ended.code or 0)
         self.returncode = -signal.SIGKILL if self._killed.is_set() else code
+        self._own.close()
 
     def poll(self) -> int | None:
         return self.returncode
@@ -75,29 +75,15 @@ class CoreThread(threading.Thread):
     def kill(self) -> None:
         self._killed.set()
 
-    def wait(self) -> None:
-        self.join()
 
-
-def _arguments(config: EngineConfig, endpoints: Endpoints, mode: str) -> tuple[str, int, str, list[str]]:
-    if config.model.pooling is not None and not mode:
-        mode = f"embed {config.model.pooling.size}"
-    replica = config.parallel.replica
-    return mode, replica, endpoints.requests[replica], list(endpoints.responses)
-
-
-def start(config: EngineConfig, endpoints: Endpoints, log_level: str, mode: str = "") -> CoreThread:
+def start(args: CoreArgs, folder: str, mode: str = "") -> CoreThread:
     """In place of `quire.engine.core.launch.start_core`: in a thread."""
-    return CoreThread(*_arguments(config, endpoints, mode))
+    return CoreThread(args, mode)
 
 
-def start_process(
-    config: EngineConfig, endpoints: Endpoints, log_level: str, mode: str = ""
-) -> subprocess.Popen[bytes]:
+def start_process(args: CoreArgs, folder: str, mode: str = "") -> supervisor.Process:
     """The same in a process."""
-    mode, replica, requests, responses = _arguments(config, endpoints, mode)
-    command = [sys.executable, "-m", "tests.fakes.fake_core", mode, str(replica), requests, *responses]
-    return subprocess.Popen(command, stdin=subprocess.PIPE)
+    return supervisor.start_process("tests.fakes.fake_core", (args, mode), env={"PYTHONPATH": os.getcwd()})
 
 
 def vector(tokens: list[int], size: int) -> list[float]:
@@ -108,8 +94,11 @@ def vector(tokens: list[int], size: int) -> list[float]:
 
 
 class FakeCore:
-    def __init__(self, replica: int, requests: str, responses: list[str]) -> None:
-        self.replica = replica
+    def __init__(self, args: CoreArgs, channel: Connection[bytes, bytes]) -> None:
+        self.replica = replica = args.config.parallel.replica
+        self.incarnation = args.incarnation
+        self.channel = channel
+        """To the supervisor."""
         self.milliseconds = 1
         """That a step takes at least."""
         self.width: int | None = None
@@ -118,9 +107,9 @@ class FakeCore:
         """Numbers in a vector; 0: text is generated."""
         self.context = zmq.Context()
         self.requests = self.context.socket(zmq.PULL)
-        self.requests.bind(requests)
-        self.responses = [self.context.socket(zmq.PUSH) for _ in responses]
-        for socket, address in zip(self.responses, responses, strict=True):
+        self.requests.bind(args.endpoints.requests[replica])
+        self.responses = [self.context.socket(zmq.PUSH) for _ in args.endpoints.responses]
+        for socket, address in zip(self.responses, args.endpoints.responses, strict=True):
             socket.setsockopt(zmq.RECONNECT_IVL, 10)
             socket.connect(address)
         self.decoder: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)
@@ -135,17 +124,21 @@ class FakeCore:
     def send(self, client: int, message: ToServer) -> None:
         self.responses[client].send(msgspec.msgpack.encode(message))
 
-    def broadcast(self, message: ToServer) -> None:
-        for client in range(len(self.responses)):
-            self.send(client, message)
+    def report(self, message: FromProcess) -> None:
+        """Send the supervisor a message."""
+        with contextlib.suppress(OSError):
+            self.channel.send_bytes(msgspec.msgpack.encode(message))
 
     def run(self, killed: threading.Event) -> None:
+        next_beat = 0.0
         while not killed.is_set():
             while self.requests.poll(self.milliseconds if self.running else 50):
-                message = self.decoder.decode(self.requests.recv())
-                if isinstance(message, Shutdown):
-                    return
-                self.take(message)
+                self.take(self.decoder.decode(self.requests.recv()))
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + 1.0
+                self.report(Heartbeat())
+            if is_shutdown(self.channel):
+                return
             self.step()
 
     def take(self, message: ToCore) -> None:
@@ -158,9 +151,8 @@ class FakeCore:
                 self.abort(request_ids)
             case Join(client):
                 self.abort([i for i in self.running if self.clients[i] == client])
-                self.send(client, EngineReady({}, self.replica))
             case Probe(client, probe_id) if not self.is_mute:
-                self.send(client, ProbeReply(probe_id, self.replica))
+                self.send(client, ProbeReply(probe_id, self.replica, self.incarnation))
 
     def abort(self, request_ids: list[str]) -> None:
         ended = [i for i in request_ids if self.running.pop(i, None) is not None]
@@ -193,7 +185,8 @@ class FakeCore:
         columns = [output for output in plain if output.request_id in self.reported]
         self.reported.update(output.request_id for output in first)
         ids, tokens = [output.request_id for output in columns], [output.token_ids[0] for output in columns]
-        self.send(client, EngineCoreOutputs(first + full, self.stats, ids, tokens, self.replica))
+        step = EngineCoreOutputs(first + full, self.stats, ids, tokens, self.replica, incarnation=self.incarnation)
+        self.send(client, step)
 
     def echo(self, request: EngineCoreRequest) -> Iterator[EngineCoreOutput]:
         """The outputs of a request behind what it has had, one for each step; those without tokens are not sent."""
@@ -232,7 +225,7 @@ class FakeCore:
     def obey(self, command: int, request_id: str) -> Iterator[EngineCoreOutput]:
         match command:
             case int() if command == DIE:
-                self.broadcast(EngineDead("rank 1 was killed by SIGKILL", self.replica))
+                self.report(Failed("rank 1 was killed by SIGKILL"))
                 sys.exit(1)
             case int() if command == VANISH:
                 sys.exit(3)
@@ -245,40 +238,41 @@ class FakeCore:
                 self.is_mute = True
 
 
-def end_with_the_server() -> None:
-    """As the real core does: standard input closes when the process that started this one ends."""
-    sys.stdin.read()
-    os._exit(1)
+def is_shutdown(channel: Connection[bytes, bytes]) -> bool:
+    """Whether the supervisor has asked for the end, or has ended itself, as a real core looks for in a thread."""
+    try:
+        return channel.poll(0) and bool(channel.recv_bytes())
+    except (EOFError, OSError):
+        return True
 
 
-def serve(mode: str, replica: int, requests: str, responses: list[str], killed: threading.Event) -> None:
-    """Be a core until the server stops it, or a prompt ends it by `SystemExit`."""
-    core = FakeCore(replica, requests, responses)
+def serve(args: CoreArgs, mode: str, channel: Connection[bytes, bytes], killed: threading.Event) -> None:
+    """Be a core until the supervisor stops it, or a prompt ends it by `SystemExit`."""
+    core = FakeCore(args, channel)
     core.width = 1 if mode == "one at a time" else None
     core.milliseconds = 10 if mode == "slow" else 1
-    ready = EngineReady({"engine in all": 0.0}, replica)
+    pooling = args.config.model.pooling
+    core.size = pooling.size if pooling is not None else 0
     try:
         match mode:
             case "dead":
-                core.broadcast(EngineDead("the weights do not fit", replica))
+                core.report(Failed("the weights do not fit"))
             case "stubborn" | "lingering":
-                core.broadcast(ready)
+                core.report(Ready({"engine in all": 0.0}, core.stats))
                 if mode == "lingering":
-                    core.broadcast(EngineDead("rank 0 hangs", replica))
-                killed.wait()
+                    core.report(Failed("rank 0 hangs"))
+                while not killed.wait(0.5):
+                    core.report(Heartbeat())
             case "loading":
                 core.run(killed)
             case _:
-                if mode.startswith("embed "):
-                    core.size = int(mode.removeprefix("embed "))
-                else:
-                    ready = EngineReady({"engine in all": 0.0}, replica, core.stats)
-                core.broadcast(ready)
+                core.report(Ready({"engine in all": 0.0}, None if core.size else core.stats))
                 core.run(killed)
     finally:
         core.context.destroy(linger=5000)
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with_the_server, daemon=True).start()
-    serve(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4:], threading.Event())
+    own = Connection(os.dup(0))
+    args, mode = pickle.loads(own.recv_bytes())
+    serve(args, mode, own, threading.Event())

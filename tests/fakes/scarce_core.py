@@ -1,28 +1,25 @@
 """The real engine core, but for a memory that does not suffice for sequences of more than so many tokens.
 
-Run as `python -m tests.fakes.scarce_core TOKENS`, with what `quire.engine.core.engine_core` reads from standard input.
+Its supervisor starts it as `python -m tests.fakes.scarce_core`; the number of tokens is in the environment.
 """
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
+import os
 from typing import Any
 
-from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core import engine_core
-from quire.engine.core.launch import Endpoints
+from quire.engine.core.launch import CoreArgs
+from quire.engine.supervisor import Process, start_process
+
+_MOST = "QUIRE_TEST_TOKENS"
 
 
-def start(config: EngineConfig, endpoints: Endpoints, log_level: str, most: int) -> subprocess.Popen[bytes]:
+def start(args: CoreArgs, folder: str, most: int) -> Process:
     """In place of `quire.engine.core.launch.start_core`."""
-    command = [sys.executable, "-m", "tests.fakes.scarce_core", str(most)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    process.stdin.write(pickle.dumps((config, endpoints, log_level)))
-    process.stdin.flush()
-    return process
+    return start_process(
+        "tests.fakes.scarce_core", args, env={"TMPDIR": folder, "PYTHONPATH": os.getcwd(), _MOST: str(most)}
+    )
 
 
 def limit(most: int) -> None:
@@ -39,5 +36,5 @@ def limit(most: int) -> None:
 
 
 if __name__ == "__main__":
-    limit(int(sys.argv[1]))
+    limit(int(os.environ[_MOST]))
     engine_core.main()

@@ -68,7 +68,7 @@ class ThreadExecutor:
             except BaseException as error:
                 future.set_exception(error)
 
-    def submit(self, plan: SchedulerOutput) -> StepFuture:
+    def submit(self, plan: SchedulerOutput, limit: float) -> StepFuture:
         futures: list[Future[Any]] = [Future() for _ in self._plans]
         for plans, future in zip(self._plans, futures, strict=True):
             plans.put((plan, future))

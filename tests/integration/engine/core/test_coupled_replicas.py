@@ -7,7 +7,6 @@ import itertools
 import random
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,19 +20,17 @@ import pytest
 import zmq
 
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
-from quire.engine.core.launch import Endpoints, start_core
+from quire.engine.core.launch import CoreArgs, Endpoints, start_core
 from quire.engine.protocol.engine_core import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDead,
-    EngineReady,
     Probe,
-    Shutdown,
     ToServer,
 )
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import ExpertLoad
+from quire.engine.protocol.supervision import Failed, FromProcess, Ready, Shutdown
 from tests.fakes.checkpoints import generate
 from tests.fakes.families import CASES, SIZES, write_model
 from tests.fakes.model_logits import configure
@@ -74,7 +71,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 class Replicas:
     """The cores as processes, and this process in the place of the API."""
 
-    cores: list[subprocess.Popen[bytes]]
+    cores: list[Any]
+    """As `quire.engine.supervisor.start_process` returns them."""
     sockets: list[zmq.Socket[bytes]]
     responses: zmq.Socket[bytes]
     outputs: dict[str, list[EngineCoreOutput]] = field(default_factory=dict)
@@ -84,15 +82,27 @@ class Replicas:
         message: ToServer = _decode(self.responses.recv())
         return message
 
-    def send(self, replica: int, message: EngineCoreRequest | Probe | Shutdown) -> None:
+    def send(self, replica: int, message: EngineCoreRequest | Probe) -> None:
         self.sockets[replica].send(msgspec.msgpack.encode(message))
 
+    def shut_down(self, replica: int) -> None:
+        self.cores[replica].connection.send_bytes(msgspec.msgpack.encode(Shutdown()))
+
+    def reported(self, replica: int, kind: type[Ready | Failed], seconds: float = WAIT) -> Any:
+        """The core's next message of this kind to its supervisor; None if it ends without one."""
+        connection, deadline = self.cores[replica].connection, time.monotonic() + seconds
+        while True:
+            assert connection.poll(max(0.0, deadline - time.monotonic())), "nothing comes"
+            try:
+                message = msgspec.msgpack.decode(connection.recv_bytes(), type=FromProcess)
+            except (EOFError, OSError):
+                return None
+            if isinstance(message, kind):
+                return message
+
     def ready(self) -> None:
-        waiting = len(self.cores)
-        while waiting:
-            message = self.receive()
-            assert isinstance(message, EngineReady), message
-            waiting -= 1
+        for replica in range(len(self.cores)):
+            assert self.reported(replica, Ready) is not None
 
     def tokens(self, replica_of: list[int], prompts: list[list[int]], count: int = COUNT) -> list[list[int]]:
         """What the prompts are answered with, each by its replica."""
@@ -113,13 +123,10 @@ class Replicas:
         for number, (replica, prompt) in enumerate(zip(replica_of, prompts, strict=True)):
             self.send(replica, EngineCoreRequest(0, str(number), prompt, params))
 
-    def deaths(self, count: int) -> dict[int, str]:
-        """What so many cores say that they ended for."""
-        reasons: dict[int, str] = {}
-        while len(reasons) < count:
-            if isinstance(message := self.receive(20.0), EngineDead):
-                reasons[message.replica] = message.reason
-        return reasons
+    def deaths(self) -> dict[int, str]:
+        """Why the cores have ended, as far as they say."""
+        reports = {replica: self.reported(replica, Failed, 20.0) for replica in range(len(self.cores))}
+        return {replica: report.reason for replica, report in reports.items() if report is not None}
 
 
 @contextlib.contextmanager
@@ -135,7 +142,8 @@ def replicas(config: EngineConfig, folder: Path, dp: int, experts: ExpertParalle
     context = zmq.Context()
     responses = context.socket(zmq.PULL)
     responses.bind(endpoints.responses[0])
-    sockets, cores = [], []
+    sockets: list[zmq.Socket[bytes]] = []
+    cores: list[Any] = []
     try:
         for replica in range(dp):
             parallel = replace(
@@ -146,7 +154,8 @@ def replicas(config: EngineConfig, folder: Path, dp: int, experts: ExpertParalle
                 experts=experts,
                 master=("127.0.0.1", port),
             )
-            cores.append(start_core(replace(config, parallel=parallel), endpoints, "warning"))
+            args = CoreArgs(replace(config, parallel=parallel), endpoints, "warning", incarnation=1)
+            cores.append(start_core(args, str(folder)))
             sockets.append(context.socket(zmq.PUSH))
             sockets[-1].setsockopt(zmq.LINGER, 0)
             sockets[-1].connect(endpoints.requests[replica])
@@ -160,8 +169,7 @@ def replicas(config: EngineConfig, folder: Path, dp: int, experts: ExpertParalle
                 process.kill()
         for core in cores:
             core.wait(10)
-            assert core.stdin is not None
-            core.stdin.close()
+            core.connection.close()
         context.destroy(0)
 
 
@@ -213,7 +221,7 @@ def test_tokens_are_those_of_one_rank(
         for replica_of in ([0] * 5, [1] * 5, [0, 1, 0, 0, 1]):
             assert them.tokens(replica_of, case.prompts) == case.expected
         for replica in range(2):
-            them.send(replica, Shutdown())
+            them.shut_down(replica)
         assert [core.wait(20) for core in them.cores] == [0, 0]
 
 
@@ -241,7 +249,7 @@ def test_tokens_stay_while_experts_move(
             for replica_of in ([0] * 5, [1] * 5, [0, 1, 0, 0, 1]):
                 assert them.tokens(replica_of, case.prompts) == case.expected
         for replica in range(2):
-            them.send(replica, Shutdown())
+            them.shut_down(replica)
         assert [core.wait(20) for core in them.cores] == [0, 0]
     assert loads[0][-1].moved >= 4
     assert any(load in loads[1] for load in loads[0])
@@ -257,7 +265,7 @@ def test_when_one_is_killed_all_end_and_name_it(whom: str, tp: int, cases: dict[
         family = {process.name(): process for process in _family(them.cores[1].pid)}
         everyone = [process for core in them.cores for process in _family(core.pid)]
         family["quire-core-1" if whom == "core" else "quire-rank-1"].send_signal(signal.SIGKILL)
-        reasons = them.deaths(1 if whom == "core" else 2)
+        reasons = them.deaths()
         _, left = psutil.wait_procs([each for each in everyone if each.pid not in {c.pid for c in them.cores}], 10)
         codes = [core.wait(10) for core in them.cores]
     assert not left
@@ -277,6 +285,4 @@ def test_a_replica_that_hangs_is_named(cases: dict[str, Case], tmp_path: Path) -
         assert them.tokens([0], case.prompts[:1]) == case.expected[:1]
         them.cores[1].send_signal(signal.SIGSTOP)
         them.send(0, Probe(0, 1))
-        while not isinstance(message := them.receive(20.0), EngineDead):
-            pass
-        assert message.reason.startswith("replica 1 ended or hung: ")
+        assert them.reported(0, Failed, 20.0).reason.startswith("replica 1 ended or hung: ")

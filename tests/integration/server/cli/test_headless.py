@@ -19,12 +19,15 @@ import pytest
 from quire.engine.cluster.control_plane import LinkEnded
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.config.options import EngineOptions
-from quire.engine.core.launch import Endpoints
+from quire.engine.core.launch import CoreArgs
 from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.supervision import ReplicaUp
 from quire.server.cli import headless
 from quire.server.cli.main import main
-from quire.server.frontend.dp_coordinator import DPMember, connect_hosts
+from quire.server.config import ServerOptions
+from quire.server.frontend import engine_manager
+from quire.server.frontend.dp_coordinator import DPMember, ReplicaDied, connect_hosts
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.inputs import GenerationInput
 from tests.fakes import fake_core
@@ -35,13 +38,12 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> SimpleQueue[tuple[int, int]]:
     """Replica and process of each core that is started; all are fakes."""
     started: SimpleQueue[tuple[int, int]] = SimpleQueue()
 
-    def start(config: EngineConfig, endpoints: Endpoints, log_level: str) -> Any:
-        core = fake_core.start_process(config, endpoints, log_level, MODE[0])
-        started.put((config.parallel.replica, core.pid))
+    def start(args: CoreArgs, folder: str) -> Any:
+        core: Any = fake_core.start_process(args, folder, MODE[0])
+        started.put((args.config.parallel.replica, core.pid))
         return core
 
-    monkeypatch.setattr(headless, "start_core", start)
-    monkeypatch.setattr(headless, "_RESTART_SECONDS", 0.1)
+    monkeypatch.setattr(engine_manager, "start_core", start)
     MODE[0] = ""
     return started
 
@@ -54,7 +56,7 @@ class Alone:
     """In place of `DPMember`, with nobody at the other end."""
 
     folder: Path
-    reported: SimpleQueue[tuple[int, str]] = field(default_factory=SimpleQueue)
+    reported: SimpleQueue[ReplicaUp | tuple[int, str]] = field(default_factory=SimpleQueue)
     leader: str = "the host with the API"
     responses: tuple[str, ...] = ()
     master: tuple[str, int] = ("127.0.0.1", 0)
@@ -64,8 +66,14 @@ class Alone:
     def requests(self) -> tuple[str, ...]:
         return tuple(f"ipc://{self.folder}/requests-{replica}" for replica in range(2))
 
-    def report_death(self, replica: int, reason: str) -> None:
-        self.reported.put((replica, reason))
+    def report(self, replica: int, state: ReplicaUp | ReplicaDied) -> None:
+        self.reported.put((replica, state.reason) if isinstance(state, ReplicaDied) else state)
+
+    def watch(self, listener: object) -> None:
+        pass
+
+    def close(self, reason: str = "") -> None:
+        pass
 
 
 def spread(config: EngineConfig, start: int, local: int, *, is_coupled: bool = False) -> EngineConfig:
@@ -77,26 +85,23 @@ def spread(config: EngineConfig, start: int, local: int, *, is_coupled: bool = F
 
 @dataclass
 class Running:
-    """`HeadlessReplicas.run` in a thread."""
+    """`run_replicas` in a thread."""
 
     stop: threading.Event
     result: Future[str | None]
 
 
 @pytest.fixture
-def run(cores: SimpleQueue[tuple[int, int]]) -> Iterator[Callable[[EngineConfig, Any], Running]]:
+def run(
+    cores: SimpleQueue[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[EngineConfig, Any], Running]]:
     with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
 
         def begin(config: EngineConfig, membership: Any) -> Running:
-            replicas = headless.HeadlessReplicas(config, cast(DPMember, membership), "info")
             stop = threading.Event()
             stack.callback(stop.set)
-
-            def work() -> str | None:
-                with replicas:
-                    return replicas.run(stop)
-
-            return Running(stop, pool.submit(work))
+            monkeypatch.setattr(headless, "DPMember", lambda *_, **__: membership)
+            return Running(stop, pool.submit(headless.run_replicas, config, ServerOptions(), stop))
 
         try:
             yield begin
@@ -115,12 +120,14 @@ def test_a_replica_that_dies_is_reported_and_restarted(
     alone = Alone(tmp_path)
     running = run(spread(config, 0, 2), alone)
     first = dict(cores.get(timeout=20) for _ in range(2))
-    wait_for(lambda: "replica 1 is ready" in caplog.text)
+    up = [alone.reported.get(timeout=20) for _ in range(2)]
     os.kill(first[1], signal.SIGKILL)
-    assert alone.reported.get(timeout=20) == (1, "the engine core of replica 1 was killed by signal 9")
+    assert alone.reported.get(timeout=20) == (1, "the engine core of replica 1 was killed by SIGKILL")
     replica, process = cores.get(timeout=20)
     assert replica == 1
     assert process != first[1]
+    again = alone.reported.get(timeout=20)
+    assert all(isinstance(state, ReplicaUp) for state in (*up, again))
     running.stop.set()
     assert running.result.result(30) is None
     for each in (first[0], process):
@@ -135,11 +142,12 @@ def test_a_dead_core_that_does_not_end_is_killed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(headless, "_SHUTDOWN_SECONDS", 0.3)
+    monkeypatch.setattr("quire.engine.supervisor._EXIT_SECONDS", 0.3)
     MODE[0] = "lingering"
     alone = Alone(tmp_path)
     running = run(spread(config, 1, 1), alone)
     first = cores.get(timeout=20)
+    assert isinstance(alone.reported.get(timeout=20), ReplicaUp)
     assert alone.reported.get(timeout=20) == (1, "rank 0 hangs")
     assert cores.get(timeout=20) != first
     running.stop.set()
@@ -157,8 +165,7 @@ def test_what_cannot_be_loaded_ends_the_host(
 ) -> None:
     MODE[0] = "dead"
     alone = Alone(tmp_path)
-    assert run(spread(config, 1, 1), alone).result.result(30) == "the weights do not fit"
-    assert alone.reported.get(timeout=1) == (1, "the weights do not fit")
+    assert run(spread(config, 1, 1), alone).result.result(30) == "replica 1: the weights do not fit"
 
 
 def test_coupled_replicas_end_together(
@@ -173,7 +180,8 @@ def test_coupled_replicas_end_together(
     first = dict(cores.get(timeout=20) for _ in range(2))
     wait_for(lambda: "replica 0 is ready" in caplog.text)
     os.kill(first[0], signal.SIGKILL)
-    assert running.result.result(30) == "the engine core of replica 0 was killed by signal 9"
+    reason = "replica 0: the engine core of replica 0 was killed by SIGKILL"
+    assert running.result.result(30) == reason
 
 
 @pytest.mark.parametrize("reason", ["", "the engine is gone"])

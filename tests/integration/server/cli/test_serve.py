@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import re
 import shutil
 import signal
@@ -30,32 +31,32 @@ from tests.fakes.tokenizers import write_slow_files
 
 FLAGS = """
 --all2all-backend --allow-credentials --allowed-headers --allowed-methods --allowed-origins --api-key --api-key-file
---api-server-count --attention-backend --block-size --chat-template --config --cuda-graph-sizes --data-parallel-address
---data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
---dbo-token-threshold --device --disable-custom-all-reduce --distributed-executor-backend --distributed-timeout-seconds
---dtype --enable-chunked-prefill --enable-dbo --enable-eplb --enable-expert-parallel --enable-prefix-caching
---enforce-eager --eplb-step-interval --expert-placement-strategy --gpu-memory-utilization --headless --help --host
---itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format --log-level --master-addr --master-port
---max-body-mib --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-queue --model-impl --nnodes
---no-allow-credentials --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-dbo --no-enable-eplb
---no-enable-expert-parallel --no-enable-prefix-caching --no-enforce-eager --no-headless --no-trust-remote-code
---no-trust-request-chat-template --node-rank --num-redundant-experts --pipeline-layer-partition
---pipeline-parallel-size --port --quantization --reasoning-parser --request-timeout --revision --root-path --runner
---scheduling-policy --seed --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
---tensor-parallel-size --tokenizer --tool-call-parser --trust-remote-code --trust-request-chat-template --uds -asc
--dp -dpa -dpl -dpp -dpr -h -pp -q -tp
+--api-server-count --attention-backend --block-size --chat-template --config --cuda-graph-sizes
+--data-parallel-address --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local
+--data-parallel-start-rank --dbo-token-threshold --device --disable-custom-all-reduce --distributed-executor-backend
+--distributed-timeout-seconds --dtype --enable-chunked-prefill --enable-dbo --enable-eplb --enable-expert-parallel
+--enable-prefix-caching --enforce-eager --eplb-step-interval --expert-placement-strategy --gpu-memory-utilization
+--headless --help --host --itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format --log-level
+--master-addr --master-port --max-body-mib --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs
+--max-queue --max-restarts --model-impl --nnodes --no-allow-credentials --no-disable-custom-all-reduce
+--no-enable-chunked-prefill --no-enable-dbo --no-enable-eplb --no-enable-expert-parallel --no-enable-prefix-caching
+--no-enforce-eager --no-headless --no-restart --no-trust-remote-code --no-trust-request-chat-template --node-rank
+--num-redundant-experts --pipeline-layer-partition --pipeline-parallel-size --port --quantization --reasoning-parser
+--request-timeout --restart --revision --root-path --runner --scheduling-policy --seed --served-model-name
+--shutdown-timeout --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --tensor-parallel-size --tokenizer
+--tool-call-parser --trust-remote-code --trust-request-chat-template --uds --watchdog-seconds -asc -dp -dpa -dpl -dpp
+-dpr -h -pp -q -tp
 """
 
 RUN = """
 import sys
-from quire.server.frontend import frontend
+from quire.server.frontend import engine_manager
 from quire.server.cli.main import main
 from tests.fakes import fake_core
 mode = sys.argv.pop(1)
-frontend.start_core = lambda config, endpoints, level: fake_core.start_process(config, endpoints, level, mode)
+engine_manager.start_core = lambda args, folder: fake_core.start_process(args, folder, mode)
 code = main()
-assert sys.modules.get("torch") is None
-assert ("transformers" in sys.modules) == (mode == "transformers")
+assert not {"torch", "transformers", "uvicorn", "fastapi", "tokenizers"} & set(sys.modules), "the parent stays small"
 sys.exit(code)
 """
 
@@ -236,7 +237,8 @@ def running(model: Path, *arguments: str, mode: str = "") -> Iterator[tuple[subp
 
 
 def test_serve_answers_and_stops_on_a_signal(model_folder: Path) -> None:
-    with running(model_folder, "--port", "0", "--served-model-name", "echo", "alias") as (process, url):
+    flags = ("--port", "0", "--shutdown-timeout", "0.2", "--served-model-name", "echo", "alias")
+    with running(model_folder, *flags) as (process, url):
         assert httpx.get(f"{url}/health").status_code == 200
         assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["echo", "alias"]
         body = {"model": "alias", "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
@@ -252,8 +254,36 @@ def test_serve_answers_and_stops_on_a_signal(model_folder: Path) -> None:
     assert "Traceback" not in err
 
 
-def test_serve_ends_when_its_core_dies(model_folder: Path) -> None:
-    with running(model_folder, "--port", "0") as (process, url):
+def test_running_requests_finish_after_sigterm(model_folder: Path) -> None:
+    """New ones are sent elsewhere meanwhile."""
+    body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True}
+    with running(model_folder, "--port", "0", mode="slow") as (process, url):
+        assert httpx.get(f"{url}/health/ready").status_code == 200
+        whole = httpx.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"]
+        with (
+            httpx.Client(base_url=url) as other,
+            httpx.stream("POST", f"{url}/v1/completions", json={**body, "stream": True}) as response,
+        ):
+            lines = response.iter_lines()
+            events = [next(lines)]
+            assert other.get("/health/live").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            while other.get("/health/ready").status_code == 200:
+                pass
+            refused = other.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unavailable")
+            assert "retry-after" in refused.headers
+            assert other.get("/health/live").status_code == 200
+            events += lines
+        texts = [json.loads(line[6:])["choices"][0]["text"] for line in events if line.startswith("data: {")]
+        assert "".join(texts) == whole
+        _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "Traceback" not in err
+
+
+def test_serve_ends_when_its_core_dies_and_is_not_restarted(model_folder: Path) -> None:
+    with running(model_folder, "--port", "0", "--no-restart") as (process, url):
         response = httpx.post(f"{url}/v1/completions", json={"prompt": "a<vanish>"})
         assert response.status_code == 503
         assert "exited with code 3" in response.json()["error"]["message"]
@@ -285,12 +315,18 @@ def test_health_answers_while_loading(model_folder: Path) -> None:
 
 
 def test_a_second_signal_ends_it_at_once(model_folder: Path) -> None:
-    with running(model_folder, "--port", "0", mode="stubborn") as (process, _):
-        assert process.stderr is not None
-        process.send_signal(signal.SIGINT)
-        assert "shutting down" in process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        assert process.wait() == 130
+    """Neither requests nor processes that do not stop are waited for."""
+    with running(model_folder, "--port", "0", "--shutdown-timeout", "600", mode="stubborn") as (process, url):
+        with httpx.stream("POST", f"{url}/v1/completions", json={"prompt": "a", "stream": True}) as response:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGINT)
+            assert process.stderr is not None
+            while "shutting down" not in process.stderr.readline():
+                pass
+            process.send_signal(signal.SIGINT)
+            assert "the server is shutting down" in response.read().decode()
+        assert process.wait() == 0
+    assert not psutil.wait_procs(family, timeout=10)[1]
 
 
 def test_a_bad_chat_template_does_not_wait_for_the_model(model_folder: Path) -> None:
@@ -371,7 +407,8 @@ def held_by_each(
 ) -> list[httpx.Client]:
     """A client of the first API process and one of the second: while one is stopped, the other must accept."""
     clients = []
-    for held in (children(process)["quire-api-1"], psutil.Process(process.pid)):
+    family = children(process)
+    for held in (family["quire-api-1"], family["quire-api-0"]):
         held.suspend()
         try:
             clients.append(stack.enter_context(httpx.Client(base_url=url, timeout=60, verify=verify)))
@@ -427,20 +464,20 @@ def test_every_api_process_has_the_same_front(model_folder: Path, tmp_path: Path
     assert "Traceback" not in err
 
 
-def test_an_api_process_that_dies_is_replaced_and_nobody_else_is_hurt(model_folder: Path) -> None:
-    arguments = ("--port", "0", "--api-server-count", "2", "--served-model-name", "echo")
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_api_process_that_dies_is_replaced_and_nobody_else_is_hurt(model_folder: Path, index: int) -> None:
+    arguments = ("--port", "0", "--api-server-count", "2", "--served-model-name", "echo", "--shutdown-timeout", "0")
     endless = {"prompt": "a<hang>", "stream": True}
     with running(model_folder, *arguments) as (process, url), contextlib.ExitStack() as stack:
         clients = held_by_each(stack, url, process)
-        first, second = (
-            stack.enter_context(client.stream("POST", "/v1/completions", json=endless)) for client in clients
-        )
-        children(process)["quire-api-1"].kill()
+        streams = [stack.enter_context(client.stream("POST", "/v1/completions", json=endless)) for client in clients]
+        first = streams[1 - index]
+        children(process)[f"quire-api-{index}"].kill()
         with pytest.raises(httpx.RemoteProtocolError):
-            second.read()
+            streams[index].read()
         assert process.stderr is not None
-        assert "API process 1 was killed by signal 9" in process.stderr.readline()
-        assert "API process 1 is ready again" in process.stderr.readline()
+        assert f"API process {index} was killed by SIGKILL" in process.stderr.readline()
+        assert f"API process {index} is ready again" in process.stderr.readline()
         for client in held_by_each(stack, url, process):
             assert client.post("/v1/completions", json={"prompt": "hello"}).json()["choices"][0]["text"] == "hello"
             # What the dead one had left in the engine is gone; the other stream runs on.
@@ -457,7 +494,7 @@ def test_an_api_process_that_dies_is_replaced_and_nobody_else_is_hurt(model_fold
 
 def test_every_api_process_says_why_the_engine_died(model_folder: Path) -> None:
     with (
-        running(model_folder, "--port", "0", "--api-server-count", "2") as (process, url),
+        running(model_folder, "--port", "0", "--api-server-count", "2", "--no-restart") as (process, url),
         contextlib.ExitStack() as stack,
     ):
         first, second = held_by_each(stack, url, process)

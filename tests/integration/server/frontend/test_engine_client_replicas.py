@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,13 @@ import msgspec
 import pytest
 import zmq
 
-from quire.engine.config.engine_config import CacheConfig, EngineConfig
-from quire.engine.core.launch import Endpoints
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.core.launch import CoreArgs, Endpoints
 from quire.engine.protocol.engine_core import (
     AbortRequests,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
-    EngineDead,
-    EngineReady,
     Join,
     Probe,
     ProbeReply,
@@ -33,7 +30,9 @@ from quire.engine.protocol.engine_core import (
 )
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
+from quire.engine.protocol.supervision import EngineFailed, EngineState, ReplicaLost, ReplicaUp
 from quire.server.frontend.engine_client import EngineClient, QueueFull
+from quire.server.frontend.engine_manager import EngineManager
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import EngineUnavailable, OutputStream
 from tests.fakes import fake_core
@@ -73,8 +72,8 @@ async def whole(stream: OutputStream) -> EngineCoreOutput:
 class Script:
     """A core whose every word the test says."""
 
-    def __init__(self, replica: int, ends: Endpoints) -> None:
-        self.replica = replica
+    def __init__(self, replica: int, ends: Endpoints, incarnation: int = 1) -> None:
+        self.replica, self.incarnation = replica, incarnation
         self._context = zmq.Context()
         self._address = ends.requests[replica]
         self._requests = self._context.socket(zmq.PULL)
@@ -84,7 +83,7 @@ class Script:
             socket.connect(address)
 
     def say(self, message: ToServer, client: int = 0) -> None:
-        message.replica = self.replica
+        message.replica, message.incarnation = self.replica, self.incarnation
         self._responses[client].send(msgspec.msgpack.encode(message))
 
     def tell(self, *outputs: EngineCoreOutput, stats: EngineStats | None = None) -> None:
@@ -116,9 +115,22 @@ class Scripted:
     def submit(self, request_id: str, prompt: list[int], params: SamplingParams = LONG) -> OutputStream:
         return self.client.submit([(request_id, prompt, params)])
 
+    def up(self, core: Script) -> None:
+        self.client.update(ReplicaUp(core.replica, core.incarnation))
+
+    async def lost(self, core: Script, reason: str, *, returns: bool = False) -> None:
+        """The supervisor's report of a death, after the client has read all that the core has sent."""
+        read = self.client._probes[core.replica, -1] = asyncio.get_running_loop().create_future()
+        core.say(ProbeReply(-1))
+        await read
+        del self.client._probes[core.replica, -1]
+        self.client.update(ReplicaLost(core.replica, reason, returns))
+
     async def of(self, request_id: str) -> Script:
         """Where a request was sent to; its `EngineCoreRequest` is taken out there."""
-        core = self.cores[self.client._running[request_id].replica]
+        replica = self.client._running[request_id].replica
+        assert replica is not None
+        core = self.cores[replica]
         assert (await core.hear(EngineCoreRequest)).request_id == request_id
         return core
 
@@ -127,13 +139,16 @@ class Scripted:
 async def scripted(folder: Path, count: int = 2, **options: Any) -> AsyncIterator[Scripted]:
     ends = endpoints(folder, count)
     metrics = Metrics("m", replicas=range(count))
-    client = EngineClient(ends, {}, metrics, replicas=range(count), **options)
+    client = EngineClient(ends, metrics, replicas=range(count), **options)
     cores = [Script(number, ends) for number in range(count)]
+    engine = Scripted(client, metrics, ends, cores)
     try:
         for core in cores:
-            core.say(EngineReady({}))
+            engine.up(core)
+            metrics.state(core.replica, "up")
+            await core.hear(Join)
         await client.ready()
-        yield Scripted(client, metrics, ends, cores)
+        yield engine
     finally:
         await client.close()
         for core in cores:
@@ -150,11 +165,12 @@ async def test_a_stream_goes_on_at_another_replica_as_if_nothing_had_happened(tm
         first.tell(EngineCoreOutput("a", [], prompt_logprobs=prompt_logprobs(rows[:2], 0)))
         first.tell(EngineCoreOutput("a", [7], num_cached_tokens=2))
         first.say(EngineCoreOutputs(request_ids=["a"], token_ids=[8]))
-        first.say(EngineDead("rank 0 hangs"))
+        await engine.lost(first, "rank 0 hangs")
         resumed = await other.hear(EngineCoreRequest)
         assert (resumed.prompt_token_ids, resumed.output_token_ids) == ([1, 2, 3], [7, 8])
         assert resumed.params == params
         first.tell(EngineCoreOutput("a", [99]))  # too late
+        first.say(ProbeReply(-1))
         other.tell(EngineCoreOutput("a", [9], num_cached_tokens=1))
         other.tell(EngineCoreOutput("a", [10], finish_reason="stop", num_cached_tokens=1))
         output = await whole(stream)
@@ -175,7 +191,7 @@ async def test_prompt_logprobs_are_not_sent_twice(tmp_path: Path) -> None:
             first = await engine.of("a")
             other = engine.cores[1 - first.replica]
             first.tell(EngineCoreOutput("a", [], prompt_logprobs=prompt_logprobs(rows[:4], 2)))
-            first.say(EngineDead("gone"))
+            await engine.lost(first, "gone")
             assert (await other.hear(EngineCoreRequest)).output_token_ids == []
             begin = 0
             for end in cuts:
@@ -194,51 +210,131 @@ async def test_nothing_that_was_queued_for_the_dead_reaches_its_successor(tmp_pa
         mine = [i for i in streams if engine.client._running[i].replica == 0]
         assert len(mine) == 5
         dead.close()  # it has read nothing
-        engine.client.replica_died(0, "the host is gone")
+        engine.client.update(ReplicaLost(0, "the host is gone", returns=True))
         engine.client.abort({mine[0]}, "abort")
-        successor = engine.cores[0] = Script(0, engine.ends)
+        successor = engine.cores[0] = Script(0, engine.ends, incarnation=2)
         assert successor.is_quiet
         kinds = [type(await alive.hear(EngineCoreRequest | AbortRequests)) for _ in range(11)]
         assert kinds == [EngineCoreRequest] * 10 + [AbortRequests]
-        assert engine.metrics.of(0).running == 0
-        successor.say(EngineReady({}))
-        await until(lambda: engine.client._live_replicas() == [0, 1])
+        engine.up(successor)
+        assert engine.client._live_replicas() == [0, 1]
+        await successor.hear(Join)
         engine.submit("new", [1])
         assert (await successor.hear(EngineCoreRequest)).request_id == "new"  # it has the least to do
+
+
+async def test_late_messages_of_the_dead_do_not_reach_their_successors_requests(tmp_path: Path) -> None:
+    """A host that was cut off sends what it has still queued once its cable is back."""
+    async with scripted(tmp_path) as engine:
+        await engine.lost(engine.cores[1], "gone for good")
+        stream = engine.submit("a", [1])
+        late = engine.cores[0]
+        late.tell(EngineCoreOutput("a", [7]))
+        await engine.lost(late, "nothing was heard", returns=True)
+        late.incarnation = 2  # the same sockets for both
+        engine.up(late)
+        late.incarnation = 1
+        late.tell(EngineCoreOutput("a", [98], finish_reason="error", error="rank 0 hangs"))
+        late.incarnation = 2
+        late.tell(EngineCoreOutput("a", [8], finish_reason="stop"))
+        output = await whole(stream)
+        assert (output.token_ids, output.finish_reason) == ([7, 8], "stop")
+
+
+async def test_requests_wait_while_the_only_replica_restarts(tmp_path: Path) -> None:
+    async with scripted(tmp_path, 1) as engine:
+        stream = engine.submit("a", [1])
+        core = await engine.of("a")
+        core.tell(EngineCoreOutput("a", [7]))
+        await engine.lost(core, "rank 0 was killed", returns=True)
+        engine.client.check()
+        assert not engine.client.is_up
+        with pytest.raises(EngineUnavailable, match="the engine is restarting"):
+            await engine.client.probe()
+        late, aborted = engine.submit("b", [2]), engine.submit("c", [3])
+        aborted.close()
+        core.incarnation = 2
+        engine.up(core)
+        await core.hear(Join)
+        resumed, new = await core.hear(EngineCoreRequest), await core.hear(EngineCoreRequest)
+        assert (resumed.request_id, resumed.output_token_ids, new.request_id) == ("a", [7], "b")
+        for request_id in "ab":
+            core.tell(EngineCoreOutput(request_id, [8], finish_reason="stop"))
+        assert [(await whole(each)).token_ids for each in (stream, late)] == [[7, 8], [8]]
 
 
 async def test_without_replicas_the_reason_is_reported(tmp_path: Path) -> None:
     async with scripted(tmp_path) as engine:
         stream = engine.submit("a", [1])
         first = await engine.of("a")
-        first.say(EngineDead("rank 0 hangs"))
-        other = engine.cores[1 - first.replica]
-        await other.hear(EngineCoreRequest)
-        other.say(EngineDead("rank 1 hangs"))
-        with pytest.raises(EngineUnavailable, match=f"replica {other.replica}: rank 1 hangs"):
+        await engine.lost(first, "rank 0 hangs")
+        engine.client.update(EngineFailed("replica 1: rank 1 hangs"))
+        with pytest.raises(EngineUnavailable, match="replica 1: rank 1 hangs"):
             await whole(stream)
         with pytest.raises(EngineUnavailable, match="rank 1 hangs"):
             engine.client.check()
-        assert "rank 1 hangs" in str(await engine.client.failed())
 
 
-async def test_a_request_that_kills_whoever_has_it_is_not_given_to_all(tmp_path: Path) -> None:
-    cache = CacheConfig(block_size=2, num_blocks=100, dtype="float32", enable_prefix_caching=True)
-    async with scripted(tmp_path, 4, cache=cache) as engine:
+async def kill(engine: Scripted, core: Script) -> None:
+    """The core dies and is back."""
+    await engine.lost(core, "rank 0 was killed", returns=True)
+    core.incarnation += 1
+    engine.up(core)
+    await core.hear(Join)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+async def test_a_request_that_kills_its_replicas_is_given_up(tmp_path: Path, tokens: int) -> None:
+    """Also one that gets a token before."""
+    async with scripted(tmp_path, 1) as engine:
+        (core,) = engine.cores
         stream = engine.submit("poison", [1, 2, 3])
-        for token in range(3):
-            core = engine.cores[engine.client._running["poison"].replica]
+        for _ in range(2):
             await core.hear(EngineCoreRequest)
-            core.tell(EngineCoreOutput("poison", [token]))
-            core.say(EngineDead("rank 0 was killed"))
-            await until(lambda core=core: core.replica not in engine.client._live_replicas())  # type: ignore[misc]
+            if tokens:
+                core.tell(EngineCoreOutput("poison", [5]))
+            await kill(engine, core)
         output = await whole(stream)
         assert output.finish_reason == "error"
-        assert output.error is not None
-        assert output.error.endswith("rank 0 was killed; the request cannot go on, as it has lost 3 replicas already")
-        assert len(engine.client._live_replicas()) == 1
-        assert not any(load.cached for load in engine.client._router._loads.values())
-        engine.client.check()
+        assert output.error == (
+            "the engine died 2 times while it ran this request, which is given up: rank 0 was killed"
+        )
+        engine.submit("next", [1])
+        assert (await core.hear(EngineCoreRequest)).request_id == "next"
+
+
+async def test_the_company_of_a_request_that_kills_is_spared(tmp_path: Path) -> None:
+    async with scripted(tmp_path, 1) as engine:
+        (core,) = engine.cores
+        streams = {name: engine.submit(name, [1]) for name in ("good", "poison", "also good")}
+        for _ in range(2):
+            for name in streams:
+                assert (await core.hear(EngineCoreRequest)).request_id == name
+            await kill(engine, core)
+        engine.submit("new", [1])
+        for name in ("good", "new"):
+            assert (await core.hear(EngineCoreRequest)).request_id == name
+        assert core.is_quiet  # suspects run one at a time
+        for token in range(16):
+            core.tell(EngineCoreOutput("good", [token]))
+        assert (await core.hear(EngineCoreRequest)).request_id == "poison"
+        await kill(engine, core)
+        assert "3 times" in str((await whole(streams["poison"])).error)
+        names = {(await core.hear(EngineCoreRequest)).request_id for _ in range(3)}
+        assert names == {"good", "also good", "new"}
+
+
+async def test_a_stream_outlives_any_number_of_deaths(tmp_path: Path) -> None:
+    async with scripted(tmp_path, 1) as engine:
+        (core,) = engine.cores
+        stream = engine.submit("a", [1])
+        for death in range(5):
+            assert len((await core.hear(EngineCoreRequest)).output_token_ids) == 16 * death
+            core.say(EngineCoreOutputs(request_ids=["a"] * 16, token_ids=[7] * 16))
+            await kill(engine, core)
+        await core.hear(EngineCoreRequest)
+        core.tell(EngineCoreOutput("a", [8], finish_reason="stop"))
+        assert (await whole(stream)).token_ids == [7] * 80 + [8]
 
 
 async def test_a_stop_or_an_abort_reaches_the_replica_that_has_the_request_now(tmp_path: Path) -> None:
@@ -246,7 +342,7 @@ async def test_a_stop_or_an_abort_reaches_the_replica_that_has_the_request_now(t
         stream = engine.submit("a", [1])
         first = await engine.of("a")
         other = engine.cores[1 - first.replica]
-        first.say(EngineDead("gone"))
+        await engine.lost(first, "gone")
         await other.hear(EngineCoreRequest)
         stream.close()
         assert (await other.hear(AbortRequests)).request_ids == ["a"]
@@ -284,21 +380,22 @@ async def test_the_queue_is_that_of_all_replicas(tmp_path: Path) -> None:
             engine.submit("x", [1])
 
 
-async def test_what_others_say_is_not_heard(tmp_path: Path) -> None:
-    """An API process behind somebody else's balancer has some of the replicas only."""
+async def test_replicas_of_other_api_hosts_are_ignored(tmp_path: Path) -> None:
+    """An API process behind an external load balancer has some of the replicas only."""
     ends = endpoints(tmp_path, 2)
-    client = EngineClient(ends, {}, Metrics("m", replicas=[1]), replicas=[1])
+    client = EngineClient(ends, Metrics("m", replicas=[1]), replicas=[1])
     cores = [Script(number, ends) for number in range(2)]
+    engine = Scripted(client, client._metrics, ends, cores)
     try:
-        cores[0].say(EngineReady({}))
-        cores[0].say(EngineDead("not of ours"))
-        cores[1].say(EngineReady({"load": 1.0}))
+        engine.up(cores[0])
+        client.update(ReplicaLost(0, "not of ours", returns=False))
+        client.update(ReplicaUp(1, 1, seconds={"load": 1.0}))
+        await cores[1].hear(Join)
         assert (await client.ready()).seconds == {"load": 1.0}
         cores[0].tell(stats=EngineStats(steps=1))
-        client.submit([("a", [1], LONG)])
+        engine.submit("a", [1])
         assert (await cores[1].hear(EngineCoreRequest)).request_id == "a"
-        cores[1].say(EngineDead("rank 0 hangs"))
-        assert str(await client.failed()) == "rank 0 hangs"
+        assert cores[0].is_quiet
     finally:
         await client.close()
         for core in cores:
@@ -308,20 +405,42 @@ async def test_what_others_say_is_not_heard(tmp_path: Path) -> None:
 # --- processes ------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def started(config: EngineConfig, ends: Endpoints, modes: list[str]) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
-    cores = {number: start(config, ends, number, mode) for number, mode in enumerate(modes)}
+@asynccontextmanager
+async def running(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, modes: list[str], num_clients: int = 1
+) -> AsyncIterator[tuple[EngineManager, list[EngineClient], list[Any]]]:
+    """Fake cores under a manager, and the clients of so many API processes."""
+    cores: list[Any] = []
+
+    def start(args: CoreArgs, folder: str) -> Any:
+        cores.append(fake_core.start_process(args, folder, modes[args.config.parallel.replica]))
+        return cores[-1]
+
+    monkeypatch.setattr("quire.server.frontend.engine_manager.start_core", start)
+    replicas = range(len(modes))
+    parallel = replace(config.parallel, replicas=len(modes), local_replicas=replicas)
+    manager = EngineManager(replace(config, parallel=parallel), name="m", num_clients=num_clients)
+    infos = [manager.process_info(index) for index in range(num_clients)]
+    clients = [
+        EngineClient(
+            info.endpoints, Metrics("m", info.metrics, info.index, num_clients, replicas), info.index, replicas=replicas
+        )
+        for info in infos
+    ]
+    loop = asyncio.get_running_loop()
+
+    def on_change(state: EngineState) -> None:
+        for client in clients:
+            loop.call_soon_threadsafe(client.update, state)
+
+    manager.on_change = on_change
+    manager.run_in_thread()
     try:
-        yield cores
+        yield manager, clients, cores
     finally:
-        for core in cores.values():
-            core.kill()
-            core.wait()
-
-
-def start(config: EngineConfig, ends: Endpoints, replica: int, mode: str = "") -> subprocess.Popen[bytes]:
-    parallel = replace(config.parallel, replicas=len(ends.requests), replica=replica)
-    return fake_core.start_process(replace(config, parallel=parallel), ends, "info", mode)
+        await asyncio.to_thread(manager.stop_thread().join)
+        for client in clients:
+            await client.close()
 
 
 def prompt(number: int) -> list[int]:
@@ -332,115 +451,56 @@ def echoed(number: int, count: int = 100) -> list[int]:
     return (prompt(number) * count)[:count]
 
 
-async def test_killing_a_replica_loses_no_stream_of_any_api_process(
-    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_killing_or_stopping_a_replica_loses_no_stream_of_any_api_process(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, count: int, number: signal.Signals
 ) -> None:
     """It is started again, and gets requests again."""
-    monkeypatch.setattr("quire.server.frontend.engine_client.RESTART_SECONDS", (0.01, 0.1))
-    ends = endpoints(tmp_path, 2, 2)
-    tables = [Metrics("m", str(tmp_path / "metrics"), index, 2, range(2)) for index in range(2)]
-    with started(config, ends, ["slow", "slow"]) as cores:
-        restarted: list[int] = []
-
-        def restart(number: int) -> subprocess.Popen[bytes]:
-            restarted.append(number)
-            cores[number] = start(config, ends, number)
-            return cores[number]
-
-        clients = [
-            EngineClient(ends, cores, tables[0], 0, replicas=range(2), restart=restart),
-            EngineClient(ends, None, tables[1], 1, replicas=range(2)),
-        ]
-        try:
-            for client in clients:
-                await client.ready()
-            await until(lambda: all(client._live_replicas() == [0, 1] for client in clients))
-            streams = [
-                clients[number % 2].submit([(str(number), prompt(number), LONG)], cache_salt=b"x")
-                for number in range(50)
-            ]
-            first = [(await stream.get())[0].token_ids for stream in streams]
-            assert all(0 < len(tokens) < 50 for tokens in first)
-            victims = [sum(r.replica == 0 for r in client._running.values()) for client in clients]
-            assert min(victims) > 5
-            os.kill(cores[0].pid, signal.SIGKILL)
-            for number, (begun, stream) in enumerate(zip(first, streams, strict=True)):
-                output = await whole(stream)
-                assert begun + output.token_ids == echoed(number)
-                assert output.finish_reason == "length"
-            await until(lambda: all(client._live_replicas() == [0, 1] for client in clients))
-            assert restarted == [0]
-            again = [client.submit([(f"again {client.index}", prompt(1), LONG)]) for client in clients]
-            assert [(await whole(stream)).token_ids for stream in again] == [echoed(1)] * 2
-        finally:
-            for client in reversed(clients):
-                await client.close()
-    assert [core.returncode for core in cores.values()] == [0, 0]
+    config = replace(config, parallel=replace(config.parallel, watchdog_seconds=3.0))
+    async with running(config, monkeypatch, ["slow"] * count, 2) as (manager, clients, cores):
+        for client in clients:
+            await client.ready()
+        streams = [clients[n % 2].submit([(str(n), prompt(n), LONG)], cache_salt=b"x") for n in range(50)]
+        first = [(await stream.get())[0].token_ids for stream in streams]
+        assert all(0 < len(tokens) < 50 for tokens in first)
+        victims = [sum(r.replica == 0 for r in client._running.values()) for client in clients]
+        assert min(victims) > 5
+        os.kill(cores[0].pid, number)
+        for n, (begun, stream) in enumerate(zip(first, streams, strict=True)):
+            output = await whole(stream)
+            assert begun + output.token_ids == echoed(n)
+            assert output.finish_reason == "length"
+        await until(lambda: all(client._live_replicas() == list(range(count)) for client in clients))
+        assert len(cores) == count + 1
+        again = [client.submit([(f"again {client.index}", prompt(1), LONG)]) for client in clients]
+        assert [(await whole(stream)).token_ids for stream in again] == [echoed(1)] * 2
+        text = manager.metrics.exposition().decode()
+        assert 'quire:engine_deaths_total{engine="0",model_name="m"} 1.0' in text
+    assert [core.returncode for core in cores] == [-signal.SIGKILL, *[0] * count]
 
 
+@pytest.mark.parametrize("modes", [["dead", ""], ["dead", "dead"]])
 async def test_one_that_cannot_load_ends_the_start_and_is_not_started_again(
-    config: EngineConfig, tmp_path: Path
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, modes: list[str]
 ) -> None:
-    ends = endpoints(tmp_path, 2)
-    metrics = Metrics("m", replicas=range(2))
-    with started(config, ends, ["dead", ""]) as cores:
-        client = EngineClient(ends, cores, metrics, replicas=range(2), restart=lambda number: pytest.fail("again"))
-        try:
-            with pytest.raises(EngineUnavailable, match="replica 0: the weights do not fit"):
-                await client.ready()
-            assert "weights do not fit" in str(await client.failed())
-            assert 'quire:replicas{model_name="m",state="dead"} 1.0' in metrics.exposition().decode()
-        finally:
-            await client.close()
+    async with running(config, monkeypatch, modes) as (_, (client,), cores):
+        with pytest.raises(EngineUnavailable, match=r"replica \d: the weights do not fit"):
+            await client.ready()
+        assert "weights do not fit" in str(await client.failed())
+        assert len(cores) == 2
 
 
-async def test_if_no_replica_loads_the_reason_is_reported(config: EngineConfig, tmp_path: Path) -> None:
-    ends = endpoints(tmp_path, 2)
-    with started(config, ends, ["dead", "dead"]) as cores:
-        client = EngineClient(ends, cores, Metrics("m", replicas=range(2)), replicas=range(2))
-        try:
-            with pytest.raises(EngineUnavailable, match=r"replica \d: the weights do not fit"):
-                await client.ready()
-        finally:
-            await client.close()
-
-
-async def test_a_replica_without_an_answer_yet_takes_over(tmp_path: Path) -> None:
-    """An API process that joins does not know which replicas still load."""
-    ends = endpoints(tmp_path, 2)
-    client = EngineClient(ends, None, Metrics("m", replicas=range(2)), replicas=range(2))
-    cores = [Script(number, ends) for number in range(2)]
-    try:
-        cores[0].say(EngineReady({}))
+async def test_an_engine_that_dies_again_and_again_is_given_up(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.server.frontend.engine_manager.RESTART_SECONDS", (0.01, 0.02))
+    modes = ["slow"]
+    async with running(config, monkeypatch, modes) as (_, (client,), cores):
         await client.ready()
-        stream = client.submit([("a", [1], LONG)])
-        cores[0].say(EngineDead("gone"))
-        assert (await whole(stream)).error == (
-            "replica 0: gone; the request cannot go on, as no other replica is available"
-        )
-        with pytest.raises(EngineUnavailable, match="still loading"):
-            client.check()
-        cores[1].say(EngineReady({}))
-        await until(lambda: client._live_replicas() == [1])
-        client.check()
-    finally:
-        await client.close()
-        for core in cores:
-            core.close()
-
-
-async def test_an_api_process_that_joins_asks_every_replica(tmp_path: Path) -> None:
-    ends = endpoints(tmp_path, 2)
-    client = EngineClient(ends, None, Metrics("m", replicas=range(2)), replicas=range(2))
-    cores = [Script(number, ends) for number in range(2)]
-    try:
-        for core in cores:
-            await core.hear(Join)
-        cores[1].say(EngineReady({}))
-        await client.ready()
-        assert client._live_replicas() == [1]
-    finally:
-        await client.close()
-        assert all(core.is_quiet for core in cores)  # the engine is not its own to end
-        for core in cores:
-            core.close()
+        modes[0] = "dead"
+        stream = client.submit([("a", prompt(0), LONG)])
+        cores[0].kill()
+        with pytest.raises(EngineUnavailable, match=r"the weights do not fit \(death 6 within 10 minutes"):
+            await whole(stream)
+        assert len(cores) == 6

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import random
-import signal
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.core.launch import Endpoints, start_core
 from quire.engine.protocol.engine_core import EngineCoreOutput, FinishReason
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.frontend.engine_client import EngineClient
+from quire.server.frontend.engine_manager import EngineManager
+from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import OutputStream
 
@@ -50,36 +47,27 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 class Engine:
     client: EngineClient
     metrics: Metrics
-    cores: dict[int, subprocess.Popen[bytes]]
+    manager: EngineManager
+
+    def kill(self, replica: int) -> None:
+        process = self.manager._cores[replica].process
+        assert process is not None
+        process.kill()
 
 
 @asynccontextmanager
-async def engine(folder: Path, count: int) -> AsyncIterator[Engine]:
+async def engine(count: int) -> AsyncIterator[Engine]:
     """So many cores of one thread each, in float32; those that die are started again."""
-    folder.mkdir()
-    ends = Endpoints(tuple(f"ipc://{folder}/requests-{n}" for n in range(count)), (f"ipc://{folder}/responses-0",))
     options = EngineOptions(model=str(DEMO_MODEL), device="cpu", kv_cache_memory_bytes=64 << 20, max_num_seqs=64)
     config = resolve(options)
-
-    def start(replica: int) -> subprocess.Popen[bytes]:
-        parallel = replace(config.parallel, replicas=count, replica=replica, local_replicas=range(count))
-        cores[replica] = start_core(replace(config, parallel=parallel), ends, "warning")
-        return cores[replica]
-
-    cores: dict[int, subprocess.Popen[bytes]] = {}
-    for replica in range(count):
-        start(replica)
-    metrics = Metrics("m", replicas=range(count))
-    client = EngineClient(
-        ends, cores, metrics, replicas=range(count), max_num_seqs=64, cache=config.cache, restart=start
-    )
+    parallel = replace(config.parallel, replicas=count, local_replicas=range(count))
+    frontend = await Frontend.start(replace(config, parallel=parallel), name="m", log_level="warning")
     try:
-        await client.ready()
-        yield Engine(client, metrics, cores)
+        await frontend.ready()
+        assert frontend._manager is not None
+        yield Engine(frontend.client, frontend.metrics, frontend._manager)
     finally:
-        await client.close()
-        for core in cores.values():
-            assert core.returncode is not None
+        await frontend.close()
 
 
 async def read(stream: OutputStream, outputs: dict[str, list[EngineCoreOutput]]) -> None:
@@ -109,27 +97,27 @@ def params(number: int) -> SamplingParams:
             return SamplingParams(temperature=1.0, seed=number, max_tokens=_LENGTH, structured_outputs=GUIDE)
 
 
-async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, int, FinishReason | None]], int]:
+async def answers(count: int, kill: bool) -> tuple[list[tuple[list[int], int, int, FinishReason | None]], int]:
     """Of 50 streams: tokens, numbers of log-probabilities and of scores, and the end; and how many had to move."""
     rng = random.Random(0)
     requests = [(str(n), [rng.randrange(3, 300) for _ in range(rng.randrange(5, 60))], params(n)) for n in range(50)]
     outputs: dict[str, list[EngineCoreOutput]] = {request_id: [] for request_id, _, _ in requests}
     moved = 0
-    async with engine(folder, 2) as running:
+    async with engine(count) as running:
         streams = [running.client.submit([request]) for request in requests]
         reading = [asyncio.create_task(read(stream, outputs)) for stream in streams]
         if kill:
             while sum(len(output.token_ids) for reported in outputs.values() for output in reported) < 50 * 12:
                 await asyncio.sleep(0.005)
             moved = sum(request.replica == 0 for request in running.client._running.values())
-            os.kill(running.cores[0].pid, signal.SIGKILL)
+            running.kill(0)
         await asyncio.gather(*reading)
         if kill:  # it serves again
-            while running.client._live_replicas() != [0, 1]:
+            while running.client._live_replicas() != list(range(count)):
                 await asyncio.sleep(0.05)
             streams = [running.client.submit([(f"again {n}", [n], params(0))]) for n in range(4)]
             outputs |= {f"again {n}": [] for n in range(4)}
-            assert {request.replica for request in running.client._running.values()} == {0, 1}
+            assert {request.replica for request in running.client._running.values()} == set(range(count))
             await asyncio.gather(*(read(stream, outputs) for stream in streams))
     found = []
     for request_id, _, _ in requests:
@@ -141,22 +129,23 @@ async def answers(folder: Path, kill: bool) -> tuple[list[tuple[list[int], int, 
     return found, moved
 
 
-async def test_killing_a_replica_under_50_streams_changes_no_token(tmp_path: Path) -> None:
-    undisturbed, _ = await answers(tmp_path / "calm", kill=False)
-    disturbed, moved = await answers(tmp_path / "killed", kill=True)
+@pytest.mark.parametrize("count", [1, 2])
+async def test_killing_a_replica_under_50_streams_changes_no_token(count: int) -> None:
+    undisturbed, _ = await answers(count, kill=False)
+    disturbed, moved = await answers(count, kill=True)
     assert moved > 10
     assert disturbed == undisturbed
     assert all(end in ("length", "stop") for _, _, _, end in disturbed)
 
 
 @pytest.mark.parametrize("is_zipf", [False, True], ids=["even", "zipf"])
-async def test_shared_prefixes_find_their_cache(tmp_path: Path, is_zipf: bool) -> None:
+async def test_shared_prefixes_find_their_cache(is_zipf: bool) -> None:
     """By the engines' own counters, cold starts included; and neither replica has much more to do than the other."""
     rng = random.Random(1)
     groups, count, length = 10, 240, 128
     heads = [[rng.randrange(3, 300) for _ in range(length)] for _ in range(groups)]
     weights = [1 / (rank + 1) if is_zipf else 1.0 for rank in range(groups)]
-    async with engine(tmp_path / "engine", 2) as running:
+    async with engine(2) as running:
         outputs: dict[str, list[EngineCoreOutput]] = {str(n): [] for n in range(count)}
         places = [0, 0]
         open_at_once = asyncio.Semaphore(16)
@@ -167,7 +156,9 @@ async def test_shared_prefixes_find_their_cache(tmp_path: Path, is_zipf: bool) -
                 prompt = head + [rng.randrange(3, 300) for _ in range(rng.randrange(4, 20))]
                 asked = SamplingParams(max_tokens=rng.randrange(4, 16), ignore_eos=True, seed=number)
                 stream = running.client.submit([(str(number), prompt, asked)])
-                places[running.client._running[str(number)].replica] += 1
+                replica = running.client._running[str(number)].replica
+                assert replica is not None
+                places[replica] += 1
                 await read(stream, outputs)
 
         await asyncio.gather(*map(ask, range(count)))

@@ -10,7 +10,7 @@ import pytest
 
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.server.frontend import frontend as frontend_module
+from quire.server.frontend import engine_manager
 from tests.fakes import scarce_core
 from tests.fakes.api_server import Server, run_server
 
@@ -21,9 +21,7 @@ REASON = r"out of memory on cpu in a step of .*; lower --max-num-batched-tokens,
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
-    monkeypatch.setattr(
-        frontend_module, "start_core", lambda config, ends, level: scarce_core.start(config, ends, level, MOST)
-    )
+    monkeypatch.setattr(engine_manager, "start_core", lambda args, folder: scarce_core.start(args, folder, MOST))
     options = EngineOptions(device="cpu", max_num_seqs=4, max_model_len=256, kv_cache_memory_bytes=1 << 24)
     async with run_server(resolve(options)) as running:
         yield running

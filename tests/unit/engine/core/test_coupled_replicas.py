@@ -14,9 +14,10 @@ from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.core import engine_core as cores
 from quire.engine.core.engine_core import EngineCore, root_cause
 from quire.engine.executor.base import Executor, WorkerError
-from quire.engine.protocol.engine_core import ReplicaFailed, Shutdown
+from quire.engine.protocol.engine_core import ReplicaFailed
 from quire.engine.protocol.runner_output import LOST_REPLICAS, ModelRunnerOutput
 from quire.engine.protocol.scheduler_output import SchedulerOutput
+from quire.engine.protocol.supervision import Shutdown
 from tests.fakes.configs import engine_config
 from tests.fakes.coupled import WAIT, LinkedWire, Replicas, serving
 from tests.fakes.model import FakeModel
@@ -70,7 +71,7 @@ class MeetingExecutor:
     model: FakeModel
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def submit(self, plan: SchedulerOutput) -> Step:
+    def submit(self, plan: SchedulerOutput, limit: float) -> Step:
         self.meeting.join(self.replica, plan)
         return Step(self.meeting, self.model.execute(plan))
 

@@ -22,7 +22,7 @@ from quire.engine.cluster.handshake import Hello
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.executor import base, factory, nodes
+from quire.engine.executor import factory, nodes
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.local_ranks import RankFailed
 from quire.engine.executor.nodes import FromNode, MultiNodeExecutor, Node, NodeProgress, NodeStart
@@ -139,11 +139,11 @@ class Hosts:
         assert self.follower is not None
         self.follower.send(encode(message))
 
-    def problem(self) -> str:
+    def problem(self, limit: float = 60.0) -> str:
         """What node 0 says of a step that does not come back."""
         assert self.executor is not None
         with pytest.raises(WorkerError) as error:
-            self.executor.submit(SchedulerOutput(1, [], [], [])).result()
+            self.executor.submit(SchedulerOutput(1, [], [], []), limit).result()
         return str(error.value)
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ def test_plans_results_and_shutdown_reach_the_nodes(hosts: Hosts) -> None:
     assert (hosts.ranks.ranks, hosts.ranks.init_method) == (range(2), hosts.begin.init_method)
     assert hosts.begin.init_method.startswith("tcp://127.0.0.1:")
     assert executor.seconds["load weights"] == 2.0
-    pending = [executor.submit(SchedulerOutput(step, [], [], [])) for step in range(3)]
+    pending = [executor.submit(SchedulerOutput(step, [], [], []), 60.0) for step in range(3)]
     for step in range(3):
         assert hosts.ranks.plans.get(timeout=5) == follower.receive(5) == encode(SchedulerOutput(step, [], [], []))
         hosts.say(ModelRunnerOutput(step, [step + 7]))
@@ -206,7 +206,7 @@ def test_plans_results_and_shutdown_reach_the_nodes(hosts: Hosts) -> None:
 def test_results_of_the_ranks_of_node_0_come_back_too(hosts: Hosts) -> None:
     hosts.start()
     assert hosts.executor is not None
-    pending = hosts.executor.submit(SchedulerOutput(0, [], [], []))
+    pending = hosts.executor.submit(SchedulerOutput(0, [], [], []), 60.0)
     hosts.ranks.say(result=ModelRunnerOutput(0, [5]))
     assert pending.result().token_ids == [5]
 
@@ -330,15 +330,14 @@ def test_a_model_that_cannot_be_loaded_elsewhere_is_the_users_error(hosts: Hosts
         hosts.executor.receive(0, 5.0)
 
 
-def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_TIMEOUT", 0.5)
+def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts) -> None:
     hosts.start()
     hosts.ranks.progress = [3, 3]
     hosts.say(NodeProgress([3, 2]))
-    assert hosts.problem() == "rank 3 on node 1 (127.0.0.1) did not answer within 0 s"
+    assert hosts.problem(0.5) == "rank 3 on node 1 (127.0.0.1) did not answer within 0 s"
     hosts.ranks.progress = [-1, 3]
     hosts.say(NodeProgress([-1, -1]))
-    assert "rank 0 on node 0 (127.0.0.1) and ranks 2, 3 on node 1 (127.0.0.1) did not" in hosts.problem()
+    assert "rank 0 on node 0 (127.0.0.1) and ranks 2, 3 on node 1 (127.0.0.1) did not" in hosts.problem(0.5)
 
 
 class Follows:

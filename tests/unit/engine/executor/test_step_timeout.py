@@ -9,7 +9,7 @@ import pytest
 
 from quire.engine.config.engine_config import ExpertParallelConfig, ParallelConfig
 from quire.engine.distributed import watchdog
-from quire.engine.executor.base import HEARTBEAT_TIMEOUT, STEP_TIMEOUT, step_timeout
+from quire.engine.executor.base import STEP_TIMEOUT, step_timeout
 from quire.engine.protocol.scheduler_output import SchedulerOutput
 from tests.fakes.configs import engine_config
 
@@ -18,11 +18,11 @@ COMPUTES = {"cpu": STEP_TIMEOUT, "cuda": 1.0}
 TELLS = watchdog._GRACE_SECONDS + watchdog._CHECK_SECONDS
 
 
-def wait(plan: SchedulerOutput, **grid: Any) -> float:
+def wait(plan: SchedulerOutput, predicted: float | None = None, **grid: Any) -> float:
     stages = tuple(range(stage, stage + 1) for stage in range(grid.get("pipeline_parallel_size", 1)))
     sizes: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "executor": "mp", "device": "cpu"}
     parallel = ParallelConfig(**(sizes | {"stages": stages} | grid))
-    return step_timeout(plan, replace(engine_config(), parallel=parallel))
+    return step_timeout(plan, replace(engine_config(), parallel=parallel), predicted)
 
 
 def plan(rows: int, has_work: bool | None = None) -> SchedulerOutput:
@@ -52,5 +52,12 @@ def test_a_rank_that_waits_for_another_times_out_first(
 
 def test_step_timeout_is_shorter_without_other_ranks() -> None:
     assert wait(plan(1), timeout=4.0) == STEP_TIMEOUT
-    assert wait(plan(0), timeout=4.0, tensor_parallel_size=2) == HEARTBEAT_TIMEOUT
+    assert wait(plan(0), timeout=4.0, tensor_parallel_size=2) == 10.0
     assert wait(plan(1), timeout=4.0, tensor_parallel_size=2, device="cuda") < 20.0, "nothing else ends it there"
+
+
+def test_a_step_whose_duration_is_known_is_watched_closely() -> None:
+    assert wait(plan(1), 0.02) == pytest.approx(10.2)
+    assert wait(plan(1), 30.0, watchdog_seconds=5.0, tensor_parallel_size=2) == pytest.approx(305.0)
+    several_hosts = wait(plan(1), 0.02, timeout=40.0, tensor_parallel_size=2, nodes=2)
+    assert several_hosts > COMPUTES["cpu"] + 40.0, "connections between hosts may be interrupted"

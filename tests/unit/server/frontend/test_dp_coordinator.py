@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +19,8 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import shared_settings
 from quire.engine.core.launch import reserve_ports
 from quire.engine.protocol.errors import ConfigError
-from quire.server.frontend.dp_coordinator import DPCoordinator, DPMember, connect_hosts, role
+from quire.engine.protocol.supervision import ReplicaUp
+from quire.server.frontend.dp_coordinator import DPCoordinator, DPMember, ReplicaDied, connect_hosts, role
 from tests.fakes.configs import engine_config
 
 
@@ -89,32 +89,25 @@ def site(tmp_path: Path, free_port: int) -> Iterator[Site]:
         yield Site(tmp_path / "model", free_port, stack)
 
 
-class Told:
-    """In place of `EngineClient`."""
+class Listener:
+    """In place of `EngineManager`."""
 
     def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.said: SimpleQueue[tuple[int | None, str]] = SimpleQueue()
-        self._thread = threading.Thread(target=self.loop.run_forever)
-        self._thread.start()
+        self.notices: SimpleQueue[tuple[int | None, str]] = SimpleQueue()
 
     def replica_died(self, replica: int, reason: str) -> None:
-        self.said.put((replica, reason))
+        self.notices.put((replica, reason))
+
+    def replica_up(self, state: ReplicaUp) -> None:
+        self.notices.put((state.replica, f"is up as {state.incarnation}"))
 
     def fail(self, reason: str) -> None:
-        self.said.put((None, reason))
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+        self.notices.put((None, reason))
 
 
 @pytest.fixture
-def reported() -> Iterator[Told]:
-    reported = Told()
-    yield reported
-    reported.close()
+def listener() -> Listener:
+    return Listener()
 
 
 def joined(future: Future[DPCoordinator | None]) -> DPCoordinator:
@@ -243,14 +236,16 @@ def test_an_api_of_its_own_behind_an_api_of_all_is_refused(site: Site) -> None:
             future.result(30)
 
 
-def test_a_lost_replica_is_reported_and_may_come_back(reported: Told, site: Site) -> None:
+def test_a_lost_replica_is_reported_and_may_come_back(listener: Listener, site: Site) -> None:
     starting, member = site.api(site.config(3, None, 1)), site.headless(site.config(3, 1, 2)).result(30)
     api = joined(starting)
-    member.report_death(2, "rank 0 was killed by SIGKILL")
-    api.watch(reported)
-    assert reported.said.get(timeout=10) == (2, "rank 0 was killed by SIGKILL")
+    member.report(2, ReplicaUp(2, 17))
+    member.report(2, ReplicaDied("rank 0 was killed by SIGKILL"))
+    api.watch(listener)
+    assert listener.notices.get(timeout=10) == (2, "is up as 17")
+    assert listener.notices.get(timeout=10) == (2, "rank 0 was killed by SIGKILL")
     member.close("the lights went out")
-    losses = [reported.said.get(timeout=10) for _ in range(2)]
+    losses = [listener.notices.get(timeout=10) for _ in range(2)]
     assert sorted(losses) == [(r, f"replica {r} (127.0.0.1) has ended: the lights went out") for r in (1, 2)]
     with pytest.raises(ConfigError, match="--block-size 32"):
         site.headless(site.config(3, 1, 2, block_size=32)).result(30)
@@ -265,21 +260,21 @@ def test_the_end_of_the_api_is_reported(site: Site) -> None:
     assert str(member.ended) == "the engine is gone"
 
 
-def test_peers_that_share_experts_end_together(reported: Told, site: Site) -> None:
+def test_peers_that_share_experts_end_together(listener: Listener, site: Site) -> None:
     """Each has an API of its own; the first leads."""
     first, second = (site.api(site.config(2, start, 1, coupled=True)) for start in (0, 1))
     leader, member = joined(first), joined(second)
     assert (leader.requests, leader.master, leader.responses) == (member.requests, member.master, ())
-    leader.watch(reported)
+    leader.watch(listener)
     member.close()
-    assert reported.said.get(timeout=10) == (None, "replica 1 (127.0.0.1) has left")
+    assert listener.notices.get(timeout=10) == (None, "replica 1 (127.0.0.1) has left")
 
 
-def test_peers_that_share_experts_leave_once_all_would(reported: Told, site: Site) -> None:
+def test_peers_that_share_experts_leave_once_all_would(listener: Listener, site: Site) -> None:
     first, second, third = (site.api(site.config(3, start, 1, coupled=True)) for start in range(3))
     leader, members = joined(first), [joined(second), joined(third)]
     for each in (leader, *members):
-        each.watch(reported)
+        each.watch(listener)
         assert not each.can_shut_down
     for each in (members[0], leader):
         each.request_shutdown()
@@ -291,10 +286,10 @@ def test_peers_that_share_experts_leave_once_all_would(reported: Told, site: Sit
     until(lambda: all(member.can_shut_down for member in members))
 
 
-def test_nobody_stays_for_one_that_is_lost(reported: Told, site: Site) -> None:
+def test_nobody_stays_for_one_that_is_lost(listener: Listener, site: Site) -> None:
     first, second, third = (site.api(site.config(3, start, 1, coupled=True)) for start in range(3))
     leader, members = joined(first), [joined(second), joined(third)]
-    leader.watch(reported)
+    leader.watch(listener)
     leader.request_shutdown()
     members[0].close()
     until(lambda: leader.can_shut_down)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.core.launch import CoreArgs
 from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
@@ -18,6 +19,7 @@ from quire.engine.protocol.stats import ExpertLoad
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_stream import EngineUnavailable, OutputStream, RequestFailed
+from tests.fakes import fake_core
 from tests.fakes.api_server import Server
 
 
@@ -113,21 +115,24 @@ async def test_a_core_that_cannot_start_says_why(config: EngineConfig, core_mode
     with pytest.raises(EngineUnavailable, match="the weights do not fit"):
         await frontend.ready()
     await frontend.close()
-    assert frontend.client._replicas[0].core is not None
-    assert frontend.client._replicas[0].core.returncode == 0
-    assert not Path(frontend.process_info.folder).exists()
+    assert not Path(frontend.process_info.metrics).parent.exists()
 
 
 async def test_a_core_that_will_not_stop_is_killed(
     config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core_mode("stubborn")
-    monkeypatch.setattr("quire.server.frontend.core_connection.SHUTDOWN_SECONDS", 0.1)
+    monkeypatch.setattr("quire.server.frontend.engine_manager.SHUTDOWN_SECONDS", 0.1)
+    cores: list[fake_core.CoreThread] = []
+
+    def start(args: CoreArgs, folder: str) -> fake_core.CoreThread:
+        cores.append(fake_core.start(args, folder, "stubborn"))
+        return cores[-1]
+
+    monkeypatch.setattr("quire.server.frontend.engine_manager.start_core", start)
     frontend = await Frontend.start(config, name="x")
     await frontend.ready()
     await frontend.close()
-    assert frontend.client._replicas[0].core is not None
-    assert frontend.client._replicas[0].core.returncode == -9
+    assert [core.returncode for core in cores] == [-9]
 
 
 async def test_expert_load_is_in_the_metrics(server: Server) -> None:

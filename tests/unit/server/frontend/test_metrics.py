@@ -31,6 +31,7 @@ def test_whoever_is_asked_answers_for_all(tmp_path: Path) -> None:
     first.finished("stop", 1.0)
     second.finished("abort", 2.0)
     second.finished("stop", 3.0)
+    first.state(0, "up")
     first.take(0, EngineStats(steps=7, generated_tokens=70, kv_blocks=4, kv_blocks_used=1))
     second.take(0, EngineStats(steps=9, generated_tokens=90, kv_blocks=4, kv_blocks_used=3))
     first.take(0, EngineStats(steps=8, generated_tokens=80))
@@ -102,14 +103,14 @@ def test_a_replica_that_died_runs_nothing_and_counts_anew(tmp_path: Path) -> Non
     first, second = (Metrics("m", path, index, 2) for index in (0, 1))
     second.take(0, EngineStats(running=2, steps=500, generated_tokens=50, started=1))
     first.state(0, "dead")
-    for metrics in (first, second):
-        metrics.lost(0)
+    first.count_death(0)
     found = samples(first)
     assert found["quire:num_requests_running 0"] == 0
     assert found["quire:generation_tokens_total 0"] == 50
     assert found["quire:replicas dead"] == 1
-    first.state(0, "up")
-    assert samples(first)["quire:num_requests_running 0"] == 0
+    assert found["quire:engine_deaths_total 0"] == 1
     first.take(0, EngineStats(running=1, steps=1, generated_tokens=3, started=2))
+    assert samples(second)["quire:num_requests_running 0"] == 0
+    first.state(0, "up")
     assert samples(second)["quire:num_requests_running 0"] == 1
     assert samples(second)["quire:generation_tokens_total 0"] == 3

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
+from quire.server.config import RestartPolicy
 from quire.server.frontend.engine_client import QueueFull
 from quire.server.frontend.frontend import Frontend
 from quire.server.openai.completions import CompletionRequest
@@ -26,6 +27,12 @@ from tests.fakes.tokenizers import byte_level
 
 USER: Any = [{"role": "user", "content": "hello world"}]
 ECHO = "user\nhello world\nassistant\n"
+
+
+def text(stream: str) -> str:
+    """All text of a streamed completion."""
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
 
 async def refused(server: Server, route: str, body: dict[str, Any], status: int = 400) -> dict[str, Any]:
@@ -394,23 +401,44 @@ async def test_a_request_that_fails_leaves_the_others_alone(server: Server, stre
 
 
 @pytest.mark.parametrize(("command", "reason"), [("<die>", "rank 1 was killed"), ("<vanish>", "exited with code 3")])
-async def test_when_the_core_dies_every_request_and_health_say_so(server: Server, command: str, reason: str) -> None:
-    async def streamed() -> str:
-        response = await server.http.post("/v1/completions", json={"prompt": "a<hang>", "stream": True}, timeout=60)
-        return response.text
-
-    waiting = asyncio.create_task(streamed())
-    while not server.frontend.client._running:
+async def test_a_request_that_kills_the_core_is_given_up_and_the_others_go_on(
+    server: Server, command: str, reason: str
+) -> None:
+    body = {"prompt": "hello", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    undisturbed = (await server.http.post("/v1/completions", json=body)).text
+    other = asyncio.create_task(server.http.post("/v1/completions", json=body, timeout=60))
+    while not any(running.delivered for running in server.frontend.client._running.values()):
         await asyncio.sleep(0.001)
-    with pytest.raises(openai.InternalServerError, match=reason):
+    with pytest.raises(openai.InternalServerError, match=f"the engine died 3 times .*{reason}"):
         await server.openai.completions.create(model="echo", prompt=command)
-    *_, event, done = [line for line in (await waiting).splitlines() if line]
-    assert reason in json.loads(event.removeprefix("data: "))["error"]["message"]
-    assert done == "data: [DONE]"
-    health = await server.http.get("/health")
-    assert health.status_code == 503
-    assert reason in health.json()["reason"]
-    assert reason in (await refused(server, "completions", {"prompt": "x"}, 503))["message"]
+    assert text((await other).text) == text(undisturbed)
+    assert (await server.http.get("/health")).status_code == 200
+    assert 'quire:engine_deaths_total{engine="0",model_name="echo"} 3.0' in (await server.http.get("/metrics")).text
+
+
+@pytest.mark.parametrize(("command", "reason"), [("<die>", "rank 1 was killed"), ("<vanish>", "exited with code 3")])
+async def test_without_restarts_every_request_and_health_report_the_death(
+    config: EngineConfig,
+    core_mode: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    reason: str,
+) -> None:
+    monkeypatch.setattr("quire.server.frontend.engine_manager.RestartPolicy", lambda: RestartPolicy(is_enabled=False))
+    async with run_server(config) as server:
+        hanging = {"prompt": "a<hang>", "stream": True}
+        waiting = asyncio.create_task(server.http.post("/v1/completions", json=hanging, timeout=60))
+        while not server.frontend.client._running:
+            await asyncio.sleep(0.001)
+        with pytest.raises(openai.InternalServerError, match=reason):
+            await server.openai.completions.create(model="echo", prompt=command)
+        *_, event, done = [line for line in (await waiting).text.splitlines() if line]
+        assert reason in json.loads(event.removeprefix("data: "))["error"]["message"]
+        assert done == "data: [DONE]"
+        health = await server.http.get("/health")
+        assert health.status_code == 503
+        assert reason in health.json()["reason"]
+        assert reason in (await refused(server, "completions", {"prompt": "x"}, 503))["message"]
 
 
 async def test_health_asks_the_core(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,72 @@
+"""The messages between a supervisor and the processes that it starts (`quire.engine.supervisor`). No torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.engine.protocol.stats import EngineStats
+
+
+class Heartbeat(msgspec.Struct, tag=True, array_like=True):
+    """The process makes progress, or is idle; sent every second."""
+
+
+class Ready(msgspec.Struct, tag=True, array_like=True):
+    """The process has started: an engine core has loaded its model, an API process serves."""
+
+    seconds: dict[str, float]
+    """Duration of each phase of the start-up."""
+    stats: EngineStats | None = None
+    """Of an engine core; its KV cache can be larger or smaller than planned."""
+
+
+class Failed(msgspec.Struct, tag=True, array_like=True):
+    """The process exits because of an error. This is its last message."""
+
+    reason: str
+    user_error: bool = False
+    """Whether the configuration is wrong, so that another start would fail, too."""
+
+
+FromProcess = Heartbeat | Ready | Failed
+
+
+class ReplicaUp(msgspec.Struct, tag=True, array_like=True):
+    """A replica accepts requests."""
+
+    replica: int
+    incarnation: int
+    """The number that its outputs have. Each start of a replica has another one."""
+    stats: EngineStats | None = None
+    seconds: dict[str, float] = {}
+    """Duration of each phase of its start-up."""
+
+
+class ReplicaLost(msgspec.Struct, tag=True, array_like=True):
+    """A replica has died."""
+
+    replica: int
+    reason: str
+    returns: bool
+    """Whether it is being restarted, or may come back by itself."""
+
+
+class EngineFailed(msgspec.Struct, tag=True, array_like=True):
+    """The engine is gone for good: fail all requests."""
+
+    reason: str
+
+
+class Drain(msgspec.Struct, tag=True, array_like=True):
+    """Reject new requests, finish the running ones, and exit."""
+
+    seconds: float
+    """After which running requests fail."""
+
+
+class Shutdown(msgspec.Struct, tag=True, array_like=True):
+    """Exit now; running requests are aborted."""
+
+
+EngineState = ReplicaUp | ReplicaLost | EngineFailed
+ToProcess = EngineState | Drain | Shutdown

@@ -1,0 +1,286 @@
+"""Starts processes, watches them, and restarts those that die or hang.
+
+A supervised process runs `python -m MODULE`. Its standard input is one end of a pair of sockets, over which it receives
+its arguments (pickled), then `ToProcess` messages, and sends `FromProcess` messages. Either side's end of file means
+that the other has exited, so a supervised process never outlives its supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import msgspec
+
+from quire.engine.protocol.supervision import Failed, FromProcess, Heartbeat, Ready, ToProcess
+
+HEARTBEAT_SECONDS = 1.0
+_TICK_SECONDS = 0.1
+"""Interval at which processes are checked."""
+_EXIT_SECONDS = 12.0
+"""Time for a process to exit after `Failed`, or after its connection has closed; a little more than an engine core
+takes at most."""
+_LOADING_EXIT_SECONDS = 1.0
+"""The same for a process that is still starting, which has nothing to finish."""
+_START_FACTOR = 12.0
+"""A process that starts may be silent for this many times the usual limit: imports and loading block heartbeats."""
+
+logger = logging.getLogger(__name__)
+
+
+class Process(Protocol):
+    """A started process (`subprocess.Popen`), and the supervisor's end of its connection."""
+
+    connection: Connection[bytes, bytes]
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+class _Popen(subprocess.Popen[bytes]):
+    connection: Connection[bytes, bytes]
+
+
+def start_process(
+    module: str, args: Any, *, pass_fds: Sequence[int] = (), env: Mapping[str, str] | None = None
+) -> Process:
+    """Start a module as a separate process (not a fork: the caller's `__main__` is not imported again)."""
+    own, theirs = Pipe()
+    # -P: imports nothing from the current folder.
+    command = [sys.executable, "-P", "-m", module]
+    with theirs:
+        process = _Popen(
+            command,
+            stdin=theirs.fileno(),
+            start_new_session=True,
+            pass_fds=pass_fds,
+            env=None if env is None else {**os.environ, **env},
+        )
+    process.connection = own
+    own.send_bytes(pickle.dumps(args))
+    return process
+
+
+class SupervisorConnection:
+    """A supervised process's connection to its supervisor. Messages may be sent from any thread."""
+
+    def __init__(self) -> None:
+        """Take over standard input, so that this process's own children do not inherit the connection."""
+        self._connection: Connection[bytes, bytes] = Connection(os.dup(0))
+        with open(os.devnull) as null:
+            os.dup2(null.fileno(), 0)
+        self._sending = threading.Lock()
+        self._decode = msgspec.msgpack.Decoder[ToProcess](ToProcess).decode
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._connection, selectors.EVENT_WRITE)
+
+    def fileno(self) -> int:
+        """Return the file descriptor, for readers that wait on an event loop."""
+        return self._connection.fileno()
+
+    def receive_args(self) -> Any:
+        """Return the first message, the arguments of the process."""
+        return pickle.loads(self._connection.recv_bytes())
+
+    def receive(self) -> ToProcess:
+        """Wait for a message; raises `EOFError` if the supervisor has exited."""
+        try:
+            message: ToProcess = self._decode(self._connection.recv_bytes())
+        except OSError:
+            raise EOFError from None
+        return message
+
+    def send(self, message: FromProcess) -> None:
+        """Send a message; dropped if the supervisor has exited."""
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.send_bytes(msgspec.msgpack.encode(message))
+
+    def beat(self) -> None:
+        """Send a heartbeat, unless the supervisor reads none at the moment."""
+        if self._selector.select(0):
+            self.send(Heartbeat())
+
+
+class SupervisedProcess(ABC):
+    """A process that a supervisor keeps running. Subclasses decide what happens when it is ready and when it dies."""
+
+    def __init__(self, name: str) -> None:
+        """`name` is the subject of log messages."""
+        self.name = name
+        self.process: Process | None = None
+        self.is_ready = False
+        """Whether the present process has reported that it is ready."""
+        self.failure: Failed | None = None
+        """The last message of a process that exits because of an error."""
+        self.restart_at: float | None = None
+        """When to start it again, on the monotonic clock."""
+        self.is_stopping = False
+        """Whether its exit is expected."""
+        self.last_heard = 0.0
+        self.kill_at = float("inf")
+
+    @abstractmethod
+    def start(self) -> Process:
+        """Start the process."""
+
+    @abstractmethod
+    def on_ready(self, ready: Ready) -> None:
+        """Handle the first message of the process."""
+
+    @abstractmethod
+    def on_exit(self, failure: Failed) -> float | None:
+        """Handle the exit of the process; returns the seconds after which to start it again, None: never."""
+
+    def send(self, message: ToProcess) -> None:
+        """Send a message; dropped if the process is not running."""
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                self.process.connection.send_bytes(msgspec.msgpack.encode(message))
+
+
+class Supervisor:
+    """Keeps processes running. All methods but `call` belong to the thread that calls `run`."""
+
+    def __init__(self, watchdog_seconds: float) -> None:
+        """A process that is silent for `watchdog_seconds` is killed."""
+        self._watchdog_seconds = watchdog_seconds
+        self._all: list[SupervisedProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._decode = msgspec.msgpack.Decoder[FromProcess](FromProcess).decode
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        weakref.finalize(self, _close, self._selector, self._wake).atexit = False
+        self._checked_at = time.monotonic()
+        self._patience = float("inf")
+        """Maximum time for processes to exit, in seconds."""
+
+    def add(self, supervised: SupervisedProcess) -> None:
+        """Start a process and watch it from now on."""
+        self._all.append(supervised)
+        self._start(supervised)
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call a function in the supervisor's thread, from any thread or signal handler."""
+        self._calls.put(function)
+        os.eventfd_write(self._wake, 1)
+
+    def run(self, until: Callable[[], bool]) -> None:
+        """Watch the processes until `until` returns true."""
+        while not until():
+            self._step()
+
+    def stop(self, stopping: Sequence[SupervisedProcess], message: ToProcess, seconds: float) -> None:
+        """Send processes a message, and return when they have exited; kill those that do not exit within `seconds`.
+
+        The others are watched meanwhile.
+        """
+        now, seconds = time.monotonic(), min(seconds, self._patience)
+        for each in stopping:
+            each.is_stopping, each.restart_at = True, None
+            each.send(message)
+            each.kill_at = now + (seconds if each.is_ready else min(seconds, _LOADING_EXIT_SECONDS))
+        self.run(lambda: all(each.process is None for each in stopping))
+        for each in stopping:
+            self._all.remove(each)
+
+    def hurry(self, seconds: float) -> None:
+        """Kill processes that are being stopped, now or later, if they do not exit within `seconds`."""
+        self._patience = seconds
+        for each in self._all:
+            if each.is_stopping:
+                each.kill_at = min(each.kill_at, time.monotonic() + seconds)
+
+    def _step(self) -> None:
+        for key, _ in self._selector.select(_TICK_SECONDS):
+            if key.data is None:
+                os.eventfd_read(self._wake)
+            else:
+                self._receive(key.data)
+        with contextlib.suppress(Empty):
+            while True:
+                self._calls.get_nowait()()
+        now = time.monotonic()
+        if now - self._checked_at > self._watchdog_seconds / 2:  # this process was stopped, probably with the others
+            for each in self._all:
+                each.last_heard = now
+        self._checked_at = now
+        for each in list(self._all):
+            self._check(each, now)
+
+    def _start(self, each: SupervisedProcess) -> None:
+        each.restart_at, each.is_ready, each.failure, each.kill_at = None, False, None, float("inf")
+        each.last_heard = time.monotonic()
+        try:
+            each.process = each.start()
+        except OSError as error:
+            self._exit(each, Failed(f"{each.name} cannot start: {error}"))
+        else:
+            self._selector.register(each.process.connection, selectors.EVENT_READ, each)
+
+    def _receive(self, each: SupervisedProcess) -> None:
+        assert each.process is not None
+        try:
+            message = self._decode(each.process.connection.recv_bytes())
+        except (EOFError, OSError):
+            self._selector.unregister(each.process.connection)
+            each.process.connection.close()
+            each.kill_at = min(each.kill_at, time.monotonic() + _EXIT_SECONDS)
+            return
+        each.last_heard = time.monotonic()
+        match message:
+            case Ready():
+                each.is_ready = True
+                each.on_ready(message)
+            case Failed():
+                each.failure = message
+                each.kill_at = min(each.kill_at, time.monotonic() + _EXIT_SECONDS)
+
+    def _check(self, each: SupervisedProcess, now: float) -> None:
+        if each.process is None:
+            if each.restart_at is not None and now >= each.restart_at:
+                self._start(each)
+            return
+        limit = self._watchdog_seconds * (1.0 if each.is_ready else _START_FACTOR)
+        if now - each.last_heard > limit and each.failure is None:
+            each.failure = Failed(f"{each.name} did not respond for {limit:g} s and was killed (--watchdog-seconds)")
+            each.process.kill()
+        elif now > each.kill_at:
+            logger.warning("%s did not exit in time and will be killed", each.name)
+            each.kill_at = float("inf")
+            each.process.kill()
+        if (code := each.process.poll()) is None:
+            return
+        while not each.process.connection.closed and each.process.connection.poll(0):
+            self._receive(each)
+        if not each.process.connection.closed:
+            self._selector.unregister(each.process.connection)
+            each.process.connection.close()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        self._exit(each, each.failure or Failed(f"{each.name} {how}"))
+
+    def _exit(self, each: SupervisedProcess, failure: Failed) -> None:
+        each.process = None
+        delay = None if each.is_stopping else each.on_exit(failure)
+        if delay is not None:
+            each.restart_at = time.monotonic() + delay
+
+
+def _close(selector: selectors.BaseSelector, wake: int) -> None:
+    selector.close()
+    os.close(wake)

@@ -1,0 +1,202 @@
+"""The parent process of `quire serve`: starts and watches the engine cores and API processes, and serves nobody.
+
+    quire (parent) ─┬─ quire-core-R      one per replica on this host ── quire-rank-N
+                    └─ quire-api-I       one per --api-server-count
+
+Every process is replaced when it dies or hangs (`quire.engine.supervisor`). When the parent dies, all others exit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+
+from quire.engine import process
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.protocol.supervision import Drain, EngineFailed, EngineState, Failed, Ready, Shutdown
+from quire.engine.supervisor import Process, SupervisedProcess, start_process
+from quire.server.cli.listen import address
+from quire.server.config import ServerOptions
+from quire.server.frontend.dp_coordinator import DPCoordinator
+from quire.server.frontend.engine_manager import ApiProcessInfo, EngineManager
+
+DRAIN_SECONDS = 30.0
+"""Default of `--shutdown-timeout` after SIGTERM."""
+_FAILURE_SECONDS = 2.0
+"""How long /health reports why the engine died, before the server exits."""
+_EXIT_SECONDS = 10.0
+"""Time for an API process to exit after its requests have ended."""
+_QUICK_EXIT_SECONDS = 0.5
+"""Time for every process to exit after a second signal."""
+_RESTART_SECONDS = 10.0
+"""Longest delay before an API process that failed to start is started again."""
+_MAX_FAILED_STARTS = 5
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ApiProcessArgs:
+    """The arguments of an API process."""
+
+    config: EngineConfig
+    options: ServerOptions
+    names: tuple[str, ...]
+    process_info: ApiProcessInfo
+    listener: int
+    """File descriptor of the inherited socket."""
+    states: tuple[EngineState, ...]
+    """The present state of the engine."""
+
+
+class _ApiProcess(SupervisedProcess):
+    """An API process, which is restarted whenever it dies."""
+
+    def __init__(self, server: Server, index: int) -> None:
+        super().__init__(f"API process {index}")
+        self.index = index
+        self.seconds: dict[str, float] | None = None
+        """Duration of each phase of its first start-up."""
+        self._server = server
+        self._num_failed_starts = 0
+
+    def start(self) -> Process:
+        return self._server.start_api_process(self.index)
+
+    def on_ready(self, ready: Ready) -> None:
+        if self.seconds is not None:
+            logger.info("%s is ready again", self.name)
+        self.seconds = ready.seconds
+        self._num_failed_starts = 0
+
+    def on_exit(self, failure: Failed) -> float | None:
+        self._num_failed_starts += not self.is_ready
+        if failure.user_error or self._num_failed_starts > _MAX_FAILED_STARTS:
+            self._server.failure = self._server.failure or failure
+            return None
+        logger.error("%s; its connections are lost; restarting it", failure.reason)
+        return min(2.0**self._num_failed_starts - 1.0, _RESTART_SECONDS)
+
+
+class Server:
+    """The parent process: it starts the engine cores and the API processes, watches them, and serves nobody."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        names: tuple[str, ...],
+        listener: socket.socket,
+        seconds: dict[str, float],
+        hosts: DPCoordinator | None,
+    ) -> None:
+        """Start all processes. `seconds` are the durations of earlier phases of the start-up."""
+        self.failure: Failed | None = None
+        """Why no API process can be started."""
+        self._config, self._options, self._names, self._listener = config, options, names, listener
+        self._seconds = seconds
+        self._signals: list[int] = []
+        """Those that have arrived."""
+        self._manager = EngineManager(
+            config,
+            name=names[0],
+            log_level=options.log_level,
+            num_clients=options.api_server_count,
+            hosts=hosts,
+            policy=options.restart_policy,
+        )
+        self._api_processes = [_ApiProcess(self, index) for index in range(options.api_server_count)]
+        self._manager.on_change = self._on_engine_state
+        for each in self._api_processes:
+            self._manager.supervisor.add(each)
+
+    def start_api_process(self, index: int) -> Process:
+        """Start an API process."""
+        manager = self._manager
+        args = ApiProcessArgs(
+            self._config,
+            self._options,
+            self._names,
+            manager.process_info(index),
+            self._listener.fileno(),
+            (*manager.states.values(), *([] if manager.failure is None else [manager.failure])),
+        )
+        return start_process("quire.server.cli.api_process", args, pass_fds=(self._listener.fileno(),))
+
+    def run(self) -> int:
+        """Serve until a signal arrives (0), the engine has failed (1), or the configuration proves wrong (2)."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        try:
+            self._manager.run(lambda: self._is_started or self._is_over)
+            if not self._is_over:
+                self._log_started()
+                self._manager.run(lambda: self._is_over)
+                if self._manager.failure is not None:  # /health reports it for a while
+                    until = time.monotonic() + _FAILURE_SECONDS
+                    self._manager.run(lambda: time.monotonic() > until or bool(self._signals))
+            if self._signals:
+                logger.info("shutting down")
+                self._drain()
+                return 0
+            return self._report_failure()
+        finally:
+            self._stop_api_processes(Shutdown(), _EXIT_SECONDS)
+            self._manager.close("" if self.failure is None else self.failure.reason)
+
+    def _report_failure(self) -> int:
+        """Print why the server ends, and return the exit code."""
+        if self.failure is not None:
+            reason, is_user_error = self.failure.reason, self.failure.user_error
+        else:
+            assert self._manager.failure is not None
+            reason, is_user_error = self._manager.failure.reason, self._manager.is_user_error
+        print(f"quire: error: {reason}", file=sys.stderr)
+        return 2 if is_user_error else 1
+
+    @property
+    def _is_started(self) -> bool:
+        return self._manager.is_settled and all(each.seconds is not None for each in self._api_processes)
+
+    @property
+    def _is_over(self) -> bool:
+        return bool(self._signals) or self.failure is not None or self._manager.failure is not None
+
+    def _log_started(self) -> None:
+        first = self._api_processes[0].seconds or {}
+        where = ", ".join(f"{part} {count:.2f} s" for part, count in (self._seconds | first).items())
+        logger.info("ready %.2f s after the start (%s)", process.age(), where)
+        logger.info("serving %s on %s", ", ".join(self._names), address(self._listener, self._options.is_tls))
+
+    def _on_engine_state(self, state: EngineState) -> None:
+        if isinstance(state, EngineFailed) and self._is_started:
+            logger.error("the engine has failed: %s", state.reason)
+        for each in self._api_processes:
+            each.send(state)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals.append(number)
+        self._manager.supervisor.call(self._end_at_once if len(self._signals) > 1 else lambda: None)
+        if len(self._signals) > 2:
+            os._exit(130)  # the other processes end with this one
+
+    def _drain(self) -> None:
+        """Let running requests finish, for as long as the options allow."""
+        seconds = self._options.shutdown_timeout
+        if seconds is None:
+            seconds = 0.0 if self._signals[0] == signal.SIGINT else DRAIN_SECONDS
+        self._stop_api_processes(Drain(seconds), seconds + _EXIT_SECONDS)
+
+    def _end_at_once(self) -> None:
+        for each in self._api_processes:
+            each.send(Shutdown())
+        self._manager.supervisor.hurry(_QUICK_EXIT_SECONDS)
+
+    def _stop_api_processes(self, message: Drain | Shutdown, seconds: float) -> None:
+        self._manager.supervisor.stop(self._api_processes, message, seconds)
+        self._api_processes = []
