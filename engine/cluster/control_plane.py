@@ -58,6 +58,8 @@ from quire.engine.protocol.errors import ConfigError
 LOST_SECONDS = 5.0
 """Seconds without a message after which a peer is lost."""
 _HEARTBEAT_SECONDS = 1.0
+_RECONNECT_MS = 200
+"""Interval at which a follower tries to connect."""
 _LINGER_MS = 1000
 """Time for the last messages to be sent when a socket closes."""
 _MAX_BYTES = 1 << 30
@@ -452,7 +454,7 @@ class Follower(_Link):
         self.ended: LinkEnded | None = None
         """What `receive` raises after the remaining messages."""
         self._last_heard = 0.0
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 200)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.connect(tcp_url(address, port))
         self._thread.start()
         logger.info("%s: trying to join %s at %s:%d for up to %.0f s", hello.name, self._leader, address, port, seconds)

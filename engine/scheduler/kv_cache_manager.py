@@ -24,7 +24,7 @@ unpublished.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -242,9 +242,13 @@ class KVCacheManager:
 
     def check_integrity(self, block_lists: Iterable[list[int]]) -> None:
         """Assert the invariants, given the block lists of all requests."""
-        counts = Counter(block for blocks in block_lists for block in blocks)
-        assert self._references == [counts[block] for block in range(self.num_blocks)], "reference counts are off"
-        unreferenced = {block for block in range(self.num_blocks) if not self._references[block]}
-        assert set(self._free) == unreferenced, "free blocks are not those without references"
-        published = {block: digest for block, digest in enumerate(self._hash_of) if digest is not None}
-        assert {digest: block for block, digest in published.items()} == self._block_of, "hashes are off"
+        counts = [0] * self.num_blocks
+        for blocks in block_lists:
+            for block in blocks:
+                counts[block] += 1
+        assert self._references == counts, "reference counts are off"
+        unreferenced = {block for block, count in enumerate(counts) if not count}
+        assert self._free.keys() == unreferenced, "free blocks are not those without references"
+        published = {digest: block for block, digest in enumerate(self._hash_of) if digest is not None}
+        assert published == self._block_of, "hashes are off"
+        assert len(published) == self.num_blocks - self._hash_of.count(None), "two blocks have one hash"

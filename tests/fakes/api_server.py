@@ -104,6 +104,8 @@ async def run_server(
     asked = ServerOptions(**options)
     frontend = await Frontend.start(config, name=names[0], formats=ChatFormats.of(asked), max_queue=asked.queue_limit)
     listener = socket.create_server(("127.0.0.1", 0))
+    # asyncio does so only for sockets that name their protocol; each answer would wait 40 ms for an acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = http_server(frontend, asked, names)
     over = asyncio.Event()

@@ -8,6 +8,7 @@ lost shows as an assertion, not as a wrong answer later.
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -38,6 +39,8 @@ class Row:
     score_from: int = 0
     score_until: int = 0
     """Positions whose logits score the next prompt token."""
+    histories: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    """By group of layers: the number (see `FakeModel.numbers`) of each computed token."""
 
 
 @dataclass
@@ -54,12 +57,17 @@ class FakeModel:
     windows: tuple[int | None, ...] = (None,)
     """Of the groups of layers: how many of the last tokens a token sees."""
     rows: dict[int, Row] = field(default_factory=dict)
-    kv: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = field(default_factory=dict)
-    """(block, offset) → the group, and the tokens up to and including the one whose KV lies there."""
+    numbers: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(number of the token before, or of the group for the first; token) → number: it stands for all tokens so far."""
+    kv: list[list[int | None]] = field(init=False)
+    """By block and offset: the number of the token whose KV lies there."""
     plans: list[SchedulerOutput] = field(default_factory=list)
     fails: Callable[[SchedulerOutput], bool] = lambda plan: False
     """Whether there is no memory for a step; those behind it are skipped until a plan says that the core knows."""
     is_skipping: bool = False
+
+    def __post_init__(self) -> None:
+        self.kv = [[None] * self.block_size for _ in range(self.num_blocks)]
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self.plans.append(plan)
@@ -120,17 +128,24 @@ class FakeModel:
             assert row.computed == 0
             assert end == len(row.tokens), "without KV a prompt is one row"
             assert not row.blocks
-        for position in range(row.computed, end) if self.num_blocks else ():
-            for group in range(len(self.windows)):
-                self.kv[self._place(row, position, group)] = group, tuple(row.tokens[: position + 1])
+        for group in range(len(self.windows)) if self.num_blocks else ():
+            history = row.histories[group]
+            for token in row.tokens[len(history) : end]:
+                before = history[-1] if history else -1 - group
+                history.append(self.numbers.setdefault((before, token), len(self.numbers)))
+            for position in range(row.computed, end):
+                self._block(row, position // self.block_size, group)[position % self.block_size] = history[position]
         row.computed = end
 
     def _read(self, row: Row, count: int) -> None:
         """Every token that the last `count` see must be theirs."""
         for group, window in enumerate(self.windows) if self.num_blocks else ():
             first = 0 if window is None else max(0, row.computed - count + 1 - window)
-            for position in range(first, row.computed):
-                assert self.kv.get(self._place(row, position, group)) == (group, tuple(row.tokens[: position + 1]))
+            for index in range(first // self.block_size, -(-row.computed // self.block_size)):
+                start = index * self.block_size
+                begin, end = max(first, start), min(row.computed, start + self.block_size)
+                expected = row.histories[group][begin:end]
+                assert self._block(row, index, group)[begin - start : end - start] == expected
 
     def _score(self, row: Row, count: int) -> PromptLogprobs:
         """The token that is scored stands in the place of its log-probability, and its position in the rank's."""
@@ -149,7 +164,7 @@ class FakeModel:
             row.tokens.append(token)
         return token
 
-    def _place(self, row: Row, position: int, group: int) -> tuple[int, int]:
-        block = row.blocks[position // self.block_size * len(self.windows) + group]
+    def _block(self, row: Row, index: int, group: int) -> list[int | None]:
+        block = row.blocks[index * len(self.windows) + group]
         assert 0 <= block < self.num_blocks
-        return block, position % self.block_size
+        return self.kv[block]

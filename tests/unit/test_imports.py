@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -74,23 +75,26 @@ TORCH_ROOMS = ("kernels", "engine.distributed", "engine.layers", "engine.models"
 WEB_ROOMS = ("server.http", "server.openai", "server.anthropic", "server.app", "server.cli")
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    """Every module of ours, named without the leading `quire.`."""
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module of ours, named without the leading `quire.`, and its file."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             parts = list(path.relative_to(ROOT).with_suffix("").parts)
             parts = parts[:-1] if parts[-1] == "__init__" else parts
-            yield ".".join(parts[1:] if folder == "quire" else parts), ast.parse(path.read_text())
+            yield ".".join(parts[1:] if folder == "quire" else parts), path
 
 
-def imports(tree: ast.Module) -> Iterator[str]:
+@cache
+def imports(path: Path) -> list[str]:
     """Every module that is imported anywhere in a file, `from x import y` as x.y."""
-    for node in ast.walk(tree):
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports are not used"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += (f"{node.module}.{alias.name}" for alias in node.names)
+    return names
 
 
 def room_of(module: str) -> str:
@@ -100,10 +104,10 @@ def room_of(module: str) -> str:
 MODULES = list(modules())
 
 
-@pytest.mark.parametrize(("module", "tree"), MODULES, ids=[name or "quire" for name, _ in MODULES])
-def test_imports_go_down_only(module: str, tree: ast.Module) -> None:
+@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name or "quire" for name, _ in MODULES])
+def test_imports_go_down_only(module: str, path: Path) -> None:
     room = room_of(module)
-    for name in imports(tree):
+    for name in imports(path):
         if name == "quire" or name.startswith("quire."):
             target = room_of(name.removeprefix("quire").removeprefix("."))
             assert target in (room, *BELOW[room]), f"{module or 'quire'} imports {name}"
@@ -113,17 +117,17 @@ def test_no_modules_import_each_other() -> None:
     """Not even inside of functions, or for types only."""
     names = {f"quire.{name}".rstrip(".") for name, _ in MODULES}
     graph = {}
-    for module, tree in MODULES:
+    for module, path in MODULES:
         own = f"quire.{module}".rstrip(".")
-        found = {name if name in names else name.rpartition(".")[0] for name in imports(tree)}
+        found = {name if name in names else name.rpartition(".")[0] for name in imports(path)}
         graph[own] = (found & names) - {own}
     TopologicalSorter(graph).prepare()  # raises `CycleError` with the modules
 
 
-@pytest.mark.parametrize(("module", "tree"), MODULES, ids=[name or "quire" for name, _ in MODULES])
-def test_heavy_libraries_stay_in_their_rooms(module: str, tree: ast.Module) -> None:
+@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name or "quire" for name, _ in MODULES])
+def test_heavy_libraries_stay_in_their_rooms(module: str, path: Path) -> None:
     room = room_of(module)
-    for name in imports(tree):
+    for name in imports(path):
         library = name.split(".")[0]
         if library == "torch":
             assert room in TORCH_ROOMS, f"{module} imports torch"
@@ -134,9 +138,9 @@ def test_heavy_libraries_stay_in_their_rooms(module: str, tree: ast.Module) -> N
         assert (room, library) != ("server.parsers", "asyncio"), f"{module} imports asyncio"
 
 
-@pytest.mark.parametrize(("module", "tree"), MODULES, ids=[name or "quire" for name, _ in MODULES])
-def test_raw_options_do_not_travel_past_resolve(module: str, tree: ast.Module) -> None:
-    if "quire.engine.config.options.EngineOptions" in imports(tree):
+@pytest.mark.parametrize(("module", "path"), MODULES, ids=[name or "quire" for name, _ in MODULES])
+def test_raw_options_do_not_travel_past_resolve(module: str, path: Path) -> None:
+    if "quire.engine.config.options.EngineOptions" in imports(path):
         assert {room_of(module), module} & set(OPTIONS_ROOMS), f"{module} reads EngineOptions"
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from quire.engine.config.engine_config import EngineConfig
@@ -20,7 +19,6 @@ from quire.server.openai.chat import ChatRequest
 from tests.fakes.api_server import Server, run_server
 from tests.unit.server.openai.test_chat import CALL, CITY, TEMPLATE, says, talking  # noqa: F401
 
-EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 F = {"name": "f", "description": "does", "input_schema": CITY}
 G = {"name": "g", "input_schema": {"type": "object"}}
 
@@ -35,6 +33,14 @@ def body(text: str = "hi", **fields: Any) -> dict[str, Any]:
     return {"model": "echo", "max_tokens": 60, "messages": says(text), **fields}
 
 
+@cache
+def official(name: str) -> TypeAdapter[Any]:
+    """A type of the official client, which takes a second to import: not in processes that run other files."""
+    from anthropic import types
+
+    return TypeAdapter(getattr(types, name))
+
+
 def events_of(text: str) -> list[dict[str, Any]]:
     """The events of a stream; each is named twice and has the shape of its kind."""
     events = []
@@ -43,7 +49,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         if event["type"] != "error":
-            EVENT.validate_python(event)
+            official("RawMessageStreamEvent").validate_python(event)
         events.append(event)
     return events
 
@@ -53,7 +59,7 @@ async def send(server: Server, text: str = "hi", **fields: Any) -> dict[str, Any
     response = await server.http.post("/v1/messages", json=body(text, **fields))
     assert response.status_code == 200, response.text
     message: dict[str, Any] = response.json()
-    Message.model_validate(message, strict=True)
+    official("Message").validate_python(message, strict=True)
     streamed = await server.http.post("/v1/messages", json=body(text, **fields, stream=True))
     assert streamed.headers["content-type"].startswith("text/event-stream")
     start, *parts, delta, stop = events_of(streamed.text)
@@ -367,6 +373,8 @@ async def test_errors_have_anthropics_shape(
     talking: EngineConfig,  # noqa: F811
     core_mode: Callable[[str], None],
 ) -> None:
+    import anthropic
+
     async with run_server(talking, api_key="secret") as server:
         assert (await refused(server, body(), 401))["type"] == "authentication_error"
         assert (await server.http.get("/v1/models")).json()["error"].keys() == {"message", "type", "param", "code"}

@@ -86,7 +86,7 @@ def run(
     groups: Iterator[int],
     *,
     replicas: int,
-    count: int = 1200,
+    count: int = 800,
     rate: float = 60.0,
     prefix: int = 320,
     num_blocks: int = 2000,
@@ -121,8 +121,8 @@ def run(
         now, _, number = heapq.heappop(events)
         if number < 0:
             group = next(groups)
-            head = shared.setdefault(group, [rng.randrange(1000) for _ in range(prefix)])
-            prompt = head + [rng.randrange(1000) for _ in range(rng.randrange(16, 64))]
+            head = shared.setdefault(group, rng.choices(range(1000), k=prefix))
+            prompt = head + rng.choices(range(1000), k=rng.randrange(16, 64))
             submit = asked(str(sent), prompt, max_tokens=rng.randrange(8, 64))
             chosen = routers[sent % processes].place(submit, reported)
             assert engines[chosen].scheduler.add(submit) is None

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer
 
 from quire.engine.config.options import DEMO_MODEL
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
@@ -39,6 +38,12 @@ FANCY = """{%- if not messages %}{{ raise_exception('none') }}{% endif %}
 """
 
 
+def auto_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer  # takes long: not in processes that run other files
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def write(folder: Path, backend: Backend, config: dict[str, Any], **files: str) -> Path:
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -66,7 +71,7 @@ def test_same_ids_as_transformers(tmp_path: Path, kind: Any, config: dict[str, A
     backend = kind()
     backend.enable_truncation(3)
     write(tmp_path, backend, {"tokenizer_class": "PreTrainedTokenizerFast", **config})
-    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = Tokenizer.load(tmp_path), auto_tokenizer(tmp_path)
     for text in TEXTS:
         for special in (True, False):
             ids = ours.encode(text, add_special_tokens=special)
@@ -93,7 +98,7 @@ def test_same_prompt_as_transformers(tmp_path: Path, template: str, tools: list[
                 {"name": "tool_use", "template": "tools! " + template},
             ]
     write(tmp_path, byte_fallback(), config, **files)
-    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = Tokenizer.load(tmp_path), auto_tokenizer(tmp_path)
     templates = ChatTemplates.load(tmp_path, ours, None)
     assert templates is not None
     mine = templates.choose(bool(tools)).render(MESSAGES, tools=tools, documents=None, add_generation_prompt=True)
@@ -101,7 +106,7 @@ def test_same_prompt_as_transformers(tmp_path: Path, template: str, tools: list[
 
 
 def test_demo_model_reads_the_same() -> None:
-    ours, theirs = Tokenizer.load(DEMO_MODEL), AutoTokenizer.from_pretrained(DEMO_MODEL)
+    ours, theirs = Tokenizer.load(DEMO_MODEL), auto_tokenizer(DEMO_MODEL)
     templates = ChatTemplates.load(DEMO_MODEL, ours, None)
     assert templates is not None
     prompt = templates.choose(False).render(MESSAGES, tools=None, documents=None, add_generation_prompt=True)

@@ -8,10 +8,12 @@ import socket
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from quire.server.cli import flags
+from quire.server.cli.bench import run
 from quire.server.cli.bench.dataset import DatasetOptions
 from quire.server.cli.bench.options import ServeOptions
 from quire.server.cli.bench.run import BenchRun
@@ -28,6 +30,12 @@ median_tpot_ms std_tpot_ms p99_tpot_ms mean_itl_ms median_itl_ms std_itl_ms p99_
 std_e2el_ms p99_e2el_ms client_cpu_share
 """
 DETAILED_KEYS = "input_lens output_lens ttfts itls latencies start_times queue_times generated_texts errors"
+
+
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting the garbage of all tests takes longer than a run."""
+    monkeypatch.setattr(run, "gc", Mock())
 
 
 def bench(server: FakeServer, folder: Path, *arguments: str, code: int = 0) -> dict[str, Any]:
