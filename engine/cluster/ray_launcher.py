@@ -114,7 +114,7 @@ class RayLauncher:
             options = replace(self._placement.options, node_rank=node, master_port=port)
             gpus = [info.gpu for info, its in zip(infos, self._node_of, strict=True) if its == node]
             visible = ",".join(gpus) if self._resource == "GPU" else None
-            stdin = pickle.dumps((options, self._log_level, self._placement))
+            stdin = pickle.dumps((options, self._log_level, self._placement, False))
             run = self._actors[self._node_of.index(node)].run_node.remote(stdin, env, visible)
             self._runs.append(run)
             threading.Thread(target=self._watch, args=(node, run, on_exit), daemon=True).start()

@@ -80,10 +80,10 @@ def start_core(args: CoreArgs, folder: str) -> Process:
     return start_process("quire.engine.core.engine_core", args, env={"TMPDIR": folder})
 
 
-def exec_node(options: EngineOptions, log_level: str) -> NoReturn:
+def exec_node(options: EngineOptions, log_level: str, *, may_rejoin: bool) -> NoReturn:
     """Replace this process by that of a node other than node 0 (see `quire.engine.executor.nodes.main`)."""
     reader, writer = os.pipe()
-    os.write(writer, pickle.dumps((options, log_level, None)))
+    os.write(writer, pickle.dumps((options, log_level, None, may_rejoin)))
     os.close(writer)
     os.dup2(reader, 0)
     os.execv(sys.executable, [sys.executable, "-P", "-m", "quire.engine.executor.nodes"])

@@ -226,10 +226,13 @@ class MultiNodeExecutor(ProcessExecutor):
         return " and ".join(texts)
 
 
-def serve_node(options: EngineOptions, log_level: str, placement: RayPlacement | None = None) -> int:
+def serve_node(
+    options: EngineOptions, log_level: str, placement: RayPlacement | None = None, *, may_rejoin: bool = False
+) -> int:
     """Run the ranks of node `options.node_rank` until node 0 ends; returns the exit code, 1 after a failure.
 
-    `placement` is Ray's placement of the ranks. If they cannot start, reports it to node 0 and raises `ConfigError`.
+    With `may_rejoin`, after a failure the node joins node 0 again, which restarts its engine. `placement` is Ray's
+    placement of the ranks. If they cannot start, reports it to node 0 and raises `ConfigError`.
     """
     try:
         config = resolve(options, placement)
@@ -238,17 +241,20 @@ def serve_node(options: EngineOptions, log_level: str, placement: RayPlacement |
     except ConfigError as error:
         _report_error(options, str(error))
         raise
-    try:
-        node = Node(config, log_level)
-    except LinkEnded as rejection:
-        raise ConfigError(rejection.reason) from None
-    with contextlib.closing(node):
-        reason = node.run()
-    if reason:
+    while True:
+        try:
+            node = Node(config, log_level)
+        except LinkEnded as rejection:
+            raise ConfigError(rejection.reason) from None
+        with contextlib.closing(node):
+            reason = node.run()
+        if not reason:
+            logger.info("node 0 has ended")
+            return 0
         logger.error("%s", reason)
-        return 1
-    logger.info("node 0 has ended")
-    return 0
+        if not may_rejoin:
+            return 1
+        logger.info("joining node 0 again (--no-restart: exit instead)")
 
 
 class Node:
@@ -351,11 +357,11 @@ def _report_error(options: EngineOptions, error: str) -> None:
 def main() -> int:
     """Run the process of a node other than 0, which the user (`exec_node`) or Ray has started.
 
-    Standard input has the options, the log level and, from Ray, the placement. A process of Ray's ends when its
-    standard input closes, as it does with the actor that started it.
+    Standard input has the options, the log level, the placement if Ray has started it, and whether it joins again after
+    a failure. A process of Ray's ends when its standard input closes, as it does with the actor that started it.
     """
     process.share_cores()
-    options, log_level, placement = pickle.load(sys.stdin.buffer)
+    options, log_level, placement, may_rejoin = pickle.load(sys.stdin.buffer)
     log.setup(log_level, f"node {options.node_rank}")
     process.set_name(f"quire-node-{options.node_rank}")
     if placement is not None:
@@ -369,7 +375,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     try:
-        return serve_node(options, log_level, placement)
+        return serve_node(options, log_level, placement, may_rejoin=may_rejoin)
     except ConfigError as error:
         print(f"quire: error: {error}", file=sys.stderr)
         return 2

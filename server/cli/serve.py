@@ -42,7 +42,7 @@ def run(parsed: argparse.Namespace) -> int:
     seconds = {"imports": process.age()}
     begun = time.monotonic()
     options, server = read_options(parsed)
-    log.setup(server.log_level, "api")
+    log.setup(server.log_level, "serve")
     server.check()
     if server.headless and options.nnodes == 1:
         from quire.server.cli.headless import serve_replicas
@@ -51,10 +51,10 @@ def run(parsed: argparse.Namespace) -> int:
     if options.nnodes > 1:
         _check_node(options, server)
     if server.headless:
-        exec_node(options, server.log_level)
+        exec_node(options, server.log_level, may_rejoin=server.restart)
     ApiKeys.load(server)
     name = DEMO_NAME if options.model == EngineOptions.model else options.model
-    process.set_name("quire-api")
+    process.set_name("quire-serve")
     # Not at the top, because the parsers of all commands import this module.
     from quire.engine.config.plan_text import plan_text
     from quire.engine.config.resolve import fetch_weights, resolve

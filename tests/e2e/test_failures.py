@@ -74,8 +74,43 @@ def test_tensors_that_do_not_fit_are_one_line(tmp_path: Path, tp: str) -> None:
     assert "model.layers.6.input_layernorm.weight is missing" in refusal(str(tmp_path), "-tp", tp, "--port", "0")
 
 
-def test_a_rank_that_dies_is_named_to_every_client() -> None:
-    with serve("-tp", "2") as server:
+ENDLESS = {"model": "quire-demo", "prompt": "Quire", "max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        ("quire-rank-1", signal.SIGKILL),
+        ("quire-core", signal.SIGKILL),
+        pytest.param("quire-rank-1", signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param("quire-core", signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_streams_go_on_when_a_part_of_the_only_engine_dies_or_stops(victim: str, number: signal.Signals) -> None:
+    with (
+        serve("-tp", "2", "--watchdog-seconds", "3") as server,
+        httpx.Client(base_url=server.url, timeout=120) as client,
+    ):
+        expected = client.post("/v1/completions", json=ENDLESS).json()["choices"][0]["text"]
+        text = ""
+        with client.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as stream:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    if not text:
+                        dead = server.named(victim)
+                        dead.send_signal(number)
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        assert text == expected
+        assert client.get("/health").status_code == 200
+        assert 'quire:engine_deaths_total{engine="0",model_name="quire-demo"} 1.0' in client.get("/metrics").text
+        assert not psutil.pid_exists(dead.pid)
+        named = "rank 1" if victim == "quire-rank-1" else "the engine core"
+        how = "was killed by SIGKILL" if number == signal.SIGKILL else "did not respond for 3 s"
+        assert any(f"{named} {how}" in line for line in server.lines)
+
+
+def test_without_restarts_a_rank_that_dies_is_named_to_every_client() -> None:
+    with serve("-tp", "2", "--no-restart") as server:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             stream = client.completions.create(
                 model="quire-demo", prompt="Quire", max_tokens=1900, extra_body={"ignore_eos": True}, stream=True
@@ -90,42 +125,39 @@ def test_a_rank_that_dies_is_named_to_every_client() -> None:
         assert server.process.wait(30) == 1
 
 
-def test_a_rank_that_dies_while_idle_is_noticed() -> None:
-    with serve("-tp", "2") as server:
-        server.named("quire-rank-0").kill()
-        assert server.process.wait(30) == 1
-        assert any("rank 0 was killed by SIGKILL" in line for line in server.lines)
-
-
-def test_an_engine_core_that_dies_takes_the_server_down() -> None:
-    with serve("-tp", "2") as server:
+@pytest.mark.parametrize(("victim", "named"), [("quire-rank-0", "rank 0"), ("quire-core", "the engine core")])
+def test_a_death_while_idle_is_noticed(victim: str, named: str) -> None:
+    with serve("-tp", "2", "--no-restart") as server:
         family = server.family()
-        server.named("quire-core").kill()
+        server.named(victim).kill()
         assert server.process.wait(30) == 1
-        assert any("the engine core was killed by signal 9" in line for line in server.lines)
+        assert any(f"{named} was killed by SIGKILL" in line for line in server.lines)
         assert not psutil.wait_procs(family, timeout=30)[1]
+
+
+def left_in(folder: Path) -> set[str]:
+    """What there is in a temporary folder and in shared memory."""
+    return {path.name for path in (*folder.iterdir(), *Path("/dev/shm").iterdir())}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_outlives_the_server(number: signal.Signals) -> None:
-    with serve("-tp", "2") as server:
-        family = server.family()
-        assert len(family) >= 4
-        server.process.send_signal(number)
-        assert server.process.wait(30) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
-        assert not psutil.wait_procs(family, timeout=30)[1]
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_named() -> None:
-    with serve("-tp", "2") as server:
-        hung = server.named("quire-rank-1")
-        hung.suspend()
-        health = httpx.get(f"{server.url}/health", timeout=60)
-        assert health.status_code == 503
-        assert "rank 1 did not answer within 15 s" in health.text
-        assert server.process.wait(30) == 1
-        assert not psutil.pid_exists(hung.pid)
+def test_nothing_outlives_the_server(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What a killed server has left in the temporary folder is removed by the next one."""
+    folder = tmp_path_factory.mktemp("t")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    before = left_in(folder)
+    for _ in range(2):
+        with serve("-tp", "2") as server:
+            family = server.family()
+            assert len(family) >= 4
+            assert len(list(folder.iterdir())) == 1
+            server.process.send_signal(number)
+            assert server.process.wait(30) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+            assert not psutil.wait_procs(family, timeout=30)[1]
+    left = left_in(folder) - before
+    assert len(left) == (number == signal.SIGKILL)
 
 
 def test_nothing_is_imported_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
