@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import ssl
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
@@ -113,6 +115,11 @@ class ServerOptions(ModelOptions):
         """Raise `ConfigError` for invalid or unreadable options."""
         if self.api_server_count < 1:
             raise ConfigError(f"--api-server-count {self.api_server_count}: must be at least 1")
+        if self.served_model_name is not None:
+            if not all(map(str.strip, self.served_model_name)):
+                raise ConfigError("--served-model-name is empty; omit it to use the name of the model")
+            if twice := [name for name, count in Counter(self.served_model_name).items() if count > 1]:
+                raise ConfigError(f"--served-model-name {twice[0]} is given twice")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"--root-path {self.root_path}: expected a path such as /llm, or nothing")
         if self.api_key is not None and not all(self.api_key):
@@ -120,8 +127,8 @@ class ServerOptions(ModelOptions):
         if self.queue_limit is not None and self.queue_limit < 0:
             raise ConfigError(f"--max-queue {self.max_queue}: must be at least 0, or unlimited")
         for name, value in (("request-timeout", self.request_timeout), ("max-body-mib", self.max_body_mib)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"--{name} {value:g}: must be greater than 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--{name} {value:g}: must be greater than 0, and finite")
         if self.allowed_origins is None:
             for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
                 if getattr(self, name):

@@ -6,6 +6,9 @@ Each part is resolved by a module of its own (`model_config`, `parallel_config`,
 
 from __future__ import annotations
 
+import math
+import os
+import re
 import typing
 from dataclasses import replace
 from typing import Literal
@@ -33,6 +36,13 @@ _HOST_OPTIONS = frozenset(
     }
 )
 """Options that may differ between hosts."""
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": (r"0*[1-9]\d{0,3}", "a number of threads"),
+    "QUIRE_CPU_ISA": ("native|avx2", "native or avx2"),
+}
+"""What variables that ranks read must match, and what that is."""
+_MAX_TIMEOUT_SECONDS = 1e9
+"""torch.distributed counts nanoseconds in 64 bits."""
 
 
 def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> EngineConfig:
@@ -41,6 +51,7 @@ def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> En
     `placement` is given on nodes of a Ray cluster: another node has already determined where the ranks are.
     """
     _check_ranges(options)
+    _check_environment()
     remote_devices: devices.Devices | None = None
     if placement is None:
         placement, remote_devices = ray_cluster.find(options) or (None, None)
@@ -56,6 +67,7 @@ def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> En
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs)
     cache = replace(cache, num_blocks=memory_plan.count_blocks(config, available))
+    _check_num_seqs(options, replace(config, cache=cache))
     return replace(config, cache=cache, shared_settings=shared_settings(options, config))
 
 
@@ -127,11 +139,32 @@ def _check_ranges(options: EngineOptions) -> None:
         value = getattr(options, name)
         if value not in (None, "auto") and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
-    if options.itl_target_ms is not None and not options.itl_target_ms > 0.0:
+    if not -(1 << 63) <= options.seed < 1 << 63:
+        raise ConfigError(f"--seed must be a 64-bit integer, got {options.seed}")
+    if options.itl_target_ms is not None and not 0.0 < options.itl_target_ms < math.inf:
         raise ConfigError(f"--itl-target-ms must be above 0, got {options.itl_target_ms}")
-    if not options.distributed_timeout_seconds > 0.0:
-        raise ConfigError(f"--distributed-timeout-seconds must be above 0, got {options.distributed_timeout_seconds}")
+    if not 0.0 < options.distributed_timeout_seconds <= _MAX_TIMEOUT_SECONDS:
+        raise ConfigError(
+            f"--distributed-timeout-seconds must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g}, "
+            f"got {options.distributed_timeout_seconds:g}"
+        )
     if not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(
             f"--gpu-memory-utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}"
+        )
+
+
+def _check_environment() -> None:
+    for name, (pattern, expected) in _ENVIRONMENT.items():
+        if (value := os.environ.get(name)) and not re.fullmatch(pattern, value):
+            raise ConfigError(f"environment variable {name}={value}: expected {expected}")
+
+
+def _check_num_seqs(options: EngineOptions, config: EngineConfig) -> None:
+    """Reject a --max-num-seqs that can never be reached, as each running request holds a KV block."""
+    blocks = config.cache.num_blocks
+    if blocks and options.max_num_seqs > max(blocks, EngineOptions.max_num_seqs):
+        raise ConfigError(
+            f"--max-num-seqs {options.max_num_seqs} is more than the {blocks} blocks of the KV cache, and each running "
+            f"request holds at least one; use at most {blocks}"
         )

@@ -320,7 +320,7 @@ def _fill_randomly(seed: int, place: Place) -> None:
     if len(shard.shape) == 1 and stored.name.endswith("weight"):  # a norm's weight
         _put(weight, shard, torch.ones(()))
         return
-    key = seed << 32 ^ zlib.crc32(f"{stored.name} {shard.part} {stored.expert}".encode())
+    key = (seed << 32 ^ zlib.crc32(f"{stored.name} {shard.part} {stored.expert}".encode())) & (1 << 63) - 1
     _put(weight, shard, _random(key, shard, weight))
 
 

@@ -49,7 +49,7 @@ LLAMA_70B = LLAMA | {
 
 @pytest.fixture(autouse=True)
 def _eight_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_free_host_memory", lambda: 8 << 30)
+    monkeypatch.setattr(devices, "free_host_memory", lambda: 8 << 30)
 
 
 def folder(tmp_path: Path, **changes: Any) -> str:
@@ -173,10 +173,10 @@ def describe(request: transformers_backend.DescribeRequest) -> NoReturn:
             {"architectures": ["MistralForCausalLM"], "layer_types": ["linear_attention"] * 6},
             "layers of type linear_attention are not supported",
         ),
-        ({"num_attention_heads": 0}, "config.json has a value that LlamaForCausalLM cannot use"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+        ({"num_attention_heads": 0}, r"config\.json: num_attention_heads must be a whole number of at least 1, got 0"),
+        ({"num_hidden_layers": 0}, r"config\.json: num_hidden_layers must be a whole number of at least 1, got 0"),
         ({"head_dim": 7}, "at least 2; heads have 7"),
-        ({"hidden_size": "wide"}, "config.json has a value that LlamaForCausalLM cannot use"),
+        ({"hidden_size": "wide"}, r'config\.json: hidden_size must be a whole number of at least 1, got "wide"'),
     ],
 )
 def test_unsupported_model_features_are_named(
@@ -354,7 +354,7 @@ def test_weights_of_a_repository_are_downloaded_only_after_every_check(
 
 
 def test_on_a_cpu_one_request_at_full_length_always_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_free_host_memory", lambda: 256 << 30)
+    monkeypatch.setattr(devices, "free_host_memory", lambda: 256 << 30)
     model = folder(tmp_path, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     long = folder(tmp_path, **json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 40960})
     assert model == long
@@ -433,7 +433,7 @@ def test_replicas_share_the_host(tmp_path: Path) -> None:
 
 
 def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_free_host_memory", lambda: 1)
+    monkeypatch.setattr(devices, "free_host_memory", lambda: 1)
     config = resolve(options(folder(tmp_path), data_parallel_size=2, data_parallel_size_local=0))
     assert plan_text(config).splitlines()[-1] == "  2 replicas, none of them on this host"
     with pytest.raises(ConfigError, match="Not enough memory: needs"):
