@@ -66,17 +66,16 @@ def _files_in_index(folder: Path, load_format: str) -> list[str]:
     if not index.exists():
         return []
     files = read_json(index).get("weight_map")
-    names = list(files.values()) if isinstance(files, dict) else [None]
-    if not all(isinstance(name, str) and not {"..", "/"} & {*Path(name).parts} for name in names):
+    names = set(map(str, files.values())) if isinstance(files, dict) else {".."}
+    if any({"..", "/"} & {*Path(name).parts} for name in names):
         raise ConfigError(f"{index}: weight_map must map names of tensors to names of files in the folder")
-    return sorted(set(names))
+    return sorted(names)
 
 
-def check_weights(folder: Path, load_format: str) -> None:
-    """Check that the files exist and are complete; raises `ConfigError`."""
+def check_weights(folder: Path, load_format: str) -> dict[str, TensorInfo] | None:
+    """Check that the files exist and are complete; returns the headers of safetensors. Raises `ConfigError`."""
     if load_format == "safetensors":
-        read_headers(folder)
-        return
+        return read_headers(folder)
     for file in torch_files(folder):
         try:
             with file.open("rb") as stream:
@@ -87,6 +86,7 @@ def check_weights(folder: Path, load_format: str) -> None:
             raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
         if not is_known:
             raise ConfigError(f"{file}: truncated, or not saved by torch.save; download it again")
+    return None
 
 
 def torch_files(folder: Path) -> list[Path]:
@@ -215,7 +215,7 @@ def _read_header(file: Path) -> dict[str, Any]:
             if name != "__metadata__":
                 start, stop = entry["data_offsets"]
                 shape, bits = entry["shape"], _DTYPE_BITS.get(entry["dtype"])
-                if min(start, *shape) < 0 or (bits is not None and math.prod(shape) * bits != 8 * (stop - start)):
+                if min((start, *shape)) < 0 or (bits is not None and math.prod(shape) * bits != 8 * (stop - start)):
                     raise ConfigError(
                         f"{file}: {name} has the shape {shape} and the type {entry['dtype']}, but "
                         f"{stop - start:,} bytes; download it again"

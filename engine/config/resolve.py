@@ -16,6 +16,7 @@ from typing import Literal
 from quire.engine.cluster import ray_cluster
 from quire.engine.config import (
     cache_config,
+    checkpoint_tensors,
     cuda_graph_sizes,
     devices,
     memory_plan,
@@ -26,6 +27,7 @@ from quire.engine.config import (
 )
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
+from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 _HOST_OPTIONS = frozenset(
@@ -72,16 +74,19 @@ def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> En
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
-    """Check that the weights are complete; downloads those of a Hugging Face repository, with a progress bar.
+    """Check that the weights are complete and fit the model; downloads those of a Hugging Face repository.
 
-    Separate from `resolve`, so that everything else is checked, and the plan printed, before a large download.
+    Separate from `resolve`, so that everything else is checked, and the plan printed, before a large download,
+    which shows a progress bar.
     """
     if (load_format := config.model.load_format) != "dummy":
         pooler = config.model.pooling
         inner = [dense.folder for dense in pooler.dense] if pooler is not None else []
         model_files.fetch_weights(options.model, options.revision, config.model.path, load_format, inner)
         for folder in ("", *inner):
-            model_files.check_weights(config.model.path / folder, load_format)
+            headers = model_files.check_weights(config.model.path / folder, load_format)
+            if headers is not None and not folder and not isinstance(config.model.architecture, TransformersModelSpec):
+                checkpoint_tensors.check_model(config.model, headers)
 
 
 def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, str]:

@@ -374,9 +374,9 @@ CASES = [
     weights(f"{NORM} is of type I16", "integers", reshape(NORM, [256], "I16")),
     weights("not a safetensors file|shape", "a negative shape", reshape(NORM, [-256])),
     weights("not a safetensors file|shape", "no shape", lambda header, data: header[NORM].pop("shape")),
-    weights(f"{NORM} has values that are not finite", "NaN", put(NORM, float("nan")), code=1),
+    weights(f"{NORM} has values that are NaN or infinite", "NaN", put(NORM, float("nan")), code=1),
     weights(
-        "embed_tokens.weight has values that are not finite",
+        "embed_tokens.weight has values that are NaN or infinite",
         "infinity, two ranks",
         put("model.embed_tokens.weight", float("inf"), 700_000),
         *("-tp", "2"),
@@ -386,7 +386,7 @@ CASES = [
         "index: missing shards", "model-2.safetensors: cannot be read", edit=index({"x": "model-2.safetensors"})
     ),
     BadConfiguration("index: a list", "model.safetensors.index.json", edit=index([1])),
-    BadConfiguration("index: a number", "model.safetensors.index.json", edit=index({NORM: 5})),
+    BadConfiguration("index: a number", "/5: cannot be read", edit=index({NORM: 5})),
     BadConfiguration("index: another folder", "model.safetensors.index.json", edit=index({NORM: "../etc/passwd"})),
     # Other kinds of models
     BadConfiguration(
