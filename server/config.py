@@ -9,8 +9,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.engine.config.devices import free_host_memory
+from quire.engine.config.memory_plan import format_bytes
 from quire.engine.config.options import flag
 from quire.engine.protocol.errors import ConfigError
+
+_API_PROCESS_BYTES = 48 << 20
+"""Memory of an idle API process with a small tokenizer, less what it shares with the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +120,12 @@ class ServerOptions(ModelOptions):
         """Raise `ConfigError` for invalid or unreadable options."""
         if self.api_server_count < 1:
             raise ConfigError(f"--api-server-count {self.api_server_count}: must be at least 1")
+        free = free_host_memory()
+        if self.api_server_count > max(1, fitting := free // _API_PROCESS_BYTES):
+            raise ConfigError(
+                f"--api-server-count {self.api_server_count}: each process needs at least "
+                f"{format_bytes(_API_PROCESS_BYTES)} of memory, and {format_bytes(free)} is free; use at most {fitting}"
+            )
         if self.served_model_name is not None:
             if not all(map(str.strip, self.served_model_name)):
                 raise ConfigError("--served-model-name is empty; omit it to use the name of the model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class BadConfiguration:
     """MODEL, relative to the folder; None: the option is not given."""
     environment: Mapping[str, str] = field(default_factory=dict)
     code: int = 2
+    is_early: bool = True
+    """The first process finds it by itself."""
 
     def command(self, folder: Path) -> list[str]:
         """Write the model into the empty `folder`; returns the arguments of `quire`."""
@@ -37,7 +39,8 @@ class BadConfiguration:
             (folder / file.name).symlink_to(file)
         self.edit(folder)
         model = [] if self.model is None else [str(folder / self.model)]
-        port = [] if {"--port", "--uds"} & set(self.arguments) else ["--port", "0"]
+        has_port = {"--port", "--uds", "AIP_HTTP_PORT"} & {*self.arguments, *self.environment}
+        port = [] if has_port else ["--port", "0"]
         return ["serve", *model, *(text.replace("{folder}", str(folder)) for text in self.arguments), *port]
 
 
@@ -81,6 +84,11 @@ def config(message: str, **changes: Any) -> BadConfiguration:
     return BadConfiguration(f"config.json: {changes}"[:60], message, edit=settings("config.json", **changes))
 
 
+def unsupported(message: str, **changes: Any) -> BadConfiguration:
+    """Settings in config.json that transformers might support."""
+    return replace(config(message, **changes), is_early=False)
+
+
 def generation(message: str, **changes: Any) -> BadConfiguration:
     edit = settings("generation_config.json", **changes)
     return BadConfiguration(f"generation_config.json: {changes}"[:60], message, edit=edit)
@@ -105,7 +113,7 @@ NORM = "model.layers.3.input_layernorm.weight"
 
 
 def weights(
-    message: str, what: str, change: Callable[[Header, bytearray], object], *arguments: str, code: int = 2
+    message: str, what: str, change: Callable[[Header, bytearray], object], *arguments: str, is_late: bool = False
 ) -> BadConfiguration:
     """Change the header and the data of the weights; a length that `change` returns is written in place of the
     header's."""
@@ -119,7 +127,8 @@ def weights(
         claimed = changed if isinstance(changed, int) else len(written)
         text(WEIGHTS, struct.pack("<Q", claimed) + written + data)(folder)
 
-    return BadConfiguration(f"weights: {what}", message, arguments, edit, code=code)
+    code = 1 if is_late else 2
+    return BadConfiguration(f"weights: {what}", message, arguments, edit, code=code, is_early=not is_late)
 
 
 def rename(old: str, new: str) -> Callable[[Header, bytearray], None]:
@@ -150,7 +159,6 @@ def index(weight_map: Any) -> Edit:
     return text("model.safetensors.index.json", json.dumps({"weight_map": weight_map}))
 
 
-_GIB = 1 << 30
 CASES = [
     # Flags: sizes and ranges
     flags("does not divide", "-tp", "3"),
@@ -248,7 +256,9 @@ CASES = [
     environment("OMP_NUM_THREADS=-3", "OMP_NUM_THREADS", "-3", "-tp", "2"),
     environment("QUIRE_CPU_ISA=sse", "QUIRE_CPU_ISA", "sse"),
     environment("QUIRE_API_KEY", "QUIRE_API_KEY", " , "),
-    environment("QUIRE_HOST_IP=junk", "QUIRE_HOST_IP", "junk", "--nnodes", "2", "-tp", "2"),
+    replace(
+        environment("QUIRE_HOST_IP=junk", "QUIRE_HOST_IP", "junk", "--nnodes", "2", "-tp", "2"), code=1, is_early=False
+    ),
     # The model folder
     BadConfiguration("MODEL is a file", "no such model folder", model="config.json"),
     BadConfiguration("MODEL does not exist", "no such model folder", model="nowhere"),
@@ -294,7 +304,7 @@ CASES = [
     config("vocab_size", vocab_size=-1),
     config("vocab_size", vocab_size="x"),
     config("Not enough memory", vocab_size=10**12),
-    config("head_dim|rotary positions", head_dim=31),
+    unsupported("rotary positions need an even number", head_dim=31),
     config("head_dim", head_dim=-32),
     config("max_position_embeddings", max_position_embeddings=-1),
     config("max_position_embeddings", max_position_embeddings=0),
@@ -302,13 +312,13 @@ CASES = [
     config("holds .* tokens|Not enough memory", max_position_embeddings=10**12),
     config("rms_norm_eps", rms_norm_eps="tiny"),
     config("rms_norm_eps", rms_norm_eps=float("nan")),
-    config("rope scaling 'spiral' is not supported", rope_parameters={"rope_type": "spiral"}),
+    unsupported("rope scaling 'spiral' is not supported", rope_parameters={"rope_type": "spiral"}),
     config("rope_theta|could not convert", rope_parameters={"rope_type": "default", "rope_theta": "x"}),
     config("rope_theta", rope_parameters={"rope_type": "default", "rope_theta": -1.0}),
-    config("factor", rope_parameters={"rope_type": "linear"}),
+    unsupported("config.json lacks 'factor'", rope_parameters={"rope_type": "linear"}),
     config("rope_parameters", rope_parameters=[1]),
     config("the activation 'wiggle' is not supported", hidden_act="wiggle"),
-    config("activation|hidden_act", hidden_act=["silu"]),
+    config(r'hidden_act must be a name, got \["silu"\]', hidden_act=["silu"]),
     config(r"quantized \(gptq\), which is not supported", quantization_config={"quant_method": "gptq", "bits": 4}),
     config("quantization_config", quantization_config="gptq"),
     BadConfiguration(
@@ -374,13 +384,13 @@ CASES = [
     weights(f"{NORM} is of type I16", "integers", reshape(NORM, [256], "I16")),
     weights("not a safetensors file|shape", "a negative shape", reshape(NORM, [-256])),
     weights("not a safetensors file|shape", "no shape", lambda header, data: header[NORM].pop("shape")),
-    weights(f"{NORM} has values that are NaN or infinite", "NaN", put(NORM, float("nan")), code=1),
+    weights(f"{NORM} has values that are NaN or infinite", "NaN", put(NORM, float("nan")), is_late=True),
     weights(
         "embed_tokens.weight has values that are NaN or infinite",
         "infinity, two ranks",
         put("model.embed_tokens.weight", float("inf"), 700_000),
         *("-tp", "2"),
-        code=1,
+        is_late=True,
     ),
     BadConfiguration(
         "index: missing shards", "model-2.safetensors: cannot be read", edit=index({"x": "model-2.safetensors"})

@@ -26,6 +26,7 @@ _OPTIONAL_SIZES = (
 """Whole numbers of at least 0, or null."""
 _POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "rope_theta")
 """Finite numbers above 0, or null."""
+_NAMES = ("hidden_act", "hidden_activation", "activation_function", "activation")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _ROPES = ("rope_parameters", "rope_scaling")
 
@@ -45,6 +46,9 @@ def check_values(config: Mapping[str, Any], max_layers: int) -> None:
                 f"num_hidden_layers {config[name]:,} is more than this host has memory for, whatever their size; at "
                 f"most {max_layers:,} fit into what is free"
             )
+    for name in _NAMES:
+        if not isinstance(config.get(name), str | None):
+            raise ConfigError(f"{name} must be a name, got {_json(config[name])}")
     ropes = {name: config.get(name) for name in _ROPES}
     for name, rope in ropes.items():
         if rope is not None and not isinstance(rope, Mapping):
