@@ -38,8 +38,8 @@ def check_values(config: Mapping[str, Any], max_layers: int) -> None:
         if value is None and not minimum:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            kind = f"{'' if minimum else 'null or '}a whole number of at least {minimum}"
-            raise ConfigError(f"{name} must be {kind}, got {_json(value)}")
+            alternative = "" if minimum else "null or "
+            raise ConfigError(f"{name} must be {alternative}a whole number of at least {minimum}, got {_json(value)}")
     for name in _LAYERS:
         if config.get(name, 0) > max_layers:
             raise ConfigError(

@@ -291,8 +291,8 @@ def test_whole_weights_are_accepted_and_garbage_is_not(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", cut=-5)
     with pytest.raises(ConfigError, match=r"longer than its header says: [\d,]+ bytes instead of"):
         fetch(model)
-    write_safetensors(tmp_path / "model.safetensors", missing="model.layers.5.mlp.down_proj.weight")
-    with pytest.raises(ConfigError, match=r"match config.json: model\.layers\.5\.mlp\.down_proj.weight is missing$"):
+    write_safetensors(tmp_path / "model.safetensors", missing="model.layers.5.mlp.gate_proj.weight")
+    with pytest.raises(ConfigError, match=r"match config.json: model\.layers\.5\.mlp\.gate_proj.weight is missing$"):
         fetch(model)
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops")
     with pytest.raises(ConfigError, match="not a safetensors file"):
