@@ -99,10 +99,6 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
                 raise
             native_error = error
     quantized(hf_config)
-    if missing := transformers_backend.find_missing(names, hf_config, options.trust_remote_code):
-        if native_error is not None and family is not None:
-            raise native_error
-        raise ConfigError(f"{path / 'config.json'}: {missing} is supported neither by Quire nor by this transformers")
     request = transformers_backend.DescribeRequest(
         path=path,
         tensor_parallel_size=options.tensor_parallel_size,
@@ -111,10 +107,12 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
         trust_remote_code=options.trust_remote_code,
     )
     try:
+        transformers_backend.check_known(names, hf_config, options.trust_remote_code)
         arch = transformers_backend.describe(request)
     except ConfigError as error:
         reason = f"{', '.join(names) or 'it'} is not supported by transformers' implementation: {error}"
-        raise ConfigError(reason if native_error is None else f"{native_error}; and {reason}") from None
+        reason = reason if native_error is None else f"{native_error}; and {reason}"
+        raise ConfigError(f"{path / 'config.json'}: {reason}") from None
     if native_error is not None:
         reason = f"{native_error}" if arch.name in FAMILIES else f"{arch.name} has no implementation of Quire's own"
         logger.warning("%s; using transformers' implementation (--model-impl transformers)", reason)

@@ -43,34 +43,42 @@ class DescribeRequest:
         return self.tensor_parallel_size == self.pipeline_parallel_size == 1
 
 
-def find_missing(names: Sequence[str], hf_config: Mapping[str, Any], trust_remote_code: bool) -> str | None:
-    """Return what transformers does not have and the model needs: its architecture, activation or rope scaling.
+def check_known(names: Sequence[str], hf_config: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Raise `ConfigError` if transformers lacks the model's architecture or activation.
 
-    transformers' tables are read from its source, as importing it takes seconds. None if nothing is missing, or if it
-    cannot be said without building the model.
+    Its tables are read from its source, as importing it takes seconds. What they do not say, `describe` finds out.
     """
-    if trust_remote_code and hf_config.get("auto_map"):
-        return None
-    if not _has("models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", names):
-        return f"architecture {', '.join(names) or '(none in config.json)'}"
+    if hf_config.get("auto_map") and trust_remote_code:
+        return
+    source = _source("models/auto/modeling_auto.py")
+    if not _has(_table(source, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"), *names):
+        if hf_config.get("auto_map"):
+            raise ConfigError("it requires its own Python code, which needs --trust-remote-code")
+        if _has(source, *names):
+            raise ConfigError("it is not a causal language model of text in transformers")
+        raise ConfigError("this version of transformers does not know it")
+    activations = _table(_source("activations.py"), "ACT2CLS")
     for name in ("hidden_act", "hidden_activation", "activation_function"):
         activation = hf_config.get(name)
-        if activation and not _has("activations.py", "ACT2CLS", [activation]):
-            return f"{name} {activation!r}"
-    return None
+        if activation and not _has(activations, activation):
+            raise ConfigError(f"it has no {name} {activation!r}")
 
 
-def _has(file: str, table: str, names: Sequence[object]) -> bool:
-    """Whether one of the names stands in a table of transformers, or the table is not found."""
+def _source(file: str) -> str | None:
+    """A source file of transformers, or None if it is not found."""
     spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return True
-    try:
-        source = (Path(spec.origin).parent / file).read_text(encoding="utf-8")
-    except OSError:
-        return True
-    found = re.search(rf"^{table} = .*?^[)}}]", source, re.DOTALL | re.MULTILINE)
-    return found is None or any(f'"{name}"' in found[0] for name in names)
+    path = Path(spec.origin).parent / file if spec is not None and spec.origin is not None else None
+    return path.read_text(encoding="utf-8") if path is not None and path.exists() else None
+
+
+def _table(source: str | None, name: str) -> str | None:
+    found = re.search(rf"^{name} = .*?^[)}}]", source or "", re.DOTALL | re.MULTILINE)
+    return None if found is None else found[0]
+
+
+def _has(source: str | None, *names: object) -> bool:
+    """Whether one of the names is in the source, or there is no source to tell."""
+    return source is None or any(f'"{name}"' in source for name in names)
 
 
 def describe(request: DescribeRequest) -> TransformersModelSpec:
