@@ -14,6 +14,8 @@ import zmq
 from quire.engine.protocol.engine_core import Shutdown, ToCore
 
 SHUTDOWN_SECONDS = 10.0
+LOADING_SHUTDOWN_SECONDS = 1.0
+"""A core that is still loading reads no messages."""
 WATCH_SECONDS = 0.2
 RECONNECT_MILLISECONDS = 10
 """Interval between attempts to connect to a core that is starting."""
@@ -76,14 +78,14 @@ class CoreConnection:
         """Stop the core; kill it if it does not exit in time."""
         if (core := self.core) is None:
             return
-        if self.state == "loading":  # it reads no messages yet
-            core.kill()
         self.send(Shutdown())
-        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        patience = LOADING_SHUTDOWN_SECONDS if self.state == "loading" else SHUTDOWN_SECONDS
+        deadline = time.monotonic() + patience
         while core.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         if core.poll() is None:
-            logger.warning("the engine core did not stop within %g seconds and will be killed", SHUTDOWN_SECONDS)
+            if self.state != "loading":
+                logger.warning("the engine core did not stop within %g seconds and will be killed", patience)
             core.kill()
             core.wait()
         _close_stdin(core)

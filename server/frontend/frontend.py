@@ -46,6 +46,8 @@ _NO_PARAMS = SamplingParams()
 """Used where nothing is sampled."""
 _LEAVE_SECONDS = 0.05
 """Polling interval of hosts that shut down together."""
+_HEAD_START_SECONDS = 0.2
+"""How long the cores wait for the tokenizer, which a small one does not need."""
 _MAX_FOLDER_BYTES = 90
 """In bytes. The path of a Unix socket inside must be shorter than 108 bytes (unix(7))."""
 
@@ -79,7 +81,8 @@ class Frontend:
         client: EngineClient,
         metrics: Metrics,
         process_info: ApiProcessInfo,
-        formats: ChatFormats,
+        loading: asyncio.Task[InputProcessor],
+        seconds: dict[str, float],
     ) -> None:
         self.config = config
         self.client = client
@@ -94,8 +97,8 @@ class Frontend:
         self._remove_folder: weakref.finalize[[str], Frontend] | None = None
         self._hosts: DPCoordinator | None = None
         self._ports: list[socket.socket] = []
-        self._seconds: dict[str, float] = {}
-        self._loading = asyncio.create_task(asyncio.to_thread(self._load, formats))
+        self._seconds = seconds
+        self._loading = loading
 
     @staticmethod
     async def start(
@@ -110,10 +113,18 @@ class Frontend:
     ) -> Frontend:
         """Start this host's engine cores, and load the tokenizer meanwhile. `name` is a label of the metrics.
 
+        Raises `ConfigError` if the tokenizer turns out to be unusable before the cores are started.
+
         `count` is the number of API processes; the others call `join`. With `max_queue`, `admit` and `generate` raise
         `QueueFull` when that many requests are waiting. `hosts` are the hosts of other replicas
         (`quire.server.frontend.dp_coordinator.connect_hosts`), which are closed with the frontend.
         """
+        seconds: dict[str, float] = {}
+        loading = asyncio.create_task(_load(config, formats or ChatFormats(), seconds))
+        # A broken tokenizer or template is usually noticed before cores are started in vain.
+        await asyncio.wait((loading,), timeout=_HEAD_START_SECONDS)
+        if loading.done():
+            loading.result()
         folder = tempfile.mkdtemp(prefix="quire-")
         if len(folder) > _MAX_FOLDER_BYTES:
             os.rmdir(folder)
@@ -133,7 +144,7 @@ class Frontend:
 
         cores = {replica: start_replica(replica) for replica in config.parallel.local_replicas}
         restart = None if config.parallel.is_coupled else start_replica  # coupled replicas end together
-        frontend = Frontend._of(config, cores, metrics, process_info, formats or ChatFormats(), max_queue, restart)
+        frontend = Frontend._of(config, cores, metrics, process_info, loading, seconds, max_queue, restart)
         frontend._ports = ports
         frontend._remove_folder = weakref.finalize(frontend, shutil.rmtree, folder, ignore_errors=True)
         if hosts is not None:
@@ -152,7 +163,9 @@ class Frontend:
     ) -> Frontend:
         """Create the text side for an engine that another process has started; `max_queue` as in `start`."""
         metrics = Metrics(name, process_info.metrics, process_info.index, process_info.count, process_info.replicas)
-        return Frontend._of(config, None, metrics, process_info, formats, max_queue)
+        seconds: dict[str, float] = {}
+        loading = asyncio.create_task(_load(config, formats, seconds))
+        return Frontend._of(config, None, metrics, process_info, loading, seconds, max_queue)
 
     @staticmethod
     def _of(
@@ -160,7 +173,8 @@ class Frontend:
         cores: Mapping[int, subprocess.Popen[bytes]] | None,
         metrics: Metrics,
         process_info: ApiProcessInfo,
-        formats: ChatFormats,
+        loading: asyncio.Task[InputProcessor],
+        seconds: dict[str, float],
         max_queue: int | None,
         restart: Callable[[int], subprocess.Popen[bytes]] | None = None,
     ) -> Frontend:
@@ -176,7 +190,7 @@ class Frontend:
             restart=restart,
             are_coupled=config.parallel.is_coupled,
         )
-        return Frontend(config, client, metrics, process_info, formats)
+        return Frontend(config, client, metrics, process_info, loading, seconds)
 
     async def ready(self) -> dict[str, float]:
         """Wait until requests can be served; returns the durations of the start-up phases in seconds.
@@ -295,12 +309,6 @@ class Frontend:
         if self._remove_folder is not None:
             self._remove_folder()
 
-    def _load(self, formats: ChatFormats) -> InputProcessor:
-        begun = time.monotonic()
-        processor = InputProcessor.load(self.config.model, formats)
-        self._seconds["tokenizer"] = time.monotonic() - begun
-        return processor
-
     def _seed(self, seed: int | None, choice: int) -> int:
         """The seed of one sequence: the user's for the first choice, a derived one for others; or the next internal
         one.
@@ -308,3 +316,11 @@ class Frontend:
         if seed is None:
             return self._seeds.getrandbits(63)
         return seed if choice == 0 else random.Random(f"{seed}/{choice}").getrandbits(63)
+
+
+async def _load(config: EngineConfig, formats: ChatFormats, seconds: dict[str, float]) -> InputProcessor:
+    """Load the tokenizer and the templates in a thread; adds the time to `seconds`."""
+    begun = time.monotonic()
+    processor = await asyncio.to_thread(InputProcessor.load, config.model, formats)
+    seconds["tokenizer"] = time.monotonic() - begun
+    return processor

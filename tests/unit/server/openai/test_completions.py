@@ -198,12 +198,8 @@ async def test_defaults_that_are_not_valid_are_refused_at_the_start(
     config: EngineConfig, core_mode: Callable[[str], None], tmp_path: Path
 ) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
-    frontend = await Frontend.start(replace(config, model=replace(config.model, path=tmp_path)), name="x")
-    try:
-        with pytest.raises(ConfigError, match=r"generation_config.json: temperature must be of type `float`, got `str`"):
-            await frontend.ready()
-    finally:
-        await frontend.close()
+    with pytest.raises(ConfigError, match=r"generation_config\.json: temperature must be of type `float`, got `str`"):
+        await Frontend.start(replace(config, model=replace(config.model, path=tmp_path)), name="x")
 
 
 async def test_a_full_queue_comes_before_the_template_and_after_what_is_wrong(
