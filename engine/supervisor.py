@@ -261,7 +261,8 @@ class Supervisor:
             each.failure = Failed(f"{each.name} did not respond for {limit:g} s and was killed (--watchdog-seconds)")
             each.process.kill()
         elif now > each.kill_at:
-            logger.warning("%s did not exit in time and will be killed", each.name)
+            if each.is_ready:
+                logger.warning("%s did not exit in time and will be killed", each.name)
             each.kill_at = float("inf")
             each.process.kill()
         if (code := each.process.poll()) is None:

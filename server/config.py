@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import ssl
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
+from quire.engine.config.devices import free_host_memory
+from quire.engine.config.memory_plan import format_bytes
 from quire.engine.config.options import flag
 from quire.engine.protocol.errors import ConfigError
+
+_API_PROCESS_BYTES = 48 << 20
+"""Memory of an idle API process with a small tokenizer, less what it shares with the others."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,17 @@ class ServerOptions(ModelOptions):
             raise ConfigError(f"--max-restarts {self.max_restarts}: must be at least 0")
         if self.api_server_count < 1:
             raise ConfigError(f"--api-server-count {self.api_server_count}: must be at least 1")
+        free = free_host_memory()
+        if self.api_server_count > max(1, fitting := free // _API_PROCESS_BYTES):
+            raise ConfigError(
+                f"--api-server-count {self.api_server_count}: each process needs at least "
+                f"{format_bytes(_API_PROCESS_BYTES)} of memory, and {format_bytes(free)} is free; use at most {fitting}"
+            )
+        if self.served_model_name is not None:
+            if not all(map(str.strip, self.served_model_name)):
+                raise ConfigError("--served-model-name is empty; omit it to use the name of the model")
+            if twice := [name for name, count in Counter(self.served_model_name).items() if count > 1]:
+                raise ConfigError(f"--served-model-name {twice[0]} is given twice")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"--root-path {self.root_path}: expected a path such as /llm, or nothing")
         if self.api_key is not None and not all(self.api_key):
@@ -148,8 +166,8 @@ class ServerOptions(ModelOptions):
         if self.queue_limit is not None and self.queue_limit < 0:
             raise ConfigError(f"--max-queue {self.max_queue}: must be at least 0, or unlimited")
         for name, value in (("request-timeout", self.request_timeout), ("max-body-mib", self.max_body_mib)):
-            if value is not None and not value > 0:
-                raise ConfigError(f"--{name} {value:g}: must be greater than 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--{name} {value:g}: must be greater than 0, and finite")
         if self.allowed_origins is None:
             for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
                 if getattr(self, name):

@@ -44,7 +44,7 @@ def find(kind: Literal["auto", "cpu", "cuda"], groups: Sequence[int]) -> Devices
         return Devices("cuda", len(gpus), min(gpus[device] for device in order or range(len(gpus))), order, links)
     if kind == "cuda":
         raise ConfigError("--device cuda: no NVIDIA GPU is visible; check the driver and CUDA_VISIBLE_DEVICES")
-    return Devices("cpu", os.cpu_count() or 1, _free_host_memory())
+    return Devices("cpu", os.cpu_count() or 1, free_host_memory())
 
 
 def may_share_gpus() -> bool:
@@ -116,7 +116,7 @@ def _visible_gpus() -> Iterator[list[Any]]:
         pynvml.nvmlShutdown()
 
 
-def _free_host_memory() -> int:
+def free_host_memory() -> int:
     """Bytes that can be allocated without swapping, within the container's limit."""
     with open("/proc/meminfo") as lines:
         sizes = {key: int(value.split()[0]) * 1024 for key, value in (line.split(":") for line in lines)}

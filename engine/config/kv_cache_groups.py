@@ -62,7 +62,8 @@ def group_layers(
     windows = sorted({spec.window for spec in specs}, key=lambda window: window or 0)
     counts = [sum(spec.window == window for spec in specs) for window in windows]
     candidates, costs = [], []
-    for size in range(max(counts), 0, -1):
+    least = 1 if len(windows) > 1 else max(counts)  # layers of one kind need no more than one group
+    for size in range(max(counts), least - 1, -1):
         numbers = [-(-count // size) for count in counts]
         groups = tuple(
             KVCacheGroup(

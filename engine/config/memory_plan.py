@@ -161,14 +161,17 @@ def count_blocks(config: EngineConfig, available: Devices) -> int:
     if max(fixed) > budget_bytes:
         quantize = " or --quantization" * (available.kind == "cpu" and model.quantization is None)
         stored = f" ({model.dtype}, dequantized from {checkpoint_format(model, parallel)})" if model.quantized else ""
+        more = "more ranks (-tp, -pp)"
+        if len(parallel.local_replicas) > 1 and available.kind == "cpu":
+            more = "fewer replicas on this host (--data-parallel-size, --data-parallel-size-local)"
         replayed = "op replay" if available.kind == "cpu" else "CUDA graphs"
         raise ConfigError(
             f"Not enough memory: needs {format_bytes(max(fixed))} per rank (weights "
             f"{format_bytes(max(sizes.weights))}{stored} + workspace {format_bytes(sizes.workspace)}"
             f"{f' + {replayed} {format_bytes(sizes.graphs)}' * (sizes.graphs > 0)}), {format_bytes(budget_bytes)} "
             f"available ({cache.gpu_memory_utilization:g} of {format_bytes(available.memory)} free"
-            f"{f' over {sharing} ranks' * (sharing > 1)}); use more ranks (-tp, -pp), a smaller "
-            f"--dtype{quantize}, or a lower --max-num-batched-tokens"
+            f"{f' over {sharing} ranks' * (sharing > 1)}); use {more}, a smaller --dtype{quantize}, or a lower "
+            "--max-num-batched-tokens"
         )
     if not max(sizes.kv_block):
         return 0

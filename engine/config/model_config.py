@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from quire.engine.config import model_files, pooling
+from quire.engine.config import devices, model_files, pooling
 from quire.engine.config.devices import Devices
 from quire.engine.config.engine_config import DTYPE_BYTES, INT4_GROUPS, ModelConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
@@ -15,10 +15,16 @@ from quire.engine.config.pooling import Pooling
 from quire.engine.models.encoder_spec import EncoderSpec
 from quire.engine.models.families import FAMILIES, from_hf_config, transformers_backend
 from quire.engine.models.families.quantized import quantized
+from quire.engine.models.families.values import check_values
 from quire.engine.models.model_spec import ModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_MIN_LAYER_BYTES = 24 << 10
+"""Least host memory of a layer on its rank, whatever its size: the Python objects of its modules and parameters."""
+_FEW_LAYERS = 1 << 14
+"""Layers that every host can describe: a host that runs only the API needs no memory for them."""
 
 
 def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
@@ -39,7 +45,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
         max_model_len=_choose_max_model_len(options, arch, pooler),
         load_format="safetensors" if options.load_format == "auto" else options.load_format,
         quantized=None if options.load_format == "dummy" else quantized(hf_config),
-        eos_token_ids=_eos_token_ids(path, hf_config),
+        eos_token_ids=_eos_token_ids(path, hf_config, arch.vocab_size),
         trust_remote_code=options.trust_remote_code,
         seed=options.seed,
         max_logprobs=options.max_logprobs,
@@ -50,7 +56,7 @@ def resolve(options: EngineOptions, available: Devices) -> ModelConfig:
 
 def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> tuple[ModelSpec, Pooling | None]:
     """Return the model's architecture, and its pooling if it is an embedding model."""
-    names = hf_config.get("architectures") or []
+    names = _architecture_names(path, hf_config)
     # AutoModel saves a decoder without its head under a name such as Qwen3Model.
     full_names = [f"{name.removesuffix('Model')}ForCausalLM" for name in names if name.endswith("Model")]
     is_headless = not any(name in FAMILIES for name in names) and any(name in FAMILIES for name in full_names)
@@ -78,7 +84,13 @@ def _architecture(options: EngineOptions, path: Path, hf_config: dict[str, Any])
 def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -> ModelSpec:
     """Return the model's spec for Quire's own implementation, or else for transformers'."""
     native_error = None
-    names = hf_config.get("architectures") or []
+    names = _architecture_names(path, hf_config)
+    if family := next((FAMILIES[name] for name in names if name in FAMILIES), None):
+        fitting = devices.free_host_memory() // _MIN_LAYER_BYTES * options.pipeline_parallel_size
+        try:
+            check_values({**family.defaults, **hf_config}, max(fitting, _FEW_LAYERS))
+        except ConfigError as error:
+            raise ConfigError(f"{path / 'config.json'}: {error}") from None
     if options.model_impl != "transformers":
         try:
             return from_hf_config(hf_config)
@@ -95,14 +107,23 @@ def _model_spec(options: EngineOptions, path: Path, hf_config: dict[str, Any]) -
         trust_remote_code=options.trust_remote_code,
     )
     try:
+        transformers_backend.check_known(names, hf_config, options.trust_remote_code)
         arch = transformers_backend.describe(request)
     except ConfigError as error:
         reason = f"{', '.join(names) or 'it'} is not supported by transformers' implementation: {error}"
-        raise ConfigError(reason if native_error is None else f"{native_error}; and {reason}") from None
+        reason = reason if native_error is None else f"{native_error}; and {reason}"
+        raise ConfigError(f"{path / 'config.json'}: {reason}") from None
     if native_error is not None:
         reason = f"{native_error}" if arch.name in FAMILIES else f"{arch.name} has no implementation of Quire's own"
         logger.warning("%s; using transformers' implementation (--model-impl transformers)", reason)
     return arch
+
+
+def _architecture_names(path: Path, hf_config: dict[str, Any]) -> list[str]:
+    names = hf_config.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path / 'config.json'}: architectures must be a list of names, got {names!r}")
+    return names
 
 
 def _choose_dtype(options: EngineOptions, available: Devices, hf_config: dict[str, Any]) -> str:
@@ -126,14 +147,20 @@ def _choose_max_model_len(options: EngineOptions, arch: ModelSpec, pooler: Pooli
     return length
 
 
-def _eos_token_ids(path: Path, hf_config: dict[str, Any]) -> tuple[int, ...]:
+def _eos_token_ids(path: Path, hf_config: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
     """Return the end-of-sequence ids of generation_config.json, or else of config.json."""
-    generation = path / "generation_config.json"
-    eos = model_files.read_json(generation).get("eos_token_id") if generation.exists() else None
-    eos = hf_config.get("eos_token_id") if eos is None else eos
+    file = path / "generation_config.json"
+    eos = model_files.read_json(file).get("eos_token_id") if file.exists() else None
+    if eos is None:
+        file, eos = path / "config.json", hf_config.get("eos_token_id")
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
+    ids = tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in ids):
+        raise ConfigError(
+            f"{file}: eos_token_id must be a token id, from 0 to {vocab_size - 1}, or a list of them, got {eos!r}"
+        )
+    return ids
 
 
 def _check_attention_backend(options: EngineOptions, arch: ModelSpec, available: Devices) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zipfile
 from collections.abc import Sequence
@@ -16,6 +17,13 @@ _PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "tokenizer*", "*.py"]
 _INDICES = {"safetensors": "model.safetensors.index.json", "pt": "pytorch_model.bin.index.json"}
 _WEIGHTS = {"safetensors": "model*.safetensors", "pt": "pytorch_model*.bin"}
 """The files to download by default; a repository may contain the weights in both formats."""
+_DTYPE_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8),
+}
+"""Bits of an element, by safetensors' name of its type; there are others."""
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9"
 """Start of files saved by torch before 1.6: a pickle of torch's magic number."""
 
@@ -55,14 +63,19 @@ def fetch_weights(
 def _files_in_index(folder: Path, load_format: str) -> list[str]:
     """Return the files in the folder's index; empty without an index."""
     index = folder / _INDICES[load_format]
-    return sorted(set(read_json(index).get("weight_map", {}).values())) if index.exists() else []
+    if not index.exists():
+        return []
+    files = read_json(index).get("weight_map")
+    names = set(map(str, files.values())) if isinstance(files, dict) else {".."}
+    if any({"..", "/"} & {*Path(name).parts} for name in names):
+        raise ConfigError(f"{index}: weight_map must map names of tensors to names of files in the folder")
+    return sorted(names)
 
 
-def check_weights(folder: Path, load_format: str) -> None:
-    """Check that the files exist and are complete; raises `ConfigError`."""
+def check_weights(folder: Path, load_format: str) -> dict[str, TensorInfo] | None:
+    """Check that the files exist and are complete; returns the headers of safetensors. Raises `ConfigError`."""
     if load_format == "safetensors":
-        read_headers(folder)
-        return
+        return read_headers(folder)
     for file in torch_files(folder):
         try:
             with file.open("rb") as stream:
@@ -73,6 +86,7 @@ def check_weights(folder: Path, load_format: str) -> None:
             raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
         if not is_known:
             raise ConfigError(f"{file}: truncated, or not saved by torch.save; download it again")
+    return None
 
 
 def torch_files(folder: Path) -> list[Path]:
@@ -144,7 +158,9 @@ def _parse(path: Path) -> Any:
         raise ConfigError(f"{path.parent}: no {path.name} found; is it a Hugging Face model folder?") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{path}: not valid JSON: nested too deeply") from None
+    except ValueError as error:  # also for integers of thousands of digits
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
 
 
@@ -181,7 +197,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     for file in files:
         for name, entry in _read_header(file).items():
             if name != "__metadata__":
-                tensors[name] = TensorInfo(file, str(entry.get("dtype")), tuple(entry.get("shape", ())), name)
+                tensors[name] = TensorInfo(file, entry["dtype"], tuple(entry["shape"]), name)
     return tensors
 
 
@@ -194,13 +210,27 @@ def _read_header(file: Path) -> dict[str, Any]:
             if 8 + length > size:
                 raise ConfigError(f"{file}: truncated ({size:,} bytes, less than its header); download it again")
             header: dict[str, Any] = json.loads(stream.read(length))
-            end = max((e["data_offsets"][1] for n, e in header.items() if n != "__metadata__"), default=0)
+        end = 0
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, stop = entry["data_offsets"]
+                shape, bits = entry["shape"], _DTYPE_BITS.get(entry["dtype"])
+                if min((start, *shape)) < 0 or (bits is not None and math.prod(shape) * bits != 8 * (stop - start)):
+                    raise ConfigError(
+                        f"{file}: {name} has the shape {shape} and the type {entry['dtype']}, but "
+                        f"{stop - start:,} bytes; download it again"
+                    )
+                end = max(end, stop)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{file}: not a safetensors file; download it again") from None
-    if size != 8 + length + end:
+    if size < 8 + length + end:
         raise ConfigError(f"{file}: truncated: {size:,} bytes of {8 + length + end:,}; download it again")
+    if size > 8 + length + end:
+        raise ConfigError(
+            f"{file}: longer than its header says: {size:,} bytes instead of {8 + length + end:,}; download it again"
+        )
     return header

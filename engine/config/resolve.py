@@ -6,6 +6,9 @@ Each part is resolved by a module of its own (`model_config`, `parallel_config`,
 
 from __future__ import annotations
 
+import math
+import os
+import re
 import typing
 from dataclasses import replace
 from typing import Literal
@@ -13,6 +16,7 @@ from typing import Literal
 from quire.engine.cluster import ray_cluster
 from quire.engine.config import (
     cache_config,
+    checkpoint_tensors,
     cuda_graph_sizes,
     devices,
     memory_plan,
@@ -23,6 +27,7 @@ from quire.engine.config import (
 )
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
+from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
 
 MIN_WATCHDOG_SECONDS = 3.0
@@ -34,6 +39,13 @@ _HOST_OPTIONS = frozenset(
     }
 )
 """Options that may differ between hosts."""
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": (r"0*[1-9]\d{0,3}", "a number of threads"),
+    "QUIRE_CPU_ISA": ("native|avx2", "native or avx2"),
+}
+"""What variables that ranks read must match, and what that is."""
+_MAX_TIMEOUT_SECONDS = 1e9
+"""torch.distributed counts nanoseconds in 64 bits."""
 
 
 def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> EngineConfig:
@@ -42,6 +54,7 @@ def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> En
     `placement` is given on nodes of a Ray cluster: another node has already determined where the ranks are.
     """
     _check_ranges(options)
+    _check_environment()
     remote_devices: devices.Devices | None = None
     if placement is None:
         placement, remote_devices = ray_cluster.find(options) or (None, None)
@@ -57,20 +70,24 @@ def resolve(options: EngineOptions, placement: RayPlacement | None = None) -> En
     graphs = cuda_graph_sizes.resolve(options, model, parallel, scheduler)
     config = EngineConfig(model=model, parallel=parallel, cache=cache, scheduler=scheduler, graphs=graphs)
     cache = replace(cache, num_blocks=memory_plan.count_blocks(config, available))
+    _check_num_seqs(options, replace(config, cache=cache))
     return replace(config, cache=cache, shared_settings=shared_settings(options, config))
 
 
 def fetch_weights(options: EngineOptions, config: EngineConfig) -> None:
-    """Check that the weights are complete; downloads those of a Hugging Face repository, with a progress bar.
+    """Check that the weights are complete and fit the model; downloads those of a Hugging Face repository.
 
-    Separate from `resolve`, so that everything else is checked, and the plan printed, before a large download.
+    Separate from `resolve`, so that everything else is checked, and the plan printed, before a large download,
+    which shows a progress bar.
     """
     if (load_format := config.model.load_format) != "dummy":
         pooler = config.model.pooling
         inner = [dense.folder for dense in pooler.dense] if pooler is not None else []
         model_files.fetch_weights(options.model, options.revision, config.model.path, load_format, inner)
         for folder in ("", *inner):
-            model_files.check_weights(config.model.path / folder, load_format)
+            headers = model_files.check_weights(config.model.path / folder, load_format)
+            if headers is not None and not folder and not isinstance(config.model.architecture, TransformersModelSpec):
+                checkpoint_tensors.check_model(config.model, headers)
 
 
 def shared_settings(options: EngineOptions, config: EngineConfig) -> dict[str, str]:
@@ -128,16 +145,37 @@ def _check_ranges(options: EngineOptions) -> None:
         value = getattr(options, name)
         if value not in (None, "auto") and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}, got {value}")
-    if options.itl_target_ms is not None and not options.itl_target_ms > 0.0:
+    if not -(1 << 63) <= options.seed < 1 << 63:
+        raise ConfigError(f"--seed must be a 64-bit integer, got {options.seed}")
+    if options.itl_target_ms is not None and not 0.0 < options.itl_target_ms < math.inf:
         raise ConfigError(f"--itl-target-ms must be above 0, got {options.itl_target_ms}")
-    if not options.distributed_timeout_seconds > 0.0:
-        raise ConfigError(f"--distributed-timeout-seconds must be above 0, got {options.distributed_timeout_seconds}")
-    if not options.watchdog_seconds >= MIN_WATCHDOG_SECONDS:
+    if not 0.0 < options.distributed_timeout_seconds <= _MAX_TIMEOUT_SECONDS:
         raise ConfigError(
-            f"--watchdog-seconds {options.watchdog_seconds:g}: must be at least {MIN_WATCHDOG_SECONDS:g}, as "
-            "processes report every second"
+            f"--distributed-timeout-seconds must be above 0 and at most {_MAX_TIMEOUT_SECONDS:g}, "
+            f"got {options.distributed_timeout_seconds:g}"
+        )
+    if not MIN_WATCHDOG_SECONDS <= options.watchdog_seconds <= _MAX_TIMEOUT_SECONDS:
+        raise ConfigError(
+            f"--watchdog-seconds must be at least {MIN_WATCHDOG_SECONDS:g}, as processes report every second, and at "
+            f"most {_MAX_TIMEOUT_SECONDS:g}, got {options.watchdog_seconds:g}"
         )
     if not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(
             f"--gpu-memory-utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}"
+        )
+
+
+def _check_environment() -> None:
+    for name, (pattern, expected) in _ENVIRONMENT.items():
+        if (value := os.environ.get(name)) and not re.fullmatch(pattern, value):
+            raise ConfigError(f"environment variable {name}={value}: expected {expected}")
+
+
+def _check_num_seqs(options: EngineOptions, config: EngineConfig) -> None:
+    """Reject a --max-num-seqs that can never be reached, as each running request holds a KV block."""
+    blocks = config.cache.num_blocks
+    if blocks and options.max_num_seqs > max(blocks, EngineOptions.max_num_seqs):
+        raise ConfigError(
+            f"--max-num-seqs {options.max_num_seqs} is more than the {blocks} blocks of the KV cache, and each running "
+            f"request holds at least one; use at most {blocks}"
         )

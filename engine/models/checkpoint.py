@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,8 @@ from torch import Tensor
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models.families import FAMILIES
 from quire.engine.models.families.family import Family
-from quire.engine.models.model_spec import AttentionSpec, LayerSpec, MLASpec, ModelSpec, MoESpec, RopeSpec
+from quire.engine.models.families.tensors import StoredTensor, stored_tensor
+from quire.engine.models.model_spec import LayerSpec, MLASpec, ModelSpec, RopeSpec
 
 Rows = npt.NDArray[np.int64]
 
@@ -74,63 +75,29 @@ def find(path: str, weight: Weight, arch: ModelSpec) -> Iterator[tuple[Shard, St
     """The checkpoint tensor for each shard of the parameter `path`, such as layers.3.attention.qkv.weight."""
     family = FAMILIES[arch.name]
     module, _, kind = path.rpartition(".")
-    if module == "head" and kind == "weight" and arch.tie_embeddings:
-        module = "embedding"
     number = re.search(r"\d+", module)
     module = re.sub(r"\.\d+", "", module)
     layer = None if number is None else arch.layers[int(number[0])]
-    names, sizes = family.names_of(arch), {shard.part: shard.shape[0] for shard in weight.shards}
-    parts: dict[str, tuple[str, StoredSlice]] = {}
-    """The name, still to be formatted, and the tensor of a part's first shard: others differ in their expert."""
+    shapes = {shard.part: shard.shape for shard in weight.shards}
+    parts: dict[str, tuple[StoredTensor, Rows | None]] = {}
+    """The tensor of a part's first shard, and its rows: others differ in their expert."""
     for shard in weight.shards:
         if shard.part not in parts:
-            name, is_joint = _name(names, module, shard.part, kind)
-            joint = sizes if is_joint and len(sizes) > 1 else None
-            parts[shard.part] = name, _stored(family, layer, module, shard, joint, "{expert}" not in name)
-        name, stored = parts[shard.part]
-        name = name.format(layer=number and number[0], part=shard.part, expert=shard.expert)
-        yield shard, replace(stored, name=name, expert=None if stored.expert is None else shard.expert)
-
-
-def _stored(
-    family: Family,
-    layer: LayerSpec | None,
-    module: str,
-    shard: Shard,
-    joint: dict[str, int] | None,
-    is_stacked: bool,
-) -> StoredSlice:
-    """The location without the name. `joint` are the sizes of the parts, if one tensor has several."""
-    shape = (sum(joint.values()) if joint else shard.shape[0], *shard.shape[1:])
-    if is_transposed := len(shape) == 2 and family.is_transposed(module):
-        shape = shape[::-1]
-    is_stacked = is_stacked and shard.expert is not None
-    if is_stacked:
-        assert layer is not None
-        assert isinstance(layer.feed_forward, MoESpec)
-        shape = (layer.feed_forward.num_experts, *shape)
-    is_grid = False
-    if layer is not None and isinstance(layer.attention, AttentionSpec) and layer.attention.qk_norm_over == "each head":
-        is_grid = module in ("layers.attention.query_norm", "layers.attention.key_norm")
-        shape = (shape[0] // layer.attention.head_dim, layer.attention.head_dim) if is_grid else shape
-    return StoredSlice(
-        name="",
-        shape=shape,
-        rows=_rows(family, layer, module, shard, joint),
-        is_transposed=is_transposed,
-        expert=shard.expert if is_stacked else None,
-        is_grid=is_grid,
-    )
-
-
-def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> tuple[str, bool]:
-    """The name, still to be formatted, and whether that tensor has all parts of the module."""
-    for key, rest in ((f"{module}.{part}.{kind}", ""), (f"{module}.{part}", f".{kind}")):
-        if part and key in names:
-            return names[key] + rest, False
-    whole = f"{module}.{kind}"
-    name = names[whole] if whole in names else f"{names[module]}.{kind}"
-    return name, "{part}" not in name
+            stored = stored_tensor(family, arch, layer, module, kind, shard.part, shapes)
+            joint = {part: shape[0] for part, shape in shapes.items()} if stored.is_joint else None
+            parts[shard.part] = stored, _rows(family, layer, module, shard, joint)
+        stored, rows = parts[shard.part]
+        yield (
+            shard,
+            StoredSlice(
+                name=stored.name.format(layer=number and number[0], part=shard.part, expert=shard.expert),
+                shape=stored.shape,
+                rows=rows,
+                is_transposed=stored.is_transposed,
+                expert=shard.expert if stored.is_stacked else None,
+                is_grid=stored.is_grid,
+            ),
+        )
 
 
 def _rows(

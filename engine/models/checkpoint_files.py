@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,16 +13,19 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quire.engine.config import model_files
+from quire.engine.config.checkpoint_tensors import (
+    FP8_SCALES,
+    MXFP4_BLOCKS,
+    MXFP4_SCALES,
+    by_needed_name,
+    dequantized,
+)
 from quire.engine.config.engine_config import ModelConfig
 from quire.engine.config.model_files import TensorInfo
-from quire.engine.models.dequantize import MXFP4_GROUP, Fp8Slices, Mxfp4Slices, Sliceable
-from quire.engine.models.families.quantized import QuantizedCheckpoint
+from quire.engine.models.dequantize import Fp8Slices, Mxfp4Slices, Sliceable
 from quire.engine.protocol.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
-"""Suffixes of quantized tensors' names."""
 
 
 class CheckpointFiles(Protocol):
@@ -101,8 +103,8 @@ class Checkpoint:
     def __init__(self, model: ModelConfig, prefix: str, needed: Iterable[str]) -> None:
         self._files = open_files(model.path, model.load_format)
         self._quantized, self._dtype = model.quantized, getattr(torch, model.dtype)
-        self._stored = _by_needed_name(self._files.headers, prefix, set(needed))
-        self.headers = _dequantized(self._stored, model.quantized)
+        self._stored = by_needed_name(self._files.headers, prefix, set(needed))
+        self.headers = dequantized(self._stored, model.quantized)
 
     def __getitem__(self, name: str) -> Sliceable:
         """The tensor; its slices have the stored type, or the model's type if it was quantized."""
@@ -117,35 +119,3 @@ class Checkpoint:
 
     def _view(self, name: str) -> Tensor:
         return self._files.view(self._stored[name])
-
-
-def _by_needed_name(headers: dict[str, TensorInfo], prefix: str, needed: set[str]) -> dict[str, TensorInfo]:
-    """The headers under the names that are needed: a checkpoint of the model without its head lacks their prefix, and
-    in the first ones of BERT, converted from TensorFlow, norms have a gamma and a beta."""
-    is_bare = not any(name.startswith(prefix) for name in headers)
-
-    def needed_name(name: str) -> str:
-        new = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-        return next((each for each in (name, new, prefix + new) if each in needed), prefix + name if is_bare else name)
-
-    return {needed_name(name): info for name, info in headers.items()}
-
-
-def _dequantized(headers: dict[str, TensorInfo], quantized: QuantizedCheckpoint | None) -> dict[str, TensorInfo]:
-    """The headers with quantized tensors, if their scales match, replaced by the tensors that they represent."""
-    found = dict(headers)
-    for name, info in headers.items() if quantized else ():
-        assert quantized is not None
-        if quantized.method == "fp8" and info.dtype == "F8_E4M3" and len(info.shape) == 2:
-            blocks = tuple(-(-size // block) for size, block in zip(info.shape, quantized.block, strict=True))
-            if name + FP8_SCALES in headers and headers[name + FP8_SCALES].shape == blocks:
-                del found[name + FP8_SCALES]
-                found[name] = replace(info, dtype="FP8")
-        if quantized.method == "mxfp4" and name.endswith(MXFP4_BLOCKS) and len(info.shape) == 4:
-            whole = name.removesuffix(MXFP4_BLOCKS)
-            experts, rows, groups, size = info.shape
-            scales = headers.get(whole + MXFP4_SCALES)
-            if scales is not None and scales.shape == info.shape[:-1] and 2 * size == MXFP4_GROUP:
-                del found[name], found[whole + MXFP4_SCALES]
-                found[whole] = replace(info, dtype="MXFP4", shape=(experts, groups * MXFP4_GROUP, rows))
-    return found

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-MXFP4_GROUP = 32
-"""Elements that share a scale."""
+from quire.engine.config.checkpoint_tensors import MXFP4_GROUP
+
 _ROWS = 128
 """Rows of fp8 that are converted at once."""
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from quire import kernels
+from quire.engine.config.checkpoint_tensors import check_tensors
 from quire.engine.config.engine_config import EngineConfig, ModelConfig
 from quire.engine.config.model_files import TensorInfo
 from quire.engine.config.pooling import Dense
@@ -31,10 +32,11 @@ from quire.engine.layers.moe import Experts
 from quire.engine.layers.weight import Shard, Weight
 from quire.engine.models import encoder_spec
 from quire.engine.models.checkpoint import StoredSlice, find
-from quire.engine.models.checkpoint_files import FP8_SCALES, Checkpoint, open_files
+from quire.engine.models.checkpoint_files import Checkpoint, open_files
 from quire.engine.models.decoder import Decoder
 from quire.engine.models.encoder import Encoder
 from quire.engine.models.families import FAMILIES
+from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.models.staging import PinnedStaging
 from quire.engine.protocol.errors import ConfigError
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = ("F32", "BF16", "F16", "FP8", "MXFP4")
 _NAMED_PROBLEMS = 8
 _DUMMY_DEVIATION = 0.02
 _DUMMY_ELEMENTS = 1 << 20
@@ -105,7 +106,7 @@ def load_model(
         _fill(units, partial(_fill_randomly, model.seed), readers=1, bar=False)
         return decoder
     checkpoint = Checkpoint(model, "" if is_built else FAMILIES[model.architecture.name].prefix, needed)
-    _check(needed, checkpoint.headers, model)
+    check_tensors(model, {name: places[0][2].shape for name, places in needed.items()}, checkpoint.headers)
     if rank == 0 and not isinstance(decoder, Decoder | Encoder):
         _warn_of_surplus(decoder.surplus, model)
     elif rank == 0:
@@ -210,30 +211,10 @@ def _defaults(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _check(needed: Needed, headers: dict[str, TensorInfo], model: ModelConfig) -> None:
-    problems = []
-    for name, slices in needed.items():
-        expected = slices[0][2].shape
-        if name not in headers:
-            problems.append(f"{name} is missing")
-        elif headers[name].shape != expected:
-            problems.append(f"{name} has the shape {list(headers[name].shape)}, expected {list(expected)}")
-        elif headers[name].dtype not in _DTYPES:
-            without = f" without a matching {name}{FP8_SCALES}" * (model.quantized is not None)
-            problems.append(f"{name} is of type {headers[name].dtype}{without}, which is not supported")
-    if problems:
-        more = f"; and {len(problems) - _NAMED_PROBLEMS} more" if len(problems) > _NAMED_PROBLEMS else ""
-        raise ConfigError(
-            f"{model.path}: the weights do not match config.json: {'; '.join(problems[:_NAMED_PROBLEMS])}{more}"
-        )
-
-
 def _report_surplus(headers: dict[str, TensorInfo], model: ModelConfig) -> None:
     """Log the tensors that no stage uses, such as biases that config.json does not mention."""
     arch, family = model.architecture, FAMILIES[model.architecture.name]
-    with torch.device("meta"):
-        everything = build(model, range(arch.num_layers), Parallel())
-    known = set(needed_tensors(everything, model))
+    known = set(checkpoint_tensors(arch, has_head=model.pooling is None))
     known.update({"lm_head.weight"} if arch.tie_embeddings or model.pooling is not None else ())
     surplus = sorted(
         name
@@ -300,6 +281,14 @@ def _size(place: Place) -> int:
 def _read(checkpoint: Checkpoint, place: Place, staging: PinnedStaging | None = None) -> None:
     weight, shard, stored = place
     _put(weight, shard, stored.arranged(shard, checkpoint[stored.name][stored.slice(shard)]), staging)
+    loaded = weight.data[shard.target]
+    # The sum is a fraction of the cost of reading; in float16 it may overflow, which needs a second look.
+    if not math.isfinite(loaded.sum()) and not loaded.isfinite().all():
+        remedy = "use --dtype bfloat16, or " * (loaded.dtype == torch.float16)
+        raise ConfigError(
+            f"{checkpoint.headers[stored.name].file}: {stored.name} has values that are NaN or infinite in "
+            f"{str(loaded.dtype).removeprefix('torch.')}; {remedy}download it again"
+        )
 
 
 def _put(weight: Weight, shard: Shard, values: Tensor, staging: PinnedStaging | None = None) -> None:
@@ -320,7 +309,7 @@ def _fill_randomly(seed: int, place: Place) -> None:
     if len(shard.shape) == 1 and stored.name.endswith("weight"):  # a norm's weight
         _put(weight, shard, torch.ones(()))
         return
-    key = seed << 32 ^ zlib.crc32(f"{stored.name} {shard.part} {stored.expert}".encode())
+    key = (seed << 32 ^ zlib.crc32(f"{stored.name} {shard.part} {stored.expert}".encode())) & (1 << 63) - 1
     _put(weight, shard, _random(key, shard, weight))
 
 

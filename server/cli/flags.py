@@ -93,6 +93,8 @@ def read_config(path: str, known: Sequence[type]) -> list[str]:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: cannot read the file: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path}: cannot read the file: nested too deeply") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path}: expected a mapping of flags, such as `tensor-parallel-size: 2`")
     names = {field.name for options in known for field in dataclasses.fields(options)}

@@ -65,7 +65,10 @@ class ChatTemplates:
     def load(folder: Path, tokenizer: Tokenizer, override: str | None) -> ChatTemplates | None:
         """Load `override` (a file, or the template itself), or else the folder's templates; None if there are none."""
         sources = {"default": _read_override(override)} if override is not None else _find(folder, tokenizer.config)
-        compiled = {name: ChatTemplate(text, tokenizer.special_tokens) for name, text in sources.items()}
+        try:
+            compiled = {name: ChatTemplate(text, tokenizer.special_tokens) for name, text in sources.items()}
+        except ConfigError as error:
+            raise ConfigError(f"{folder if override is None else '--chat-template'}: {error}") from None
         if "default" not in compiled:
             if compiled:
                 raise ConfigError(f"{folder}: none of the chat templates ({', '.join(compiled)}) is named default")
@@ -84,15 +87,26 @@ def _read_override(value: str) -> str:
 
 def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return templates by name: *.jinja files take precedence over tokenizer_config.json."""
-    named = {
-        path.stem: path.read_text(encoding="utf-8") for path in (folder / "additional_chat_templates").glob("*.jinja")
-    }
+    named = {path.stem: _read(path) for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (path := folder / "chat_template.jinja").exists():
-        return named | {"default": path.read_text(encoding="utf-8")}
-    inline = config.get("chat_template")
+        return named | {"default": _read(path)}
+    inline = config.get("chat_template") or []
     if isinstance(inline, str):
         return named | {"default": inline}
-    return named | {entry["name"]: entry["template"] for entry in inline or []}
+    try:
+        return named | {str(entry["name"]): str(entry["template"]) for entry in inline}
+    except (TypeError, LookupError):
+        path = folder / "tokenizer_config.json"
+        raise ConfigError(
+            f"{path}: chat_template must be a text, or a list of objects with name and template"
+        ) from None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
 
 
 class _GenerationTag(jinja2.ext.Extension):

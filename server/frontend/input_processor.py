@@ -429,6 +429,7 @@ def _sampling_defaults(folder: Path) -> dict[str, Any]:
     defaults = {name: config[name] for name in _DEFAULTS if config.get(name) is not None}
     try:
         msgspec.convert(defaults, SamplingParams)
-    except (InvalidParameter, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from None
+    except msgspec.ValidationError as error:  # also for the ranges that `SamplingParams` checks
+        text, _, name = str(error).removeprefix("Expected ").partition(" - at `$.")
+        raise ConfigError(f"{path}: {f'{name[:-1]} must be of type ' * bool(name)}{text}") from None
     return defaults

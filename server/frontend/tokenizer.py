@@ -20,6 +20,8 @@ from quire.engine.config.model_files import read_json
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_VOCABULARIES = ("tokenizer*", "*vocab*", "merges.txt", "*.model", "*.tiktoken", "*.bpe", "tekken.json")
+"""Files that transformers converts to a tokenizer."""
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -44,7 +46,12 @@ class Tokenizer:
         path = folder / "tokenizer_config.json"
         config = read_json(path) if path.exists() else {}
         if (folder / "tokenizer.json").exists() and not (trust_remote_code and "auto_map" in config):
-            return _from_tokenizer_json(folder, config)
+            try:
+                return _from_tokenizer_json(folder, config)
+            except (TypeError, AttributeError, LookupError, ValueError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                raise ConfigError(f"{path}: a token has an entry of an unknown form: {error}") from None
         return _from_transformers(folder, config, trust_remote_code)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -195,13 +202,15 @@ def _content(token: Any) -> str:
 
 
 def _from_transformers(folder: Path, config: dict[str, Any], trust_remote_code: bool) -> Tokenizer:
+    if not any(path.name != "tokenizer_config.json" for pattern in _VOCABULARIES for path in folder.glob(pattern)):
+        raise ConfigError(f"{folder}: no usable tokenizer: no tokenizer.json and no other vocabulary; set --tokenizer")
     from transformers import AutoTokenizer
 
     try:
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{folder}: no usable tokenizer: {reason}") from None
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{folder}: no usable tokenizer: {reason}; set --tokenizer") from None
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise ConfigError(f"{folder}: {type(loaded).__name__} is not supported, because it does not use `tokenizers`")

@@ -36,8 +36,10 @@ class ApiKeys:
     @staticmethod
     def load(options: ServerOptions) -> ApiKeys | None:
         """Load the keys of the options and the environment; None if no key is required. Raises `ConfigError`."""
-        named = options.api_key or tuple(re.split(r"[\s,]+", os.environ.get(ENVIRONMENT, "").strip(" ,")))
-        named = tuple(filter(None, named))
+        variable = os.environ.get(ENVIRONMENT, "")
+        named = tuple(filter(None, options.api_key or re.split(r"[\s,]+", variable)))
+        if variable.strip() and not named:
+            raise ConfigError(f"environment variable {ENVIRONMENT} has no key in it; unset it to run without API keys")
         if not named and options.api_key_file is None:
             return None
         return ApiKeys(named, options.api_key_file)

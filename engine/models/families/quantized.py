@@ -24,6 +24,8 @@ def quantized(config: Mapping[str, Any]) -> QuantizedCheckpoint | None:
     settings = config.get("quantization_config")
     if not settings:
         return None
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"quantization_config must be an object, got {settings!r}")
     method = settings.get("quant_method", "unknown")
     if method == "mxfp4":
         return QuantizedCheckpoint("mxfp4")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.engine.models.model_spec import TransformersModelSpec
 from quire.engine.protocol.errors import ConfigError
@@ -37,6 +41,44 @@ class DescribeRequest:
     @property
     def is_single(self) -> bool:
         return self.tensor_parallel_size == self.pipeline_parallel_size == 1
+
+
+def check_known(names: Sequence[str], hf_config: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Raise `ConfigError` if transformers lacks the model's architecture or activation.
+
+    Its tables are read from its source, as importing it takes seconds. What they do not say, `describe` finds out.
+    """
+    if hf_config.get("auto_map") and trust_remote_code:
+        return
+    source = _source("models/auto/modeling_auto.py")
+    if not _has(_table(source, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"), *names):
+        if hf_config.get("auto_map"):
+            raise ConfigError("it requires its own Python code, which needs --trust-remote-code")
+        if _has(source, *names):
+            raise ConfigError("it is not a causal language model of text in transformers")
+        raise ConfigError("this version of transformers does not know it")
+    activations = _table(_source("activations.py"), "ACT2CLS")
+    for name in ("hidden_act", "hidden_activation", "activation_function"):
+        activation = hf_config.get(name)
+        if activation and not _has(activations, activation):
+            raise ConfigError(f"it has no {name} {activation!r}")
+
+
+def _source(file: str) -> str | None:
+    """A source file of transformers, or None if it is not found."""
+    spec = importlib.util.find_spec("transformers")
+    path = Path(spec.origin).parent / file if spec is not None and spec.origin is not None else None
+    return path.read_text(encoding="utf-8") if path is not None and path.exists() else None
+
+
+def _table(source: str | None, name: str) -> str | None:
+    found = re.search(rf"^{name} = .*?^[)}}]", source or "", re.DOTALL | re.MULTILINE)
+    return None if found is None else found[0]
+
+
+def _has(source: str | None, *names: object) -> bool:
+    """Whether one of the names is in the source, or there is no source to tell."""
+    return source is None or any(f'"{name}"' in source for name in names)
 
 
 def describe(request: DescribeRequest) -> TransformersModelSpec:

@@ -19,7 +19,7 @@ BUDGET, LENGTH = 163 << 20, 192
 @pytest.fixture
 def effect(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    monkeypatch.setattr(devices, "_free_host_memory", lambda: 8 << 30)
+    monkeypatch.setattr(devices, "free_host_memory", lambda: 8 << 30)
     return importlib.import_module("kv_cache_effect")
 
 

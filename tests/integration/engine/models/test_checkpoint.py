@@ -23,7 +23,8 @@ from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.distributed.communicator import Parallel
 from quire.engine.layers.weight import Weight
 from quire.engine.models.decoder import Decoder
-from quire.engine.models.loader import load, needed_tensors
+from quire.engine.models.families.tensors import checkpoint_tensors
+from quire.engine.models.loader import build, load, needed_tensors
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.families import CASES, SIZES
 from tests.fakes.model_logits import CPU, configure, logits
@@ -47,6 +48,21 @@ def write(case: str, folder: Path, **changes: Any) -> dict[str, Tensor]:
     tensors = {name: torch.randn(places[0][2].shape, generator=generator) for name, places in needed.items()}
     save_file(tensors, folder / "model.safetensors")
     return tensors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_tensors_that_are_checked_are_those_that_are_read(case: str, tmp_path: Path) -> None:
+    write_config(case, tmp_path)
+    arch = configure(tmp_path, load_format="dummy").model.architecture
+    assert checkpoint_tensors(arch, has_head=True) == read_tensors(tmp_path)
+
+
+def read_tensors(folder: Path, **options: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that the parameters of the complete model are read from."""
+    model = configure(folder, load_format="dummy", **options).model
+    with torch.device("meta"):
+        decoder = build(model, range(model.architecture.num_layers), Parallel())
+    return {name: places[0][2].shape for name, places in needed_tensors(decoder, model).items()}
 
 
 def read(folder: Path, tp: int = 1, rank: int = 0, **options: Any) -> dict[str, Tensor]:

@@ -38,7 +38,8 @@ from quire.engine.models.encoder import Encoder
 from quire.engine.models.encoder_spec import EncoderSpec as Description
 from quire.engine.models.families import transformers_backend
 from quire.engine.models.families.bert import FAMILIES
-from quire.engine.models.loader import build, load_model
+from quire.engine.models.families.tensors import checkpoint_tensors
+from quire.engine.models.loader import build, load_model, needed_tensors
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.model_logits import CPU, configure
 from tests.fakes.ranks import on_ranks
@@ -160,6 +161,8 @@ def test_sizes_are_known_beforehand(case: str, tmp_path: Path) -> None:
         assert sum(parameter.numel() for parameter in made.parameters()) == arch.stage_parameters(
             config.parallel.stages, 0, tp
         )
+        read = {name: places[0][2].shape for name, places in needed_tensors(made, config.model).items()}
+        assert checkpoint_tensors(arch, has_head=False) == read
 
 
 @pytest.mark.parametrize(
@@ -169,10 +172,10 @@ def test_sizes_are_known_beforehand(case: str, tmp_path: Path) -> None:
         ({"is_decoder": True}, "is_decoder"),
         ({"hidden_act": "mish"}, "the activation 'mish' is not supported"),
         ({"num_attention_heads": 5}, "not a multiple of 5"),
-        ({"hidden_size": None}, "config.json has a value that BertModel cannot use"),
+        ({"hidden_size": None}, "hidden_size must be a whole number of at least 1, got null"),
         (
             {"architectures": ["NomicBertModel"]},
-            "architecture NomicBertModel is not supported.*Qwen3ForCausalLM.*BertModel",
+            "NomicBertModel is not supported; supported: .*Qwen3ForCausalLM.*BertModel.* not a causal",
         ),
     ],
 )

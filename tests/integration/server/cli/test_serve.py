@@ -332,7 +332,7 @@ def test_a_second_signal_ends_it_at_once(model_folder: Path) -> None:
 def test_a_bad_chat_template_does_not_wait_for_the_model(model_folder: Path) -> None:
     with running(model_folder, "--port", "0", "--chat-template", "{% if %}", mode="loading") as (process, err):
         assert process.wait() == 2
-    assert "quire: error: the chat template is invalid: line 1" in err
+    assert "quire: error: --chat-template: the chat template is invalid: line 1" in err
     assert "Traceback" not in err
 
 

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from quire.engine.config import pooling
 from quire.engine.config.engine_config import EngineConfig
@@ -14,6 +16,7 @@ from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
 from quire.engine.config.pooling import Pooling
 from quire.engine.config.resolve import fetch_weights, resolve
+from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.protocol.errors import ConfigError
 from tests.fakes.sentence import DENSE, NORMALIZE, POOLING, TRANSFORMER, write_modules
 from tests.fakes.tokenizers import write_model
@@ -248,12 +251,13 @@ def test_who_embeds(tmp_path: Path) -> None:
 
 
 def test_missing_weights_of_a_dense_module_are_named_at_once(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    save_file({}, bert(tmp_path) / "model.safetensors")
+    bert(tmp_path)
     write_modules(tmp_path)
     module(tmp_path, "2_Dense", in_features=32, out_features=8)
     listed(tmp_path, (TRANSFORMER, ""), (POOLING, "1_Pooling"), (DENSE, "2_Dense"))
     options = EngineOptions(model=str(tmp_path), device="cpu")
+    config = resolve(options)
+    tensors = checkpoint_tensors(config.model.architecture, has_head=False)
+    save_file({name: np.zeros(shape, np.float32) for name, shape in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=r"2_Dense: no \*.safetensors found"):
-        fetch_weights(options, resolve(options))
+        fetch_weights(options, config)

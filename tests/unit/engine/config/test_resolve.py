@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import os
 import struct
 import sys
 from dataclasses import replace
@@ -22,6 +24,7 @@ from quire.engine.config.plan_text import plan_text
 from quire.engine.config.resolve import fetch_weights, resolve
 from quire.engine.config.topology import LinkType
 from quire.engine.models.families import from_hf_config, transformers_backend
+from quire.engine.models.families.tensors import checkpoint_tensors
 from quire.engine.protocol.errors import ConfigError
 from quire.kernels.cache import FP8_CAPABILITY
 
@@ -49,7 +52,7 @@ LLAMA_70B = LLAMA | {
 
 @pytest.fixture(autouse=True)
 def _eight_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_free_host_memory", lambda: 8 << 30)
+    monkeypatch.setattr(devices, "free_host_memory", lambda: 8 << 30)
 
 
 def folder(tmp_path: Path, **changes: Any) -> str:
@@ -66,10 +69,16 @@ def fetch(model: str) -> None:
     fetch_weights(asked, resolve(asked))
 
 
-def write_safetensors(path: Path, *, cut: int = 0) -> None:
-    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
-    data = struct.pack("<Q", len(header)) + header + bytes(16)
-    path.write_bytes(data[: len(data) - cut])
+def write_safetensors(path: Path, *, cut: int = 0, missing: str = "") -> None:
+    """The weights of `LLAMA`, which are zeros, without their last bytes or a tensor."""
+    header, end = {}, 0
+    for name, shape in checkpoint_tensors(from_hf_config(LLAMA), has_head=True).items():
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+    header.pop(missing, None)
+    written = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(written)) + written)
+    os.truncate(path, max(4, 8 + len(written) + end - cut))
 
 
 def test_the_plan_says_what_each_rank_holds(tmp_path: Path) -> None:
@@ -173,10 +182,10 @@ def describe(request: transformers_backend.DescribeRequest) -> NoReturn:
             {"architectures": ["MistralForCausalLM"], "layer_types": ["linear_attention"] * 6},
             "layers of type linear_attention are not supported",
         ),
-        ({"num_attention_heads": 0}, "config.json has a value that LlamaForCausalLM cannot use"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
+        ({"num_attention_heads": 0}, r"config\.json: num_attention_heads must be a whole number of at least 1, got 0"),
+        ({"num_hidden_layers": 0}, r"config\.json: num_hidden_layers must be a whole number of at least 1, got 0"),
         ({"head_dim": 7}, "at least 2; heads have 7"),
-        ({"hidden_size": "wide"}, "config.json has a value that LlamaForCausalLM cannot use"),
+        ({"hidden_size": "wide"}, r'config\.json: hidden_size must be a whole number of at least 1, got "wide"'),
     ],
 )
 def test_unsupported_model_features_are_named(
@@ -267,7 +276,7 @@ def test_end_of_sequence_comes_from_the_generation_config_first(tmp_path: Path) 
     assert resolve(options(model)).model.eos_token_ids == (5, 6)
 
 
-@pytest.mark.parametrize("cut", [1, 16, 70])
+@pytest.mark.parametrize("cut", [1, 16, 1 << 30])
 def test_truncated_weights_are_noticed_by_their_size(tmp_path: Path, cut: int) -> None:
     model = folder(tmp_path)
     write_safetensors(tmp_path / "model.safetensors", cut=cut)
@@ -279,6 +288,12 @@ def test_whole_weights_are_accepted_and_garbage_is_not(tmp_path: Path) -> None:
     model = folder(tmp_path)
     write_safetensors(tmp_path / "model.safetensors")
     fetch(model)
+    write_safetensors(tmp_path / "model.safetensors", cut=-5)
+    with pytest.raises(ConfigError, match=r"longer than its header says: [\d,]+ bytes instead of"):
+        fetch(model)
+    write_safetensors(tmp_path / "model.safetensors", missing="model.layers.5.mlp.gate_proj.weight")
+    with pytest.raises(ConfigError, match=r"match config.json: model\.layers\.5\.mlp\.gate_proj.weight is missing$"):
+        fetch(model)
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"oops")
     with pytest.raises(ConfigError, match="not a safetensors file"):
         fetch(model)
@@ -354,7 +369,7 @@ def test_weights_of_a_repository_are_downloaded_only_after_every_check(
 
 
 def test_on_a_cpu_one_request_at_full_length_always_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_free_host_memory", lambda: 256 << 30)
+    monkeypatch.setattr(devices, "free_host_memory", lambda: 256 << 30)
     model = folder(tmp_path, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
     long = folder(tmp_path, **json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 40960})
     assert model == long
@@ -433,7 +448,7 @@ def test_replicas_share_the_host(tmp_path: Path) -> None:
 
 
 def test_a_host_with_the_api_alone_needs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_free_host_memory", lambda: 1)
+    monkeypatch.setattr(devices, "free_host_memory", lambda: 1)
     config = resolve(options(folder(tmp_path), data_parallel_size=2, data_parallel_size_local=0))
     assert plan_text(config).splitlines()[-1] == "  2 replicas, none of them on this host"
     with pytest.raises(ConfigError, match="Not enough memory: needs"):

@@ -14,12 +14,6 @@ ROOT = Path(__file__).parents[4]
 SENT = "server/frontend/engine_client.py _Replica.send"
 """The function that ends the way to the engine."""
 
-BACKGROUND = {
-    "server/frontend/core_connection.py CoreConnection.wait_exit",
-    "server/frontend/engine_client.py EngineClient._supervise",
-}
-"""Runs from time to time, whatever the requests are."""
-
 
 class Trace:
     """The functions of this repository's product, in order of their first call."""
@@ -73,4 +67,4 @@ async def test_the_page_lists_the_functions_of_a_streamed_chat(server: Server) -
     traced = await trace_chat(server)
     sent = traced.index(SENT) + 1
     assert set(there) == set(traced[:sent])
-    assert set(here) == set(traced[sent:]) - BACKGROUND
+    assert set(here) == set(traced[sent:])

@@ -1,0 +1,198 @@
+"""The tensors that a model reads from its checkpoint, by name and shape. No torch here.
+
+`checkpoint_tensors` lists those of the complete model, so that a checkpoint can be checked before anything starts; the
+modules in `quire.engine.layers` have the same parameters, and a test compares both for every family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from quire.engine.models.encoder_spec import EncoderAttentionSpec, EncoderSpec
+from quire.engine.models.families import FAMILIES
+from quire.engine.models.families.family import Family
+from quire.engine.models.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    MLASpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+)
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """How the checkpoint stores a parameter, or a part of it."""
+
+    name: str
+    """May contain `{layer}`, `{part}` and `{expert}`, still to be formatted."""
+    shape: Shape
+    is_joint: bool
+    """All parts are concatenated in this tensor."""
+    is_transposed: bool
+    is_stacked: bool
+    """All experts are stacked in this tensor."""
+    is_grid: bool
+    """It has a dimension for heads, which our parameter does not have."""
+
+
+def stored_tensor(
+    family: Family,
+    arch: ModelSpec,
+    layer: LayerSpec | None,
+    module: str,
+    kind: str,
+    part: str,
+    parts: Mapping[str, Shape],
+) -> StoredTensor:
+    """Locate the `part` of the parameter `kind` of a module (a path without layer numbers).
+
+    `parts` are the shapes of all the parameter's parts; those of experts are of a single expert.
+    """
+    if module == "head" and kind == "weight" and arch.tie_embeddings:
+        module = "embedding"
+    name, is_joint = _name(family.names_of(arch), module, part, kind)
+    is_joint = is_joint and len(parts) > 1
+    first, *rest = parts[part]
+    shape: Shape = (sum(each[0] for each in parts.values()) if is_joint else first, *rest)
+    if is_transposed := len(shape) == 2 and family.is_transposed(module):
+        shape = shape[::-1]
+    is_stacked = False
+    if layer is not None and module.startswith("layers.feed_forward.experts."):
+        assert isinstance(layer.feed_forward, MoESpec)
+        if is_stacked := "{expert}" not in name:
+            shape = (layer.feed_forward.num_experts, *shape)
+    is_grid = False
+    if layer is not None and isinstance(layer.attention, AttentionSpec) and layer.attention.qk_norm_over == "each head":
+        is_grid = module in ("layers.attention.query_norm", "layers.attention.key_norm")
+        shape = (shape[0] // layer.attention.head_dim, layer.attention.head_dim) if is_grid else shape
+    return StoredTensor(name, shape, is_joint, is_transposed, is_stacked, is_grid)
+
+
+def _name(names: Mapping[str, str], module: str, part: str, kind: str) -> tuple[str, bool]:
+    """The name, still to be formatted, and whether that tensor has all parts of the module."""
+    for key, rest in ((f"{module}.{part}.{kind}", ""), (f"{module}.{part}", f".{kind}")):
+        if part and key in names:
+            return names[key] + rest, False
+    whole = f"{module}.{kind}"
+    name = names[whole] if whole in names else f"{names[module]}.{kind}"
+    return name, "{part}" not in name
+
+
+def checkpoint_tensors(arch: ModelSpec, *, has_head: bool) -> dict[str, Shape]:
+    """Return the shape of each tensor that the model needs, by its name in the checkpoint."""
+    family, found = FAMILIES[arch.name], dict[str, Shape]()
+    layers: list[tuple[int | None, LayerSpec | None, _Parameters]] = [(None, None, _outer(arch, has_head))]
+    layers += [(number, layer, _inner(layer, arch.hidden_size)) for number, layer in enumerate(arch.layers)]
+    for number, layer, parameters in layers:
+        for module, kind, parts in parameters:
+            for part in parts:
+                stored = stored_tensor(family, arch, layer, module, kind, part, parts)
+                experts = range(1)
+                if layer is not None and isinstance(layer.feed_forward, MoESpec) and "{expert}" in stored.name:
+                    experts = range(layer.feed_forward.num_experts)
+                for expert in experts:
+                    found[stored.name.format(layer=number, part=part, expert=expert)] = stored.shape
+    return found
+
+
+_Parameters = Iterator[tuple[str, str, Mapping[str, Shape]]]
+"""A module, the parameter's name in it, and the shapes of the parameter's parts."""
+
+
+def _outer(arch: ModelSpec, has_head: bool) -> _Parameters:
+    """The parameters before and after the layers."""
+    width = arch.hidden_size
+    yield from _linear("embedding", {"": arch.vocab_size}, width)
+    if arch.position_embeddings:
+        yield from _linear("positions", {"": arch.position_embeddings}, width)
+    yield from _norm("norm", arch.norm, width)
+    if isinstance(arch, EncoderSpec):
+        if arch.token_types:
+            yield from _linear("token_types", {"": arch.token_types}, width)
+        if arch.relative_buckets:
+            yield from _linear("distance_bias", {"": arch.relative_buckets}, arch.layers[0].attention.num_heads)
+    elif has_head:
+        yield from _linear("head", {"": arch.vocab_size}, width, bias=arch.head_bias)
+
+
+def _inner(layer: LayerSpec, width: int) -> _Parameters:
+    """The parameters of a layer."""
+    for name in ("attention_norm", "attention_post_norm", "feed_forward_norm", "feed_forward_post_norm"):
+        yield from _norm(f"layers.{name}", getattr(layer, name), width)
+    if isinstance(layer.attention, MLASpec):
+        yield from _mla(layer.attention, width)
+    else:
+        yield from _attention(layer.attention, width)
+    if isinstance(layer.feed_forward, MoESpec):
+        yield from _mixture(layer.feed_forward, width)
+    else:
+        is_encoder = isinstance(layer.attention, EncoderAttentionSpec)
+        yield from _mlp("layers.feed_forward", layer.feed_forward, width, is_encoder)
+
+
+def _attention(spec: AttentionSpec, width: int) -> _Parameters:
+    module, queries, keys = "layers.attention", spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    yield from _linear(f"{module}.qkv", {"q": queries, "k": keys, "v": keys}, width, bias=spec.qkv_bias)
+    yield from _linear(f"{module}.output", {"": width}, queries, bias=spec.output_bias)
+    if spec.has_sinks:
+        yield module, "sinks", {"": (spec.num_heads,)}
+    for name, part, size in (("query_norm", "q", queries), ("key_norm", "k", keys)):
+        if spec.qk_norm is not None and spec.qk_norm_over == "head":
+            yield from _norm(f"{module}.{name}", spec.qk_norm, spec.head_dim)
+        elif spec.qk_norm is not None:
+            yield f"{module}.{name}", "weight", {part: (size,)}
+
+
+def _mla(spec: MLASpec, width: int) -> _Parameters:
+    module, row = "layers.attention", spec.kv_lora_rank + spec.rope.dim
+    latents = {"kv": row} if spec.q_lora_rank is None else {"q": spec.q_lora_rank, "kv": row}
+    yield from _linear(f"{module}.down", latents, width, bias=spec.bias)
+    if spec.q_lora_rank is not None:
+        yield from _norm(f"{module}.query_norm", spec.norm, spec.q_lora_rank)
+    yield from _linear(f"{module}.query", {"": spec.num_heads * spec.head_dim}, spec.q_lora_rank or width)
+    yield from _norm(f"{module}.latent_norm", spec.norm, spec.kv_lora_rank)
+    up = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+    yield from _linear(f"{module}.up", {"": up}, spec.kv_lora_rank)
+    yield from _linear(f"{module}.output", {"": width}, spec.num_heads * spec.v_head_dim, bias=spec.bias)
+
+
+def _mlp(module: str, spec: MLPSpec, width: int, is_encoder: bool = False) -> _Parameters:
+    size = spec.intermediate_size
+    if is_encoder:
+        yield from _linear(f"{module}.up", {"": size}, width, bias=spec.bias)
+    else:
+        gate_up = {"gate": size, "up": size} if spec.is_gated else {"up": size}
+        yield from _linear(f"{module}.gate_up", gate_up, width, bias=spec.bias)
+    yield from _linear(f"{module}.down", {"": width}, size, bias=spec.bias)
+
+
+def _mixture(spec: MoESpec, width: int) -> _Parameters:
+    module, size = "layers.feed_forward", spec.intermediate_size
+    yield from _linear(f"{module}.router", {"": spec.num_experts}, width, bias=spec.router_bias)
+    if spec.correction_bias:
+        yield f"{module}.router", "correction_bias", {"": (spec.num_experts,)}
+    yield from _linear(f"{module}.experts.gate_up", {"gate": size, "up": size}, width, bias=spec.bias)
+    yield from _linear(f"{module}.experts.down", {"": width}, size, bias=spec.bias)
+    if spec.shared is not None:
+        yield from _mlp(f"{module}.shared", spec.shared, width)
+    if spec.shared_gate:
+        yield from _linear(f"{module}.shared_gate", {"": 1}, width)
+
+
+def _linear(module: str, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> _Parameters:
+    yield module, "weight", {part: (size, columns) for part, size in rows.items()}
+    if bias:
+        yield module, "bias", {part: (size,) for part, size in rows.items()}
+
+
+def _norm(module: str, spec: NormSpec | None, size: int) -> _Parameters:
+    if spec is not None:
+        yield module, "weight", {"": (size,)}
+        if spec.bias and spec.kind == "layer":
+            yield module, "bias", {"": (size,)}

@@ -1,0 +1,70 @@
+"""Checks the values in config.json that every family reads, whatever it does with them. No torch here.
+
+A wrong value is an error in the file, unlike a setting that a family does not support and transformers may.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quire.engine.protocol.errors import ConfigError
+
+_SIZES = (
+    *("hidden_size", "n_embd", "dim", "num_hidden_layers", "n_layer", "n_layers", "vocab_size"),
+    *("num_attention_heads", "n_head", "n_heads", "intermediate_size", "hidden_dim", "ffn_dim"),
+    *("max_position_embeddings", "n_positions", "moe_intermediate_size", "num_experts_per_tok"),
+    *("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+"""Whole numbers of at least 1."""
+_OPTIONAL_SIZES = (
+    *("num_key_value_heads", "num_kv_heads", "head_dim", "n_inner", "ffn_hidden_size", "q_lora_rank"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts", "shared_expert_intermediate_size"),
+)
+"""Whole numbers of at least 0, or null."""
+_POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "rope_theta")
+"""Finite numbers above 0, or null."""
+_NAMES = ("hidden_act", "hidden_activation", "activation_function", "activation")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_ROPES = ("rope_parameters", "rope_scaling")
+
+
+def check_values(config: Mapping[str, Any], max_layers: int) -> None:
+    """Raise `ConfigError` for a value that no model can have, or for more than `max_layers` layers."""
+    for name in config.keys() & {*_SIZES, *_OPTIONAL_SIZES}:
+        value, minimum = config[name], int(name in _SIZES)
+        if value is None and not minimum:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            alternative = "" if minimum else "null or "
+            raise ConfigError(f"{name} must be {alternative}a whole number of at least {minimum}, got {_json(value)}")
+    for name in _LAYERS:
+        if config.get(name, 0) > max_layers:
+            raise ConfigError(
+                f"num_hidden_layers {config[name]:,} is more than this host has memory for, whatever their size; at "
+                f"most {max_layers:,} fit into what is free"
+            )
+    for name in _NAMES:
+        if not isinstance(config.get(name), str | None):
+            raise ConfigError(f"{name} must be a name, got {_json(config[name])}")
+    ropes = {name: config.get(name) for name in _ROPES}
+    for name, rope in ropes.items():
+        if rope is not None and not isinstance(rope, Mapping):
+            raise ConfigError(f"{name} must be an object or null, got {_json(rope)}")
+    for settings in (config, *filter(None, ropes.values())):
+        for name in settings.keys() & set(_POSITIVE):
+            value = settings[name]
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (is_number and value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} must be a number above 0, got {_json(value)}")
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads and kv_heads and heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+
+
+def _json(value: Any) -> str:
+    """A value as it is in the file."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,0 +1,40 @@
+"""Every wrong configuration that the first process can notice ends in one line, before anything is started."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.engine import process
+from quire.engine.config.engine_config import EngineConfig
+from quire.server.cli.main import main
+from quire.server.config import ServerOptions
+from quire.server.frontend.chat_formats import ChatFormats
+from quire.server.frontend.input_processor import InputProcessor
+from tests.fakes.bad_configurations import CASES, BadConfiguration
+
+
+def load(config: EngineConfig, options: ServerOptions, *others: Any) -> None:
+    """What an API process does while the engine starts."""
+    InputProcessor.load(config.model, ChatFormats.of(options))
+    pytest.fail("it would be served")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.is_early], ids=lambda case: case.name)
+def test_it_ends_in_one_line(
+    case: BadConfiguration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quire.server.cli.parent.Server", load)
+    monkeypatch.setattr(process, "set_name", lambda name: None)
+    for name, value in case.environment.items():
+        monkeypatch.setenv(name, value)
+    try:
+        code: Any = main(case.command(tmp_path))
+    except SystemExit as ended:  # of argparse
+        code = ended.code
+    assert code == case.code
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if not line.startswith("usage:"))
+    assert re.match(rf"quire( serve)?: error: .*({case.message})", line)
