@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -75,6 +75,8 @@ class LocalRanks:
         step + 1."""
         self._heartbeats = context.RawArray("d", [0.0] * len(ranks))
         """When each rank last wrote its heartbeat, on the monotonic clock."""
+        self._waiting = context.RawArray("b", [0] * len(ranks))
+        """Whether each rank waited for others in a collective at its last heartbeat."""
         self._watchdog_seconds = config.parallel.watchdog_seconds
         self._checked_at = self._grace_until = time.monotonic()
         self._decoder: msgspec.msgpack.Decoder[WorkerReady | WorkerFailed | ModelRunnerOutput] = (
@@ -89,8 +91,8 @@ class LocalRanks:
                 process = context.Process(
                     target=_run,
                     args=(
-                        *(config, rank, index, init_method, self._ring, self._progress, self._heartbeats),
-                        *(sender, log_level),
+                        *(config, rank, index, init_method, self._ring),
+                        *(self._progress, self._heartbeats, self._waiting, sender, log_level),
                     ),
                     name=f"quire-rank-{rank}",
                     daemon=True,
@@ -119,6 +121,11 @@ class LocalRanks:
     def progress(self) -> list[int]:
         """Progress of each rank: 2 × step of the oldest plan in flight; if there is none, 2 × last step + 1."""
         return list(self._progress)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The ranks that waited for others in a collective a moment ago."""
+        return [rank for rank, waits in zip(self.ranks, self._waiting, strict=True) if waits]
 
     def listen(self, fd: int, callback: Callable[[], None]) -> None:
         """Let `poll` also call `callback` when `fd` is readable; `poll` raises its exceptions."""
@@ -236,13 +243,15 @@ class LocalRanks:
             pipe.close()
 
 
-def find_stragglers(progress: dict[int, int], step: int) -> list[int]:
+def find_stragglers(progress: dict[int, int], step: int, waiting: Collection[int] = ()) -> list[int]:
     """Return the ranks that delay a step: those that have not received its plan, or else those that have not run it.
 
-    Returns all ranks if each has launched the step on its GPU and none of the GPUs finishes.
+    Ranks that are `waiting` for others are not named if some are not. Returns all ranks if each has launched the step
+    on its GPU and none of the GPUs finishes.
     """
     late = [rank for rank, position in progress.items() if position < 2 * step]
-    return late or [rank for rank, position in progress.items() if position < 2 * step + 1] or list(progress)
+    late = late or [rank for rank, position in progress.items() if position < 2 * step + 1] or list(progress)
+    return [rank for rank in late if rank not in waiting] or late
 
 
 def slowest(*seconds: dict[str, float]) -> dict[str, float]:

@@ -89,7 +89,7 @@ class ProcessExecutor:
 
     def _stragglers(self, step: int) -> str:
         """Return a text that names the ranks that delay a step."""
-        return ranks_text(find_stragglers(dict(enumerate(self._ranks.progress)), step))
+        return ranks_text(find_stragglers(dict(enumerate(self._ranks.progress)), step, self._ranks.waiting))
 
 
 class MpExecutor(ProcessExecutor):

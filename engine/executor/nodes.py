@@ -9,6 +9,7 @@ which all nodes use the minimum.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import pickle
@@ -53,9 +54,11 @@ class NodeStart(msgspec.Struct):
 
 
 class NodeProgress(msgspec.Struct, tag=True, array_like=True):
-    """Progress of the node's ranks (see `LocalRanks.progress`)."""
+    """Progress of the node's ranks (see `LocalRanks`)."""
 
     progress: list[int]
+    waiting: list[int] = []
+    """Ranks that wait for others in a collective."""
 
 
 class NodeLost(msgspec.Struct):
@@ -102,6 +105,8 @@ class MultiNodeExecutor(ProcessExecutor):
         self._decode = msgspec.msgpack.Decoder[FromNode](FromNode).decode
         self._inbox: WakeQueue[tuple[int, FromNode | NodeLost]] = WakeQueue()
         self._progress = dict.fromkeys(range(parallel.world_size), -1)
+        self._waiting: dict[int, list[int]] = {}
+        """By node: the ranks that wait for others."""
         self._names = {0: self._hello.name}
         self._is_started = False
         self._leader = Leader(
@@ -183,8 +188,9 @@ class MultiNodeExecutor(ProcessExecutor):
                     self._loading.discard(number)
                     self.config = self.config.with_blocks(num_blocks)  # the same for all ranks of a replica
                     self.seconds = slowest(self.seconds, seconds)
-                case NodeProgress(progress):
+                case NodeProgress(progress, waiting):
                     self._progress |= zip(self.config.parallel.ranks_of(number), progress, strict=True)
+                    self._waiting[number] = waiting
                 case WorkerFailed(reason, user_error=True):
                     raise ConfigError(f"{self._names[number]}: {reason}")
                 case WorkerFailed(reason, is_certain=is_certain):
@@ -218,7 +224,8 @@ class MultiNodeExecutor(ProcessExecutor):
 
     def _stragglers(self, step: int) -> str:
         self._progress |= zip(self._ranks.ranks, self._ranks.progress, strict=True)
-        late, parallel = find_stragglers(self._progress, step), self.config.parallel
+        waiting = {*self._ranks.waiting, *itertools.chain.from_iterable(self._waiting.values())}
+        late, parallel = find_stragglers(self._progress, step, waiting), self.config.parallel
         texts = []
         for number, name in sorted(self._names.items()):
             if theirs := [rank for rank in late if rank in parallel.ranks_of(number)]:
@@ -266,7 +273,7 @@ class Node:
         self._ranks: LocalRanks | None = None
         self._encode = msgspec.msgpack.Encoder().encode
         self._is_ready = False
-        self._progress: list[int] = []
+        self._progress: NodeProgress | None = None
         self._progress_at = 0.0
         """When `_progress` was sent, on the monotonic clock."""
         self._close_reason = "it was stopped"
@@ -309,9 +316,10 @@ class Node:
         if ranks.is_ready and not self._is_ready:
             self._is_ready = True
             send(encode(WorkerReady(ranks.seconds, ranks.num_blocks)))
-        if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS and ranks.progress != self._progress:
-            self._progress, self._progress_at = ranks.progress, now
-            send(encode(NodeProgress(self._progress)))
+        progress = NodeProgress(ranks.progress, ranks.waiting)
+        if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS and progress != self._progress:
+            self._progress, self._progress_at = progress, now
+            send(encode(progress))
         if self._follower.ended is not None:
             raise self._follower.ended
 

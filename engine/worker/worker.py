@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
+from types import FrameType
 from typing import NoReturn
 
 import msgspec
@@ -24,6 +26,7 @@ from tqdm import tqdm
 from quire import kernels
 from quire.engine import log, process
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.distributed import parallel_state
 from quire.engine.distributed.parallel_state import ParallelState, connect
 from quire.engine.distributed.shm_broadcast import ShmBroadcast
 from quire.engine.distributed.watchdog import CollectiveError
@@ -39,6 +42,7 @@ from quire.engine.worker.oom import REMEDY, is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
+_DISTRIBUTED = os.path.dirname(parallel_state.__file__)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 """malloc.h"""
 _TRIM_THRESHOLD_BYTES = 1 << 30
@@ -134,11 +138,12 @@ def main(
     plans: ShmBroadcast,
     progress: ctypes.Array[ctypes.c_longlong],
     heartbeats: ctypes.Array[ctypes.c_double],
+    waiting: ctypes.Array[ctypes.c_byte],
     results: Connection,
     log_level: str,
 ) -> None:
-    """The main function of a worker process: reads `plans`, writes `results`, and updates `progress[local_rank]` and
-    `heartbeats[local_rank]` for `LocalRanks`.
+    """The main function of a worker process: reads `plans`, writes `results`, and updates `progress`, `heartbeats` and
+    `waiting` at `local_rank` for `LocalRanks`.
 
     `local_rank` is the rank's index among those of this host.
     """
@@ -146,7 +151,7 @@ def main(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # handled by the process that started this one
     process.set_name(f"quire-rank-{rank}")
-    _end_with_parent(heartbeats, local_rank)
+    _end_with_parent(heartbeats, waiting, local_rank)
     tqdm.set_lock(threading.RLock())  # tqdm's default is a system semaphore, which a killed rank would leak
     log.setup(log_level, f"rank {rank}")
     reports = Reports(results, progress, local_rank)
@@ -286,7 +291,9 @@ def _keep_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)  # free what loading left behind
 
 
-def _end_with_parent(heartbeats: ctypes.Array[ctypes.c_double], local_rank: int) -> None:
+def _end_with_parent(
+    heartbeats: ctypes.Array[ctypes.c_double], waiting: ctypes.Array[ctypes.c_byte], local_rank: int
+) -> None:
     """Exit this process as soon as the engine core's process ends, for whatever reason; write heartbeats until then."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -294,7 +301,17 @@ def _end_with_parent(heartbeats: ctypes.Array[ctypes.c_double], local_rank: int)
     def watch() -> None:
         while parent.is_alive():
             heartbeats[local_rank] = time.monotonic()
+            waiting[local_rank] = is_in_collective(sys._current_frames().get(threading.main_thread().ident or 0))
             parent.join(HEARTBEAT_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+def is_in_collective(frame: FrameType | None) -> bool:
+    """Return whether a thread waits for other ranks, by its stack. Replayed operations do not show."""
+    while frame is not None:
+        if os.path.dirname(frame.f_code.co_filename) == _DISTRIBUTED:
+            return True
+        frame = frame.f_back
+    return False

@@ -45,6 +45,7 @@ class FakeRanks:
         self.is_ready, self.seconds, self.num_blocks = True, {"load weights": 1.0}, 0
         self.arrived: deque[ModelRunnerOutput] = deque()
         self.progress = [-1] * len(ranks)
+        self.waiting: list[int] = []
         self.plans: SimpleQueue[bytes] = SimpleQueue()
         self.problem: Exception | None = None
         self.was_killed: RankFailed | None = None
@@ -336,7 +337,10 @@ def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts) -> None:
     hosts.ranks.progress = [3, 3]
     hosts.say(NodeProgress([3, 2]))
     assert hosts.problem(0.5) == "rank 3 on node 1 (127.0.0.1) did not answer within 0 s"
-    hosts.ranks.progress = [-1, 3]
+    hosts.ranks.progress, hosts.ranks.waiting = [2, 2], [0]
+    hosts.say(NodeProgress([2, 2], [3]))
+    assert "rank 1 on node 0 (127.0.0.1) and rank 2 on node 1 (127.0.0.1) did not" in hosts.problem(0.5)
+    hosts.ranks.progress, hosts.ranks.waiting = [-1, 3], []
     hosts.say(NodeProgress([-1, -1]))
     assert "rank 0 on node 0 (127.0.0.1) and ranks 2, 3 on node 1 (127.0.0.1) did not" in hosts.problem(0.5)
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import sys
 import threading
 
 import msgspec
 import pytest
 import torch
 
+from quire.engine.distributed.communicator import GroupParallel
 from quire.engine.executor.local_ranks import find_stragglers
 from quire.engine.protocol.runner_output import ModelRunnerOutput, WorkerFailed, WorkerReady
 from quire.engine.worker import worker as workers
 from quire.engine.worker.async_copies import AsyncOutput, AsyncRead
-from quire.engine.worker.worker import Reports
+from quire.engine.worker.worker import Reports, is_in_collective
 from tests.fakes.model_logits import CPU
 
 
@@ -96,3 +98,28 @@ def test_the_core_gets_the_reason_why_a_rank_ends(codes: list[int]) -> None:
     assert rank.receive() == WorkerFailed("RuntimeError: an illegal memory access", user_error=False)
     assert codes == [1]
     rank.reports.close()
+
+
+def test_ranks_that_wait_for_others_are_not_named() -> None:
+    assert find_stragglers({0: 10, 1: 10, 2: 11}, 5, waiting=[0]) == [1]
+    assert find_stragglers({0: 10, 1: 10}, 5, waiting=[0, 1]) == [0, 1]
+    assert find_stragglers({0: 10, 1: 8}, 5, waiting=[1]) == [1]  # it has not received the plan
+
+
+def test_a_stack_shows_whether_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+        size = rank
+
+    def look(*args: object, **kwargs: object) -> None:
+        found.append(is_in_collective(sys._getframe()))
+
+    monkeypatch.setattr("torch.distributed.all_reduce", look)
+    GroupParallel(Group()).all_reduce(torch.zeros(1))  # type: ignore[arg-type]
+    look()
+    assert found == [True, False]
+    assert not is_in_collective(None)
