@@ -27,6 +27,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish() -> None:
+    """Extension modules report what is frozen as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def quire_log() -> Iterator[None]:
     """What a test sets up of the log, as commands do, does not outlast it: it writes to a captured stream."""
