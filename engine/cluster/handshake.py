@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.log import printable
 from quire.engine.protocol.errors import ConfigError
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -45,6 +46,13 @@ class Hello(msgspec.Struct, kw_only=True):
     """Why the host cannot start."""
     body: bytes = b""
     """Additional data of the layer above."""
+
+    def __post_init__(self) -> None:
+        """Escape what errors and log lines repeat."""
+        self.name, self.address, self.error = printable(self.name), printable(self.address), printable(self.error)
+        for texts in (self.versions, self.model, self.settings):
+            for name in list(texts):
+                texts[printable(name)] = printable(texts.pop(name))
 
 
 def describe_host(

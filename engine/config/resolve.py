@@ -28,6 +28,7 @@ from quire.engine.protocol.errors import ConfigError
 _HOST_OPTIONS = frozenset(
     {
         *("model", "tokenizer", "revision", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds"),
+        *("cluster_token", "cluster_token_file"),
         *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
         *("gpu_memory_utilization", "kv_cache_memory_bytes"),
     }
@@ -131,6 +132,11 @@ def _check_ranges(options: EngineOptions) -> None:
         raise ConfigError(f"--itl-target-ms must be above 0, got {options.itl_target_ms}")
     if not options.distributed_timeout_seconds > 0.0:
         raise ConfigError(f"--distributed-timeout-seconds must be above 0, got {options.distributed_timeout_seconds}")
+    if not options.cluster_timeout_seconds >= 2.0:
+        raise ConfigError(
+            f"--cluster-timeout-seconds must be at least 2 (heartbeats are sent every second), got "
+            f"{options.cluster_timeout_seconds:g}"
+        )
     if not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(
             f"--gpu-memory-utilization must be above 0 and at most 1, got {options.gpu_memory_utilization}"

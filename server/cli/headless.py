@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from quire.engine import process
+from quire.engine.cluster.security import join
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.plan_text import plan_text
@@ -132,12 +133,12 @@ class HeadlessReplicas:
     def _start(self, replica: int) -> None:
         self._to_restart.discard(replica)
         self._started[replica] = time.monotonic()
-        config = replica_config(self._config, replica, self._membership.master)
+        config = replica_config(self._config, replica, self._membership.init_method)
         self._cores[replica] = start_core(config, self._endpoints, self._log_level)
 
     def _receive(self) -> None:
         while self._messages.poll(0):
-            match self._decode(self._messages.recv()):
+            match self._decode(join(self._messages.recv_multipart())):
                 case EngineReady(seconds, replica):
                     self._loaded.add(replica)
                     where = ", ".join(f"{part} {count:.2f} s" for part, count in seconds.items())

@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING
 
 from quire.engine import log, process
+from quire.engine.cluster.cluster_token import with_cluster_token
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import exec_node
@@ -61,6 +62,7 @@ def run(parsed: argparse.Namespace) -> int:
     options, server = read_options(parsed)
     log.setup(server.log_level, "api")
     server.check()
+    options = with_cluster_token(options, is_headless=server.headless)
     if server.headless and options.nnodes == 1:
         from quire.server.cli.headless import serve_replicas
 

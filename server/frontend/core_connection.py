@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 import zmq
 
+from quire.engine.cluster.security import Security, split
 from quire.engine.protocol.engine_core import Shutdown, ToCore
 
 SHUTDOWN_SECONDS = 10.0
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 class CoreConnection:
     """Sends requests to a core, and stores its state."""
 
-    def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]], security: Security) -> None:
         self.number = number
         self.state: Literal["loading", "up", "dead"] = "loading"
         self.has_been_ready = False
@@ -35,7 +36,7 @@ class CoreConnection:
         """It has not answered a probe in time, and has sent nothing since."""
         self.core: subprocess.Popen[bytes] | None = None
         self._address = address
-        self._context = context
+        self._context, self._security = context, security
         self._encoder = msgspec.msgpack.Encoder()
         self._socket: zmq.Socket[bytes] | None = None
         self.open()
@@ -47,12 +48,12 @@ class CoreConnection:
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.set_hwm(0)
             self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
-            self._socket.connect(self._address)
+            self._security.connect(self._socket, self._address)
 
     def send(self, message: ToCore) -> None:
         """Send a message, unless the core is dead: the next core at this address would receive it."""
         if self._socket is not None:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            self._socket.send_multipart(split(self._encoder.encode(message)), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the socket and discard unread messages."""

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
+from quire.engine.cluster.security import Dropped, Security, join
 from quire.engine.config.engine_config import CacheConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.engine_core import (
@@ -107,12 +108,13 @@ class EngineClient:
         cache: CacheConfig | None = None,
         restart: Callable[[int], subprocess.Popen[bytes]] | None = None,
         are_coupled: bool = False,
+        token: str = "",
     ) -> None:
         """`index` is the number of this API process.
 
         `cores` maps replicas to the cores that this process watches, stops and, with `restart`, restarts; None: another
         process runs the engine, which is already up. `replicas` are those that may get requests, whether in `cores` or
-        not. If they `are_coupled`, the loss of one ends all.
+        not. If they `are_coupled`, the loss of one ends all. `token` is the cluster's.
         """
         self.loop = asyncio.get_running_loop()
         self.index = index
@@ -131,12 +133,15 @@ class EngineClient:
         self._failed: asyncio.Future[EngineUnavailable] = self.loop.create_future()
         self._endpoints = endpoints
         self._context = zmq.Context()
+        self._security = Security(self._context, token)
+        self._dropped = Dropped("dropped a message to this API process that could not be decoded")
         self._responses = self._context.socket(zmq.PULL)
         self._responses.setsockopt(zmq.LINGER, 0)
         self._responses.set_hwm(0)
-        self._responses.bind(endpoints.responses[index])
+        self._security.bind(self._responses, endpoints.responses[index])
         self._replicas = {
-            number: CoreConnection(number, endpoints.requests[number], self._context) for number in replicas
+            number: CoreConnection(number, endpoints.requests[number], self._context, self._security)
+            for number in replicas
         }
         self._single_replica = replicas[0] if len(replicas) == 1 else None
         """The replica if there is only one: no choice, and no other replica to resume a request."""
@@ -392,7 +397,7 @@ class EngineClient:
             if index != self.index:
                 with self._context.socket(zmq.PUSH) as socket:
                     socket.setsockopt(zmq.LINGER, int(NOTIFY_SECONDS * 1000))
-                    socket.connect(address)
+                    self._security.connect(socket, address)
                     socket.send(frame)
 
     async def _supervise(self, replica: CoreConnection) -> None:
@@ -438,7 +443,12 @@ class EngineClient:
         """Process all received messages. ZMQ_FD is edge-triggered: it signals new messages, not unread ones."""
         try:
             while True:
-                message = self._decoder.decode(self._responses.recv(zmq.NOBLOCK))
+                frames = self._responses.recv_multipart(zmq.NOBLOCK)
+                try:
+                    message = self._decoder.decode(join(frames))
+                except msgspec.DecodeError as error:
+                    self._dropped.add(error)
+                    continue
                 if isinstance(message, EngineCoreOutputs):
                     self._deliver(message)
                 else:

@@ -8,7 +8,6 @@ import logging
 import os
 import random
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,15 +18,7 @@ from hashlib import blake2b
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.plan_text import cache_text
-from quire.engine.core.launch import (
-    LOOPBACK,
-    Endpoints,
-    local_endpoints,
-    replica_config,
-    reserve_ports,
-    socket_port,
-    start_core,
-)
+from quire.engine.core.launch import Endpoints, local_endpoints, replica_config, start_core
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.server.frontend.chat_formats import ChatFormats
@@ -93,7 +84,6 @@ class Frontend:
         )
         self._remove_folder: weakref.finalize[[str], Frontend] | None = None
         self._hosts: DPCoordinator | None = None
-        self._ports: list[socket.socket] = []
         self._seconds: dict[str, float] = {}
         self._loading = asyncio.create_task(asyncio.to_thread(self._load, formats))
 
@@ -125,16 +115,14 @@ class Frontend:
             endpoints = Endpoints(hosts.requests, hosts.responses or endpoints.responses)
         process_info = ApiProcessInfo(folder, endpoints, tuple(config.parallel.api_replicas))
         metrics = Metrics(name, process_info.metrics, 0, count, process_info.replicas)
-        ports = reserve_ports(LOOPBACK, 1) if config.parallel.is_coupled and hosts is None else []
-        master = (LOOPBACK, socket_port(ports[0])) if ports else None if hosts is None else hosts.master
+        init_method = f"file://{folder}/rendezvous" if hosts is None else hosts.init_method
 
         def start_replica(replica: int) -> subprocess.Popen[bytes]:
-            return start_core(replica_config(config, replica, master), endpoints, log_level)
+            return start_core(replica_config(config, replica, init_method), endpoints, log_level)
 
         cores = {replica: start_replica(replica) for replica in config.parallel.local_replicas}
         restart = None if config.parallel.is_coupled else start_replica  # coupled replicas end together
         frontend = Frontend._of(config, cores, metrics, process_info, formats or ChatFormats(), max_queue, restart)
-        frontend._ports = ports
         frontend._remove_folder = weakref.finalize(frontend, shutil.rmtree, folder, ignore_errors=True)
         if hosts is not None:
             frontend._hosts = hosts
@@ -175,6 +163,7 @@ class Frontend:
             cache=config.cache,
             restart=restart,
             are_coupled=config.parallel.is_coupled,
+            token=config.parallel.cluster_token,
         )
         return Frontend(config, client, metrics, process_info, formats)
 
@@ -290,8 +279,6 @@ class Frontend:
                     await asyncio.sleep(_LEAVE_SECONDS)
             await asyncio.to_thread(self._hosts.close, "" if reason == SHUTTING_DOWN else reason)
         await self.client.close()
-        for port in self._ports:
-            port.close()
         if self._remove_folder is not None:
             self._remove_folder()
 

@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -125,9 +124,6 @@ class Replicas:
 @contextlib.contextmanager
 def replicas(config: EngineConfig, folder: Path, dp: int, experts: ExpertParallelConfig) -> Iterator[Replicas]:
     """All loaded; whatever is left of them is killed in the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     endpoints = Endpoints(
         requests=tuple(f"ipc://{folder}/requests-{replica}" for replica in range(dp)),
         responses=(f"ipc://{folder}/responses",),
@@ -144,7 +140,7 @@ def replicas(config: EngineConfig, folder: Path, dp: int, experts: ExpertParalle
                 replica=replica,
                 local_replicas=range(dp),
                 experts=experts,
-                master=("127.0.0.1", port),
+                init_method=f"file://{folder}/rendezvous",
             )
             cores.append(start_core(replace(config, parallel=parallel), endpoints, "warning"))
             sockets.append(context.socket(zmq.PUSH))

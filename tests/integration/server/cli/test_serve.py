@@ -30,7 +30,8 @@ from tests.fakes.tokenizers import write_slow_files
 
 FLAGS = """
 --all2all-backend --allow-credentials --allowed-headers --allowed-methods --allowed-origins --api-key --api-key-file
---api-server-count --attention-backend --block-size --chat-template --config --cuda-graph-sizes --data-parallel-address
+--api-server-count --attention-backend --block-size --chat-template --cluster-timeout-seconds --cluster-token
+--cluster-token-file --config --cuda-graph-sizes --data-parallel-address
 --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
 --dbo-token-threshold --device --disable-custom-all-reduce --distributed-executor-backend --distributed-timeout-seconds
 --dtype --enable-chunked-prefill --enable-dbo --enable-eplb --enable-expert-parallel --enable-prefix-caching

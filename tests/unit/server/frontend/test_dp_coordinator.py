@@ -138,13 +138,13 @@ def test_all_learn_all_addresses_in_whatever_order_they_come(site: Site, late: s
     assert all(url.startswith("tcp://127.0.0.1:") for url in (*api.requests, *api.responses))
     for other in others:
         member = other.result(30)
-        assert (member.requests, member.responses, member.master) == (api.requests, api.responses, api.master)
+        assert (member.requests, member.responses, member.init_method) == (api.requests, api.responses, api.init_method)
 
 
 def test_without_replicas_of_its_own_the_first_is_anothers(site: Site) -> None:
     starting = site.api(site.config(2, None, 0))
     first, second = site.headless(site.config(2, 0, 1)), site.headless(site.config(2, 1, 1))
-    assert joined(starting).master == first.result(30).master == second.result(30).master
+    assert joined(starting).init_method == first.result(30).init_method == second.result(30).init_method
 
 
 def test_who_does_not_come_is_named(site: Site) -> None:
@@ -269,7 +269,7 @@ def test_peers_that_share_experts_end_together(reported: Told, site: Site) -> No
     """Each has an API of its own; the first leads."""
     first, second = (site.api(site.config(2, start, 1, coupled=True)) for start in (0, 1))
     leader, member = joined(first), joined(second)
-    assert (leader.requests, leader.master, leader.responses) == (member.requests, member.master, ())
+    assert (leader.requests, leader.init_method, leader.responses) == (member.requests, member.init_method, ())
     leader.watch(reported)
     member.close()
     assert reported.said.get(timeout=10) == (None, "replica 1 (127.0.0.1) has left")
