@@ -9,6 +9,7 @@ The cluster token authenticates and encrypts the connections (`quire.engine.clus
              ◀─────── WELCOME   or END with the reason
              ◀────────── BODY   `Leader.start`: the same for all, once all have joined; again for one that rejoins
     BODY, HEARTBEAT ◀────────▶  BODY, HEARTBEAT
+    FILES (hashes) ─────────▶   compares all bytes of the weights, some time after the start; END if they differ
     STORE (call) ───────────▶   `KeyValueStore`, torch.distributed's rendezvous: of ranks, which need not join
              ◀───────── STORE   (result)
     END (reason) ◀───────────▶  END (reason; empty after a normal shutdown)
@@ -46,6 +47,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -53,10 +55,12 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from quire.engine.cluster import handshake
 from quire.engine.cluster.handshake import Hello, compare
 from quire.engine.cluster.key_value_store import STORE, KeyValueStore
 from quire.engine.cluster.network import is_local, is_loopback, tcp_url
 from quire.engine.cluster.security import EVENTS, Dropped, Security, join, split
+from quire.engine.config.engine_config import EngineConfig
 from quire.engine.log import printable
 from quire.engine.protocol.errors import ConfigError
 
@@ -65,9 +69,11 @@ LOST_SECONDS = 15.0
 _MAX_FAILED_HANDSHAKES = 10
 """Failed handshakes after which a follower that has not joined gives up: the leader has another token."""
 _HEARTBEAT_SECONDS = 1.0
+_LOWEST_PRIORITY = 19
+"""nice(2)"""
 _LINGER_MS = 1000
 """Time for the last messages to be sent when a socket closes."""
-_HELLO, _WELCOME, _HEARTBEAT, _BODY, _END = b"quire hello", b"W", b"A", b"B", b"E"
+_HELLO, _WELCOME, _HEARTBEAT, _BODY, _END, _FILES = b"quire hello", b"W", b"A", b"B", b"E", b"F"
 _START, _FAIL = b"start", b"fail"
 """Commands to the leader's thread, beside messages to send."""
 logger = logging.getLogger(__name__)
@@ -145,6 +151,23 @@ class _Link(ABC):
         for each in (self._socket, self._commands.fd, self._monitor):
             self._poller.register(each, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+
+    def compare_files(self, config: EngineConfig) -> None:
+        """Compare all bytes of the weights with the other hosts', in the background; one that differs is lost."""
+        if config.model.load_format != "dummy":
+            name, path = "weights-hash", config.model.path
+            threading.Thread(target=self._hash_files, args=(path,), daemon=True, name=name).start()
+
+    def _hash_files(self, folder: Path) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        try:
+            self._on_hashed(handshake.digests(folder))
+        except OSError as error:
+            logger.warning("the weights cannot be compared with the other hosts': %s", error)
+
+    @abstractmethod
+    def _on_hashed(self, digests: dict[str, str]) -> None:
+        """Pass on the hashes of this host's weights, from their thread."""
 
     @abstractmethod
     def _on_frames(self, frames: list[zmq.Frame]) -> None: ...
@@ -227,6 +250,8 @@ class _Peer:
     fd: int
     last_heard: float
     """Time of the last message, on the monotonic clock."""
+    digests: dict[str, str] | None = None
+    """Hashes of its weights, once it has sent them."""
 
 
 class Leader(_Link):
@@ -288,6 +313,8 @@ class Leader(_Link):
         self._lost: dict[int, str] = {}
         """Why a follower was lost or did not join; removed when it joins again."""
         self._start_message: bytes | None = None
+        self._own, self._digests = own, dict[str, str]()
+        """This host, and the hashes of its weights once they are known."""
         self._thread.start()
 
     def wait(self, seconds: float) -> dict[int, Hello]:
@@ -333,6 +360,11 @@ class Leader(_Link):
             else:
                 self._record_lost(number, body)
             return False
+        if kind == _FILES:
+            self._digests = body
+            for peer in list(self._peers.values()):
+                self._compare_digests(peer)
+            return False
         if kind == _START:
             self._start_message, kind = body, _BODY
         for each in list(self._peers) if number is None else [number]:
@@ -359,6 +391,9 @@ class Leader(_Link):
         peer.last_heard = time.monotonic()
         if kind == _BODY:
             self._on_message(peer.hello.number, body)
+        elif kind == _FILES:
+            peer.digests = msgspec.msgpack.decode(body, type=dict[str, str])
+            self._compare_digests(peer)
         elif kind == _END:
             reason = printable(body.decode(errors="replace"))
             self._on_dead(peer, f"{peer.hello.name} {f'has ended: {reason}' if reason else 'has left'}")
@@ -415,6 +450,24 @@ class Leader(_Link):
             if self._start_message is None:
                 self._record_lost(hello.number, str(error))
             raise
+
+    def _on_hashed(self, digests: dict[str, str]) -> None:
+        self._commands.put((None, _FILES, digests))
+
+    def _compare_digests(self, peer: _Peer) -> None:
+        """End a follower whose weights differ from this host's, once both are known."""
+        if not self._digests or peer.digests is None:
+            return
+        try:
+            compare(
+                msgspec.structs.replace(self._own, model=self._digests, settings={}),
+                msgspec.structs.replace(peer.hello, model=peer.digests),
+            )
+        except ConfigError as error:
+            self._send(peer.identity, _END, str(error).encode())
+            self._on_dead(peer, str(error))
+        else:
+            logger.info("%s has the same weights, byte for byte", peer.hello.name)
 
     def _find_lost(self) -> None:
         now = time.monotonic()
@@ -512,6 +565,9 @@ class Follower(_Link):
     def send(self, body: bytes) -> None:
         """Send a message to the leader; dropped if the connection has ended."""
         self._commands.put((_BODY, body))
+
+    def _on_hashed(self, digests: dict[str, str]) -> None:
+        self._commands.put((_FILES, msgspec.msgpack.encode(digests)))
 
     def close(self, reason: str = "") -> None:
         """Leave; `reason` is sent to the leader after a failure."""

@@ -131,6 +131,7 @@ class MultiNodeExecutor(ProcessExecutor):
             self.close(str(error) or type(error).__name__)
             raise
         self.config = self.config.with_blocks(self._ranks.num_blocks)
+        self._leader.compare_files(config)
         self.seconds = {"join nodes": joined - started, **slowest(self.seconds, self._ranks.seconds)}
 
     def _min_blocks(self, hellos: dict[int, Hello]) -> int:
@@ -301,6 +302,7 @@ class Node:
             send(encode(ranks.arrived.popleft()))
         if ranks.is_ready and not self._is_ready:
             self._is_ready = True
+            self._follower.compare_files(self._config)
             send(encode(WorkerReady(ranks.seconds, ranks.num_blocks)))
         if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS and ranks.progress != self._progress:
             self._progress, self._progress_at = ranks.progress, now

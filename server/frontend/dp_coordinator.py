@@ -198,6 +198,7 @@ class DPLeader(DPCoordinator):
         urls |= {number: request.requests for number, request in joined.items()}
         self.requests = tuple(urls[replica] for replica in range(parallel.replicas))
         self._leader.start(msgspec.msgpack.encode(JoinReply(self.requests, self.responses)))
+        self._leader.compare_files(config)
 
     def request_shutdown(self) -> None:
         """Do nothing: `close` notifies the others."""
@@ -281,6 +282,7 @@ class DPMember(DPCoordinator):
             self.close()
             raise
         self.requests, self.responses = reply.requests, reply.responses
+        next(iter(self._followers.values())).compare_files(config)  # replicas of a host have the same
 
     def report_death(self, replica: int, reason: str) -> None:
         """Report that a core has died."""

@@ -392,10 +392,48 @@ def test_other_versions_and_other_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"12345")
     found = handshake.fingerprint(tmp_path)
-    assert found["model.safetensors"] == "5 bytes"
+    assert found["model.safetensors"].startswith("5 bytes, ")
     (tmp_path / "config.json").write_text("{ }")
     changed = handshake.fingerprint(tmp_path)
     assert {name for name in found if found[name] != changed[name]} == {"config.json"}
+
+
+def test_other_weights_of_the_same_size_are_found(tmp_path: Path) -> None:
+    """At once if a sample differs, and otherwise in the background."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "model.safetensors").open("wb") as file:
+            file.truncate(3 << 20)
+            if name == "b":
+                file.write(b"another header")
+            if name == "c":
+                file.seek((1 << 20) + 77)
+                file.write(b"!")
+    samples = {name: handshake.fingerprint(tmp_path / name)["model.safetensors"] for name in ("a", "b", "c")}
+    assert samples["a"] == samples["c"] != samples["b"]
+    digests = {name: handshake.digests(tmp_path / name)["model.safetensors"] for name in ("a", "b", "c")}
+    assert len(set(digests.values())) == 3
+
+
+@pytest.mark.parametrize("first", ["leader", "follower"])
+def test_a_follower_with_other_weights_is_lost(three: Host, first: str) -> None:
+    same, other = three.join(1), three.join(2)
+    three.leader.wait(10)
+    if first == "leader":
+        three.leader._on_hashed({"model.safetensors": "a"})
+    same._on_hashed({"model.safetensors": "a"})
+    other._on_hashed({"model.safetensors": "b"})
+    if first == "follower":
+        three.leader._on_hashed({"model.safetensors": "a"})
+    what = "has other bytes in model.safetensors, unlike node 0 (here)"
+    text = f"node 2 (here) {what}; copy the same model files to every host"
+    assert three.lost.get(timeout=10) == (2, text)
+    with pytest.raises(LinkEnded) as ended:
+        other.receive(10)
+    assert ended.value.reason == text
+    three.leader.send(1, b"plan")
+    assert same.receive(10) == b"plan"
+    assert three.lost.empty()
 
 
 def test_a_queue_wakes_who_polls_it() -> None:
