@@ -95,6 +95,7 @@ def connect(
         timeout=timeouts[backend],
         device_id=device if backend == "nccl" else None,
     )
+    pipeline.post_ahead()
 
     @cache
     def group_of(ranks: tuple[int, ...], among: str = backend) -> dist.ProcessGroup:
