@@ -118,6 +118,14 @@ def limit_retransmission(fd: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
 
 
+def limit_all_retransmission() -> None:
+    """Call `limit_retransmission` for all TCP connections of this process: gloo and NCCL have no such option."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                limit_retransmission(int(name))
+
+
 def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from quire.engine.cluster.network import limit_all_retransmission
 from quire.engine.config.engine_config import ParallelConfig
 from quire.engine.distributed import watchdog
 from quire.engine.distributed.communicator import HostStagedParallel, Parallel
@@ -112,6 +113,11 @@ def connect(
             return ExpertCommunicator()
         return ProcessGroupExpertCommunicator(group_of(ranks), group_of(ranks, "gloo"))
 
+    def joined(tp: Parallel, experts: ExpertGroup | None = None) -> ParallelState:
+        if store is not None:
+            limit_all_retransmission()
+        return ParallelState(tp, pipeline, experts, timeout, store)
+
     of_stage = tuple(  # in each replica
         tuple(range(first, first + width)) for first in range(stage * width, world_size, config.world_size)
     )
@@ -123,9 +129,9 @@ def connect(
         else:
             tp = CpuParallel(group, timeout) if device.type == "cpu" else HostStagedParallel(group)
     if config.experts is None:
-        return ParallelState(tp, pipeline, timeout=timeout, store=store)
+        return joined(tp)
     dp, all_ranks = communicator(tuple(ranks[position] for ranks in of_stage)), communicator(sum(of_stage, ()))
-    return ParallelState(tp, pipeline, ExpertGroup(config.experts, tp, dp, all_ranks), timeout, store)
+    return joined(tp, ExpertGroup(config.experts, tp, dp, all_ranks))
 
 
 def _backend(config: ParallelConfig, device: torch.device) -> str:

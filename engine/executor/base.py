@@ -29,8 +29,12 @@ def step_timeout(plan: SchedulerOutput, config: EngineConfig) -> float:
     """
     parallel = config.parallel
     if plan.has_work is None:  # otherwise a step takes as long as the slowest replica's
-        if not plan.num_rows:
-            return HEARTBEAT_TIMEOUT
+        if not plan.num_rows:  # cuts of the network that the hosts survive only delay it
+            return (
+                max(HEARTBEAT_TIMEOUT, parallel.cluster_timeout + _TIMEOUT_MARGIN)
+                if parallel.nodes > 1
+                else (HEARTBEAT_TIMEOUT)
+            )
         if parallel.world_size == 1:
             return STEP_TIMEOUT
     # On a GPU a step takes well below a second, and nothing else limits waiting inside CUDA graphs.

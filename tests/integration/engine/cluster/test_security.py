@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 import zmq
 
+from quire.engine.cluster import network
 from quire.engine.cluster.control_plane import Leader
 from quire.engine.cluster.handshake import Hello
 from quire.engine.cluster.key_value_store import STORE, Call
@@ -226,6 +227,19 @@ def test_names_from_outside_stay_on_one_line() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(hello), type=Hello) == Hello(
         name=r"a\nb", number=1, error=r"\x1b[1m"
     )
+
+
+def test_connections_send_again_soon_after_a_cut() -> None:
+    option, limit = network._TCP_RTO_MAX_MS, network._RTO_MAX_MS
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as caller:
+        try:
+            before = caller.getsockopt(socket.IPPROTO_TCP, option)
+        except OSError:
+            network.limit_all_retransmission()  # an older kernel: nothing happens
+            return
+        network.limit_all_retransmission()
+        assert caller.getsockopt(socket.IPPROTO_TCP, option) == limit < before
+        assert caller.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == network._UNANSWERED_MS
 
 
 def test_own_addresses_are_known() -> None:

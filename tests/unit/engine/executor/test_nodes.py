@@ -22,7 +22,7 @@ from quire.engine.cluster.handshake import Hello
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
-from quire.engine.executor import base, factory, nodes
+from quire.engine.executor import factory, mp, nodes
 from quire.engine.executor.base import WorkerError
 from quire.engine.executor.local_ranks import RankFailed
 from quire.engine.executor.nodes import FromNode, MultiNodeExecutor, Node, NodeProgress, NodeStart
@@ -331,7 +331,7 @@ def test_a_model_that_cannot_be_loaded_elsewhere_is_the_users_error(hosts: Hosts
 
 
 def test_ranks_that_hang_are_named_with_their_nodes(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "HEARTBEAT_TIMEOUT", 0.5)
+    monkeypatch.setattr(mp, "step_timeout", lambda plan, config: 0.5)
     hosts.start()
     hosts.ranks.progress = [3, 3]
     hosts.say(NodeProgress([3, 2]))

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.cluster import network
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import shared_settings
@@ -139,6 +140,15 @@ def test_all_learn_all_addresses_in_whatever_order_they_come(site: Site, late: s
     for other in others:
         member = other.result(30)
         assert (member.requests, member.responses, member.init_method) == (api.requests, api.responses, api.init_method)
+
+
+@pytest.mark.skipif(network.interface_of("::1") is None, reason="this host has no IPv6")
+def test_hosts_meet_over_ipv6(site: Site) -> None:
+    starting = site.api(site.config(2, None, 1, data_parallel_address="::1"))
+    member = site.headless(site.config(2, 1, 1, data_parallel_address="::1")).result(30)
+    api = joined(starting)
+    assert (member.requests, member.init_method) == (api.requests, api.init_method)
+    assert all(url.startswith("tcp://[::1]:") for url in (*api.requests, *api.responses, api.init_method))
 
 
 def test_without_replicas_of_its_own_the_first_is_anothers(site: Site) -> None:
