@@ -53,4 +53,6 @@ def test_a_rank_that_waits_for_another_times_out_first(
 def test_step_timeout_is_shorter_without_other_ranks() -> None:
     assert wait(plan(1), timeout=4.0) == STEP_TIMEOUT
     assert wait(plan(0), timeout=4.0, tensor_parallel_size=2) == HEARTBEAT_TIMEOUT
+    for cut in (2.0, 60.0):  # which the hosts survive
+        assert wait(plan(0), tensor_parallel_size=2, nodes=2, cluster_timeout=cut) > max(cut, HEARTBEAT_TIMEOUT - 1)
     assert wait(plan(1), timeout=4.0, tensor_parallel_size=2, device="cuda") < 20.0, "nothing else ends it there"
