@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import socket
 import statistics
 import tempfile
 import time
@@ -30,7 +29,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from quire.engine.cluster.network import set_interfaces
+from quire.engine.cluster.network import LOOPBACK, set_interfaces
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
@@ -116,7 +115,7 @@ class Step(NamedTuple):
 def work(config: EngineConfig, network: Network, tokens: int, rounds: int, pipe: Connection) -> None:
     """A replica; reports its steps in both modes."""
     torch.set_num_threads(1)
-    set_interfaces(config.parallel.master[0])
+    set_interfaces(LOOPBACK)
     slow_down(network)
     parallel, cpu = config.parallel, torch.device("cpu")
     links = connect(parallel, 0, parallel.init_method, cpu)
@@ -144,13 +143,11 @@ def work(config: EngineConfig, network: Network, tokens: int, rounds: int, pipe:
 
 def measure(config: EngineConfig, network: Network, tokens: int, rounds: int) -> dict[str, list[Step]]:
     spawn = multiprocessing.get_context("spawn")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
     processes, pipes = [], []
+    folder = tempfile.TemporaryDirectory()
     for replica in range(2):
         ours, theirs = spawn.Pipe()
-        parallel = replace(config.parallel, replicas=2, replica=replica, master=("127.0.0.1", port))
+        parallel = replace(config.parallel, replicas=2, replica=replica, init_method=f"file://{folder.name}/rendezvous")
         arguments = (replace(config, parallel=parallel), network, tokens, rounds, theirs)
         processes.append(spawn.Process(target=work, args=arguments))
         processes[-1].start()
@@ -159,6 +156,7 @@ def measure(config: EngineConfig, network: Network, tokens: int, rounds: int) ->
     steps: list[dict[str, list[Step]]] = [pipe.recv() for pipe in pipes]
     for process in processes:
         process.join()
+    folder.cleanup()
     return steps[0]
 
 

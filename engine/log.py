@@ -14,3 +14,8 @@ def setup(level: str, process_name: str) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+
+
+def printable(text: str) -> str:
+    """Return a text from outside with its control characters escaped, so that it stays a part of one log line."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -25,6 +25,8 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
         {
             "QUIRE_API_KEY": "Keys that clients of `quire serve` must send, separated by spaces or commas, if "
             "`--api-key` is not given. `quire chat`, `quire complete` and `quire run-batch --url` send the first one.",
+            "QUIRE_CLUSTER_TOKEN": "Secret that the hosts of a server share, if neither `--cluster-token` nor "
+            "`--cluster-token-file` is given.",
             "QUIRE_CPU_ISA": "`avx2` makes Quire compile and choose CPU kernels for AVX2 and nothing newer. "
             "Default: `native`, all that the processor has.",
             "QUIRE_HOST_IP": "This host's own address for traffic between hosts. Default: the address of the interface "

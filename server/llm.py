@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 from tqdm import tqdm
 
+from quire.engine.cluster.cluster_token import with_cluster_token
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
@@ -65,7 +66,7 @@ class AsyncLLM:
         log_level: str = "warning",
         **options: Any,
     ) -> None:
-        asked = EngineOptions(model=model, **options)
+        asked = with_cluster_token(EngineOptions(model=model, **options))
         self.config: EngineConfig = resolve(asked)
         fetch_weights(asked, self.config)
         self._chat_template = chat_template

@@ -1,13 +1,17 @@
 """The control plane between hosts: one leader, and followers that join it.
 
 Each follower has one TCP connection to the leader (ZMQ DEALER to ROUTER) for all messages, including heartbeats. A
-thread owns the socket. A peer that sends nothing for `LOST_SECONDS`, or whose connection closes, is lost.
+thread owns the socket. A peer that sends nothing for --cluster-timeout-seconds, or whose connection closes, is lost.
+The cluster token authenticates and encrypts the connections (`quire.engine.cluster.security`).
 
     follower                    leader
     HELLO (Hello) ───────────▶  compares versions, model files and settings (`handshake.compare`)
              ◀─────── WELCOME   or END with the reason
              ◀────────── BODY   `Leader.start`: the same for all, once all have joined; again for one that rejoins
     BODY, HEARTBEAT ◀────────▶  BODY, HEARTBEAT
+    FILES (hashes) ─────────▶   compares all bytes of the weights, some time after the start; END if they differ
+    STORE (call) ───────────▶   `KeyValueStore`, torch.distributed's rendezvous: of ranks, which need not join
+             ◀───────── STORE   (result)
     END (reason) ◀───────────▶  END (reason; empty after a normal shutdown)
 
 Layouts, and what each of them uses of it:
@@ -38,12 +42,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -51,20 +55,27 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from quire.engine.cluster import handshake
 from quire.engine.cluster.handshake import Hello, compare
-from quire.engine.cluster.network import is_loopback, tcp_url
+from quire.engine.cluster.key_value_store import STORE, KeyValueStore
+from quire.engine.cluster.network import is_local, is_loopback, tcp_url
+from quire.engine.cluster.security import EVENTS, Dropped, Security, join, split
+from quire.engine.config.engine_config import EngineConfig
+from quire.engine.log import printable
 from quire.engine.protocol.errors import ConfigError
 
-LOST_SECONDS = 5.0
-"""Seconds without a message after which a peer is lost."""
+LOST_SECONDS = 15.0
+"""Default of --cluster-timeout-seconds."""
+_MAX_FAILED_HANDSHAKES = 10
+"""Failed handshakes after which a follower that has not joined gives up: the leader has another token."""
 _HEARTBEAT_SECONDS = 1.0
 _RECONNECT_MS = 200
 """Interval at which a follower tries to connect."""
+_LOWEST_PRIORITY = 19
+"""nice(2)"""
 _LINGER_MS = 1000
 """Time for the last messages to be sent when a socket closes."""
-_MAX_BYTES = 1 << 30
-"""Maximum size of a message."""
-_HELLO, _WELCOME, _HEARTBEAT, _BODY, _END = b"quire hello", b"W", b"A", b"B", b"E"
+_HELLO, _WELCOME, _HEARTBEAT, _BODY, _END, _FILES = b"quire hello", b"W", b"A", b"B", b"E", b"F"
 _START, _FAIL = b"start", b"fail"
 """Commands to the leader's thread, beside messages to send."""
 logger = logging.getLogger(__name__)
@@ -123,23 +134,42 @@ class WakeQueue(Generic[T]):
 class _Link(ABC):
     """A ZMQ socket and the thread that owns it, which also sends heartbeats and detects lost peers."""
 
-    def __init__(self, kind: int, name: str, *, ipv6: bool) -> None:
-        """`ipv6`: whether to use IPv6 in addition to IPv4. `name` is the thread's; `_thread.start` starts it."""
+    def __init__(self, kind: int, name: str, token: str, lost_seconds: float) -> None:
+        """`name` is the thread's; `_thread.start` starts it."""
         self._commands: WakeQueue[Any] = WakeQueue()
         """Commands of other threads; dropped after the socket has closed."""
         self._closed: set[int] = set()
         """File descriptors of connections that have closed and were not handled yet."""
+        self._lost_seconds = lost_seconds
+        self._num_failed_handshakes = 0
+        self._dropped = Dropped(f"{name}: dropped a message that could not be decoded")
         self._context = zmq.Context()
+        self._security = Security(self._context, token)
         self._socket = self._context.socket(kind)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
-        self._socket.setsockopt(zmq.IPV6, int(ipv6))
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | EVENTS)
         self._poller = zmq.Poller()
         for each in (self._socket, self._commands.fd, self._monitor):
             self._poller.register(each, zmq.POLLIN)
         self._thread = threading.Thread(target=self._run, daemon=True, name=name)
+
+    def compare_files(self, config: EngineConfig) -> None:
+        """Compare all bytes of the weights with the other hosts', in the background; one that differs is lost."""
+        if config.model.load_format != "dummy":
+            name, path = "weights-hash", config.model.path
+            threading.Thread(target=self._hash_files, args=(path,), daemon=True, name=name).start()
+
+    def _hash_files(self, folder: Path) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        try:
+            self._on_hashed(handshake.digests(folder))
+        except OSError as error:
+            logger.warning("the weights cannot be compared with the other hosts': %s", error)
+
+    @abstractmethod
+    def _on_hashed(self, digests: dict[str, str]) -> None:
+        """Pass on the hashes of this host's weights, from their thread."""
 
     @abstractmethod
     def _on_frames(self, frames: list[zmq.Frame]) -> None: ...
@@ -176,7 +206,10 @@ class _Link(ABC):
                     frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
                 except zmq.Again:
                     break
-                self._on_frames(frames)
+                try:
+                    self._on_frames(frames)
+                except msgspec.DecodeError as error:
+                    self._dropped.add(error)
             for command in self._commands.drain():
                 if self._on_command(command):
                     return
@@ -188,7 +221,11 @@ class _Link(ABC):
 
     def _update_closed(self) -> None:
         while self._monitor.poll(0):
-            self._closed.add(int(recv_monitor_message(self._monitor)["value"]))
+            message = recv_monitor_message(self._monitor)
+            if message["event"] == zmq.EVENT_DISCONNECTED:
+                self._closed.add(int(message["value"]))
+            else:
+                self._num_failed_handshakes += self._security.on_event(int(message["event"]), int(message["value"]))
 
     def _close(self, command: Any) -> None:
         """Give the thread its last command, and wait for it."""
@@ -215,6 +252,8 @@ class _Peer:
     fd: int
     last_heard: float
     """Time of the last message, on the monotonic clock."""
+    digests: dict[str, str] | None = None
+    """Hashes of its weights, once it has sent them."""
 
 
 class Leader(_Link):
@@ -233,29 +272,41 @@ class Leader(_Link):
         may_rejoin: bool = False,
         noun: str = "node",
         flags: tuple[str, str] = ("--master-addr", "--master-port"),
+        token: str = "",
+        lost_seconds: float = LOST_SECONDS,
     ) -> None:
-        """Listen on `port` of every interface (0: any free port, see `port`) for followers with `expected` numbers.
+        """Listen on `port` of `address` (0: any free port, see `port`) for followers with `expected` numbers.
 
-        A follower is rejected if it differs from `own` or the first one that joined (see `compare`), if it cannot
-        reach `address`, or if `check` raises `ConfigError`. The text passed to `on_lost` names the follower and the
-        reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if the
-        port is in use.
+        `token` is the cluster's; "" is for loopback addresses. `lost_seconds`: a follower that sends nothing for so
+        long is lost. A follower is rejected if it differs from `own` or the first one that joined (see `compare`), if
+        it cannot reach `address`, or if `check` raises `ConfigError`. The text passed to `on_lost` names the follower
+        and the reason. `noun` and `flags` name a follower, the address and the port in errors. Raises `ConfigError` if
+        the address is not this host's, or the port is in use.
         """
-        super().__init__(zmq.ROUTER, "cluster-leader", ipv6=socket.has_dualstack_ipv6())
+        assert token or is_loopback(address)
+        super().__init__(zmq.ROUTER, "cluster-leader", token, lost_seconds)
         self._expected, self._may_rejoin = tuple(expected), may_rejoin
         self._on_lost, self._on_message, self._check = on_lost, on_message, check
         self._address, self._noun, self._flags = address, noun, flags
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         try:
-            if port:
-                self._socket.bind(f"tcp://*:{port}")
-            self.port = port or self._socket.bind_to_random_port("tcp://*")
-        except zmq.ZMQError as error:
+            if not (os.environ.get("QUIRE_HOST_IP") or is_local(address)):  # set where addresses are translated
+                raise ConfigError(
+                    f"{flags[0]} {address} is not an address of this host, where the other {noun}s join; give one of "
+                    f"its own addresses on every host, or start this host as another {noun}"
+                )
+            self._security.bind(self._socket, tcp_url(own.address or address, port), monitor=False)
+        except ConfigError:
+            self._close_socket()
+            raise
+        except (OSError, zmq.ZMQError) as error:
             self._close_socket()
             raise ConfigError(
-                f"{noun}s cannot join at port {port} of this host: {os.strerror(error.errno or 0).lower()}; "
+                f"{noun}s cannot join at port {port} of {address}: {os.strerror(error.errno or 0).lower()}; "
                 f"choose another with {flags[1]}"
             ) from None
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._store = KeyValueStore()
         self._references = [own]
         """The hosts that others are compared with."""
         self._peers: dict[int, _Peer] = {}
@@ -264,11 +315,14 @@ class Leader(_Link):
         self._lost: dict[int, str] = {}
         """Why a follower was lost or did not join; removed when it joins again."""
         self._start_message: bytes | None = None
+        self._own, self._digests = own, dict[str, str]()
+        """This host, and the hashes of its weights once they are known."""
         self._thread.start()
 
     def wait(self, seconds: float) -> dict[int, Hello]:
         """Wait until all followers have joined; raises `ConfigError` if one does not, is rejected, or is lost."""
-        logger.info("waiting up to %.0f s for %s at port %d", seconds, _numbered(self._noun, self._expected), self.port)
+        names = _numbered(self._noun, self._expected)
+        logger.info("waiting up to %.0f s for %s at port %d of %s", seconds, names, self.port, self._address)
         with self._changed:
             self._changed.wait_for(lambda: self._lost or len(self._peers) == len(self._expected), seconds)
             if self._lost:
@@ -308,6 +362,11 @@ class Leader(_Link):
             else:
                 self._record_lost(number, body)
             return False
+        if kind == _FILES:
+            self._digests = body
+            for peer in list(self._peers.values()):
+                self._compare_digests(peer)
+            return False
         if kind == _START:
             self._start_message, kind = body, _BODY
         for each in list(self._peers) if number is None else [number]:
@@ -320,26 +379,29 @@ class Leader(_Link):
             self._send(peer.identity, _HEARTBEAT, b"")
 
     def _on_frames(self, frames: list[zmq.Frame]) -> None:
-        if len(frames) != 3:
-            return
-        identity, kind, body = (frame.bytes for frame in frames)
+        if len(frames) < 3:
+            return self._dropped.add("it has too few frames")
+        identity, kind, *parts = (frame.bytes for frame in frames)
+        body = join(parts)
         if kind == _HELLO:
             return self._join(identity, body, int(frames[2].get(zmq.SRCFD)))
+        if kind == STORE:
+            return self._send(identity, STORE, self._store.answer(body))
         peer = next((peer for peer in self._peers.values() if peer.identity == identity), None)
         if peer is None:
             return
         peer.last_heard = time.monotonic()
         if kind == _BODY:
             self._on_message(peer.hello.number, body)
+        elif kind == _FILES:
+            peer.digests = msgspec.msgpack.decode(body, type=dict[str, str])
+            self._compare_digests(peer)
         elif kind == _END:
-            reason = body.decode(errors="replace")
+            reason = printable(body.decode(errors="replace"))
             self._on_dead(peer, f"{peer.hello.name} {f'has ended: {reason}' if reason else 'has left'}")
 
     def _join(self, identity: bytes, body: bytes, fd: int) -> None:
-        try:
-            hello = msgspec.msgpack.decode(body, type=Hello)
-        except msgspec.DecodeError:
-            return
+        hello = msgspec.msgpack.decode(body, type=Hello)
         number = hello.number
         known = self._peers.get(number)
         if known is not None and known.identity == identity:
@@ -379,7 +441,7 @@ class Leader(_Link):
         try:
             for reference in self._references:
                 compare(reference, hello)
-            if is_loopback(self._address) and not is_loopback(hello.address):
+            if is_loopback(self._address) and not is_loopback(hello.address or self._address):
                 raise ConfigError(
                     f"{self._flags[0]} {self._address}: {hello.name} cannot reach that address of "
                     f"{self._references[0].name}; start every host with one that it can"
@@ -391,14 +453,32 @@ class Leader(_Link):
                 self._record_lost(hello.number, str(error))
             raise
 
+    def _on_hashed(self, digests: dict[str, str]) -> None:
+        self._commands.put((None, _FILES, digests))
+
+    def _compare_digests(self, peer: _Peer) -> None:
+        """End a follower whose weights differ from this host's, once both are known."""
+        if not self._digests or peer.digests is None:
+            return
+        try:
+            compare(
+                msgspec.structs.replace(self._own, model=self._digests, settings={}),
+                msgspec.structs.replace(peer.hello, model=peer.digests),
+            )
+        except ConfigError as error:
+            self._send(peer.identity, _END, str(error).encode())
+            self._on_dead(peer, str(error))
+        else:
+            logger.info("%s has the same weights, byte for byte", peer.hello.name)
+
     def _find_lost(self) -> None:
         now = time.monotonic()
         for peer in list(self._peers.values()):
             if peer.fd in self._closed:
                 self._on_dead(peer, f"{peer.hello.name} was lost: its connection has closed")
-            elif now - peer.last_heard > LOST_SECONDS:
+            elif now - peer.last_heard > self._lost_seconds:
                 self._on_dead(
-                    peer, f"{peer.hello.name} was lost: nothing was received from it for {LOST_SECONDS:.0f} s"
+                    peer, f"{peer.hello.name} was lost: nothing was received from it for {self._lost_seconds:g} s"
                 )
 
     def _on_dead(self, peer: _Peer, reason: str) -> None:
@@ -418,7 +498,7 @@ class Leader(_Link):
 
     def _send(self, identity: bytes, kind: bytes, body: bytes) -> None:
         try:
-            self._socket.send_multipart((identity, kind, body))
+            self._socket.send_multipart((identity, kind, *split(body)))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:  # it has disconnected; `_closed` has its connection
                 raise
@@ -437,14 +517,16 @@ class Follower(_Link):
         on_end: Callable[[LinkEnded], None] | None = None,
         leader: str | None = None,
         flags: tuple[str, str] = ("--master-addr", "--master-port"),
+        token: str = "",
+        lost_seconds: float = LOST_SECONDS,
     ) -> None:
-        """Join the leader, retrying for up to `seconds`.
+        """Join the leader, retrying for up to `seconds`. `token` and `lost_seconds` as of `Leader`.
 
         `on_end` is called, from its thread, when the leader ends or is lost; it must not block. `leader` is its name in
         errors, `flags` are those of its address and port. Raises `ConfigError` if it does not answer in time, and
-        `LinkEnded` if it rejects this follower.
+        `LinkEnded` if it rejects this follower or has another token.
         """
-        super().__init__(zmq.DEALER, "cluster-follower", ipv6=":" in address)
+        super().__init__(zmq.DEALER, "cluster-follower", token, lost_seconds)
         self._leader, self._on_end = leader or f"the host at {address}:{port}", on_end
         self._hello = msgspec.msgpack.encode(hello)
         self.inbox: WakeQueue[bytes | LinkEnded] = WakeQueue()
@@ -455,7 +537,7 @@ class Follower(_Link):
         """What `receive` raises after the remaining messages."""
         self._last_heard = 0.0
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.connect(tcp_url(address, port))
+        self._security.connect(self._socket, tcp_url(address, port), monitor=False)
         self._thread.start()
         logger.info("%s: trying to join %s at %s:%d for up to %.0f s", hello.name, self._leader, address, port, seconds)
         try:
@@ -486,6 +568,9 @@ class Follower(_Link):
         """Send a message to the leader; dropped if the connection has ended."""
         self._commands.put((_BODY, body))
 
+    def _on_hashed(self, digests: dict[str, str]) -> None:
+        self._commands.put((_FILES, msgspec.msgpack.encode(digests)))
+
     def close(self, reason: str = "") -> None:
         """Leave; `reason` is sent to the leader after a failure."""
         self._close((_END, reason.encode()))
@@ -494,35 +579,46 @@ class Follower(_Link):
     def _on_command(self, command: tuple[bytes, bytes]) -> bool:
         is_last = command[0] == _END
         if self.ended is None and (self._is_accepted or not is_last):
-            self._socket.send_multipart(command)
+            self._socket.send_multipart((command[0], *split(command[1])))
         if is_last and not self._is_accepted:
             self._socket.setsockopt(zmq.LINGER, 0)
         return is_last
 
     def _send_heartbeats(self) -> None:
-        if self.ended is None:
-            self._socket.send_multipart((_HEARTBEAT, b"") if self._is_accepted else (_HELLO, self._hello))
+        if self.ended is not None:
+            return
+        if self._is_accepted:
+            self._socket.send_multipart((_HEARTBEAT, b""))
+        elif self._num_failed_handshakes < _MAX_FAILED_HANDSHAKES:
+            try:
+                self._socket.send_multipart((_HELLO, self._hello), zmq.DONTWAIT)
+            except zmq.Again:  # ZMQ does not try again with a peer that has another security mechanism
+                self._num_failed_handshakes = _MAX_FAILED_HANDSHAKES
 
     def _on_frames(self, frames: list[zmq.Frame]) -> None:
-        if len(frames) != 2 or self.ended is not None:
+        if len(frames) < 2 or self.ended is not None:
             return
         self._last_heard = time.monotonic()
-        kind, body = (frame.bytes for frame in frames)
+        kind, *parts = (frame.bytes for frame in frames)
+        body = join(parts)
         if kind == _BODY:
             self.inbox.put(body)
         elif kind == _WELCOME:
             self._is_accepted = True
             self._answered.set()
         elif kind == _END:
-            self._end(body.decode(errors="replace"))
+            self._end(printable(body.decode(errors="replace")))
 
     def _find_lost(self) -> None:
-        if not self._is_accepted or self.ended is not None:
+        if self.ended is not None:
             return
-        if self._closed:
+        if not self._is_accepted:
+            if self._num_failed_handshakes >= _MAX_FAILED_HANDSHAKES:
+                self._end(f"{self._leader} has another --cluster-token than this host, or none; use the same on all")
+        elif self._closed:
             self._end(f"{self._leader} was lost: its connection has closed")
-        elif time.monotonic() - self._last_heard > LOST_SECONDS:
-            self._end(f"{self._leader} was lost: nothing was received from it for {LOST_SECONDS:.0f} s")
+        elif time.monotonic() - self._last_heard > self._lost_seconds:
+            self._end(f"{self._leader} was lost: nothing was received from it for {self._lost_seconds:g} s")
 
     def _on_error(self, error: Exception) -> None:
         self._end(f"{self._leader} was lost: {type(error).__name__}: {error}")

@@ -10,9 +10,12 @@ from pathlib import Path
 import msgspec
 
 from quire.engine.config.engine_config import EngineConfig
+from quire.engine.log import printable
 from quire.engine.protocol.errors import ConfigError
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_HEAD_BYTES, _NUM_SAMPLES, _SAMPLE_BYTES = 1 << 20, 16, 4096
+"""What is hashed of each file of weights when a host joins."""
 _HASHED = (
     "config.json",
     "*.index.json",
@@ -38,13 +41,20 @@ class Hello(msgspec.Struct, kw_only=True):
     """The host's own address."""
     versions: dict[str, str] = {}
     model: dict[str, str] = {}
-    """Hash or size of each file of the model."""
+    """Hash of each file of the model; of weights, size and hash of samples."""
     settings: dict[str, str] = {}
     """As `EngineConfig.shared_settings`."""
     error: str = ""
     """Why the host cannot start."""
     body: bytes = b""
     """Additional data of the layer above."""
+
+    def __post_init__(self) -> None:
+        """Escape what errors and log lines repeat."""
+        self.name, self.address, self.error = printable(self.name), printable(self.address), printable(self.error)
+        for texts in (self.versions, self.model, self.settings):
+            for name in list(texts):
+                texts[printable(name)] = printable(texts.pop(name))
 
 
 def describe_host(
@@ -97,8 +107,31 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """Return hashes of a model's small files, and sizes of its weights."""
+    """Return hashes of a model's small files, and sizes and hashes of samples of its weights: a few ms per file."""
     hashed = {file for pattern in _HASHED for file in folder.glob(pattern)}
-    weights = {file for pattern in _WEIGHTS for file in folder.glob(pattern)}
     found = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in hashed if file.is_file()}
-    return found | {file.name: f"{file.stat().st_size} bytes" for file in weights if file.is_file()}
+    return found | {file.name: _sample(file) for file in _weights(folder)}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return hashes of all bytes of a model's weights, which takes long."""
+    found = {}
+    for path in _weights(folder):
+        with path.open("rb") as file:
+            found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _weights(folder: Path) -> list[Path]:
+    return sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern) if file.is_file()})
+
+
+def _sample(path: Path) -> str:
+    """Return the size of a file, and a hash of its beginning (the header of safetensors) and of samples."""
+    size, hashed = path.stat().st_size, hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        hashed.update(file.read(_HEAD_BYTES))
+        for number in range(1, _NUM_SAMPLES + 1):
+            file.seek(size * number // (_NUM_SAMPLES + 1))
+            hashed.update(file.read(_SAMPLE_BYTES))
+    return f"{size} bytes, {hashed.hexdigest()[:16]}"

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from quire.engine.cluster import network, ray_cluster
+from quire.engine.cluster import ray_cluster
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.errors import ConfigError
 
@@ -29,7 +29,7 @@ ACTORS_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 _FORWARDED = ("NCCL_", "GLOO_", "QUIRE_", "HF_TOKEN", "OMP_NUM_THREADS")
 """Environment variables of this process that are set on nodes too, unless already set there."""
-_NOT_FORWARDED = ("QUIRE_HOST_IP", "QUIRE_API_KEY", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_NOT_FORWARDED = ("QUIRE_HOST_IP", "QUIRE_API_KEY", "QUIRE_CLUSTER_TOKEN", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Exceptions to `_FORWARDED`."""
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,6 @@ class ActorInfo(NamedTuple):
     """Ray's id of its node."""
     gpu: str
     """Name of its GPU in CUDA_VISIBLE_DEVICES; empty: none."""
-    port: int
-    """A free port on its node."""
 
 
 class RankActor:
@@ -54,7 +52,7 @@ class RankActor:
 
         context: Any = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
-        return ActorInfo(context.get_node_id(), gpus[0] if gpus else "", network.free_port())
+        return ActorInfo(context.get_node_id(), gpus[0] if gpus else "")
 
     def run_node(self, stdin: bytes, env: dict[str, str], visible: str | None) -> tuple[int, str]:
         """Run the node's process until it exits; returns its exit code and the last line of its output."""
@@ -87,6 +85,7 @@ class RayLauncher:
         parallel = config.parallel
         assert parallel.ray is not None
         self._placement, self._log_level = parallel.ray, log_level
+        self._cluster_token = parallel.cluster_token
         self._resource = "GPU" if parallel.device == "cuda" else "CPU"
         self._node_of = [node for node in range(1, parallel.nodes) for _ in parallel.ranks_of(node)]
         """Node number of each rank."""
@@ -94,7 +93,6 @@ class RayLauncher:
         self._own_group: Any = None
         self._actors: list[Any] = []
         self._runs: list[Any] = []
-        self.init_method = ""
 
     def start(self, port: int, on_exit: Callable[[int, str], None]) -> None:
         """As `NodeLauncher`; raises `ConfigError` if Ray does not start the actors in time."""
@@ -104,14 +102,15 @@ class RayLauncher:
         self._ray = ray
         ray_cluster.connect(ray, self._placement.address, log_to_driver=True)
         infos = self._start_actors()
-        self.init_method = network.tcp_url(self._placement.nodes[0][1], infos[0].port)
         env = {
             name: value
             for name, value in os.environ.items()
             if name.startswith(_FORWARDED) and name not in _NOT_FORWARDED
         }
         for node in range(1, len(self._placement.nodes) + 1):
-            options = replace(self._placement.options, node_rank=node, master_port=port)
+            options = replace(
+                self._placement.options, node_rank=node, master_port=port, cluster_token=self._cluster_token
+            )
             gpus = [info.gpu for info, its in zip(infos, self._node_of, strict=True) if its == node]
             visible = ",".join(gpus) if self._resource == "GPU" else None
             stdin = pickle.dumps((options, self._log_level, self._placement, False))

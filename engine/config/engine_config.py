@@ -113,6 +113,10 @@ class ParallelConfig:
     """Timeout of communication between ranks, in seconds."""
     watchdog_seconds: float = 10.0
     """A process or rank that is silent for longer is killed."""
+    cluster_token: str = dataclasses.field(default="", repr=False)
+    """Secret of the hosts (see `quire.engine.cluster.security`); empty: all are reached at loopback addresses."""
+    cluster_timeout: float = 15.0
+    """Seconds without a message after which another host is lost."""
     custom_all_reduce: bool = True
     """Whether the GPUs of a stage may use symmetric memory for all-reduce."""
     replicas: int = 1
@@ -124,6 +128,9 @@ class ParallelConfig:
     """Address and port of the host that replicas on other hosts join."""
     external_lb: bool = False
     """Whether an API on this host serves only the replicas of this host, behind an external load balancer."""
+    init_method: str | None = None
+    """Where the ranks of coupled replicas rendezvous, as of `parallel_state.connect`; None: the ranks of a replica
+    choose a place."""
     experts: ExpertParallelConfig | None = None
     """None: each expert is sharded over the ranks of a stage, and replicas are independent."""
 
@@ -146,11 +153,6 @@ class ParallelConfig:
     def is_first_local_replica(self) -> bool:
         """Whether this is the first replica on this host."""
         return self.replica == self.local_replicas.start
-
-    @property
-    def init_method(self) -> str | None:
-        """The torch.distributed init method of coupled replicas; None: the ranks of a replica choose one."""
-        return f"tcp://{self.master[0]}:{self.master[1]}" if self.is_coupled else None
 
     @property
     def expert_ranks(self) -> int:

@@ -14,9 +14,12 @@ from typing import Any, Literal
 DEMO_MODEL = Path(__file__).parents[1] / "models" / "demo"
 
 
-def flag(default: Any, help: str, *, short: str | None = None, metavar: str | None = None) -> Any:
+def flag(
+    default: Any, help: str, *, short: str | None = None, metavar: str | None = None, is_secret: bool = False
+) -> Any:
     """Define a dataclass field that is also a command-line flag, with the type and choices of its annotation."""
-    return dataclasses.field(default=default, metadata={"help": help, "short": short, "metavar": metavar})
+    metadata = {"help": help, "short": short, "metavar": metavar}
+    return dataclasses.field(default=default, repr=not is_secret, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,20 @@ class EngineOptions:
     distributed_timeout_seconds: float = flag(600.0, "timeout of communication between ranks, in seconds", metavar="S")
     watchdog_seconds: float = flag(
         10.0, "a process or rank that does not respond for this many seconds is killed and replaced", metavar="S"
+    )
+    cluster_token: str | None = flag(
+        None,
+        "secret of at least 16 characters that all hosts share: it authenticates and encrypts their connections "
+        "(default: QUIRE_CLUSTER_TOKEN; without any, the first host makes one and prints the others' command). "
+        "Command lines are visible to all users of a host: the variable and --cluster-token-file are not",
+        metavar="TOKEN",
+        is_secret=True,
+    )
+    cluster_token_file: str | None = flag(None, "file with the --cluster-token", metavar="FILE")
+    cluster_timeout_seconds: float = flag(
+        15.0,
+        "seconds without a message after which another host is lost; shorter cuts of the network are survived",
+        metavar="S",
     )
     disable_custom_all_reduce: bool = flag(
         False, "use only NCCL for all-reduce between the GPUs of a stage, never symmetric memory"

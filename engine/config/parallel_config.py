@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections import Counter
 from dataclasses import replace
 from typing import Literal
@@ -37,7 +38,7 @@ def count_local_ranks(options: EngineOptions) -> int:
             f"--nnodes {nodes} with --data-parallel-size {options.data_parallel_size}: replicas that span several "
             "hosts are not supported; start a separate server for each and put a load balancer in front of them"
         )
-    return ranks // nodes * len(_local_replicas(options))
+    return ranks // nodes * len(local_replicas(options))
 
 
 def local_group_sizes(options: EngineOptions, placement: RayPlacement | None = None) -> tuple[int, ...]:
@@ -45,7 +46,7 @@ def local_group_sizes(options: EngineOptions, placement: RayPlacement | None = N
     tp, node = options.tensor_parallel_size, options.node_rank
     if placement is not None:
         return group_sizes(placement.ranks_of(node), tp)
-    replicas = len(_local_replicas(options))
+    replicas = len(local_replicas(options))
     ranks = count_local_ranks(options) // max(1, replicas)
     return group_sizes(range(node * ranks, (node + 1) * ranks), tp) * replicas
 
@@ -62,7 +63,7 @@ def resolve(
     world_size = options.tensor_parallel_size * options.pipeline_parallel_size
     executor = "ray" if placement is not None else choose_executor(options)
     local_ranks = count_local_ranks(options) if placement is None else 0
-    replicas = _local_replicas(options)
+    replicas = local_replicas(options)
     if available.kind == "cuda" and local_ranks > available.count:
         _check_sharing(options, local_ranks, replicas, available)
     parallel = ParallelConfig(
@@ -78,6 +79,9 @@ def resolve(
         ray=placement,
         timeout=options.distributed_timeout_seconds,
         watchdog_seconds=options.watchdog_seconds,
+        # Ray's nodes get it with their options.
+        cluster_token=options.cluster_token or ("" if placement is None else secrets.token_hex(32)),
+        cluster_timeout=options.cluster_timeout_seconds,
         custom_all_reduce=not options.disable_custom_all_reduce,
         replicas=options.data_parallel_size,
         replica=replicas.start,
@@ -130,7 +134,8 @@ def choose_executor(options: EngineOptions) -> Literal["uni", "mp", "ray"]:
             return backend
 
 
-def _local_replicas(options: EngineOptions) -> range:
+def local_replicas(options: EngineOptions) -> range:
+    """Return the numbers of this host's replicas. Raises `ConfigError`."""
     replicas, start, count = (
         options.data_parallel_size,
         options.data_parallel_start_rank,

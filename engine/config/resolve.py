@@ -34,6 +34,7 @@ MIN_WATCHDOG_SECONDS = 3.0
 _HOST_OPTIONS = frozenset(
     {
         *("model", "tokenizer", "revision", "node_rank", "master_addr", "master_port", "distributed_timeout_seconds"),
+        *("cluster_token", "cluster_token_file"),
         *("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
         *("gpu_memory_utilization", "kv_cache_memory_bytes", "watchdog_seconds"),
     }
@@ -158,6 +159,11 @@ def _check_ranges(options: EngineOptions) -> None:
         raise ConfigError(
             f"--watchdog-seconds must be at least {MIN_WATCHDOG_SECONDS:g}, as processes report every second, and at "
             f"most {_MAX_TIMEOUT_SECONDS:g}, got {options.watchdog_seconds:g}"
+        )
+    if not 2.0 <= options.cluster_timeout_seconds <= _MAX_TIMEOUT_SECONDS:
+        raise ConfigError(
+            f"--cluster-timeout-seconds must be at least 2, as heartbeats are sent every second, and at most "
+            f"{_MAX_TIMEOUT_SECONDS:g}, got {options.cluster_timeout_seconds:g}"
         )
     if not 0.0 < options.gpu_memory_utilization <= 1.0:
         raise ConfigError(

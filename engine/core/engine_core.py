@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from quire.engine import log, process
+from quire.engine.cluster.security import Dropped, Security, join, split
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.heartbeats import Heartbeats
 from quire.engine.core.launch import CoreArgs, Endpoints
@@ -85,7 +86,8 @@ Inbound = ToCore | GrammarCompiled | RankEnded | Shutdown | Exception
 class EngineCoreIO:
     """The sockets of the core, each owned by one thread; the loop uses two queues."""
 
-    def __init__(self, endpoints: Endpoints, replica: int = 0) -> None:
+    def __init__(self, endpoints: Endpoints, replica: int = 0, token: str = "") -> None:
+        """`token` is the cluster's."""
         self.peers = tuple(number for number in range(len(endpoints.requests)) if number != replica)
         """The numbers of the other replicas."""
         self.inbox: SimpleQueue[Inbound] = SimpleQueue()
@@ -93,6 +95,7 @@ class EngineCoreIO:
         self._outbox: SimpleQueue[tuple[str, ToServer | StartWave | ReplicaFailed] | None] = SimpleQueue()
         """(address, message) pairs to send."""
         self._context = zmq.Context()
+        self._security = Security(self._context, token)
         self.num_clients = len(endpoints.responses)
         threading.Thread(target=self._receive, args=(endpoints.requests[replica],), daemon=True, name="wire-in").start()
         self._sender = threading.Thread(target=self._send, name="wire-out")
@@ -119,15 +122,16 @@ class EngineCoreIO:
         socket = self._context.socket(zmq.PULL)
         socket.set_hwm(0)
         try:
-            socket.bind(address)
+            self._security.bind(socket, address)
         except zmq.ZMQError as error:
             return self.inbox.put(ConfigError(f"cannot bind {address} to receive requests: {error.strerror}"))
         decode = msgspec.msgpack.Decoder(ToCore).decode
+        dropped = Dropped("dropped a message to this core that could not be decoded")
         while True:
             try:
-                self.inbox.put(decode(socket.recv()))
+                self.inbox.put(decode(join(socket.recv_multipart())))
             except msgspec.DecodeError as error:
-                self.inbox.put(error)
+                dropped.add(error)
 
     def _send(self) -> None:
         sockets: dict[str, zmq.Socket[bytes]] = {}
@@ -138,8 +142,8 @@ class EngineCoreIO:
                 socket = sockets[address] = self._context.socket(zmq.PUSH)
                 socket.set_hwm(0)
                 socket.setsockopt(zmq.LINGER, 2000)
-                socket.connect(address)
-            socket.send(encode(message))
+                self._security.connect(socket, address)
+            socket.send_multipart(split(encode(message)))
         for socket in sockets.values():
             socket.close()
 
@@ -289,7 +293,7 @@ class EngineCore:
             case RankEnded():
                 self.executor.check()
             case Exception():
-                raise message  # a client waits for an answer to the message that could not be decoded
+                raise message
 
     def add(self, request: EngineCoreRequest, grammar: Grammar | str | None = None) -> None:
         """Add a request to the scheduler. `grammar` is the compiled grammar, or an error that ends the request."""
@@ -384,7 +388,7 @@ def serve(args: CoreArgs, connection: SupervisorConnection) -> int:
     """Run the core; returns the exit code. The supervisor is told of any failure."""
     age, started = process.age(), time.perf_counter()
     config = args.config
-    io = EngineCoreIO(args.endpoints, config.parallel.replica)
+    io = EngineCoreIO(args.endpoints, config.parallel.replica, config.parallel.cluster_token)
     threading.Thread(target=_listen, args=(connection, io), daemon=True, name="supervisor").start()
 
     def on_stall(reason: str) -> None:

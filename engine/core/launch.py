@@ -13,8 +13,6 @@ from quire.engine.config.engine_config import EngineConfig, ParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.supervisor import Process, start_process
 
-LOOPBACK = "127.0.0.1"
-
 
 @dataclass(frozen=True)
 class Endpoints:
@@ -37,12 +35,13 @@ def local_endpoints(parallel: ParallelConfig, folder: str, count: int) -> Endpoi
 
 
 def reserve_ports(address: str, count: int) -> list[socket.socket]:
-    """Bind free TCP ports of an IPv4 `address`, which reserves them until the sockets are closed.
+    """Bind free TCP ports of an IP `address`, which reserves them until the sockets are closed.
 
-    Programs that set SO_REUSEADDR, as ZMQ and torch do, can listen on them meanwhile. Raises `OSError` if the address
-    does not belong to this host.
+    Programs that set SO_REUSEADDR, as ZMQ does, can listen on them meanwhile. Raises `OSError` if the address does not
+    belong to this host.
     """
-    reserved = [socket.socket(socket.AF_INET, socket.SOCK_STREAM) for _ in range(count)]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    reserved = [socket.socket(family, socket.SOCK_STREAM) for _ in range(count)]
     try:
         for port in reserved:
             port.bind((address, 0))
@@ -58,10 +57,11 @@ def socket_port(reserved: socket.socket) -> int:
     return int(reserved.getsockname()[1])
 
 
-def replica_config(config: EngineConfig, replica: int, master: tuple[str, int] | None) -> EngineConfig:
-    """Return the configuration of one replica; `master` is the rendezvous address of coupled replicas' ranks."""
+def replica_config(config: EngineConfig, replica: int, init_method: str) -> EngineConfig:
+    """Return the configuration of one replica; `init_method` is where the ranks of coupled replicas rendezvous."""
     parallel = config.parallel
-    return replace(config, parallel=replace(parallel, replica=replica, master=master or parallel.master))
+    rendezvous = init_method if parallel.is_coupled else None
+    return replace(config, parallel=replace(parallel, replica=replica, init_method=rendezvous))
 
 
 @dataclass(frozen=True)

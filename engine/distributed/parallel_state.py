@@ -11,12 +11,14 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from quire.engine.cluster.network import limit_all_retransmission
 from quire.engine.config.engine_config import ParallelConfig
 from quire.engine.distributed import watchdog
 from quire.engine.distributed.communicator import HostStagedParallel, Parallel
 from quire.engine.distributed.cpu_communicator import CpuParallel
 from quire.engine.distributed.cuda_communicator import CudaParallel
 from quire.engine.distributed.expert_group import ExpertCommunicator, ExpertGroup, ProcessGroupExpertCommunicator
+from quire.engine.distributed.link_store import LinkStore
 from quire.engine.distributed.pipeline import Pipeline
 
 _NCCL_EXTRA_TIMEOUT = timedelta(seconds=30)
@@ -33,6 +35,8 @@ class ParallelState:
     experts: ExpertGroup | None = None
     """None: no expert parallelism; experts are sliced over the ranks of the stage."""
     timeout: timedelta = timedelta(minutes=30)
+    store: LinkStore | None = None
+    """The ranks' rendezvous if they are on several hosts."""
 
     def watch(self, report: Callable[[str], None]) -> None:
         """Call `report`, from another thread, if a GPU waits in a collective for longer than the timeout."""
@@ -44,6 +48,8 @@ class ParallelState:
         self.pipeline.drain()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self.store is not None:
+            self.store.close()
 
 
 def connect(
@@ -56,8 +62,8 @@ def connect(
     """Join the grid as `rank` of the configuration's replica; returns when all other ranks have joined.
 
     If replicas share experts, the grid has the ranks of all replicas, otherwise those of this replica. `init_method` is
-    torch's (`tcp://host:port`, `file:///path`) and must be the same for all ranks; a single rank needs none and creates
-    no process group. `timeout` bounds every collective and message.
+    the same for all ranks: `file:///path` on one host, `tcp://host:port` of the leader of several (see `LinkStore`); a
+    single rank needs none and creates no process group. `timeout` bounds every collective and message.
     """
     width, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     stage, position = config.stage_of(rank), config.tp_rank_of(rank)
@@ -77,15 +83,20 @@ def connect(
         return ParallelState(single, pipeline, experts)
     if backend == "nccl":
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder, which `watchdog.watch` reads
+    store = None
+    if init_method is not None and init_method.startswith("tcp://"):
+        store, init_method = LinkStore(init_method, config.cluster_token, timeout), None
     timeouts = {"gloo": timeout, "nccl": timeout + _NCCL_EXTRA_TIMEOUT}
     dist.init_process_group(
         backend,
         init_method=init_method,
+        store=store,
         world_size=world_size,
         rank=world_rank,
         timeout=timeouts[backend],
         device_id=device if backend == "nccl" else None,
     )
+    pipeline.post_ahead()
 
     @cache
     def group_of(ranks: tuple[int, ...], among: str = backend) -> dist.ProcessGroup:
@@ -102,6 +113,11 @@ def connect(
             return ExpertCommunicator()
         return ProcessGroupExpertCommunicator(group_of(ranks), group_of(ranks, "gloo"))
 
+    def joined(tp: Parallel, experts: ExpertGroup | None = None) -> ParallelState:
+        if store is not None:
+            limit_all_retransmission()
+        return ParallelState(tp, pipeline, experts, timeout, store)
+
     of_stage = tuple(  # in each replica
         tuple(range(first, first + width)) for first in range(stage * width, world_size, config.world_size)
     )
@@ -113,9 +129,9 @@ def connect(
         else:
             tp = CpuParallel(group, timeout) if device.type == "cpu" else HostStagedParallel(group)
     if config.experts is None:
-        return ParallelState(tp, pipeline, timeout=timeout)
+        return joined(tp)
     dp, all_ranks = communicator(tuple(ranks[position] for ranks in of_stage)), communicator(sum(of_stage, ()))
-    return ParallelState(tp, pipeline, ExpertGroup(config.experts, tp, dp, all_ranks), timeout)
+    return joined(tp, ExpertGroup(config.experts, tp, dp, all_ranks))
 
 
 def _backend(config: ParallelConfig, device: torch.device) -> str:

@@ -32,7 +32,7 @@ def step_timeout(plan: SchedulerOutput, config: EngineConfig, predicted: float |
     """
     parallel = config.parallel
     if plan.has_work is None and not plan.num_rows:  # a heartbeat needs almost no computation
-        return parallel.watchdog_seconds
+        return parallel.watchdog_seconds + parallel.cluster_timeout * (parallel.nodes > 1)
     if predicted is None or parallel.nodes > 1 or parallel.is_coupled:
         # On a GPU a step takes well below a second, and nothing else limits waiting inside CUDA graphs.
         computation = 0.0 if parallel.device == "cuda" and parallel.world_size > 1 else STEP_TIMEOUT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.engine.cluster.network import set_interfaces
+from quire.engine.cluster.network import LOOPBACK, set_interfaces
 from quire.engine.cluster.ray_launcher import RayLauncher
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.executor.base import Executor
@@ -25,7 +25,8 @@ def start(config: EngineConfig, log_level: str, on_end: Callable[[], None]) -> E
             "quire serve --headless"
         )
     if config.parallel.is_coupled:
-        set_interfaces(config.parallel.master[0])
+        is_one_host = len(config.parallel.local_replicas) == config.parallel.replicas
+        set_interfaces(LOOPBACK if is_one_host else config.parallel.coordinator[0])
     match config.parallel.executor:
         case "uni":
             return UniExecutor(config)

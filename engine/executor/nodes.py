@@ -23,9 +23,9 @@ from typing import Protocol
 import msgspec
 
 from quire.engine import log, process
-from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, WakeQueue
+from quire.engine.cluster.control_plane import LOST_SECONDS, Follower, Leader, LinkEnded, WakeQueue
 from quire.engine.cluster.handshake import Hello, describe_host
-from quire.engine.cluster.network import address_towards, free_port, set_interfaces, tcp_url
+from quire.engine.cluster.network import address_towards, set_interfaces, tcp_url
 from quire.engine.config.engine_config import EngineConfig, RayPlacement
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import fetch_weights, resolve
@@ -73,9 +73,6 @@ FromNode = WorkerReady | NodeProgress | WorkerFailed | ModelRunnerOutput
 class NodeLauncher(Protocol):
     """Starts the processes of the nodes, which then join."""
 
-    init_method: str
-    """Address of torch.distributed's store, on the host of rank 0."""
-
     def start(self, port: int, on_exit: Callable[[int, str], None]) -> None:
         """Start the processes, for a leader at `port`. `on_exit` is called, in any thread, when one of them exits."""
 
@@ -116,6 +113,8 @@ class MultiNodeExecutor(ProcessExecutor):
             range(1, parallel.nodes),
             on_message=lambda number, body: self._put(number, self._decode(body)),
             on_lost=lambda number, reason: self._put(number, NodeLost(reason)),
+            token=parallel.cluster_token,
+            lost_seconds=parallel.cluster_timeout,
         )
         try:
             if launcher is not None:
@@ -124,7 +123,7 @@ class MultiNodeExecutor(ProcessExecutor):
             self._names |= {number: hello.name for number, hello in hellos.items()}
             self.config = config.with_blocks(self._min_blocks(hellos))
             joined = time.monotonic()
-            init_method = tcp_url(address, free_port()) if launcher is None else launcher.init_method
+            init_method = tcp_url(address, self._leader.port)
             self._leader.start(msgspec.msgpack.encode(NodeStart(self.config.cache.num_blocks, init_method)))
             self._ranks = LocalRanks(self.config, parallel.ranks_of(0), init_method, log_level, on_end)
             self._is_started = True
@@ -137,6 +136,7 @@ class MultiNodeExecutor(ProcessExecutor):
             self.close(str(error) or type(error).__name__)
             raise
         self.config = self.config.with_blocks(self._ranks.num_blocks)
+        self._leader.compare_files(config)
         self.seconds = {"join nodes": joined - started, **slowest(self.seconds, self._ranks.seconds)}
 
     def _min_blocks(self, hellos: dict[int, Hello]) -> int:
@@ -277,7 +277,10 @@ class Node:
         self._progress_at = 0.0
         """When `_progress` was sent, on the monotonic clock."""
         self._close_reason = "it was stopped"
-        self._follower = _join(config.parallel.master, _describe_node(config), config.parallel.timeout)
+        parallel = config.parallel
+        self._follower = _join(
+            parallel.master, _describe_node(config), parallel.timeout, parallel.cluster_token, parallel.cluster_timeout
+        )
 
     def run(self) -> str:
         """Run until node 0 ends or the ranks fail; returns the reason, which is empty after a normal shutdown."""
@@ -315,6 +318,7 @@ class Node:
             send(encode(ranks.arrived.popleft()))
         if ranks.is_ready and not self._is_ready:
             self._is_ready = True
+            self._follower.compare_files(self._config)
             send(encode(WorkerReady(ranks.seconds, ranks.num_blocks)))
         progress = NodeProgress(ranks.progress, ranks.waiting)
         if (now := time.monotonic()) >= self._progress_at + _PROGRESS_SECONDS and progress != self._progress:
@@ -348,10 +352,12 @@ def _describe_node(config: EngineConfig) -> Hello:
     return describe_host(f"node {parallel.node}", parallel.node, address_towards(parallel.master[0]), config, body=body)
 
 
-def _join(master: tuple[str, int], hello: Hello, seconds: float) -> Follower:
+def _join(
+    master: tuple[str, int], hello: Hello, seconds: float, token: str, lost_seconds: float = LOST_SECONDS
+) -> Follower:
     address, port = master
     leader = "node 0" if address == hello.address else f"node 0 ({address})"
-    return Follower(address, port, hello, seconds=seconds, leader=leader)
+    return Follower(address, port, hello, seconds=seconds, leader=leader, token=token, lost_seconds=lost_seconds)
 
 
 def _report_error(options: EngineOptions, error: str) -> None:
@@ -359,7 +365,8 @@ def _report_error(options: EngineOptions, error: str) -> None:
     with contextlib.suppress(ConfigError, LinkEnded):
         own = address_towards(options.master_addr)
         hello = describe_host(f"node {options.node_rank}", options.node_rank, own, None, error=error)
-        _join((options.master_addr, options.master_port), hello, _REPORT_TIMEOUT).close(error)
+        master, token = (options.master_addr, options.master_port), options.cluster_token or ""
+        _join(master, hello, _REPORT_TIMEOUT, token).close(error)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ import os
 import time
 
 from quire.engine import log, process
+from quire.engine.cluster.cluster_token import with_cluster_token
 from quire.engine.config.options import EngineOptions
 from quire.engine.core.launch import exec_node
 from quire.engine.protocol.errors import ConfigError
@@ -44,6 +45,7 @@ def run(parsed: argparse.Namespace) -> int:
     options, server = read_options(parsed)
     log.setup(server.log_level, "serve")
     server.check()
+    options = with_cluster_token(options, is_headless=server.headless)
     if server.headless and options.nnodes == 1:
         from quire.server.cli.headless import serve_replicas
 

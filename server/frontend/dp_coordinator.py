@@ -8,7 +8,7 @@ compared, and how the loss of a host is detected.
 
 from __future__ import annotations
 
-import socket
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import msgspec
 
 from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded
 from quire.engine.cluster.handshake import Hello, describe_host
-from quire.engine.cluster.network import address_towards, tcp_url
+from quire.engine.cluster.network import address_towards, resolve_address, tcp_url
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.core.launch import reserve_ports, socket_port
 from quire.engine.protocol.errors import ConfigError
@@ -42,8 +42,6 @@ class JoinRequest(msgspec.Struct):
 
     requests: str
     """The address at which it receives requests."""
-    master: tuple[str, int]
-    """The rendezvous address of the ranks of all replicas, if this replica is the first."""
     is_headless: bool
     """Whether the leader's API serves this replica."""
 
@@ -53,7 +51,6 @@ class JoinReply(msgspec.Struct):
 
     requests: tuple[str, ...]
     responses: tuple[str, ...]
-    master: tuple[str, int]
 
 
 class ReplicaDied(msgspec.Struct, tag=True, array_like=True):
@@ -101,10 +98,10 @@ class DPCoordinator(ABC):
     """The address of each replica."""
     responses: tuple[str, ...]
     """The address of each API process; empty if no other host needs them."""
-    master: tuple[str, int]
-    """The rendezvous address of the ranks of coupled replicas."""
+    init_method: str
+    """Where the ranks of coupled replicas rendezvous: at the leader."""
 
-    def __init__(self, address: str, num_ports: int) -> None:
+    def __init__(self, config: EngineConfig, address: str, num_ports: int) -> None:
         """Reserve ports at `address`, which belongs to this host; raises `ConfigError`."""
         try:
             self._ports = reserve_ports(address, num_ports)
@@ -115,7 +112,7 @@ class DPCoordinator(ABC):
                 "own"
             ) from None
         self._urls = [tcp_url(address, socket_port(port)) for port in self._ports]
-        self._own_master = address, socket_port(self._ports[-1])
+        self.init_method = tcp_url(*config.parallel.coordinator)
         self._lock = threading.Lock()
         self._listener: ReplicaListener | None = None
         self._notices: list[Callable[[ReplicaListener], None]] = []
@@ -158,12 +155,13 @@ class DPLeader(DPCoordinator):
     def __init__(self, config: EngineConfig, count: int) -> None:
         """`count` is the number of API processes. Blocks and raises as `connect_hosts`."""
         parallel = config.parallel
-        own, port = _ipv4_address(parallel.coordinator[0]), parallel.coordinator[1]
+        address, port = parallel.coordinator
+        own = os.environ.get("QUIRE_HOST_IP") or resolve_address(address)
         if not port:
             raise ConfigError("--data-parallel-rpc-port 0: the other hosts need a fixed port; choose one")
         self._are_headless, self._is_coupled = not parallel.external_lb, parallel.is_coupled
         num_responses = count if self._are_headless else 0
-        super().__init__(own, num_responses + len(parallel.local_replicas) + 1)
+        super().__init__(config, own, num_responses + len(parallel.local_replicas))
         self.responses = tuple(self._urls[:num_responses])
         urls = dict(zip(parallel.local_replicas, self._urls[num_responses:], strict=False))
         self.requests = ()
@@ -175,7 +173,7 @@ class DPLeader(DPCoordinator):
         try:
             self._leader = Leader(
                 self._hello,
-                own,
+                address,
                 port,
                 others,
                 on_message=self._on_message,
@@ -184,6 +182,8 @@ class DPLeader(DPCoordinator):
                 may_rejoin=not self._is_coupled,
                 noun="replica",
                 flags=_FLAGS,
+                token=parallel.cluster_token,
+                lost_seconds=parallel.cluster_timeout,
             )
         except ConfigError:
             super().close()
@@ -193,10 +193,10 @@ class DPLeader(DPCoordinator):
         except ConfigError as error:
             self.close(str(error))
             raise
-        self.master = joined[0].master if 0 in joined else self._own_master
         urls |= {number: request.requests for number, request in joined.items()}
         self.requests = tuple(urls[replica] for replica in range(parallel.replicas))
-        self._leader.start(msgspec.msgpack.encode(JoinReply(self.requests, self.responses, self.master)))
+        self._leader.start(msgspec.msgpack.encode(JoinReply(self.requests, self.responses)))
+        self._leader.compare_files(config)
 
     def request_shutdown(self) -> None:
         """Do nothing: `close` notifies the others."""
@@ -259,12 +259,12 @@ class DPMember(DPCoordinator):
         self.leader = f"the host with the {'API' if is_headless else 'first replica'} ({host})"
         self.ended: LinkEnded | None = None
         """Set when the leader has exited."""
-        own, address = address_towards(host, parallel.timeout), _ipv4_address(host)
-        super().__init__(own, len(parallel.local_replicas) + 1)
+        own, address = address_towards(host, parallel.timeout), resolve_address(host)
+        super().__init__(config, own, len(parallel.local_replicas))
         self._followers: dict[int, Follower] = {}
         try:
             for replica, url in zip(parallel.local_replicas, self._urls, strict=False):
-                request = msgspec.msgpack.encode(JoinRequest(url, self._own_master, is_headless))
+                request = msgspec.msgpack.encode(JoinRequest(url, is_headless))
                 self._followers[replica] = Follower(
                     address,
                     port,
@@ -273,6 +273,8 @@ class DPMember(DPCoordinator):
                     on_end=self._on_end,
                     leader=self.leader,
                     flags=_FLAGS,
+                    token=parallel.cluster_token,
+                    lost_seconds=parallel.cluster_timeout,
                 )
             for follower in self._followers.values():
                 reply = msgspec.msgpack.decode(follower.receive(None), type=JoinReply)
@@ -282,7 +284,8 @@ class DPMember(DPCoordinator):
         except BaseException:
             self.close()
             raise
-        self.requests, self.responses, self.master = reply.requests, reply.responses, reply.master
+        self.requests, self.responses = reply.requests, reply.responses
+        next(iter(self._followers.values())).compare_files(config)  # replicas of a host have the same
 
     def report(self, replica: int, state: ReplicaUp | ReplicaDied) -> None:
         """Report that a core of this host is up, or has died."""
@@ -310,14 +313,3 @@ class DPMember(DPCoordinator):
 
 def _request_of(hello: Hello) -> JoinRequest:
     return msgspec.msgpack.decode(hello.body, type=JoinRequest)
-
-
-def _ipv4_address(host: str) -> str:
-    """Resolve a host name to an IPv4 address."""
-    try:
-        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigError(
-            f"--data-parallel-address {host}: {(error.strerror or str(error)).lower()}; expected an IPv4 "
-            "address or a name that has one"
-        ) from None

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import zmq
 
+from quire.engine.cluster.security import Dropped, Security, join, split
 from quire.engine.config.engine_config import CacheConfig
 from quire.engine.core.launch import Endpoints
 from quire.engine.protocol.engine_core import (
@@ -85,7 +86,7 @@ class _RunningRequest:
 class _Replica:
     """The connection to one engine core, and its state."""
 
-    def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, number: int, address: str, context: zmq.Context[zmq.Socket[bytes]], security: Security) -> None:
         self.number = number
         self.state: Literal["loading", "up", "restarting", "dead"] = "loading"
         """loading: for the first time; restarting: it has died and is expected back; dead: for good."""
@@ -93,7 +94,7 @@ class _Replica:
         """The number that its outputs have; others are late outputs of an earlier start."""
         self.is_unresponsive = False
         """It has not answered a probe in time, and has sent nothing since."""
-        self._address, self._context = address, context
+        self._address, self._context, self._security = address, context, security
         self._encode = msgspec.msgpack.Encoder().encode
         self._socket: zmq.Socket[bytes] | None = None
 
@@ -103,12 +104,12 @@ class _Replica:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
-        self._socket.connect(self._address)
+        self._security.connect(self._socket, self._address)
 
     def send(self, message: ToCore) -> None:
         """Send a message, unless the core is dead: the next core at this address would receive it."""
         if self._socket is not None:
-            self._socket.send(self._encode(message), zmq.NOBLOCK)
+            self._socket.send_multipart(split(self._encode(message)), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the socket and discard unread messages."""
@@ -139,8 +140,9 @@ class EngineClient:
         max_num_seqs: int = 1,
         max_queue: int | None = None,
         cache: CacheConfig | None = None,
+        token: str = "",
     ) -> None:
-        """`index` is the number of this API process, `replicas` those that may get requests."""
+        """`index` is the number of this API process, `replicas` those that may get requests, `token` the cluster's."""
         self.loop = asyncio.get_running_loop()
         self.index = index
         self._max_num_seqs = max_num_seqs
@@ -156,11 +158,15 @@ class EngineClient:
         self._ready: asyncio.Future[ReplicaUp] = self.loop.create_future()
         self._failed: asyncio.Future[EngineUnavailable] = self.loop.create_future()
         self._context = zmq.Context()
+        self._security = Security(self._context, token)
+        self._dropped = Dropped("dropped a message to this API process that could not be decoded")
         self._responses = self._context.socket(zmq.PULL)
         self._responses.setsockopt(zmq.LINGER, 0)
         self._responses.set_hwm(0)
-        self._responses.bind(endpoints.responses[index])
-        self._replicas = {number: _Replica(number, endpoints.requests[number], self._context) for number in replicas}
+        self._security.bind(self._responses, endpoints.responses[index])
+        self._replicas = {
+            number: _Replica(number, endpoints.requests[number], self._context, self._security) for number in replicas
+        }
         self._router = Router(replicas, cache=cache, max_num_seqs=max_num_seqs, first=index) if replicas[1:] else None
         """None: there is only one replica."""
         self.loop.add_reader(self._responses.FD, self._receive)
@@ -450,7 +456,12 @@ class EngineClient:
         """Process all received messages. ZMQ_FD is edge-triggered: it signals new messages, not unread ones."""
         try:
             while True:
-                message = self._decoder.decode(self._responses.recv(zmq.NOBLOCK))
+                frames = self._responses.recv_multipart(zmq.NOBLOCK)
+                try:
+                    message = self._decoder.decode(join(frames))
+                except msgspec.DecodeError as error:
+                    self._dropped.add(error)
+                    continue
                 replica = self._replicas.get(message.replica)
                 if replica is None or replica.state != "up" or replica.incarnation != message.incarnation:
                     continue  # a late message of a replica that has died

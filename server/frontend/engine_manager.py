@@ -22,13 +22,10 @@ from pathlib import Path
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.plan_text import cache_text
 from quire.engine.core.launch import (
-    LOOPBACK,
     CoreArgs,
     Endpoints,
     local_endpoints,
     replica_config,
-    reserve_ports,
-    socket_port,
     start_core,
 )
 from quire.engine.protocol.errors import ConfigError
@@ -182,11 +179,7 @@ class EngineManager:
         self.replicas = tuple(parallel.api_replicas)
         self.endpoints, self._metrics_path = endpoints, f"{self._folder.path}/metrics"
         self.metrics = Metrics(name, self._metrics_path, 0, num_clients, self.replicas)
-        self._ports = reserve_ports(LOOPBACK, 1) if parallel.is_coupled and hosts is None else []
-        self._master = None if hosts is None else hosts.master
-        """The rendezvous address of the ranks of coupled replicas."""
-        if self._ports:
-            self._master = LOOPBACK, socket_port(self._ports[0])
+        self._num_group_starts = 0
         self._cores = [_Core(self, replica) for replica in parallel.local_replicas]
         self._lost_since: float | None = None
         """Since when no replica is up, although some were."""
@@ -202,7 +195,9 @@ class EngineManager:
 
     def start_core(self, replica: int, incarnation: int) -> Process:
         """Start the core of a replica."""
-        config = replica_config(self._config, replica, self._master)
+        # Ranks of coupled replicas rendezvous at another place each time.
+        init_method = f"file://{self._folder.path}/rendezvous-{self._num_group_starts}"
+        config = replica_config(self._config, replica, self._hosts.init_method if self._hosts else init_method)
         return start_core(CoreArgs(config, self.endpoints, self._log_level, incarnation), self._folder.path)
 
     @property
@@ -266,6 +261,7 @@ class EngineManager:
             core.kill_at = min(core.kill_at, time.monotonic() + SHUTDOWN_SECONDS)
         if running:
             return None
+        self._num_group_starts += 1
         for core in self._cores:
             core.restart_at = time.monotonic() + delay
         return delay
@@ -333,8 +329,6 @@ class EngineManager:
         if hosts is not None:
             hosts.close(reason)
         self.supervisor.stop(self._cores, Shutdown(), SHUTDOWN_SECONDS)
-        for port in self._ports:
-            port.close()
         self._folder.remove()
 
     def _prefix(self, replica: int) -> str:

@@ -111,6 +111,7 @@ class Frontend:
             max_num_seqs=config.scheduler.max_num_seqs,
             max_queue=max_queue,
             cache=config.cache,
+            token=config.parallel.cluster_token,
         )
         return Frontend(config, client, metrics, process_info, formats)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
+import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,6 +19,7 @@ import httpx
 import openai
 import psutil
 import pytest
+import zmq
 
 from quire.engine.config.options import DEMO_MODEL
 from tests.e2e.serving import quire, serve
@@ -26,6 +31,9 @@ pytestmark = pytest.mark.slow
 URL = "http://127.0.0.1:8000"
 """As node 0 sees it."""
 SHAPE = ("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "16")
+TOKEN = "a token for tests only"
+CUT_SECONDS = 10.0
+"""Less than the default of --cluster-timeout-seconds."""
 STOPPED_SECONDS = 15.0
 _INIT = """
 import contextlib, os, subprocess, sys
@@ -60,7 +68,7 @@ def start(hosts: tuple[Host, Host], node: int, *arguments: str, model: Path = DE
     first, _ = hosts
     role = ("--node-rank", str(node), *(("--headless",) if node else ()))
     command = quire("serve", str(model), "--nnodes", "2", "--master-addr", first.address, *role, *SHAPE, *arguments)
-    return hosts[node].start(sys.executable, "-S", "-c", _INIT, *command)
+    return hosts[node].start(sys.executable, "-S", "-c", _INIT, *command, QUIRE_CLUSTER_TOKEN=TOKEN)
 
 
 def serving(hosts: tuple[Host, Host], *arguments: str, order: tuple[int, int] = (0, 1)) -> Nodes:
@@ -136,7 +144,7 @@ def stop_node(nodes: Nodes, other: Host) -> None:
     [
         (kill_node, r"node 1 \(10.77.0.2\) was lost: its connection has closed", None),
         (kill_rank, r"rank 3 was killed by SIGKILL on node 1 \(10.77.0.2\)", 1),
-        (unplug, r"node 1 \(10.77.0.2\) was lost: nothing was received from it for 5 s", 1),
+        (unplug, r"node 1 \(10.77.0.2\) was lost: nothing was received from it for 15 s", 1),
         (stop_node, r"node 1 \(10.77.0.2\) has ended: it was stopped", 0),
     ],
 )
@@ -163,7 +171,7 @@ def test_without_restarts_a_node_that_goes_is_named_and_all_stop(
     assert not psutil.wait_procs(processes, STOPPED_SECONDS)[1]
     nodes.api.wait_for(rf"ERROR .*{text}", 0)
     if problem is unplug:
-        nodes.other.wait_for(r"ERROR .*node 0 \(10.77.0.1\) was lost: nothing was received from it for 5 s", 0)
+        nodes.other.wait_for(r"ERROR .*node 0 \(10.77.0.1\) was lost: nothing was received from it for 15 s", 0)
     if problem is kill_rank:
         nodes.other.wait_for(rf"ERROR .*{text}", 0)
 
@@ -239,6 +247,92 @@ def copied(folder: Path, **changes: object) -> Path:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     return folder
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this host has no IPv6")
+def test_nodes_meet_over_ipv6(hosts: tuple[Host, Host], expected: list[str]) -> None:
+    for host in hosts:
+        subprocess.run(["ip", "-n", host.name, "address", "delete", f"{host.address}/24", "dev", "eth0"], check=True)
+        host.address = host.address6
+    nodes = serving(hosts, "-tp", "2", "-pp", "2")
+    assert ask(URL, hosts[0]) == expected
+    nodes.api.named("quire-api").send_signal(signal.SIGTERM)
+    assert (nodes.api.wait(30), nodes.other.wait(30)) == (0, 0)
+
+
+def test_a_cut_of_the_network_only_delays_tokens(hosts: tuple[Host, Host], expected: list[str]) -> None:
+    nodes = serving(hosts, "-tp", "2", "-pp", "2")
+    with ThreadPoolExecutor(1) as pool:
+        hosts[1].set_link(False)
+        answering = pool.submit(ask, URL, hosts[0])
+        threading.Event().wait(CUT_SECONDS)
+        assert not answering.done()
+        hosts[1].set_link(True)
+        assert answering.result(60) == expected
+    assert "was lost" not in nodes.api.text + nodes.other.text
+
+
+def test_two_hosts_that_are_both_the_first_end_at_once(hosts: tuple[Host, Host]) -> None:
+    first = start(hosts, 0, "-pp", "2")
+    first.wait_for("waiting up to 600 s for node 1")
+    command = quire("serve", "--nnodes", "2", "--master-addr", hosts[0].address, "-pp", "2", *SHAPE)
+    second = hosts[1].start(*command, QUIRE_CLUSTER_TOKEN=TOKEN)
+    assert second.wait(60) == 1
+    second.wait_for(r"quire: error: --master-addr 10.77.0.1 is not an address of this host, where the other nodes", 0)
+    assert first.process.poll() is None
+
+
+def test_a_host_needs_the_token_that_the_first_prints(hosts: tuple[Host, Host]) -> None:
+    command = ("-pp", "2", "--nnodes", "2", "--master-addr", hosts[0].address, *SHAPE)
+    first = hosts[0].start(*quire("serve", *command))
+    token = first.wait_for(r"QUIRE_CLUSTER_TOKEN=(\S+) .*--node-rank 1 --headless")[1]
+    first.wait_for("waiting up to 600 s for node 1")
+    headless = quire("serve", *command, "--node-rank", "1", "--headless")
+    without = hosts[1].start(*headless)
+    assert without.wait(30) == 2
+    without.wait_for("this host needs the --cluster-token of the host at --master-addr 10.77.0.1", 0)
+    wrong = hosts[1].start(*headless, QUIRE_CLUSTER_TOKEN=TOKEN)
+    assert wrong.wait(60) == 2
+    wrong.wait_for("has another --cluster-token than this host", 0)
+    first.wait_for("rejected a connection without the right --cluster-token", 0)
+    hosts[1].start(*headless, QUIRE_CLUSTER_TOKEN=token)
+    first.wait_for("serving .* on http")
+
+
+@pytest.mark.parametrize("layout", ["nodes", "replicas"])
+def test_strangers_change_nothing(hosts: tuple[Host, Host], layout: str, expected: list[str]) -> None:
+    """At every port that listens on the network, while requests run."""
+    if layout == "nodes":
+        nodes = serving(hosts, "-tp", "2", "-pp", "2")
+    else:
+        common = ("-dp", "2", "--data-parallel-address", hosts[0].address, *SHAPE)
+        replica = quire("serve", *common, "-dpr", "1", "--headless")
+        other = hosts[1].start(*replica, QUIRE_CLUSTER_TOKEN=TOKEN)
+        api = hosts[0].start(*quire("serve", *common, "-dpl", "1"), QUIRE_CLUSTER_TOKEN=TOKEN)
+        api.wait_for("serving .* on http")
+        nodes = Nodes(hosts[0], api, other)
+    ports = [
+        (host, int(line.split()[3].rpartition(":")[2]))
+        for host in hosts
+        for line in subprocess.check_output(["ip", "netns", "exec", host.name, "ss", "-Htln"], text=True).splitlines()
+        if "127.0.0." not in line
+    ]
+    assert len(ports) >= (1 if layout == "nodes" else 3)
+    with ThreadPoolExecutor(1) as pool:
+        answering = pool.submit(ask, URL, hosts[0])
+        for host, port in ports:
+            with hosts[1].inside():
+                for message in (b"\x01\x00\x02\x00\x07", b"GET /metrics HTTP/1.1\r\n\r\n", bytes(range(256)) * 99):
+                    with contextlib.suppress(OSError), socket.create_connection((host.address, port), 5) as stranger:
+                        stranger.sendall(message)
+                with zmq.Context() as context, context.socket(zmq.PUSH) as client:
+                    client.connect(f"tcp://{host.address}:{port}")
+                    client.send(b"\xc1", zmq.DONTWAIT)
+                    client.setsockopt(zmq.LINGER, 500)
+        assert answering.result(120) == expected
+    assert "Traceback" not in nodes.api.text + nodes.other.text
+    assert ask(URL, hosts[0]) == expected
+    nodes.api.wait_for("rejected a connection without the right --cluster-token", 20)
 
 
 @pytest.mark.parametrize(

@@ -200,23 +200,23 @@ def test_two_hosts(hosts: tuple[Host, Host], expected: tuple[list[str], list[str
     """The other host's replica goes with it and comes back; the API's end is its end."""
     one, two = hosts
     behind = headless("29550", 1, one.address)
-    other = two.start(*behind)
-    api = one.start(
-        *quire("serve", "-dp", "2", "-dpl", "1", "--data-parallel-address", one.address, "--host", one.address)
-    )
+    token = {"QUIRE_CLUSTER_TOKEN": "a token for tests only"}
+    other = two.start(*behind, **token)
+    command = quire("serve", "-dp", "2", "-dpl", "1", "--data-parallel-address", one.address, "--host", one.address)
+    api = one.start(*command, **token)
     url = api.wait_for(r"serving .* on (http://\S+)")[1]
     with one.inside():
         assert answers(url) == expected[0]
         assert asyncio.run(streams(url, other.kill_all)) == expected[1]
-        other = two.start(*behind)
+        other = two.start(*behind, **token)
         other.wait_for("replica 1 is ready")
         api.wait_for("replica 1: is ready again")
         assert asyncio.run(streams(url, lambda: two.set_link(False))) == expected[1]
-        assert other.wait(20) == 1
-        assert "the host with the API (10.77.0.1) was lost: nothing was received from it for 5 s" in other.text
-        api.wait_for(r"replica 1 \(10.77.0.2\) was lost: nothing was received from it for 5 s")
+        assert other.wait(30) == 1
+        assert "the host with the API (10.77.0.1) was lost: nothing was received from it for 15 s" in other.text
+        api.wait_for(r"replica 1 \(10.77.0.2\) was lost: nothing was received from it for 15 s")
         two.set_link(True)
-        other = two.start(*behind)
+        other = two.start(*behind, **token)
         other.wait_for("replica 1 is ready")
         api.kill_all()
         assert other.wait(20) == 1

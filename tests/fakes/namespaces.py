@@ -105,6 +105,8 @@ class Host:
 
     name: str
     address: str
+    address6: str = ""
+    """An IPv6 address, if there is IPv6 here."""
     commands: list[Command] = field(default_factory=list)
 
     def start(self, *command: str, **environment: str) -> Command:
@@ -168,7 +170,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     made: list[Host] = []
     try:
         for number in (1, 2):
-            host = Host(f"{_PREFIX}{os.getpid()}-{number}", f"10.77.0.{number}")
+            has_ipv6 = Path("/proc/net/if_inet6").exists()
+            address6 = f"fd77::{number}" if has_ipv6 else ""
+            host = Host(f"{_PREFIX}{os.getpid()}-{number}", f"10.77.0.{number}", address6)
             _ip("netns", "add", host.name)
             made.append(host)
         first, second = made
@@ -176,6 +180,8 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         for host in made:
             _ip("-n", host.name, "link", "set", "lo", "up")
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
+            if host.address6:
+                _ip("-n", host.name, "address", "add", f"{host.address6}/64", "dev", "eth0", "nodad")
             host.set_link(True)
         with pytest.MonkeyPatch.context() as patch:
             # Ranks of one host that an earlier test ran in this process have had them set.

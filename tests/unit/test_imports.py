@@ -66,7 +66,7 @@ BELOW: dict[str, tuple[str, ...]] = {
 }
 OPTIONS_ROOMS = (
     *("engine.config", "engine.config.resolve", "server.cli", "server.llm"),
-    *("engine.cluster.ray_cluster", "engine.core.launch", "engine.executor.nodes"),
+    *("engine.cluster.cluster_token", "engine.cluster.ray_cluster", "engine.core.launch", "engine.executor.nodes"),
 )
 """Where the user's options may be read: where flags are parsed and resolved, and where a process on another host gets
 the options that it resolves itself."""

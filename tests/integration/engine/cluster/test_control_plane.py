@@ -23,6 +23,7 @@ from quire.engine.cluster.control_plane import Follower, Leader, LinkEnded, Wake
 from quire.engine.cluster.handshake import Hello, compare
 from quire.engine.protocol.errors import ConfigError
 
+TOKEN = "a token for tests only"
 NODE_0 = Hello(name="node 0 (here)", number=0)
 _FOLLOW = """
 import sys, time
@@ -36,25 +37,36 @@ time.sleep(60)
 class Host:
     """A leader, and what it was told."""
 
-    def __init__(self, *expected: int, rejoin: bool = False) -> None:
+    lost_seconds = control_plane.LOST_SECONDS
+
+    def __init__(self, *expected: int, rejoin: bool = False, token: str = "") -> None:
+        self.token = token
         self.lost: SimpleQueue[tuple[int, str]] = SimpleQueue()
         self.messages: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
         self.leader = Leader(
             NODE_0,
-            "",
+            "127.0.0.1",
             0,
             expected,
             on_lost=lambda number, text: self.lost.put((number, text)),
             on_message=lambda number, body: self.messages.put((number, body)),
             may_rejoin=rejoin,
+            token=token,
+            lost_seconds=self.lost_seconds,
         )
         self.followers: list[Follower] = []
         self.ends: SimpleQueue[LinkEnded] = SimpleQueue()
 
-    def join(self, number: int, seconds: float = 10.0, name: str | None = None) -> Follower:
+    def join(self, number: int, seconds: float = 10.0, name: str | None = None, token: str | None = None) -> Follower:
         hello = Hello(name=name or f"node {number} (here)", number=number)
         follower = Follower(
-            "127.0.0.1", self.leader.port, hello, seconds=seconds, on_end=self.ends.put, leader="node 0"
+            "127.0.0.1",
+            self.leader.port,
+            hello,
+            seconds=seconds,
+            on_end=self.ends.put,
+            leader="node 0",
+            token=self.token if token is None else token,
         )
         self.followers.append(follower)
         return follower
@@ -80,7 +92,7 @@ def hosting(*expected: int) -> Iterator[Host]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_plane, "LOST_SECONDS", 1.0)
+    monkeypatch.setattr(Host, "lost_seconds", 1.0)
     monkeypatch.setattr(control_plane, "_HEARTBEAT_SECONDS", 0.1)
 
 
@@ -102,10 +114,41 @@ def test_messages_go_both_ways_in_their_order(three: Host) -> None:
 
 
 @pytest.mark.skipif(network.interface_of("::1") is None, reason="this host has no IPv6")
-def test_a_leader_is_reached_over_ipv6_too(two: Host) -> None:
-    hello = Hello(name="node 1 (::1)", number=1)
-    two.followers.append(Follower("::1", two.leader.port, hello, seconds=5, on_end=two.ends.put))
-    assert two.leader.wait(5).keys() == {1}
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_a_leader_is_reached_over_ipv6_too(token: str) -> None:
+    leader = Leader(NODE_0, "::1", 0, [1], on_lost=lambda *_: None, on_message=lambda *_: None, token=token)
+    follower = Follower("::1", leader.port, Hello(name="node 1 (::1)", number=1), seconds=5, token=token)
+    assert leader.wait(5).keys() == {1}
+    follower.close()
+    leader.close()
+
+
+def test_followers_with_the_token_join_and_others_do_not(caplog: pytest.LogCaptureFixture) -> None:
+    host = Host(1, token=TOKEN)
+    other = r"node 0 has another --cluster-token than this host, or none; use the same on all"
+    with caplog.at_level("WARNING", "quire"):
+        for token in ("", "another token that is long enough"):
+            with pytest.raises(LinkEnded, match=other):
+                host.join(1, token=token)
+    assert "rejected a connection without the right --cluster-token" in caplog.text
+    follower = host.join(1)
+    large = bytes(range(256)) * 20_000
+    host.leader.send(1, large)
+    assert follower.receive(10) == large
+    follower.send(large)
+    assert host.messages.get(timeout=10) == (1, large)
+    follower.close()
+    host.leader.close()
+
+
+def test_a_follower_with_a_token_finds_a_leader_without_one(two: Host) -> None:
+    with pytest.raises(LinkEnded, match="node 0 has another --cluster-token than this host, or none"):
+        two.join(1, token=TOKEN)
+
+
+def test_an_address_of_another_host_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"--master-addr 192.0.2.1 is not an address of this host.*as another node"):
+        Leader(NODE_0, "192.0.2.1", 0, [1], on_lost=lambda *_: None, on_message=lambda *_: None, token=TOKEN)
 
 
 def test_a_follower_may_come_first() -> None:
@@ -121,7 +164,7 @@ def test_a_follower_may_come_first() -> None:
     thread = threading.Thread(target=follow)
     thread.start()
     thread.join(0.5)
-    leader = Leader(NODE_0, "", port, [1], on_lost=lambda *_: None, on_message=lambda *_: None)
+    leader = Leader(NODE_0, "127.0.0.1", port, [1], on_lost=lambda *_: None, on_message=lambda *_: None)
     assert list(leader.wait(10)) == [1]
     follower = came.get(timeout=10)
     leader.send(1, b"plan")
@@ -155,8 +198,9 @@ def test_a_port_in_use_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
+        port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=r"cannot join at port \d+ .* in use; choose another with --master-port"):
-            Leader(NODE_0, "", taken.getsockname()[1], [1], on_lost=lambda *_: None, on_message=lambda *_: None)
+            Leader(NODE_0, "127.0.0.1", port, [1], on_lost=lambda *_: None, on_message=lambda *_: None)
 
 
 def test_a_number_is_taken_once(two: Host) -> None:
@@ -178,12 +222,12 @@ def test_a_follower_that_differs_is_rejected_and_named() -> None:
     for changes, address, text in (
         ({"error": "no such model"}, "", r"node 1 \(10.0.0.2\): no such model"),
         ({"settings": {"--dtype": "float16"}}, "", "has --dtype float16, and node 0 .here. has float32; start every"),
-        ({}, "127.0.0.1", r"--master-addr 127.0.0.1: node 1 .* cannot reach that address of node 0 \(here\); start"),
+        ({}, "10.0.0.2", r"--master-addr 127.0.0.1: node 1 .* cannot reach that address of node 0 \(here\); start"),
         ({"body": b"x"}, "", "is not wanted"),
     ):
         own = Hello(name="node 0 (here)", number=0, settings={"--dtype": "float32"})
-        leader = Leader(own, address, 0, [1], on_lost=lambda *_: None, on_message=lambda *_: None, check=check)
-        hello = msgspec.structs.replace(Hello(name="node 1 (10.0.0.2)", number=1, address="10.0.0.2"), **changes)
+        leader = Leader(own, "127.0.0.1", 0, [1], on_lost=lambda *_: None, on_message=lambda *_: None, check=check)
+        hello = msgspec.structs.replace(Hello(name="node 1 (10.0.0.2)", number=1, address=address), **changes)
         with pytest.raises(LinkEnded, match=text):
             Follower("127.0.0.1", leader.port, hello, seconds=10)
         with pytest.raises(ConfigError, match=text):
@@ -252,7 +296,8 @@ def test_a_leader_that_falls_silent_is_noticed() -> None:
 
         thread = threading.Thread(target=welcome)
         thread.start()
-        follower = Follower("127.0.0.1", port, Hello(name="n", number=1), seconds=10, on_end=ends.put)
+        hello = Hello(name="n", number=1)
+        follower = Follower("127.0.0.1", port, hello, seconds=10, on_end=ends.put, lost_seconds=1.0)
         thread.join()
         assert "was lost: nothing was received from it for 1 s" in ends.get(timeout=10).reason
         with pytest.raises(LinkEnded, match="was lost: nothing was received from it for 1 s"):
@@ -347,10 +392,48 @@ def test_other_versions_and_other_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"12345")
     found = handshake.fingerprint(tmp_path)
-    assert found["model.safetensors"] == "5 bytes"
+    assert found["model.safetensors"].startswith("5 bytes, ")
     (tmp_path / "config.json").write_text("{ }")
     changed = handshake.fingerprint(tmp_path)
     assert {name for name in found if found[name] != changed[name]} == {"config.json"}
+
+
+def test_other_weights_of_the_same_size_are_found(tmp_path: Path) -> None:
+    """At once if a sample differs, and otherwise in the background."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "model.safetensors").open("wb") as file:
+            file.truncate(3 << 20)
+            if name == "b":
+                file.write(b"another header")
+            if name == "c":
+                file.seek((1 << 20) + 77)
+                file.write(b"!")
+    samples = {name: handshake.fingerprint(tmp_path / name)["model.safetensors"] for name in ("a", "b", "c")}
+    assert samples["a"] == samples["c"] != samples["b"]
+    digests = {name: handshake.digests(tmp_path / name)["model.safetensors"] for name in ("a", "b", "c")}
+    assert len(set(digests.values())) == 3
+
+
+@pytest.mark.parametrize("first", ["leader", "follower"])
+def test_a_follower_with_other_weights_is_lost(three: Host, first: str) -> None:
+    same, other = three.join(1), three.join(2)
+    three.leader.wait(10)
+    if first == "leader":
+        three.leader._on_hashed({"model.safetensors": "a"})
+    same._on_hashed({"model.safetensors": "a"})
+    other._on_hashed({"model.safetensors": "b"})
+    if first == "follower":
+        three.leader._on_hashed({"model.safetensors": "a"})
+    what = "has other bytes in model.safetensors, unlike node 0 (here)"
+    text = f"node 2 (here) {what}; copy the same model files to every host"
+    assert three.lost.get(timeout=10) == (2, text)
+    with pytest.raises(LinkEnded) as ended:
+        other.receive(10)
+    assert ended.value.reason == text
+    three.leader.send(1, b"plan")
+    assert same.receive(10) == b"plan"
+    assert three.lost.empty()
 
 
 def test_a_queue_wakes_who_polls_it() -> None:

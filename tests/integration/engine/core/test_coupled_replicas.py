@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import random
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -132,9 +131,6 @@ class Replicas:
 @contextlib.contextmanager
 def replicas(config: EngineConfig, folder: Path, dp: int, experts: ExpertParallelConfig) -> Iterator[Replicas]:
     """All loaded; whatever is left of them is killed in the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     endpoints = Endpoints(
         requests=tuple(f"ipc://{folder}/requests-{replica}" for replica in range(dp)),
         responses=(f"ipc://{folder}/responses",),
@@ -152,7 +148,7 @@ def replicas(config: EngineConfig, folder: Path, dp: int, experts: ExpertParalle
                 replica=replica,
                 local_replicas=range(dp),
                 experts=experts,
-                master=("127.0.0.1", port),
+                init_method=f"file://{folder}/rendezvous",
             )
             args = CoreArgs(replace(config, parallel=parallel), endpoints, "warning", incarnation=1)
             cores.append(start_core(args, str(folder)))

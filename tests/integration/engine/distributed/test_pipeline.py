@@ -34,7 +34,7 @@ class SlowLink:
         self.messages: list[Tensor] = []
         self.waited: list[int] = []
 
-    def isend(self, message: Tensor, to: int) -> Any:
+    def isend(self, message: Tensor, to: int, tag: int = 0) -> Any:
         number = len(self.messages)
         self.messages.append(message.clone())
         waited = self.waited

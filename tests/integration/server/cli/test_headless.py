@@ -59,7 +59,7 @@ class Alone:
     reported: SimpleQueue[ReplicaUp | tuple[int, str]] = field(default_factory=SimpleQueue)
     leader: str = "the host with the API"
     responses: tuple[str, ...] = ()
-    master: tuple[str, int] = ("127.0.0.1", 0)
+    init_method: str = "tcp://127.0.0.1:1"
     ended: LinkEnded | None = None
 
     @property

@@ -380,6 +380,18 @@ async def test_the_queue_is_that_of_all_replicas(tmp_path: Path) -> None:
             engine.submit("x", [1])
 
 
+async def test_messages_that_cannot_be_decoded_are_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with scripted(tmp_path) as engine:
+        stream = engine.submit("a", [1])
+        core = await engine.of("a")
+        for message in (b"\xc1", b"", b"\x00" * 9, msgspec.msgpack.encode(["EngineDead"])):
+            core._responses[0].send(message)
+        core._responses[0].send_multipart([b"\x92", b"\xa1"])
+        core.tell(EngineCoreOutput("a", [5], finish_reason="length"))
+        assert (await whole(stream)).token_ids == [5]
+    assert "dropped a message to this API process that could not be decoded" in caplog.text
+
+
 async def test_replicas_of_other_api_hosts_are_ignored(tmp_path: Path) -> None:
     """An API process behind an external load balancer has some of the replicas only."""
     ends = endpoints(tmp_path, 2)

@@ -53,6 +53,8 @@ def test_a_rank_that_waits_for_another_times_out_first(
 def test_step_timeout_is_shorter_without_other_ranks() -> None:
     assert wait(plan(1), timeout=4.0) == STEP_TIMEOUT
     assert wait(plan(0), timeout=4.0, tensor_parallel_size=2) == 10.0
+    for cut in (2.0, 60.0):  # which the hosts survive
+        assert wait(plan(0), tensor_parallel_size=2, nodes=2, cluster_timeout=cut) > cut
     assert wait(plan(1), timeout=4.0, tensor_parallel_size=2, device="cuda") < 20.0, "nothing else ends it there"
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from quire.engine.cluster import network
 from quire.engine.config.engine_config import EngineConfig, ExpertParallelConfig
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import shared_settings
@@ -131,13 +132,22 @@ def test_all_learn_all_addresses_in_whatever_order_they_come(site: Site, late: s
     assert all(url.startswith("tcp://127.0.0.1:") for url in (*api.requests, *api.responses))
     for other in others:
         member = other.result(30)
-        assert (member.requests, member.responses, member.master) == (api.requests, api.responses, api.master)
+        assert (member.requests, member.responses, member.init_method) == (api.requests, api.responses, api.init_method)
+
+
+@pytest.mark.skipif(network.interface_of("::1") is None, reason="this host has no IPv6")
+def test_hosts_meet_over_ipv6(site: Site) -> None:
+    starting = site.api(site.config(2, None, 1, data_parallel_address="::1"))
+    member = site.headless(site.config(2, 1, 1, data_parallel_address="::1")).result(30)
+    api = joined(starting)
+    assert (member.requests, member.init_method) == (api.requests, api.init_method)
+    assert all(url.startswith("tcp://[::1]:") for url in (*api.requests, *api.responses, api.init_method))
 
 
 def test_without_replicas_of_its_own_the_first_is_anothers(site: Site) -> None:
     starting = site.api(site.config(2, None, 0))
     first, second = site.headless(site.config(2, 0, 1)), site.headless(site.config(2, 1, 1))
-    assert joined(starting).master == first.result(30).master == second.result(30).master
+    assert joined(starting).init_method == first.result(30).init_method == second.result(30).init_method
 
 
 def test_who_does_not_come_is_named(site: Site) -> None:
@@ -264,7 +274,7 @@ def test_peers_that_share_experts_end_together(listener: Listener, site: Site) -
     """Each has an API of its own; the first leads."""
     first, second = (site.api(site.config(2, start, 1, coupled=True)) for start in (0, 1))
     leader, member = joined(first), joined(second)
-    assert (leader.requests, leader.master, leader.responses) == (member.requests, member.master, ())
+    assert (leader.requests, leader.init_method, leader.responses) == (member.requests, member.init_method, ())
     leader.watch(listener)
     member.close()
     assert listener.notices.get(timeout=10) == (None, "replica 1 (127.0.0.1) has left")
