@@ -13,6 +13,7 @@ from quire.server.anthropic import messages
 from quire.server.config import ServerOptions, names
 from quire.server.http import errors, sagemaker_vertex, status
 from quire.server.http.api_keys import ApiKeys
+from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.middleware import (
     MIB,
     ApiKeyMiddleware,
@@ -31,8 +32,10 @@ def create_app(state: ServedModel, options: ServerOptions | None = None) -> Fast
     """
     app = _App(title="Quire", version=version("quire"))
     app.state.quire = state
-    for module in (chat, completions, embeddings, messages, responses, tokenize, status, sagemaker_vertex):
-        app.include_router(module.router)
+    routers = [each.router for each in (chat, completions, embeddings, messages, responses, tokenize, sagemaker_vertex)]
+    for router in (*routers, status.router):
+        app.include_router(router)
+    state.routes = [route for router in routers for route in router.routes if isinstance(route, BodyRoute)]
     errors.install(app)
     if options is not None:
         _add_front(app, options, {"/health", "/ping", *sagemaker_vertex.add_vertex(app)})

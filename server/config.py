@@ -22,7 +22,7 @@ class ModelOptions:
         None, "Jinja chat template, as a file or as text (default: the model's)", metavar="FILE"
     )
     trust_request_chat_template: bool = flag(
-        False, "accept chat templates in requests; they run in a sandbox, without a time limit"
+        False, "accept chat templates in requests; they run in a sandbox, with limits of time and memory"
     )
     tool_call_parser: Literal[
         "auto",

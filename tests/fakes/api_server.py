@@ -23,6 +23,7 @@ from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.inputs import ChatInput
 from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.http.state import ServedModel
 from tests.fakes import fake_core
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import write_model
@@ -39,6 +40,7 @@ class Server:
     frontend: Frontend
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
+    state: ServedModel
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -129,7 +131,7 @@ async def run_server(
                 http_client=openai.DefaultAsyncHttpxClient(verify=TLS),
             ) as client,
         ):
-            yield Server(url, frontend, client, http)
+            yield Server(url, frontend, client, http, server.config.app.state.quire)
     finally:
         frontend.client.fail("the test is over")
         over.set()
