@@ -205,8 +205,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     process.set_name("quire-helper")
-    os.nice(pickle.load(sys.stdin.buffer))  # first, as the next line imports much
-    make, argument, seconds, memory = pickle.load(sys.stdin.buffer)
+    try:
+        os.nice(pickle.load(sys.stdin.buffer))  # first, as the next line imports much
+        make, argument, seconds, memory = pickle.load(sys.stdin.buffer)
+    except EOFError:  # who asks has died
+        return
     answer: Answer = make(argument)
     gc.collect()
     gc.freeze()

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -33,9 +33,7 @@ from quire.server.frontend.sandbox import Answer, Sandbox, SandboxStopped
 from quire.server.frontend.structured_outputs import SizeCheck
 from quire.server.http.errors import ApiError, respond
 from quire.server.http.response import while_connected
-
-if TYPE_CHECKING:
-    from quire.server.http.state import ServedModel
+from quire.server.http.response_store import ResponseStore
 
 LARGE_BODY = 64 * 2**10
 """In bytes. A smaller body is processed in the API process."""
@@ -56,9 +54,14 @@ None at first.
 
 
 class LargeBodies:
-    """The processes for the large bodies of one API process. They are prepared for `routes`."""
+    """The processes for the large bodies of one API process. They are prepared for `routes`; a request may continue one
+    of the `responses`.
+    """
 
-    def __init__(self, model: ModelConfig, formats: ChatFormats, routes: Sequence[BodyRoute]) -> None:
+    def __init__(
+        self, model: ModelConfig, formats: ChatFormats, routes: Sequence[BodyRoute], responses: ResponseStore
+    ) -> None:
+        self.responses = responses
         prepares = [route.prepare for route in routes if route.body_field is not None]
         self._sandbox = Sandbox(_make, (model, formats, prepares), BODY_SECONDS, BODY_MEMORY, _NICENESS)
         self._is_started = False
@@ -169,30 +172,30 @@ class _BodyRequest(Request):
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
-            state: ServedModel = self.app.state.quire
-            state.bodies.start()
+            bodies: LargeBodies = self.app.state.quire.bodies
+            bodies.start()
             body = b""
             async for chunk in self.stream():
                 if self._large is None and len(body) + len(chunk) <= LARGE_BODY:
                     body += chunk
                     continue
                 if self._large is None:
-                    self._large = _LargeBody(state.bodies, body)
+                    self._large = _LargeBody(bodies, body)
                 self._large.add(chunk)
-            if self._large is not None or state.bodies.takes(body):
-                self._json = await while_connected(self.receive, self._process(state, body))
+            if self._large is not None or bodies.takes(body):
+                self._json = await while_connected(self.receive, self._process(bodies, body))
                 if self._large is not None:
                     body = self._large.content() if self._route.keeps_body else b"{}"
                     self.release()
             self._body = body
         return self._body
 
-    async def _process(self, state: ServedModel, small: bytes) -> Any:
+    async def _process(self, bodies: LargeBodies, small: bytes) -> Any:
         prepare = self._route.prepare
         with memoryview(small) if self._large is None else self._large.view() as body:
-            found = await state.bodies.process(prepare, body)
-            if isinstance(found, Continued) and (stored := state.responses.get(found.response_id)) is not None:
-                found = await state.bodies.process(prepare, body, stored.conversation)
+            found = await bodies.process(prepare, body)
+            if isinstance(found, Continued) and (stored := bodies.responses.get(found.response_id)) is not None:
+                found = await bodies.process(prepare, body, stored.conversation)
         return found.body if isinstance(found, Continued) else found
 
     def release(self) -> None:

@@ -30,7 +30,7 @@ class ServedModel:
     @cached_property
     def bodies(self) -> LargeBodies:
         """The processes for large bodies, which start with the first request."""
-        return LargeBodies(self.frontend.config.model, self.frontend.formats, self.routes)
+        return LargeBodies(self.frontend.config.model, self.frontend.formats, self.routes, self.responses)
 
     def check_model(self, name: str | None) -> str:
         """Return the model name for the response; raises `ModelNotFound` for another model."""

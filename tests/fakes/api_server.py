@@ -9,11 +9,12 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.server.cli.api_process import http_server
@@ -131,7 +132,7 @@ async def run_server(
                 http_client=openai.DefaultAsyncHttpxClient(verify=TLS),
             ) as client,
         ):
-            yield Server(url, frontend, client, http, server.config.app.state.quire)
+            yield Server(url, frontend, client, http, cast(FastAPI, server.config.app).state.quire)
     finally:
         frontend.client.fail("the test is over")
         over.set()
