@@ -43,7 +43,8 @@ def create_app(state: ServedModel, options: ServerOptions | None = None) -> Fast
 
 
 class _App(FastAPI):
-    """Passes on the server's own `send`, for streaming after the response has started (see `response.DIRECT_SEND`).
+    """Answers HEAD like GET, and passes on the server's own `send`, for streaming after the response has started (see
+    `response.DIRECT_SEND`).
 
     Its OpenAPI document has the actual error responses instead of FastAPI's own (422).
     """
@@ -67,6 +68,8 @@ class _App(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
+        if scope.get("method") == "HEAD":  # the HTTP server omits the body
+            scope = {**scope, "method": "GET"}
         await super().__call__(scope, receive, messages.errors_in_shape(scope, send))
 
 

@@ -60,6 +60,8 @@ def run(parsed: argparse.Namespace) -> int:
     begun = time.monotonic()
     options, server = read_options(parsed)
     log.setup(server.log_level, "api")
+    if process.hide_arguments(server.api_key or ()):
+        logger.warning("--api-key: ps has shown the keys to all users; use --api-key-file or QUIRE_API_KEY")
     server.check()
     if server.headless and options.nnodes == 1:
         from quire.server.cli.headless import serve_replicas

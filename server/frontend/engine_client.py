@@ -225,7 +225,7 @@ class EngineClient:
             del self._probes[key]
         if not answer.done() and replica.state == "up":
             replica.is_unresponsive = True
-            logger.warning("%shas not answered for %g seconds", self._name(replica), PROBE_SECONDS)
+            logger.warning("%shas not answered for %g seconds", self._name(replica) or "the engine ", PROBE_SECONDS)
         return answer.done() and not answer.cancelled()
 
     def submit(
