@@ -30,20 +30,20 @@ from tests.fakes.tokenizers import write_slow_files
 
 FLAGS = """
 --all2all-backend --allow-credentials --allowed-headers --allowed-methods --allowed-origins --api-key --api-key-file
---api-server-count --attention-backend --block-size --chat-template --config --cuda-graph-sizes --data-parallel-address
---data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
---dbo-token-threshold --device --disable-custom-all-reduce --distributed-executor-backend --distributed-timeout-seconds
---dtype --enable-chunked-prefill --enable-dbo --enable-eplb --enable-expert-parallel --enable-prefix-caching
---enforce-eager --eplb-step-interval --expert-placement-strategy --gpu-memory-utilization --headless --help --host
---itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format --log-level --master-addr --master-port
---max-body-mib --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-queue --model-impl --nnodes
---no-allow-credentials --no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-dbo --no-enable-eplb
---no-enable-expert-parallel --no-enable-prefix-caching --no-enforce-eager --no-headless --no-trust-remote-code
---no-trust-request-chat-template --node-rank --num-redundant-experts --pipeline-layer-partition
---pipeline-parallel-size --port --quantization --reasoning-parser --request-timeout --revision --root-path --runner
---scheduling-policy --seed --served-model-name --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
---tensor-parallel-size --tokenizer --tool-call-parser --trust-remote-code --trust-request-chat-template --uds -asc
--dp -dpa -dpl -dpp -dpr -h -pp -q -tp
+--api-server-count --attention-backend --block-size --chat-template --client-body-timeout --client-header-timeout
+--config --cuda-graph-sizes --data-parallel-address --data-parallel-rpc-port --data-parallel-size
+--data-parallel-size-local --data-parallel-start-rank --dbo-token-threshold --device --disable-custom-all-reduce
+--distributed-executor-backend --distributed-timeout-seconds --dtype --enable-chunked-prefill --enable-dbo --enable-eplb
+--enable-expert-parallel --enable-prefix-caching --enforce-eager --eplb-step-interval --expert-placement-strategy
+--gpu-memory-utilization --headless --help --host --itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format
+--log-level --master-addr --master-port --max-body-mib --max-connections-per-client --max-logprobs --max-model-len
+--max-num-batched-tokens --max-num-seqs --max-queue --model-impl --nnodes --no-allow-credentials
+--no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-dbo --no-enable-eplb --no-enable-expert-parallel
+--no-enable-prefix-caching --no-enforce-eager --no-headless --no-trust-remote-code --no-trust-request-chat-template
+--node-rank --num-redundant-experts --pipeline-layer-partition --pipeline-parallel-size --port --quantization
+--reasoning-parser --request-timeout --revision --root-path --runner --scheduling-policy --seed --served-model-name
+--ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile --tensor-parallel-size --timeout-keep-alive --tokenizer
+--tool-call-parser --trust-remote-code --trust-request-chat-template --uds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -tp
 """
 
 RUN = """
