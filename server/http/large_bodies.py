@@ -139,10 +139,17 @@ class BodyRoute(APIRoute):
     @property
     def prepare(self) -> Prepare:
         """What another process does with a large body."""
-        kind = self.dependant.body_params[0].field_info.annotation
-        assert kind is not None
-        prepare: Prepare = kind.prepare
+        prepare: Prepare = self._kind.prepare
         return prepare
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether the body is a request to the engine."""
+        return getattr(self._kind, "embeds", None) is not None
+
+    @property
+    def _kind(self) -> Any:
+        return self.dependant.body_params[0].field_info.annotation
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -183,6 +190,8 @@ class _BodyRequest(Request):
                     self._large = _LargeBody(bodies, body)
                 self._large.add(chunk)
             if self._large is not None or bodies.takes(body):
+                if self._route.needs_engine:
+                    self.app.state.quire.frontend.client.admit()
                 self._json = await while_connected(self.receive, self._process(bodies, body))
                 if self._large is not None:
                     body = self._large.content() if self._route.keeps_body else b"{}"

@@ -114,6 +114,17 @@ async def test_answers_are_the_same(
         assert server.frontend.client.num_open == 0
 
 
+async def test_nothing_is_spent_on_a_request_that_is_not_admitted(
+    config: EngineConfig, core_mode: Callable[[str], None], elsewhere: list[int]
+) -> None:
+    async with run_server(config, wait=False) as server:
+        server.frontend.client.fail("it is broken")
+        body = json.dumps({"prompt": "hello", "max_tokens": 2}).encode() + PADDING
+        assert (await post(server, COMPLETIONS, body))[0] == 503
+        assert not elsewhere
+        assert server.state.bodies.num_bytes == 0
+
+
 async def test_a_stored_response_is_continued(server: Server, elsewhere: list[int]) -> None:
     first = (await server.http.post(RESPONSES, json={"input": "one", "max_output_tokens": 2})).json()
     body = json.dumps({"input": "two", "previous_response_id": first["id"], "max_output_tokens": 2}).encode()
