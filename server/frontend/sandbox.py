@@ -91,8 +91,8 @@ class Sandbox(Generic[T]):
                 except ConnectionResetError:
                     break
                 except TimeoutError:
-                    mine.settimeout(None)
                     if reported:
+                        mine.settimeout(None)
                         with contextlib.suppress(OSError):
                             os.setpriority(os.PRIO_PROCESS, _PID.unpack_from(reported)[0], _NICENESS)
                     continue

@@ -93,7 +93,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._phase: Literal["headers", "body"] | None = None
         self._begun = 0.0
         self._num_bytes = 0
-        """Since the phase has begun."""
+        """Received since the phase began, or since the last one ended."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -117,25 +117,15 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._phase is None and (self.cycle is None or self.cycle.response_complete):
             self._begin("headers")
-        if self._phase == "headers":
-            self._num_bytes += len(data)
+        self._num_bytes += len(data)
         super().data_received(data)
-        if self._phase == "headers" and self._num_bytes > MAX_HEADER_BYTES:
+        if self._phase != "body" and self._num_bytes > MAX_HEADER_BYTES:
             text = f"the headers have more than {MAX_HEADER_BYTES >> 10} KiB"
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
-
-    def on_message_begin(self) -> None:
-        if self._phase != "headers":
-            self._begin("headers")
-        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._begin("body")
         super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._num_bytes += len(body)
-        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._end_phase()
@@ -143,14 +133,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _begin(self, phase: Literal["headers", "body"]) -> None:
         self._end_phase()
-        self._phase, self._begun, self._num_bytes = phase, self.loop.time(), 0
+        self._phase, self._begun = phase, self.loop.time()
         limits = self._limits
         self._timer = self.loop.call_later(
             limits.header_seconds if phase == "headers" else limits.body_seconds, self._on_time
         )
 
     def _end_phase(self) -> None:
-        self._phase = None
+        self._phase, self._num_bytes = None, 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

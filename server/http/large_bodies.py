@@ -164,7 +164,8 @@ class BodyRoute(APIRoute):
             except Answered as answered:
                 return answered.response
             finally:
-                body.release()
+                if body.large is not None:
+                    body.release()
 
         return handle_body
 
@@ -175,7 +176,7 @@ class _BodyRequest(Request):
     def __init__(self, request: Request, route: BodyRoute) -> None:
         super().__init__(request.scope, request.receive)
         self._route = route
-        self._large: _LargeBody | None = None
+        self.large: _LargeBody | None = None
 
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -183,35 +184,35 @@ class _BodyRequest(Request):
             bodies.start()
             body = b""
             async for chunk in self.stream():
-                if self._large is None and len(body) + len(chunk) <= LARGE_BODY:
+                if self.large is None and len(body) + len(chunk) <= LARGE_BODY:
                     body += chunk
                     continue
-                if self._large is None:
-                    self._large = _LargeBody(bodies, body)
-                self._large.add(chunk)
-            if self._large is not None or bodies.takes(body):
+                if self.large is None:
+                    self.large = _LargeBody(bodies, body)
+                self.large.add(chunk)
+            if self.large is not None or bodies.takes(body):
                 if self._route.needs_engine:
                     self.app.state.quire.frontend.client.admit()
                 self._json = await while_connected(self.receive, self._process(bodies, body))
-                if self._large is not None:
-                    body = self._large.content() if self._route.keeps_body else b"{}"
+                if self.large is not None:
+                    body = self.large.content() if self._route.keeps_body else b"{}"
                     self.release()
             self._body = body
         return self._body
 
     async def _process(self, bodies: LargeBodies, small: bytes) -> Any:
         prepare = self._route.prepare
-        with memoryview(small) if self._large is None else self._large.view() as body:
+        with memoryview(small) if self.large is None else self.large.view() as body:
             found = await bodies.process(prepare, body)
             if isinstance(found, Continued) and (stored := bodies.responses.get(found.response_id)) is not None:
                 found = await bodies.process(prepare, body, stored.conversation)
         return found.body if isinstance(found, Continued) else found
 
     def release(self) -> None:
-        """Release the memory of a large body."""
-        if self._large is not None:
-            self._large.close()
-            self._large = None
+        """Release the memory of the large body."""
+        assert self.large is not None
+        self.large.close()
+        self.large = None
 
 
 class _LargeBody:
