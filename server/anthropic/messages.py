@@ -25,6 +25,7 @@ from quire.server.frontend.generation import Generation
 from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
+from quire.server.frontend.tools import MAX_TOOLS
 from quire.server.http.content_blocks import (
     BlockClosed,
     BlockDelta,
@@ -39,6 +40,7 @@ from quire.server.http.response import EventStreamResponse, part, while_connecte
 from quire.server.http.state import AppState
 from quire.server.openai.chat import ChatRequest
 from quire.server.openai.protocol import (
+    MAX_MESSAGES,
     Int64,
     LenientModel,
     ProcessedBody,
@@ -176,6 +178,7 @@ class CountTokensRequest(ProcessedBody, LenientModel):
 
     names: ClassVar[Mapping[str, str]] = _NAMES
     embeds: ClassVar[bool | None] = False
+    max_items: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
 
     model: str
     messages: Annotated[list[MessageTurn], Field(fail_fast=True)]

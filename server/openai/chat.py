@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -15,7 +15,7 @@ from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import ChatInput, GenerationInput
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.frontend.tokenizer import Tokenizer
-from quire.server.frontend.tools import read_tool_use
+from quire.server.frontend.tools import MAX_TOOLS, read_tool_use
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState
@@ -58,6 +58,8 @@ class ChatMessage(LenientModel):
 
 class ChatRequest(GenerationRequest):
     """The body of a chat completion request."""
+
+    max_items: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -108,6 +108,8 @@ class ProcessedBody(BaseModel):
     """Chat's parameters as this API calls them."""
     embeds: ClassVar[bool | None] = None
     """Whether the route needs a model that embeds, or one that generates; None: either."""
+    max_items: ClassVar[Mapping[str, int]] = {}
+    """The maximum length of lists, which is checked before anything else in a large body."""
     _processed: Processed | None = PrivateAttr(None)
 
     async def process(self, admit: Callable[[], InputProcessor]) -> Any:
@@ -138,7 +140,11 @@ class ProcessedBody(BaseModel):
 
     @classmethod
     def validated(cls, value: Any) -> Self:
-        """Validate parsed JSON; raises `RequestValidationError`."""
+        """Validate parsed JSON; raises `RequestValidationError`, and `InvalidParameter` for a list that is too long."""
+        for name, most in cls.max_items.items():
+            given = value.get(name) if isinstance(value, dict) else None
+            if isinstance(given, list) and len(given) > most:
+                raise InvalidParameter(f"{name}: at most {most} are allowed, got {len(given)}", name)
         try:
             return cls.model_validate(value, from_attributes=True)  # as FastAPI does
         except ValidationError as error:

@@ -23,6 +23,7 @@ from quire.server.frontend.generation import Generation
 from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
+from quire.server.frontend.tools import MAX_TOOLS
 from quire.server.http.content_blocks import (
     BlockClosed,
     BlockDelta,
@@ -38,6 +39,7 @@ from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.chat import ChatRequest
 from quire.server.openai.protocol import (
+    MAX_MESSAGES,
     Int64,
     LenientModel,
     ProcessedBody,
@@ -140,6 +142,7 @@ class ResponsesRequest(ProcessedBody, LenientModel):
 
     names: ClassVar[Mapping[str, str]] = _NAMES
     embeds: ClassVar[bool | None] = False
+    max_items: ClassVar[Mapping[str, int]] = {"input": 4 * MAX_MESSAGES, "tools": MAX_TOOLS}
     _earlier: list[dict[str, Any]] = PrivateAttr(default_factory=list)
     """The conversation that this request continues."""
 

@@ -128,6 +128,16 @@ async def test_nothing_is_spent_on_a_request_that_is_not_admitted(
         assert server.state.bodies.num_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "count"),
+    [(CHAT, "messages", 5000), (RESPONSES, "input", 17_000), ("/v1/messages", "messages", 5000)],
+)
+async def test_long_lists_are_not_even_validated(server: Server, path: str, name: str, count: int) -> None:
+    status, text = await post(server, path, json.dumps({name: ["no message"] * count}).encode())
+    assert status == 400
+    assert f"{name}: at most" in text
+
+
 async def test_a_stored_response_is_continued(server: Server, elsewhere: list[int]) -> None:
     first = (await server.http.post(RESPONSES, json={"input": "one", "max_output_tokens": 2})).json()
     body = json.dumps({"input": "two", "previous_response_id": first["id"], "max_output_tokens": 2}).encode()
