@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
@@ -31,6 +32,24 @@ def watch_stdin(on_end: Callable[[], None]) -> None:
 def set_name(name: str) -> None:
     """Set the process name shown in ps and top; the kernel keeps 15 characters."""
     Path("/proc/self/comm").write_text(name)
+
+
+def hide_arguments(secrets: Iterable[str]) -> bool:
+    """Overwrite these command-line arguments, which every user of the host can read (ps), with asterisks.
+
+    Returns whether there were any. The kernel shows the memory of the arguments (proc(5): arg_start, arg_end).
+    """
+    arguments = hidden = Path("/proc/self/cmdline").read_bytes()
+    for secret in filter(None, map(os.fsencode, secrets)):
+        # a whole argument, or what follows an equals sign
+        hidden = re.sub(rb"(?<=[\0=])" + re.escape(secret) + rb"(?=\0)", b"*" * len(secret), hidden)
+    if hidden == arguments:
+        return False
+    begin = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45])
+    with open("/proc/self/mem", "r+b", buffering=0) as memory:
+        memory.seek(begin)
+        memory.write(hidden)
+    return True
 
 
 def age() -> float:

@@ -13,6 +13,7 @@ from quire.server.anthropic import messages
 from quire.server.config import ServerOptions, names
 from quire.server.http import errors, sagemaker_vertex, status
 from quire.server.http.api_keys import ApiKeys
+from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.middleware import (
     MIB,
     ApiKeyMiddleware,
@@ -31,8 +32,10 @@ def create_app(state: ServedModel, options: ServerOptions | None = None) -> Fast
     """
     app = _App(title="Quire", version=version("quire"))
     app.state.quire = state
-    for module in (chat, completions, embeddings, messages, responses, tokenize, status, sagemaker_vertex):
-        app.include_router(module.router)
+    routers = [each.router for each in (chat, completions, embeddings, messages, responses, tokenize, sagemaker_vertex)]
+    for router in (*routers, status.router):
+        app.include_router(router)
+    state.routes = [route for router in routers for route in router.routes if isinstance(route, BodyRoute)]
     errors.install(app)
     if options is not None:
         _add_front(app, options, {*status.HEALTH_ROUTES, "/ping", *sagemaker_vertex.add_vertex(app)})
@@ -40,7 +43,8 @@ def create_app(state: ServedModel, options: ServerOptions | None = None) -> Fast
 
 
 class _App(FastAPI):
-    """Passes on the server's own `send`, for streaming after the response has started (see `response.DIRECT_SEND`).
+    """Answers HEAD like GET, and passes on the server's own `send`, for streaming after the response has started (see
+    `response.DIRECT_SEND`).
 
     Its OpenAPI document has the actual error responses instead of FastAPI's own (422).
     """
@@ -64,6 +68,8 @@ class _App(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[DIRECT_SEND] = send
+        if scope.get("method") == "HEAD":  # the HTTP server omits the body
+            scope = {**scope, "method": "GET"}
         await super().__call__(scope, receive, messages.errors_in_shape(scope, send))
 
 

@@ -39,7 +39,7 @@ class ModelOptions:
         None, "Jinja chat template, as a file or as text (default: the model's)", metavar="FILE"
     )
     trust_request_chat_template: bool = flag(
-        False, "accept chat templates in requests; they run in a sandbox, without a time limit"
+        False, "accept chat templates in requests; they run in a sandbox, with limits of time and memory"
     )
     tool_call_parser: Literal[
         "auto",
@@ -111,6 +111,19 @@ class ServerOptions(ModelOptions):
         64.0, "maximum size of a request body, in MiB; larger ones get status 413", metavar="MIB"
     )
 
+    client_header_timeout: float = flag(
+        20.0, "time limit for the headers of a request, and for the first request of a connection", metavar="SECONDS"
+    )
+    client_body_timeout: float = flag(
+        60.0, "time limit for the body of a request, plus one second for each KiB received", metavar="SECONDS"
+    )
+    timeout_keep_alive: int = flag(
+        75, "time after which an idle connection is closed; longer than that of load balancers", metavar="SECONDS"
+    )
+    max_connections_per_client: int | None = flag(
+        None, "maximum number of connections from one address, per API process; further ones get status 429"
+    )
+
     allowed_origins: tuple[str, ...] | None = flag(
         None,
         "CORS: origins that browsers may send requests from, such as https://chat.example (*: all)",
@@ -165,9 +178,12 @@ class ServerOptions(ModelOptions):
             raise ConfigError("--api-key is empty; omit it to run without API keys")
         if self.queue_limit is not None and self.queue_limit < 0:
             raise ConfigError(f"--max-queue {self.max_queue}: must be at least 0, or unlimited")
-        for name, value in (("request-timeout", self.request_timeout), ("max-body-mib", self.max_body_mib)):
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"--{name} {value:g}: must be greater than 0, and finite")
+        for name in (
+            *("request_timeout", "max_body_mib", "client_header_timeout", "client_body_timeout"),
+            *("timeout_keep_alive", "max_connections_per_client"),
+        ):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ConfigError(f"--{name.replace('_', '-')} {value:g}: must be greater than 0, and finite")
         if self.allowed_origins is None:
             for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
                 if getattr(self, name):

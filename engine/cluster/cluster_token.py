@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 import shlex
@@ -18,8 +17,6 @@ from quire.engine.protocol.errors import ConfigError
 
 ENVIRONMENT = "QUIRE_CLUSTER_TOKEN"
 _MIN_LENGTH = 16
-
-logger = logging.getLogger(__name__)
 
 
 def with_cluster_token(options: EngineOptions, *, is_headless: bool = False) -> EngineOptions:
@@ -85,10 +82,6 @@ def _replace(options: EngineOptions, token: str | None) -> EngineOptions:
 def _given(options: EngineOptions) -> str | None:
     """Return the token of the flags or the environment."""
     source, token = "--cluster-token", options.cluster_token
-    if token is not None and token in " ".join(sys.argv):
-        logger.warning(
-            "--cluster-token is visible in the list of processes; use --cluster-token-file or %s", ENVIRONMENT
-        )
     if token is None and options.cluster_token_file is not None:
         source = f"--cluster-token-file {options.cluster_token_file}"
         try:

@@ -112,7 +112,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def compile(self, outputs: StructuredOutputs) -> Grammar:
-        """Return the grammar in its initial state. Raises `GrammarError` if it is invalid or allows no first token."""
+        """Return the grammar in its initial state. Raises `GrammarError` if it is invalid or its first step fails."""
         source = _to_llguidance(outputs)
         with self._lock:
             matcher = self._compiled.get(source)
@@ -159,8 +159,16 @@ class GrammarCompiler:
             raise GrammarError(matcher.get_error().strip())
         first = matcher.deep_copy()  # also fills the tables that every copy shares
         first.compute_ff_tokens()
-        if not np.frombuffer(first.compute_bitmask(), np.uint8).any() or first.is_error():
+        bits = np.unpackbits(np.frombuffer(first.compute_bitmask(), np.uint8), bitorder="little")
+        (tokens,) = np.nonzero(bits)
+        if not len(tokens) or first.is_error():
             raise GrammarError("it can never be satisfied: it allows no first token")
+        for token in {int(tokens[0]), int(tokens[len(tokens) // 2]), int(tokens[-1])}:
+            step = matcher.deep_copy()
+            step.consume_token(token)
+            step.compute_bitmask()
+            if step.is_error():
+                raise GrammarError(f"it fails after its first token: {step.get_error().strip().splitlines()[0]}")
         return matcher
 
     def _vocabulary(self) -> LLTokenizer:
@@ -180,7 +188,8 @@ def _to_llguidance(outputs: StructuredOutputs) -> str:
         if outputs.choice is not None:
             # JSON does not escape DEL, and Lark accepts no control characters.
             choices = (json.dumps(one, ensure_ascii=False).replace("\x7f", r"\u007f") for one in outputs.choice)
-            return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices)}")
+            # A terminal, as each alternative of a rule would be an item of the parser, which has a limit.
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(choices)}")
         if outputs.grammar is not None:
             return grammar_from("grammar", outputs.grammar)
         schema = {"type": "object"} if outputs.json is None else outputs.json

@@ -11,7 +11,7 @@ import json
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import pydantic_core
@@ -25,6 +25,7 @@ from quire.server.frontend.generation import Generation
 from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
+from quire.server.frontend.tools import MAX_TOOLS
 from quire.server.http.content_blocks import (
     BlockClosed,
     BlockDelta,
@@ -34,12 +35,22 @@ from quire.server.http.content_blocks import (
     ContentBlocks,
 )
 from quire.server.http.errors import describe, json_response
+from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import EventStreamResponse, part, while_connected
 from quire.server.http.state import AppState
 from quire.server.openai.chat import ChatRequest
-from quire.server.openai.protocol import Int64, LenientModel, StrictModel, reject_extra, renamed_params, variant
+from quire.server.openai.protocol import (
+    MAX_MESSAGES,
+    Int64,
+    LenientModel,
+    ProcessedBody,
+    StrictModel,
+    reject_extra,
+    renamed_params,
+    variant,
+)
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 ROUTE = "/v1/messages"
 """Errors on paths with this route use Anthropic's format."""
@@ -162,11 +173,15 @@ class MessageOutputConfig(StrictModel):
     format: MessageFormat | None = None
 
 
-class CountTokensRequest(LenientModel):
+class CountTokensRequest(ProcessedBody, LenientModel):
     """The body of a request to count a conversation's tokens."""
 
+    names: ClassVar[Mapping[str, str]] = _NAMES
+    embeds: ClassVar[bool | None] = False
+    max_items: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
+
     model: str
-    messages: list[MessageTurn]
+    messages: Annotated[list[MessageTurn], Field(fail_fast=True)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
@@ -210,12 +225,11 @@ class CountTokensRequest(LenientModel):
     def _sampling(self) -> dict[str, Any]:
         return {}
 
-    async def process(self, admit: Callable[[], InputProcessor]) -> GenerationInput:
-        """Process the request like a chat; raises `InvalidParameter`."""
+    async def process_here(self, admit: Callable[[], InputProcessor]) -> GenerationInput:
         thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
         chat, places = self.as_chat(), [place for place, _ in self._conversation()]
         with renamed_params(_NAMES, places):
-            return await chat.process(admit, thinking)
+            return await chat.process_here(admit, thinking)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -242,7 +256,7 @@ class MessagesRequest(CountTokensRequest):
 async def messages(body: MessagesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, in Anthropic's format."""
     model = state.check_model(body.model)
-    chat = await body.process(state.frontend.admit)
+    chat: GenerationInput = await body.process(state.frontend.admit)
     message_id = f"msg_{uuid.uuid4().hex}"
     generation = state.frontend.generate(message_id, chat)
     message = _MessageFormatter(message_id, model, len(chat.prompts[0]))
@@ -258,7 +272,7 @@ async def count_tokens(body: CountTokensRequest, state: AppState) -> Response:
     maximum.
     """
     state.check_model(body.model)
-    chat = await body.process(lambda: state.frontend.input_processor)
+    chat: GenerationInput = await body.process(lambda: state.frontend.input_processor)
     return json_response({"input_tokens": len(chat.prompts[0])})
 
 

@@ -28,10 +28,6 @@ from quire.server.frontend.engine_client import SHUTTING_DOWN
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.output_stream import EngineUnavailable
 
-_KEEP_ALIVE_SECONDS = 75
-"""Longer than clients and load balancers keep idle connections, so that they do not reuse a connection that the server
-has just closed.
-"""
 _CLOSE_SECONDS = 5
 """Time for responses to be sent after their requests have ended."""
 _POLL_SECONDS = 0.05
@@ -42,6 +38,7 @@ logger = logging.getLogger(__name__)
 def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ...]) -> uvicorn.Server:
     """Create the HTTP server of a frontend, the same in every API process. The caller handles signals."""
     from quire.server.app import create_app
+    from quire.server.http import connection
     from quire.server.http.state import ServedModel
 
     http = uvicorn.Server(
@@ -49,11 +46,11 @@ def http_server(frontend: Frontend, options: ServerOptions, names: tuple[str, ..
             create_app(ServedModel(frontend, names), options),
             log_config=None,
             access_log=options.log_level == "debug",
-            http="httptools",
+            http=connection.protocol(options),  # type: ignore[arg-type]  # a class, for uvicorn
             ws="none",
             lifespan="off",
             timeout_graceful_shutdown=_CLOSE_SECONDS,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_keep_alive=options.timeout_keep_alive,
             ssl_keyfile=options.ssl_keyfile,
             ssl_certfile=options.ssl_certfile,
             ssl_ca_certs=options.ssl_ca_certs,

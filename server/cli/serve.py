@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 
@@ -15,6 +16,8 @@ from quire.server.cli import flags
 from quire.server.cli.listen import listen
 from quire.server.config import ServerOptions
 from quire.server.http.api_keys import ApiKeys
+
+logger = logging.getLogger(__name__)
 
 DEMO_NAME = "quire-demo"
 """Name of the bundled model if no other is set."""
@@ -44,6 +47,11 @@ def run(parsed: argparse.Namespace) -> int:
     begun = time.monotonic()
     options, server = read_options(parsed)
     log.setup(server.log_level, "serve")
+    if process.hide_arguments((*(server.api_key or ()), options.cluster_token or "")):
+        logger.warning(
+            "ps has shown the secrets of the command line to all users; use --api-key-file or QUIRE_API_KEY, and "
+            "--cluster-token-file or QUIRE_CLUSTER_TOKEN"
+        )
     server.check()
     options = with_cluster_token(options, is_headless=server.headless)
     if server.headless and options.nnodes == 1:

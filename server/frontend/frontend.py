@@ -48,6 +48,7 @@ class Frontend:
         self.client = client
         self.metrics = metrics
         self.process_info = process_info
+        self.formats = formats
         self._serials = itertools.count()
         self._open: weakref.WeakValueDictionary[str, Generation | Embedding] = weakref.WeakValueDictionary()
         """By the caller's id."""

@@ -8,7 +8,7 @@ import json
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -25,10 +25,11 @@ from quire.server.frontend.inputs import (
     ContextLengthExceeded,
     EmbeddingOptions,
     GenerationInput,
+    Processed,
     Prompt,
     RequestOptions,
 )
-from quire.server.frontend.structured_outputs import StructuredOutputCheck
+from quire.server.frontend.structured_outputs import SizeCheck, StructuredOutputCheck
 from quire.server.frontend.tokenizer import Tokenizer
 from quire.server.frontend.tools import ToolUse
 from quire.server.parsers.output_parser import OutputFormat
@@ -42,6 +43,8 @@ _SHORT = 2048
 """Characters and token ids that are processed on the event loop. More are processed in a thread, so that other streams
 do not wait.
 """
+MAX_PROMPT_TOKENS = 2**21
+"""Tokens of all prompts or inputs of a request. A single prompt may have as many as the model allows."""
 _TAIL = 16
 """Tokens at a prompt's end that may contain a marker that opens or closes reasoning."""
 
@@ -49,7 +52,8 @@ _TAIL = 16
 class InputProcessor:
     """Converts requests to the engine's input. Raises `InvalidParameter` for anything that the model cannot do.
 
-    `sampling_defaults` are the sampling parameters that the model's generation_config.json sets.
+    `sampling_defaults` are the sampling parameters that the model's generation_config.json sets. `structured` checks
+    structured outputs; default: by compiling them.
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class InputProcessor:
         templates: ChatTemplates | None,
         model: ModelConfig,
         formats: ChatFormats,
+        structured: StructuredOutputCheck | SizeCheck | None = None,
     ) -> None:
         source = templates.choose(has_tools=True).source if templates else ""
         self.tokenizer = tokenizer
@@ -68,21 +73,35 @@ class InputProcessor:
         self.sampling_defaults = _sampling_defaults(model.path)
         self._templates = templates
         self._trusts_templates = formats.trust_request_chat_template
-        self._structured = StructuredOutputCheck(model)
+        self._structured = structured or StructuredOutputCheck(model)
         self._eos = model.eos_token_ids
         self._vocab_size = model.architecture.vocab_size
         self._max_logprobs = self._vocab_size if model.max_logprobs < 0 else min(model.max_logprobs, self._vocab_size)
 
     @staticmethod
-    def load(model: ModelConfig, formats: ChatFormats) -> InputProcessor:
+    def load(model: ModelConfig, formats: ChatFormats, structured: SizeCheck | None = None) -> InputProcessor:
         """Load tokenizer and chat template; raises `ConfigError`."""
         tokenizer = Tokenizer.load(model.tokenizer, model.trust_remote_code)
         templates = ChatTemplates.load(model.tokenizer, tokenizer, formats.chat_template)
-        return InputProcessor(tokenizer, templates, model, formats)
+        return InputProcessor(tokenizer, templates, model, formats, structured)
 
     def close(self) -> None:
         """Stop the process that compiles grammars."""
         self._structured.close()
+
+    async def resolve(self, processed: Processed) -> Any:
+        """Return the value of a request that another process has processed, when its structured outputs are checked."""
+        for outputs, param in processed.unresolved:
+            resolved = await self._structured.resolve_in_thread(outputs, param)
+            for name in outputs.__struct_fields__:
+                setattr(outputs, name, getattr(resolved, name))
+        return processed.value
+
+    def take_unresolved(self) -> Sequence[tuple[StructuredOutputs, str]]:
+        """Return what this processor, which checks sizes only, has left to `resolve` of another one."""
+        assert isinstance(self._structured, SizeCheck)
+        left, self._structured.unresolved = self._structured.unresolved, []
+        return left
 
     # --- generation ---------------------------------------------------------------------------------------------
 
@@ -100,8 +119,12 @@ class InputProcessor:
         max_tokens = params.max_tokens if options.reject_long_output else None
 
         def tokenize() -> list[list[int]]:
-            ids = [self._token_ids(prompt, "prompt", add_special_tokens) for prompt in prompts]
-            return [self._fit(each, "prompt", last, max_tokens) for each in ids]
+            tokenized, total = [], 0
+            for prompt in prompts:
+                ids = self._token_ids(prompt, "prompt", last, add_special_tokens)
+                tokenized.append(self._fit(ids, "prompt", last, max_tokens))
+                total = self._add_tokens(total, tokenized[-1], "prompt")
+            return tokenized
 
         tokenized = await run_in_thread(sum(map(len, prompts)), tokenize)
         if (outputs := params.structured_outputs) is not None:
@@ -121,7 +144,8 @@ class InputProcessor:
         last = self._num_kept(options.truncate_prompt_tokens, params.max_tokens)
         max_tokens = params.max_tokens if options.reject_long_output else None
         prompt = await run_in_thread(
-            _length(chat.messages, chat.tools), lambda: self._fit(self._render(chat), "messages", last, max_tokens)
+            _length(chat.messages, chat.tools),
+            lambda: self._fit(self._render(chat, last), "messages", last, max_tokens),
         )
         output_format = self._output_format(chat, prompt)
         if (answer := params.structured_outputs) is not None:
@@ -167,8 +191,8 @@ class InputProcessor:
             )
         return truncate
 
-    def _render(self, chat: ChatInput) -> list[int]:
-        """Return the token ids of a conversation, by default up to the start of the assistant's answer."""
+    def _render(self, chat: ChatInput, last: int | None, is_limited: bool = True) -> list[int]:
+        """Return a conversation's token ids, by default up to the start of the answer: at least the `last` ones."""
         if (own := chat.template.chat_template) is not None:
             if not self._trusts_templates:
                 raise InvalidParameter(
@@ -186,7 +210,32 @@ class InputProcessor:
         else:
             template = self._templates.choose(bool(chat.tools))
         text = conversation.render(template, chat.messages, chat.tools, chat.template, chat.tool_use is not None)
+        if is_limited:
+            text = self._cut(text, "messages", last)
         return self.tokenizer.encode(text, add_special_tokens=chat.template.add_special_tokens)
+
+    def _cut(self, text: str, param: str, last: int | None, side: Literal["left", "right"] = "left") -> str:
+        """Return the part of a text that its `last` tokens may represent; rejects a text that is certainly too long."""
+        longest = self.tokenizer.max_characters
+        if longest is None:
+            return text
+        if last is not None:
+            kept = 2 * longest * (last + 1)  # so that what is kept is tokenized as in the whole text
+            return text[-kept:] if side == "left" else text[:kept]
+        if (least := len(text) // longest) > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.max_model_len} tokens, output included, but the "
+                f"prompt has at least {least}",
+                param,
+            )
+        return text
+
+    def _add_tokens(self, total: int, ids: Sequence[int], param: str) -> int:
+        """Count a prompt; rejects too many tokens in one request."""
+        total += len(ids)
+        if total > (most := max(MAX_PROMPT_TOKENS, self.max_model_len)):
+            raise InvalidParameter(f"{param}: more than {most} tokens in one request; send several requests", param)
+        return total
 
     def _fit(self, ids: list[int], param: str, last: int | None, max_tokens: int | None) -> list[int]:
         """Return the `last` token ids; rejects a prompt that is empty, or too long together with its output."""
@@ -255,10 +304,16 @@ class InputProcessor:
         return StructuredOutputs(grammar=grammar)
 
     def _bad_word_ids(self, params: SamplingParams) -> list[list[int]]:
-        """Return the token ids of `bad_words`; rejects unknown ids, and bad words that exclude every allowed token."""
+        """Return the token ids of `bad_words`, and remove duplicates from the other lists.
+
+        Rejects unknown ids, and bad words that exclude every allowed token.
+        """
         self._check_ids(params.stop_token_ids, "stop_token_ids")
         self._check_ids(params.logit_bias, "logit_bias")
         self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        params.stop_token_ids = [*dict.fromkeys(params.stop_token_ids)]
+        if params.allowed_token_ids is not None:
+            params.allowed_token_ids = [*dict.fromkeys(params.allowed_token_ids)]
         bad = [ids for word in params.bad_words for ids in self._bad_word(word)]
         forbidden = {ids[0] for ids in bad if len(ids) == 1}
         if params.min_tokens:
@@ -285,9 +340,9 @@ class InputProcessor:
                 f"{param}: token id {bad} is not in the model's vocabulary (0 to {self._vocab_size - 1})", param
             )
 
-    def _token_ids(self, prompt: Prompt, param: str, add_special_tokens: bool) -> list[int]:
+    def _token_ids(self, prompt: Prompt, param: str, last: int | None, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return self.tokenizer.encode(self._cut(prompt, param, last), add_special_tokens=add_special_tokens)
         try:
             return [operator.index(token_id) for token_id in prompt]
         except TypeError:
@@ -298,7 +353,9 @@ class InputProcessor:
     async def tokenize_chat(self, chat: ChatInput, truncate: int | None, max_tokens: int | None) -> list[int]:
         """Return a conversation's token ids as `process_chat` does, without a length limit."""
         last = self._num_kept(truncate, max_tokens)
-        ids = await run_in_thread(_length(chat.messages, chat.tools), lambda: self._render(chat))
+        ids = await run_in_thread(
+            _length(chat.messages, chat.tools), lambda: self._render(chat, last, is_limited=False)
+        )
         return ids if last is None else ids[-last:]
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -330,7 +387,11 @@ class InputProcessor:
         prefix = self._embedding_prefix(options.prompt_name)
 
         def render() -> list[list[int]]:
-            return [self._embedding_ids(given, prefix, options, param) for param, given in inputs.items()]
+            rendered, total = [], 0
+            for param, given in inputs.items():
+                rendered.append(self._embedding_ids(given, prefix, options, param))
+                total = self._add_tokens(total, rendered[-1], "input")
+            return rendered
 
         return await run_in_thread(sum(len(given) + len(prefix) for given in inputs.values()), render)
 
@@ -347,7 +408,7 @@ class InputProcessor:
             raise InvalidParameter(f"{param} must not be empty: there is nothing to embed", param)
         if isinstance(given, str):
             text = (prefix + given).lower() if self.pooling.lower_case else prefix + given
-            specials = options.add_special_tokens
+            text, specials = self._cut(text, param, limit, side), options.add_special_tokens
             if limit is None:
                 ids = self.tokenizer.encode(text, add_special_tokens=specials)
             else:
@@ -355,7 +416,7 @@ class InputProcessor:
             if not ids:
                 raise InvalidParameter(f"{param} has no tokens: there is nothing to embed", param)
         else:
-            ids = self._token_ids(given, param, False)
+            ids = self._token_ids(given, param, None, False)
             ids = ids if limit is None else ids[:limit] if side == "right" else ids[-limit:]
         if len(ids) > self.max_model_len:
             raise ContextLengthExceeded(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.engine.protocol.sampling_params import SamplingParams
+from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.server.frontend.conversation import ChatTemplateOptions, Message
 from quire.server.frontend.tools import ToolUse
 from quire.server.parsers.output_parser import OutputFormat
@@ -72,3 +72,13 @@ class EmbeddingOptions:
     """The side that truncation removes."""
     prompt_name: str | None = None
     """Which of the model's prompts to put before a text; None: its default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processed:
+    """A request that another process has processed, except for what the first one caches."""
+
+    value: Any
+    """What processing the request returns."""
+    unresolved: Sequence[tuple[StructuredOutputs, str]]
+    """The structured outputs in `value`, not compiled yet, with the names of their parameters."""

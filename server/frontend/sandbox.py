@@ -7,6 +7,7 @@ of the helper; one fork always waits for the next question. The kernel kills a f
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import gc
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -49,24 +50,29 @@ class Sandbox(Generic[T]):
     """Answers questions by `make(argument)`. `ask` blocks, and is safe to call from several threads at once.
 
     `make` and `argument` are pickled; the helper imports the module of `make`. `seconds` is the processor time limit of
-    an answer.
+    an answer, and `memory` its memory limit in bytes, in addition to what is prepared. `niceness` lowers the scheduling
+    priority of everything.
     """
 
-    def __init__(self, make: Callable[[T], Answer], argument: T, seconds: float) -> None:
-        self._order = pickle.dumps((make, argument, seconds))
+    def __init__(
+        self,
+        make: Callable[[T], Answer],
+        argument: T,
+        seconds: float,
+        memory: int = MAX_MEMORY,
+        niceness: int = 0,
+    ) -> None:
+        self._order = pickle.dumps(niceness) + pickle.dumps((make, argument, seconds, memory))
         self._lock = threading.Lock()
         self._helper: tuple[socket.socket, weakref.finalize[Any, Any]] | None = None
 
     def ask(self, question: bytes) -> bytes:
         """Return the answer; raises `SandboxStopped`, and `OSError` if no process can be started."""
-        for _ in range(2):  # the helper may just have died
-            if (reported := self._ask(question)) is not None:
-                break
-        else:
-            raise OSError(errno.EAGAIN, "the helper process cannot answer")
-        if not reported.endswith(b"."):
-            raise SandboxStopped
-        return reported[:-1]
+        return _answer_of(self._ask(question) or self._ask(question))  # twice, as the helper may just have died
+
+    async def ask_async(self, *question: bytes | memoryview) -> bytes:
+        """Like `ask`, on the event loop, for a question in parts. Cancelling it kills the process that answers."""
+        return _answer_of(await self._ask_async(question) or await self._ask_async(question))
 
     def _ask(self, question: bytes) -> bytes | None:
         """Return the answer of a fork, or None if the helper cannot be reached."""
@@ -85,15 +91,47 @@ class Sandbox(Generic[T]):
                 except ConnectionResetError:
                     break
                 except TimeoutError:
-                    mine.settimeout(None)
                     if reported:
+                        mine.settimeout(None)
                         with contextlib.suppress(OSError):
                             os.setpriority(os.PRIO_PROCESS, _PID.unpack_from(reported)[0], _NICENESS)
                     continue
                 if not part:
                     break
                 reported += part
-        return reported[_PID.size :] if reported else None
+        return reported or None
+
+    async def _ask_async(self, question: Sequence[bytes | memoryview]) -> bytes | None:
+        loop, reported = asyncio.get_running_loop(), bytearray()
+        mine, theirs = socket.socketpair()
+        with mine:
+            mine.setblocking(False)
+            await asyncio.to_thread(self._hand_over, theirs)
+            try:
+                reported += await loop.sock_recv(mine, _PID.size)
+                for part in question if reported else ():
+                    await loop.sock_sendall(mine, part)
+                mine.shutdown(socket.SHUT_WR)
+                while part := await loop.sock_recv(mine, 2**18):
+                    reported += part
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+            except asyncio.CancelledError:
+                if reported:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(_PID.unpack_from(reported)[0], signal.SIGKILL)
+                raise
+        return bytes(reported) or None
+
+    def _hand_over(self, channel: socket.socket) -> None:
+        with channel:
+            self._pass_socket(channel)
+
+    def start(self) -> None:
+        """Start the helper, unless it runs, so that the first question need not wait for it."""
+        with self._lock:
+            if self._helper is None:
+                self._start()
 
     def close(self) -> None:
         """Stop the helper and its forks; pending `ask` calls raise `SandboxStopped`. The next question starts a new
@@ -127,7 +165,8 @@ class Sandbox(Generic[T]):
                 [sys.executable, "-P", "-c", _HELPER, str(theirs.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads do not survive a fork
+                # Threads do not survive a fork.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
                 start_new_session=True,
             )
             undone.pop_all()
@@ -135,6 +174,15 @@ class Sandbox(Generic[T]):
         assert helper.stdin is not None
         with contextlib.suppress(BrokenPipeError), helper.stdin:
             helper.stdin.write(self._order)
+
+
+def _answer_of(reported: bytes | None) -> bytes:
+    """What a fork has answered, from what it has reported: its process id, the answer and a full stop."""
+    if reported is None:
+        raise OSError(errno.EAGAIN, "the helper process cannot answer")
+    if not reported.endswith(b".") or len(reported) == _PID.size:
+        raise SandboxStopped
+    return reported[_PID.size : -1]
 
 
 def _end(control: socket.socket, helper: subprocess.Popen[bytes]) -> None:
@@ -157,7 +205,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
     process.set_name("quire-helper")
-    make, argument, seconds = pickle.load(sys.stdin.buffer)
+    try:
+        os.nice(pickle.load(sys.stdin.buffer))  # first, as the next line imports much
+        make, argument, seconds, memory = pickle.load(sys.stdin.buffer)
+    except EOFError:  # who asks has died
+        return
     answer: Answer = make(argument)
     gc.collect()
     gc.freeze()
@@ -168,19 +220,20 @@ def main() -> None:
         is_busy, idle = os.pipe()
         if os.fork() == 0:
             os.close(is_busy)
-            _answer(answer, control, idle, seconds)
+            _answer(answer, control, idle, seconds, memory)
         os.close(idle)
         os.read(is_busy, 1)  # until the fork closes its end: it has received a question, or has died
         os.close(is_busy)
 
 
-def _answer(answer: Answer, control: socket.socket, idle: int, seconds: float) -> NoReturn:
+def _answer(answer: Answer, control: socket.socket, idle: int, seconds: float, memory: int) -> NoReturn:
     """Main function of a fork: read a question to its end; write the process id, the answer and a full stop."""
     code = 1
+    gc.disable()
     try:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_MEMORY, used + MAX_MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
         _, channels, _, _ = socket.recv_fds(control, 1, 1)
         control.close()
         os.close(idle)

@@ -192,6 +192,28 @@ class StructuredOutputCheck:
             raise EngineUnavailable(f"structured outputs cannot be checked now: {error}") from None
 
 
+class SizeCheck:
+    """In place of `StructuredOutputCheck`: checks sizes only, and leaves the rest to another process."""
+
+    def __init__(self) -> None:
+        self.unresolved: list[tuple[StructuredOutputs, str]] = []
+        """What is to be resolved, in this order, and the parameters that it is about."""
+
+    async def resolve_in_thread(
+        self, outputs: StructuredOutputs, param: str = "structured_outputs"
+    ) -> StructuredOutputs:
+        """Return the structured outputs as they are; raises `InvalidParameter` if they are too large."""
+        with _about(param):
+            _check_sizes(outputs)
+            if isinstance(outputs.json, dict):
+                _check_schema_size(outputs.json)
+        self.unresolved.append((outputs, param))
+        return outputs
+
+    def close(self) -> None:
+        """There is no process."""
+
+
 @contextlib.contextmanager
 def _about(param: str) -> Iterator[None]:
     """Convert errors to `InvalidParameter` about this parameter."""
@@ -268,9 +290,7 @@ def _checked_schema(schema: Any) -> dict[str, Any]:
         schema = {} if schema else {"not": {}}
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema must be an object, not {type(schema).__name__}")
-    _check_depth(schema)
-    if len(json.dumps(schema, ensure_ascii=False).encode(errors="replace")) > MAX_SCHEMA_BYTES:
-        raise ValueError(f"the schema has more than {MAX_SCHEMA_BYTES} bytes")
+    _check_schema_size(schema)
     checked = _SchemaWalk(schema).result()
     return {"x-guidance": JSON_OPTIONS, **checked}
 
@@ -482,7 +502,7 @@ def _check_sizes(outputs: StructuredOutputs) -> None:
         raise ValueError("choice must not be empty")
 
 
-def _check_depth(schema: Any) -> None:
+def _check_schema_size(schema: Any) -> None:
     level = [schema]
     for _ in range(MAX_SCHEMA_DEPTH + 1):
         level = [
@@ -492,8 +512,11 @@ def _check_depth(schema: Any) -> None:
             if isinstance(each, dict | list)
         ]
         if not level:
-            return
-    raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+            break
+    else:
+        raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+    if len(json.dumps(schema, ensure_ascii=False).encode(errors="replace")) > MAX_SCHEMA_BYTES:
+        raise ValueError(f"the schema has more than {MAX_SCHEMA_BYTES} bytes")
 
 
 def _keywords(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
 from quire.engine.config.model_files import read_json
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
@@ -57,10 +59,25 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return a text's token ids; with `add_special_tokens` as the model expects a prompt (usually with bos)."""
         try:
-            ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike encode, encode_batch releases the interpreter lock.
+            (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError:  # raised for a str that cannot be encoded as UTF-8
             raise _surrogate_error() from None
+        ids: list[int] = encoding.ids
         return ids
+
+    @cached_property
+    def max_characters(self) -> int | None:
+        """The most characters of a text that one token represents; None if that is unlimited or unknown."""
+        parts = _text_parts(self.backend)
+        is_byte_level = any(part["type"] == "ByteLevel" for part in parts) or getattr(
+            self.backend.model, "byte_fallback", False
+        )
+        strips = any(token.lstrip or token.rstrip for _, token in self._added.values())
+        if not isinstance(self.backend.model, BPE) or not is_byte_level or strips or not all(map(_is_lossless, parts)):
+            return None  # BERT's tokenizer drops spaces, others represent any number of unknown characters by a token
+        composed = 4 if any(part["type"] == "NFC" for part in parts) else 1
+        return composed * max(map(len, self.backend.get_vocab()))
 
     def encode_within(
         self, text: str, limit: int, *, add_special_tokens: bool, side: Literal["left", "right"]
@@ -76,7 +93,7 @@ class Tokenizer:
                 "truncate_prompt_tokens",
             )
         try:
-            encoding = self.backend.encode(text, add_special_tokens=False)
+            (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=False)
         except TypeError:
             raise _surrogate_error() from None
         encoding.truncate(room, direction=side)
@@ -86,7 +103,8 @@ class Tokenizer:
     def offsets(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return where in `text` each token of `encode` starts. Added special tokens are between characters."""
         begins, end = [], 0
-        for start, stop in self.backend.encode(text, add_special_tokens=add_special_tokens).offsets:
+        (encoding,) = self.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        for start, stop in encoding.offsets:
             begins.append(min(start, end) if start < stop else end)
             end = max(end, stop)
         return begins
@@ -157,6 +175,24 @@ class _Pieces(dict[int, str]):
                 text = ""
         self[token_id] = text
         return text
+
+
+def _text_parts(backend: Backend) -> list[dict[str, Any]]:
+    """The normalizers and pre-tokenizers as in tokenizer.json."""
+    states = [json.loads(part.__getstate__()) for part in (backend.normalizer, backend.pre_tokenizer) if part]
+    return [part for state in states for part in state.get("normalizers") or state.get("pretokenizers") or [state]]
+
+
+def _is_lossless(part: dict[str, Any]) -> bool:
+    """Return whether a normalizer or pre-tokenizer drops no characters; NFC composes some."""
+    match part:
+        case {"type": "ByteLevel" | "Metaspace" | "Digits" | "NFC" | "Prepend"}:
+            return True
+        case {"type": "Split" | "Punctuation", "behavior": behavior}:
+            return bool(behavior != "Removed")
+        case {"type": "Replace", "pattern": {"String": before}, "content": after}:
+            return len(before) <= len(after)
+    return False
 
 
 def _surrogate_error() -> InvalidParameter:

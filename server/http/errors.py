@@ -20,6 +20,9 @@ from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
 RETRY_AFTER_SECONDS = 2
 """Value of the Retry-After header when the queue is full."""
 
+_MAX_TEXT = 2000
+"""Characters of a message."""
+
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "description": "An error in the format of the OpenAI API.",
@@ -57,8 +60,12 @@ class ApiError(HTTPException):
 
 
 def error_object(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error, also sent as an event when a stream fails."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """The body of an error, also sent as an event when a stream fails. Long texts, as of a request, are cut."""
+    return {"error": {"message": _cut(message), "type": kind, "param": param and _cut(param), "code": code}}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT // 2]} … {text[-_MAX_TEXT // 4 :]}"
 
 
 def describe(error: Exception) -> tuple[int, dict[str, Any]]:

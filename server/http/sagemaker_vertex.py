@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -17,8 +18,10 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import Receive, Scope, Send
 
 from quire.engine.protocol.errors import ConfigError, InvalidParameter
+from quire.server.frontend.input_processor import InputProcessor
 from quire.server.http import in_process, status
 from quire.server.http.errors import json_response
+from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.state import AppState
 
 ROUTES = (
@@ -33,7 +36,36 @@ MAX_INSTANCES = 1024
 MAX_COPIED_BYTES = 64 * 2**20
 """Maximum size of all copies of `parameters`, of which every instance gets one."""
 
-router = APIRouter()
+
+async def _prepare_forwarded(body: Any, processor: InputProcessor, stored: bytes | None) -> Any:
+    """Keep only the names of the fields, which select a route."""
+    return dict.fromkeys(body) if isinstance(body, dict) else body
+
+
+async def _prepare_prediction(body: Any, processor: InputProcessor, stored: bytes | None) -> Any:
+    if isinstance(body, dict) and "instances" in body:
+        return {"instances": _Instances(_instances(body))}
+    return await _prepare_forwarded(body, processor, stored)
+
+
+class _ForwardRoute(BodyRoute):
+    keeps_body = True
+    prepare = staticmethod(_prepare_forwarded)
+
+
+class _PredictRoute(BodyRoute):
+    keeps_body = True
+    prepare = staticmethod(_prepare_prediction)
+
+
+@dataclass(frozen=True)
+class _Instances:
+    """The routes and bodies of instances that another process has read."""
+
+    asked: list[tuple[str, bytes]]
+
+
+router = APIRouter(route_class=_ForwardRoute)
 
 
 @router.get("/ping")
@@ -60,7 +92,7 @@ def add_vertex(app: FastAPI) -> set[str]:
             raise ConfigError(f"environment variable {name}={path}: expected a path such as /predict")
     health, prediction = routes.values()
     if prediction and not in_process.serves(app, "POST", prediction):
-        app.add_api_route(prediction, predict, methods=["POST"])
+        app.router.add_api_route(prediction, predict, methods=["POST"], route_class_override=_PredictRoute)
     if not health or in_process.serves(app, "GET", health):
         return set()
     app.add_api_route(health, ping, methods=["GET"])
@@ -75,6 +107,18 @@ async def predict(body: dict[str, Any], request: Request) -> Response:
     """
     if "instances" not in body:
         return await invocations(body, request)
+    found = body["instances"]
+    asked = found.asked if isinstance(found, _Instances) else _instances(body)
+    replies = await asyncio.gather(
+        *(in_process.post(request.app, *each, like=request.scope, receive=request.receive) for each in asked)
+    )
+    if failed := next((reply for reply in replies if reply.status != 200), None):
+        return Response(bytes(failed.body), failed.status, media_type="application/json")
+    return json_response({"predictions": [msgspec.Raw(reply.body) for reply in replies]})
+
+
+def _instances(body: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+    """Return route and body of each instance."""
     instances = body["instances"]
     parameters = {} if body.get("parameters") is None else body["parameters"]
     if not isinstance(instances, list) or not 1 <= len(instances) <= MAX_INSTANCES:
@@ -87,13 +131,7 @@ async def predict(body: dict[str, Any], request: Request) -> Response:
             "allowed; send fewer instances, or put long values into the instances that need them",
             "parameters",
         )
-    asked = [_instance(instance, parameters, f"instances[{at}]") for at, instance in enumerate(instances)]
-    replies = await asyncio.gather(
-        *(in_process.post(request.app, *each, like=request.scope, receive=request.receive) for each in asked)
-    )
-    if failed := next((reply for reply in replies if reply.status != 200), None):
-        return Response(bytes(failed.body), failed.status, media_type="application/json")
-    return json_response({"predictions": [msgspec.Raw(reply.body) for reply in replies]})
+    return [_instance(instance, parameters, f"instances[{at}]") for at, instance in enumerate(instances)]
 
 
 def _instance(instance: Any, parameters: Mapping[str, Any], where: str) -> tuple[str, bytes]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated
 
 from fastapi import Depends, Request
 
 from quire.server.frontend.frontend import Frontend
 from quire.server.http.errors import ModelNotFound
+from quire.server.http.large_bodies import BodyRoute, LargeBodies
 from quire.server.http.response_store import ResponseStore
 
 
@@ -21,6 +24,13 @@ class ServedModel:
     model_names: tuple[str, ...]
     responses: ResponseStore = field(default_factory=ResponseStore)
     created: int = field(default_factory=lambda: int(time.time()))
+    routes: Sequence[BodyRoute] = ()
+    """The routes with bodies; set by the application."""
+
+    @cached_property
+    def bodies(self) -> LargeBodies:
+        """The processes for large bodies, which start with the first request."""
+        return LargeBodies(self.frontend.config.model, self.frontend.formats, self.routes, self.responses)
 
     def check_model(self, name: str | None) -> str:
         """Return the model name for the response; raises `ModelNotFound` for another model."""

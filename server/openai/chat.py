@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -15,14 +15,15 @@ from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import ChatInput, GenerationInput
 from quire.server.frontend.output_processor import TextDelta
 from quire.server.frontend.tokenizer import Tokenizer
-from quire.server.frontend.tools import read_tool_use
+from quire.server.frontend.tools import MAX_TOOLS, read_tool_use
+from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState
 from quire.server.openai.logprobs import MIN_LOGPROB, TokenNames, prompt_logprobs_object
 from quire.server.openai.protocol import MAX_MESSAGES, GenerationRequest, Int64, LenientModel
 from quire.server.parsers.events import ToolCall
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 class AssistantFunction(LenientModel):
@@ -58,7 +59,9 @@ class ChatMessage(LenientModel):
 class ChatRequest(GenerationRequest):
     """The body of a chat completion request."""
 
-    messages: list[ChatMessage]
+    max_items: ClassVar[Mapping[str, int]] = {"messages": MAX_MESSAGES, "tools": MAX_TOOLS}
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     """Default: up to the model's maximum length. Takes precedence over `max_tokens`, which means the same."""
     logprobs: bool | None = False
@@ -132,10 +135,9 @@ class ChatRequest(GenerationRequest):
             shows_reasoning=self.include_reasoning is not False,
         )
 
-    async def process(self, admit: Callable[[], InputProcessor], thinking: bool | None = None) -> GenerationInput:
-        """Process the request; all conversation APIs call this after converting their requests to chat.
-
-        `admit` is `Frontend.admit`. It is called when the request is known to be supported, before it is rendered.
+    async def process_here(self, admit: Callable[[], InputProcessor], thinking: bool | None = None) -> GenerationInput:
+        """See `ProcessedBody`; `thinking` as in `chat_input`. All conversation APIs convert their requests to chat and
+        call this.
         """
         self.reject_unsupported()
         processor = admit()
@@ -152,7 +154,7 @@ class ChatRequest(GenerationRequest):
 async def chat_completions(body: ChatRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation."""
     model = state.check_model(body.model)
-    chat = await body.process(state.frontend.admit)
+    chat: GenerationInput = await body.process(state.frontend.admit)
     request_id = body.response_id("chatcmpl")
     generation = state.frontend.generate(request_id, chat)
     formatter = _ChatFormatter(state.frontend.input_processor.tokenizer, body, chat.prompts[0])

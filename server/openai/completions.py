@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -12,15 +12,17 @@ from pydantic import Field
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.logprobs import TokenLogprobs
 from quire.engine.protocol.sampling_params import MAX_N, SamplingParams
-from quire.server.frontend.inputs import Prompt
+from quire.server.frontend.input_processor import InputProcessor
+from quire.server.frontend.inputs import GenerationInput, Prompt
 from quire.server.frontend.output_processor import Detokenizer, TextDelta
 from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import GenerationResponse, Usage
 from quire.server.http.state import AppState
 from quire.server.openai.logprobs import MIN_LOGPROB, TokenNames, prompt_logprobs_object
 from quire.server.openai.protocol import MAX_SEQUENCES, GenerationRequest, Int64, ManyTokenIds, Texts, TokenIds
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 class CompletionRequest(GenerationRequest):
@@ -73,6 +75,20 @@ class CompletionRequest(GenerationRequest):
             )
         return prompts
 
+    async def process_here(self, admit: Callable[[], InputProcessor]) -> _ProcessedCompletion:
+        self.reject_unsupported()
+        processor = admit()
+        given, special = self.prompts(), self.add_special_tokens is not False
+        completion = await processor.process_prompts(
+            given, self.params(processor.sampling_defaults), self.request_options(), add_special_tokens=special
+        )
+        if not self.echo:
+            return _ProcessedCompletion(completion, None)
+        is_whole = self.truncate_prompt_tokens is None
+        texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
+        spelled = completion.prompts, texts, special, completion.params
+        return _ProcessedCompletion(completion, await asyncio.to_thread(_spell, processor.tokenizer, *spelled))
+
     def _prompts(self) -> list[Prompt]:
         match self.prompt:
             case str(text):
@@ -89,18 +105,9 @@ class CompletionRequest(GenerationRequest):
 async def completions(body: CompletionRequest, request: Request, state: AppState) -> Response:
     """Complete one or more prompts."""
     model = state.check_model(body.model)
-    body.reject_unsupported()
-    processor = state.frontend.admit()
-    given, special = body.prompts(), body.add_special_tokens is not False
-    completion = await processor.process_prompts(
-        given, body.params(processor.sampling_defaults), body.request_options(), add_special_tokens=special
-    )
-    tokenizer, prompts = processor.tokenizer, completion.prompts
-    echoes = None
-    if body.echo:
-        is_whole = body.truncate_prompt_tokens is None
-        texts = [prompt if isinstance(prompt, str) and is_whole else None for prompt in given]
-        echoes = await asyncio.to_thread(_spell, tokenizer, prompts, texts, special, completion.params)
+    processed: _ProcessedCompletion = await body.process(state.frontend.admit)
+    completion, echoes = processed
+    tokenizer, prompts = state.frontend.input_processor.tokenizer, completion.prompts
     request_id = body.response_id("cmpl")
     generation = state.frontend.generate(request_id, completion)
     formatter = _CompletionFormatter(tokenizer, body, prompts, echoes)
@@ -116,6 +123,13 @@ class _Echo(NamedTuple):
     text: str
     offsets: list[int]
     """Character position of each token in the text."""
+
+
+class _ProcessedCompletion(NamedTuple):
+    """The engine's input, and the prompts to repeat."""
+
+    completion: GenerationInput
+    echoes: Sequence[_Echo] | None
 
 
 def _spell(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
@@ -15,13 +16,24 @@ from quire.engine.config.pooling import Pooling
 from quire.engine.protocol.engine_core import EngineCoreOutput
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.embedding_output import VectorOptions, to_json
+from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import EmbeddingOptions, Prompt
 from quire.server.http.errors import json_response
+from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.response import while_connected
 from quire.server.http.state import AppState
-from quire.server.openai.protocol import MAX_PROMPTS, Int64, LenientModel, ManyTokenIds, Texts, TokenIds, schema_extra
+from quire.server.openai.protocol import (
+    MAX_PROMPTS,
+    Int64,
+    LenientModel,
+    ManyTokenIds,
+    ProcessedBody,
+    Texts,
+    TokenIds,
+    schema_extra,
+)
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     # vLLM's, with the values that have no effect
@@ -33,10 +45,11 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class EmbeddingRequest(LenientModel):
+class EmbeddingRequest(ProcessedBody, LenientModel):
     """What to embed, and how."""
 
     model_config = ConfigDict(json_schema_extra=schema_extra((), _UNSUPPORTED))
+    embeds: ClassVar[bool | None] = True
 
     input: Annotated[
         str | Texts | TokenIds | ManyTokenIds,
@@ -94,6 +107,10 @@ class EmbeddingRequest(LenientModel):
                 raise InvalidParameter("input must not be empty: there is nothing to embed", "input")
         return {f"input[{at}]": each for at, each in enumerate(self.input)}  # type: ignore[misc]  # not a list[int]
 
+    async def process_here(self, admit: Callable[[], InputProcessor]) -> list[list[int]]:
+        self.reject_unsupported()
+        return await admit().process_embeddings(self.inputs(), self.rendering(), self.vectors())
+
     def vectors(self) -> VectorOptions:
         """The output options of vectors."""
         normalize = self.use_activation if self.normalize is None else self.normalize
@@ -113,9 +130,8 @@ class EmbeddingRequest(LenientModel):
 async def embeddings(body: EmbeddingRequest, request: Request, state: AppState) -> Response:
     """Compute the embedding vectors of one or more texts, with an embedding model."""
     model = state.check_model(body.model)
-    body.reject_unsupported()
-    processor, vectors = state.frontend.admit(embeds=True), body.vectors()
-    prompts = await processor.process_embeddings(body.inputs(), body.rendering(), vectors)
+    prompts: list[list[int]] = await body.process(partial(state.frontend.admit, embeds=True))
+    processor, vectors = state.frontend.input_processor, body.vectors()
     request_id = f"embd-{body.request_id or uuid.uuid4().hex}"
     with state.frontend.embed(request_id, prompts, body.priority or 0, body.cache_salt) as embedding:
         outputs = await while_connected(request.receive, embedding.vectors())

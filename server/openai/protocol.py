@@ -6,13 +6,15 @@ import contextlib
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
-from quire.server.frontend.inputs import RequestOptions
+from quire.server.frontend.input_processor import InputProcessor
+from quire.server.frontend.inputs import Processed, RequestOptions
 from quire.server.http.response import StreamUsage
 
 _HARMLESS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -54,6 +56,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": (),
 }
 
+_SHORT = 1024
+"""Characters of a string that a processed body keeps."""
 MAX_MESSAGES = 4096
 """Messages of a chat."""
 MAX_PROMPTS = 2048
@@ -94,6 +98,71 @@ class StrictModel(BaseModel):
     """A body, or part of one, without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class ProcessedBody(BaseModel):
+    """A body that another process may have processed, if it is large (`quire.server.http.large_bodies`)."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+    names: ClassVar[Mapping[str, str]] = {}
+    """Chat's parameters as this API calls them."""
+    embeds: ClassVar[bool | None] = None
+    """Whether the route needs a model that embeds, or one that generates; None: either."""
+    max_items: ClassVar[Mapping[str, int]] = {}
+    """The maximum length of lists, which is checked before anything else in a large body."""
+    _processed: Processed | None = PrivateAttr(None)
+
+    async def process(self, admit: Callable[[], InputProcessor]) -> Any:
+        """Return what the route needs of the input processor.
+
+        `admit` is `Frontend.admit`. It is called when the request is known to be supported, before it is rendered.
+        """
+        if self._processed is None:
+            return await self.process_here(admit)
+        with renamed_params(self.names):
+            return await admit().resolve(self._processed)
+
+    async def process_here(self, admit: Callable[[], InputProcessor]) -> Any:
+        """`process` in this process."""
+        raise NotImplementedError
+
+    @classmethod
+    async def prepare(cls, value: Any, processor: InputProcessor, stored: bytes | None) -> Any:
+        """Validate and process parsed JSON; returns the body as it is sent to the process that asks."""
+        return await cls.validated(value).prepared(processor)
+
+    async def prepared(self, processor: InputProcessor) -> Self:
+        """Process this body; returns it reduced. The first process rejects what the model cannot do at all."""
+        if self.embeds is not None and self.embeds != (processor.pooling is not None):
+            return self.reduced(None)
+        value = await self.process_here(lambda: processor)
+        return self.reduced(Processed(value=value, unresolved=processor.take_unresolved()))
+
+    @classmethod
+    def validated(cls, value: Any) -> Self:
+        """Validate parsed JSON; raises `RequestValidationError`, and `InvalidParameter` for a list that is too long."""
+        for name, most in cls.max_items.items():
+            given = value.get(name) if isinstance(value, dict) else None
+            if isinstance(given, list) and len(given) > most:
+                raise InvalidParameter(f"{name}: at most {most} are allowed, got {len(given)}", name)
+        try:
+            return cls.model_validate(value, from_attributes=True)  # as FastAPI does
+        except ValidationError as error:
+            problems = error.errors(include_url=False)
+            raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in problems]) from None
+
+    def reduced(self, processed: Processed | None) -> Self:
+        """Return a copy with `processed`, and with only those fields that are small."""
+        kept = {name: value for name in type(self).model_fields if _is_small(value := getattr(self, name))}
+        body = self.model_construct(**kept)
+        body._processed = processed
+        return body
+
+
+def _is_small(value: Any) -> bool:
+    return (
+        len(value) <= _SHORT if isinstance(value, str) else isinstance(value, bool | int | float | StreamOptions | None)
+    )
 
 
 class StreamOptions(StrictModel):
@@ -151,10 +220,11 @@ class StructuredOutputsFormat(StrictModel):
         return StructuredOutputs(**self.model_dump(by_alias=True))
 
 
-class GenerationRequest(LenientModel):
+class GenerationRequest(ProcessedBody, LenientModel):
     """The common parameters of chat and completions. None: the model's default, or else the API's."""
 
     model_config = ConfigDict(json_schema_extra=schema_extra(_HARMLESS, _UNSUPPORTED))
+    embeds: ClassVar[bool | None] = False
 
     model: str | None = None
     """Optional, as the server has one model. Any of its names is accepted; the response repeats it."""

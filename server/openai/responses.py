@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 from starlette.types import Send
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.server.frontend.generation import Generation
+from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import GenerationInput
 from quire.server.frontend.output_stream import EngineUnavailable, RequestFailed
+from quire.server.frontend.tools import MAX_TOOLS
 from quire.server.http.content_blocks import (
     BlockClosed,
     BlockDelta,
@@ -31,14 +33,24 @@ from quire.server.http.content_blocks import (
     ContentBlocks,
 )
 from quire.server.http.errors import ResponseNotFound, json_response
+from quire.server.http.large_bodies import BodyRoute, Continued
 from quire.server.http.response import EventStreamResponse, part, while_connected
 from quire.server.http.response_store import StoredResponse
 from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.chat import ChatRequest
-from quire.server.openai.protocol import Int64, LenientModel, StrictModel, reject_extra, renamed_params, variant
+from quire.server.openai.protocol import (
+    MAX_MESSAGES,
+    Int64,
+    LenientModel,
+    ProcessedBody,
+    StrictModel,
+    reject_extra,
+    renamed_params,
+    variant,
+)
 from quire.server.openai.responses_input import InputTurns, is_json_object
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 _HARMLESS: Mapping[str, Any] = {
     "background": (False,),
@@ -64,6 +76,10 @@ _INCLUDABLE = ("reasoning.encrypted_content",)
 """Clients that store their conversations request this in order to send the reasoning back. It is returned as plain
 text.
 """
+
+_ECHOED = ("user", "safety_identifier", "prompt_cache_key")
+MAX_ECHOED = 1024
+"""Characters of a field without effect that the response repeats."""
 
 _Status = Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
 
@@ -112,11 +128,26 @@ class ResponseReasoning(StrictModel):
     generate_summary: None = None
 
 
-class ResponsesRequest(LenientModel):
+class _ProcessedResponse(NamedTuple):
+    """The engine's input, and what the response repeats of the request."""
+
+    chat: GenerationInput
+    echoed: dict[str, Any]
+    conversation: bytes | None
+    """The chat messages up to the answer, without instructions, as JSON; None: not to be stored."""
+
+
+class ResponsesRequest(ProcessedBody, LenientModel):
     """The body of a request for a response."""
 
+    names: ClassVar[Mapping[str, str]] = _NAMES
+    embeds: ClassVar[bool | None] = False
+    max_items: ClassVar[Mapping[str, int]] = {"input": 4 * MAX_MESSAGES, "tools": MAX_TOOLS}
+    _earlier: list[dict[str, Any]] = PrivateAttr(default_factory=list)
+    """The conversation that this request continues."""
+
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[list[dict[str, Any]], Field(fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     temperature: float | None = None
@@ -130,16 +161,51 @@ class ResponsesRequest(LenientModel):
     store: bool | None = None
     stream: bool | None = None
     include: list[str] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM extension, as in chat."""
 
-    def conversation(self, state: ServedModel) -> InputTurns:
+    @classmethod
+    async def prepare(cls, value: Any, processor: InputProcessor, stored: bytes | None) -> Any:
+        """See `ProcessedBody`."""
+        body = cls.validated(value)
+        if body.previous_response_id is not None:
+            if stored is None:
+                return Continued(body.previous_response_id, body.reduced(None))
+            body._earlier = msgspec.json.decode(stored)
+        return await body.prepared(processor)
+
+    def find_earlier(self, state: ServedModel) -> None:
+        """Find the conversation that this request continues; raises `InvalidParameter`."""
+        if self.previous_response_id is not None and self._processed is None:
+            self._earlier = _earlier(self.previous_response_id, state)
+
+    async def process_here(self, admit: Callable[[], InputProcessor]) -> _ProcessedResponse:
+        turns = self.conversation()
+        with renamed_params(_NAMES, self.places(turns)):
+            chat = await self.as_chat(turns.messages).process_here(admit)
+        echoed = self.echoed_fields()
+        try:
+            _encode(echoed)
+            conversation = _encode(turns.messages) if self.store is not False else None
+        except (UnicodeEncodeError, OverflowError, ValueError, RecursionError) as error:
+            raise InvalidParameter(f"the request cannot be converted to JSON: {error}") from None
+        return _ProcessedResponse(chat, echoed, conversation)
+
+    def conversation(self) -> InputTurns:
         """The chat messages up to the answer, without instructions; raises `InvalidParameter`."""
         reject_extra(self, _HARMLESS)
+        for name in _ECHOED:
+            if len(str((self.model_extra or {}).get(name))) > MAX_ECHOED:
+                raise InvalidParameter(f"{name}: at most {MAX_ECHOED} characters are allowed", name)
         if other := next((name for name in self.include or () if name not in _INCLUDABLE), None):
             raise InvalidParameter(f"include: {other} is not supported", "include")
-        turns = InputTurns([] if self.previous_response_id is None else _earlier(self.previous_response_id, state))
+        turns = InputTurns(self._earlier)
         if isinstance(self.input, str):
             turns.add({"role": "user", "content": self.input}, "input")
         else:
@@ -204,12 +270,10 @@ class ResponsesRequest(LenientModel):
 async def create_response(body: ResponsesRequest, request: Request, state: AppState) -> Response:
     """Generate an answer to a conversation, or continue an earlier response."""
     model = state.check_model(body.model)
-    turns = body.conversation(state)
-    asked = body.as_chat(turns.messages)
-    with renamed_params(_NAMES, body.places(turns)):
-        chat = await asked.process(state.frontend.admit)
-    response = _ResponseFormatter(body, model, chat, turns.messages, state)
-    generation = state.frontend.generate(response.id, chat)
+    body.find_earlier(state)
+    processed: _ProcessedResponse = await body.process(state.frontend.admit)
+    response = _ResponseFormatter(model, processed, state)
+    generation = state.frontend.generate(response.id, processed.chat)
     if body.stream:
         return EventStreamResponse(generation, partial(response.write_events, generation), end=b"")
     with generation:
@@ -254,14 +318,8 @@ async def delete_response(response_id: str, state: AppState) -> Response:
 class _ResponseFormatter:
     """Formats a response while it is generated."""
 
-    def __init__(
-        self,
-        body: ResponsesRequest,
-        model: str,
-        chat: GenerationInput,
-        conversation: list[dict[str, Any]],
-        state: ServedModel,
-    ) -> None:
+    def __init__(self, model: str, processed: _ProcessedResponse, state: ServedModel) -> None:
+        chat = processed.chat
         self.id = f"resp_{uuid.uuid4().hex}"
         self._store = state.responses
         self._prompt_tokens = len(chat.prompts[0])
@@ -280,13 +338,9 @@ class _ResponseFormatter:
             "incomplete_details": None,
             "temperature": chat.params.temperature,
             "top_p": chat.params.top_p,
-            **body.echoed_fields(),
+            **processed.echoed,
         }
-        try:
-            _encode(self._fields)
-            self._conversation = _encode(conversation) if body.store is not False else None
-        except (UnicodeEncodeError, OverflowError, ValueError, RecursionError) as error:
-            raise InvalidParameter(f"the request cannot be converted to JSON: {error}") from None
+        self._conversation = processed.conversation
 
     def object(self) -> dict[str, Any]:
         """The response so far."""

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Response
-from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from quire.engine.protocol.errors import InvalidParameter
-from quire.server.http.errors import json_response
-from quire.server.http.state import AppState
+from quire.server.frontend.input_processor import InputProcessor
+from quire.server.http.large_bodies import BodyRoute
+from quire.server.http.state import AppState, ServedModel
 from quire.server.openai.chat import ChatRequest
-from quire.server.openai.protocol import LenientModel, StrictModel
+from quire.server.openai.protocol import LenientModel, ProcessedBody, StrictModel
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
-class TokenizeRequest(LenientModel):
+class TokenizeRequest(ProcessedBody, LenientModel):
     """A `prompt`, or the `messages` (and `tools`) of a chat; then all other fields of a chat are accepted too."""
 
     model: str | None = None
@@ -32,42 +34,48 @@ class TokenizeRequest(LenientModel):
     def chat(self) -> ChatRequest:
         """Convert to a chat request; rejects what chat rejects."""
         mine = {"prompt", "return_token_strs"}
-        try:
-            return ChatRequest.model_validate(self.model_dump(exclude_unset=True, exclude=mine))
-        except ValidationError as error:
-            raise RequestValidationError([{**each, "loc": ("body", *each["loc"])} for each in error.errors()]) from None
+        return ChatRequest.validated(self.model_dump(exclude_unset=True, exclude=mine))
+
+    async def process_here(self, admit: Callable[[], InputProcessor]) -> bytes:
+        processor = admit()
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidParameter("expected either prompt or messages", "prompt")
+        if self.prompt is not None:
+            for name in self.model_extra or ():
+                raise InvalidParameter(f"{name} is not a parameter of /tokenize with a prompt", name)
+            tokens = await processor.tokenize(self.prompt, add_special_tokens=self.add_special_tokens is not False)
+        else:
+            chat = self.chat()
+            chat.reject_unsupported()
+            tokens = await processor.tokenize_chat(chat.chat_input(), chat.truncate_prompt_tokens, chat.longest)
+        strings = await processor.names(tokens) if self.return_token_strs else None
+        found = {"count": len(tokens), "max_model_len": processor.max_model_len, "tokens": tokens}
+        return msgspec.json.encode(found | {"token_strs": strings})
 
 
-class DetokenizeRequest(StrictModel):
+class DetokenizeRequest(ProcessedBody, StrictModel):
     """Token ids."""
 
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+
+    async def process_here(self, admit: Callable[[], InputProcessor]) -> bytes:
+        return msgspec.json.encode({"prompt": await admit().detokenize(self.tokens, "tokens")})
 
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, state: AppState) -> Response:
     """Return the token ids of a prompt or a chat, which may exceed the model's maximum length."""
     state.check_model(body.model)
-    processor = state.frontend.input_processor
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidParameter("expected either prompt or messages", "prompt")
-    if body.prompt is not None:
-        for name in body.model_extra or ():
-            raise InvalidParameter(f"{name} is not a parameter of /tokenize with a prompt", name)
-        tokens = await processor.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
-    else:
-        chat = body.chat()
-        chat.reject_unsupported()
-        tokens = await processor.tokenize_chat(chat.chat_input(), chat.truncate_prompt_tokens, chat.longest)
-    strings = await processor.names(tokens) if body.return_token_strs else None
-    return json_response(
-        {"count": len(tokens), "max_model_len": processor.max_model_len, "tokens": tokens, "token_strs": strings}
-    )
+    return await _response(body, state)
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, state: AppState) -> Response:
     """Return the text of token ids, including special tokens."""
     state.check_model(body.model)
-    return json_response({"prompt": await state.frontend.input_processor.detokenize(body.tokens, "tokens")})
+    return await _response(body, state)
+
+
+async def _response(body: ProcessedBody, state: ServedModel) -> Response:
+    return Response(await body.process(lambda: state.frontend.input_processor), media_type="application/json")

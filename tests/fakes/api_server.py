@@ -9,11 +9,12 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.server.cli.api_process import http_server
@@ -23,6 +24,7 @@ from quire.server.frontend.chat_formats import ChatFormats
 from quire.server.frontend.frontend import Frontend
 from quire.server.frontend.inputs import ChatInput
 from quire.server.frontend.tokenizer import Tokenizer
+from quire.server.http.state import ServedModel
 from tests.fakes import fake_core
 from tests.fakes.configs import TINY, engine_config
 from tests.fakes.tokenizers import write_model
@@ -39,6 +41,7 @@ class Server:
     frontend: Frontend
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
+    state: ServedModel
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -129,7 +132,7 @@ async def run_server(
                 http_client=openai.DefaultAsyncHttpxClient(verify=TLS),
             ) as client,
         ):
-            yield Server(url, frontend, client, http)
+            yield Server(url, frontend, client, http, cast(FastAPI, server.config.app).state.quire)
     finally:
         frontend.client.fail("the test is over")
         over.set()

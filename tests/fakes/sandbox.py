@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -14,13 +15,19 @@ T = TypeVar("T")
 class InProcessSandbox:
     """In place of `quire.server.frontend.sandbox.Sandbox`, without its limits."""
 
-    def __init__(self, make: Callable[[T], Answer], argument: T, seconds: float) -> None:
+    def __init__(self, make: Callable[[T], Answer], argument: T, seconds: float, *limits: int) -> None:
         self._make = partial(make, argument)
         self._answer: Answer | None = None
 
     def ask(self, question: bytes) -> bytes:
         self._answer = self._answer or self._make()
         return self._answer(question)
+
+    async def ask_async(self, *question: bytes | memoryview) -> bytes:
+        return await asyncio.to_thread(self.ask, b"".join(question))
+
+    def start(self) -> None:
+        """There is no process."""
 
     def close(self) -> None:
         """There is no process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.server.frontend import structured_outputs
+from quire.server.http import large_bodies
 from tests.fakes.api_server import config, core_mode, free_port, model_folder, server
 from tests.fakes.sandbox import InProcessSandbox
 
@@ -14,3 +15,4 @@ __all__ = ["config", "core_mode", "free_port", "model_folder", "server"]
 @pytest.fixture(autouse=True)
 def sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_outputs, "Sandbox", InProcessSandbox)
+    monkeypatch.setattr(large_bodies, "Sandbox", InProcessSandbox)

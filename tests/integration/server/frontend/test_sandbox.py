@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -59,6 +61,33 @@ def test_what_takes_too_much_is_stopped_alone(answering: Make, failure: str) -> 
             with pytest.raises(SandboxStopped):
                 one.result()
     assert picky.ask(b"fine") == b"fine"
+
+
+async def test_questions_are_answered_on_the_event_loop(answering: Make) -> None:
+    picky = answering(f"q + b'!' if q else {FOR_EVER}")
+    large = os.urandom(3_000_000)
+    assert await picky.ask_async(b"a", memoryview(large)[:2_000_000], b"b") == b"a" + large[:2_000_000] + b"b!"
+    with pytest.raises(SandboxStopped):
+        await picky.ask_async(b"")
+    assert await asyncio.gather(*(picky.ask_async(b"%d" % at) for at in range(50))) == [b"%d!" % at for at in range(50)]
+
+
+async def test_a_cancelled_question_kills_its_fork(answering: Make, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    busy = answering(f"open({str(begun)!r}, 'w').write(str(__import__('os').getpid())) and {FOR_EVER}", seconds=60)
+    asked = asyncio.create_task(busy.ask_async(b""))
+    while not (begun.exists() and begun.read_text()):
+        await asyncio.sleep(0.001)
+    fork = psutil.Process(int(begun.read_text()))
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert psutil.wait_procs([fork], timeout=10)[0]
+
+
+def test_a_helper_may_give_way_to_others(answering: Make) -> None:
+    with contextlib.closing(Sandbox(eval, "lambda q: b'%d' % __import__('os').nice(0)", 1.0, niceness=3)) as nice:
+        assert int(nice.ask(b"")) == min(os.nice(0) + 3, 19)
 
 
 def test_a_helper_that_died_is_replaced(answering: Make) -> None:

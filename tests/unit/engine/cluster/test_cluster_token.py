@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from quire.engine.cluster import cluster_token
 from quire.engine.cluster.cluster_token import ENVIRONMENT, other_command, with_cluster_token
 from quire.engine.config.options import EngineOptions
 from quire.engine.protocol.errors import ConfigError
@@ -112,16 +111,6 @@ def test_the_command_of_many_hosts_leaves_the_number_open() -> None:
     options = EngineOptions(nnodes=4, pipeline_parallel_size=4)
     command = other_command(options, ["quire", "serve", "my model", "--node-rank=0", "--nnodes", "4"])
     assert command == "quire serve 'my model' --nnodes 4 --node-rank R --headless"
-
-
-def test_a_token_on_the_command_line_is_warned_about(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["quire", "serve", "--cluster-token", TOKEN])
-    with caplog.at_level("WARNING", cluster_token.logger.name):
-        assert find(**SECOND, cluster_token=TOKEN) == TOKEN
-    assert "--cluster-token is visible in the list of processes" in caplog.text
-    assert TOKEN not in caplog.text
 
 
 def test_no_secret_is_shown() -> None:

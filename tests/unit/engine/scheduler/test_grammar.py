@@ -94,6 +94,22 @@ def test_choices_may_have_any_character(grammars: GrammarCompiler) -> None:
         assert EOS in allowed(grammars, grammar)
 
 
+def test_thousands_of_choices(grammars: GrammarCompiler) -> None:
+    choices = [f"{'a' * (at % 30)} choice {at}" for at in range(10_000)]
+    for text in (choices[0], choices[-1]):
+        grammar = grammars.compile(StructuredOutputs(choice=choices))
+        for token in ids(text):
+            assert token in allowed(grammars, grammar)
+            grammar.advance([token])
+        assert EOS in allowed(grammars, grammar)
+
+
+def test_a_grammar_whose_first_step_fails_is_rejected(grammars: GrammarCompiler) -> None:
+    rules = " | ".join(f'"x{at}"' for at in range(2500))  # more than the parser can follow at once
+    with pytest.raises(GrammarError, match="it fails after its first token: Parser Error"):
+        grammars.compile(StructuredOutputs(grammar=f"start: {rules}"))
+
+
 def test_many_masks_are_those_of_one_at_a_time(grammars: GrammarCompiler) -> None:
     many = [grammars.compile(StructuredOutputs(regex=regex)) for regex in ("a+", "[b-f]", "x|yz", ".*", "a+")]
     many[-1].advance([letter("a")])

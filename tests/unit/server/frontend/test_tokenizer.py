@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from quire.engine.config.options import DEMO_MODEL
@@ -164,3 +166,28 @@ def test_token_bytes_put_together_are_the_text(kind: Any) -> None:
     tokenizer = wrapped(kind())
     ids = tokenizer.encode("hello wor 中 ü😀", add_special_tokens=False)
     assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == "hello wor 中 ü😀"
+
+
+def test_how_much_text_a_token_represents() -> None:
+    for backend, longest in ((byte_level(), len("<|endoftext|>")), (byte_fallback(), len("<0x00>"))):
+        assert wrapped(backend).max_characters == longest
+    composing = byte_level()
+    composing.normalizer = normalizers.NFC()
+    assert wrapped(composing).max_characters == 4 * len("<|endoftext|>")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda backend: setattr(backend, "normalizer", normalizers.Lowercase()),
+        lambda backend: setattr(backend, "normalizer", normalizers.Replace("  ", " ")),
+        lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.WhitespaceSplit()),
+        lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.Split(" ", "removed")),
+        lambda backend: setattr(backend, "model", models.WordPiece({"[UNK]": 0}, unk_token="[UNK]")),
+        lambda backend: backend.add_tokens([AddedToken("<x>", rstrip=True)]),
+    ],
+)
+def test_tokenizers_that_drop_text(change: Callable[[Backend], object]) -> None:
+    backend = byte_level()
+    change(backend)
+    assert wrapped(backend).max_characters is None

@@ -359,6 +359,8 @@ async def test_what_counts_as_waiting(
         ({"request_timeout": 0.0}, "--request-timeout 0"),
         ({"request_timeout": float("nan")}, "--request-timeout nan"),
         ({"max_body_mib": -1.0}, "--max-body-mib -1"),
+        ({"client_header_timeout": 0.0}, "--client-header-timeout 0: must be greater than 0"),
+        ({"max_connections_per_client": 0}, "--max-connections-per-client 0"),
         ({"allowed_headers": ("X-A",)}, "--allowed-headers requires --allowed-origins"),
         ({"allow_credentials": True}, "--allow-credentials requires --allowed-origins"),
         ({"allowed_origins": ('["a"',)}, '["a": not a list of names, and not valid JSON'),

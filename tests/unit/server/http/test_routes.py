@@ -149,6 +149,25 @@ async def test_ping_is_health(server: Server, config: EngineConfig, core_mode: C
         assert (await loading.http.get("/ping")).status_code == 503
 
 
+async def test_head_is_get_without_a_body(server: Server) -> None:
+    for path, status in (("/health", 200), ("/ping", 200), ("/v1/models", 200), ("/nothing", 404)):
+        head, get = await server.http.head(path), await server.http.get(path)
+        assert (head.status_code, head.content, head.headers["content-type"]) == (
+            status,
+            b"",
+            get.headers["content-type"],
+        )
+    assert (await server.http.head("/v1/completions")).status_code == 405
+
+
+async def test_long_names_are_not_repeated(server: Server) -> None:
+    name = "m" * 60_000
+    for body in ({"model": name, "prompt": "a"}, {"prompt": "a", name: 1}):
+        response = await server.http.post("/v1/completions", json=body)
+        assert response.status_code in (400, 404)
+        assert 1000 < len(response.content) < 5000
+
+
 async def test_invocations_go_where_their_fields_say(server: Server) -> None:
     chat = await post(server, "/invocations", {"messages": USER})
     assert (chat["object"], chat["choices"][0]["message"]["content"]) == ("chat.completion", ECHO)

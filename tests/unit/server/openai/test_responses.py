@@ -180,7 +180,7 @@ async def test_items_become_messages(telling: Server) -> None:
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    turns = ResponsesRequest(input=items).conversation(None)  # type: ignore[arg-type]
+    turns = ResponsesRequest(input=items).conversation()
     chat = ResponsesRequest(input=items).as_chat(turns.messages)
     return [message.model_dump(exclude_none=True) for message in chat.messages]
 

@@ -1,0 +1,284 @@
+"""Large bodies are processed in other processes, which can be stopped.
+
+Parsing, validating, rendering and tokenizing hold the interpreter lock for a long time, or take much memory, if a body
+is large or hostile. So a body above `LARGE_BODY` is not even parsed here. A fork of a helper process (`Sandbox`) does
+everything up to the engine's input, within limits of time and memory, and returns the request without what it has
+processed (`ProcessedBody.reduced`), or a response. It is killed when the client leaves. So is the fork for a request
+that may bring its own chat template.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import mmap
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from quire.engine.config.engine_config import ModelConfig
+from quire.server.frontend.chat_formats import ChatFormats
+from quire.server.frontend.input_processor import InputProcessor
+from quire.server.frontend.sandbox import Answer, Sandbox, SandboxStopped
+from quire.server.frontend.structured_outputs import SizeCheck
+from quire.server.http.errors import ApiError, respond
+from quire.server.http.response import while_connected
+from quire.server.http.response_store import ResponseStore
+
+LARGE_BODY = 64 * 2**10
+"""In bytes. A smaller body is processed in the API process."""
+BODY_SECONDS = 10.0
+"""Processor time limit of processing a large body."""
+BODY_MEMORY = 2**30
+"""Memory limit of processing a large body, in bytes."""
+MAX_BODIES_BYTES = 256 * 2**20
+"""Bytes of all large bodies that an API process holds; further ones get status 503."""
+
+_NICENESS = 10
+"""Lowers the scheduling priority: streams come first."""
+
+Prepare = Callable[[Any, InputProcessor, bytes | None], Coroutine[Any, Any, Any]]
+"""Makes what a route gets of its body: from the parsed JSON, and the stored conversation that it continues, which is
+None at first.
+"""
+
+
+class LargeBodies:
+    """The processes for the large bodies of one API process. They are prepared for `routes`; a request may continue one
+    of the `responses`.
+    """
+
+    def __init__(
+        self, model: ModelConfig, formats: ChatFormats, routes: Sequence[BodyRoute], responses: ResponseStore
+    ) -> None:
+        self.responses = responses
+        prepares = [route.prepare for route in routes if route.body_field is not None]
+        self._sandbox = Sandbox(_make, (model, formats, prepares), BODY_SECONDS, BODY_MEMORY, _NICENESS)
+        self._is_started = False
+        self._free = asyncio.Semaphore(max(2, len(os.sched_getaffinity(0)) // 2))
+        self._templates = formats.trust_request_chat_template
+        self.num_bytes = 0
+        """Bytes of the large bodies that are held now."""
+
+    def start(self) -> None:
+        """Start the helper in the background, unless it has been started."""
+        if not self._is_started:
+            self._is_started = True
+            asyncio.get_running_loop().run_in_executor(None, self._sandbox.start)
+
+    def takes(self, body: bytes) -> bool:
+        """Return whether to process a small body elsewhere, because it may contain a chat template."""
+        return self._templates and (b"chat_template" in body or b"\\u" in body)  # an escape may hide the name
+
+    async def process(self, prepare: Prepare, body: bytes | memoryview, stored: bytes | None = None) -> Any:
+        """Return what `prepare` returns; raises `HTTPException`, and `Answered` with a complete response."""
+        header = pickle.dumps((prepare, stored))
+        try:
+            async with self._free:
+                answer = await self._sandbox.ask_async(header, body)
+        except SandboxStopped:
+            limits = f"{BODY_SECONDS:g} s of processor time or {BODY_MEMORY >> 20} MiB of memory"
+            text = f"the body takes more than {limits} to process; shorten it, or simplify its chat template"
+            raise ApiError(400, text, "body_too_large") from None
+        except OSError as error:
+            raise ApiError(503, f"large bodies cannot be processed now: {error}", "overloaded") from None
+        result = pickle.loads(answer)
+        if isinstance(result, _Raised):
+            raise HTTPException(result.status, result.detail)
+        if isinstance(result, Response):
+            raise Answered(result)
+        return result
+
+    def hold(self, count: int, held: int) -> None:
+        """Count bytes of a body that has `held` already; raises `ApiError` if all bodies have too many together."""
+        if self.num_bytes > held and self.num_bytes + count > MAX_BODIES_BYTES:
+            text = f"the bodies of all requests together have more than {MAX_BODIES_BYTES >> 20} MiB; try again"
+            raise ApiError(503, text, "overloaded", {"Retry-After": "2", "Connection": "close"})
+        self.num_bytes += count
+
+
+class Answered(Exception):
+    """Not an error: the response to a request whose route need not be called."""
+
+    def __init__(self, response: Response) -> None:
+        self.response = response
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The request continues a stored response, whose conversation `prepare` needs; `body` is the request without it."""
+
+    response_id: str
+    body: Any
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """An `HTTPException` of the other process."""
+
+    status: int
+    detail: str
+
+
+class BodyRoute(APIRoute):
+    """A route whose body, a `ProcessedBody`, is processed elsewhere if it is large."""
+
+    keeps_body = False
+    """Whether the route reads the bytes of the body."""
+
+    @property
+    def prepare(self) -> Prepare:
+        """What another process does with a large body."""
+        prepare: Prepare = self._kind.prepare
+        return prepare
+
+    @property
+    def needs_engine(self) -> bool:
+        """Whether the body is a request to the engine."""
+        return getattr(self._kind, "embeds", None) is not None
+
+    @property
+    def _kind(self) -> Any:
+        return self.dependant.body_params[0].field_info.annotation
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+
+        async def handle_body(request: Request) -> Response:
+            body = _BodyRequest(request, self)
+            try:
+                await body.body()  # not by FastAPI, which takes every error for one of parsing
+                return await handle(body)
+            except Answered as answered:
+                return answered.response
+            finally:
+                if body.large is not None:
+                    body.release()
+
+        return handle_body
+
+
+class _BodyRequest(Request):
+    """A request of a `BodyRoute`. If its body is processed elsewhere, its JSON is the result."""
+
+    def __init__(self, request: Request, route: BodyRoute) -> None:
+        super().__init__(request.scope, request.receive)
+        self._route = route
+        self.large: _LargeBody | None = None
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            bodies: LargeBodies = self.app.state.quire.bodies
+            bodies.start()
+            body = b""
+            async for chunk in self.stream():
+                if self.large is None and len(body) + len(chunk) <= LARGE_BODY:
+                    body += chunk
+                    continue
+                if self.large is None:
+                    self.large = _LargeBody(bodies, body)
+                self.large.add(chunk)
+            if self.large is not None or bodies.takes(body):
+                if self._route.needs_engine:
+                    self.app.state.quire.frontend.client.admit()
+                self._json = await while_connected(self.receive, self._process(bodies, body))
+                if self.large is not None:
+                    body = self.large.content() if self._route.keeps_body else b"{}"
+                    self.release()
+            self._body = body
+        return self._body
+
+    async def _process(self, bodies: LargeBodies, small: bytes) -> Any:
+        prepare = self._route.prepare
+        with memoryview(small) if self.large is None else self.large.view() as body:
+            found = await bodies.process(prepare, body)
+            if isinstance(found, Continued) and (stored := bodies.responses.get(found.response_id)) is not None:
+                found = await bodies.process(prepare, body, stored.conversation)
+        return found.body if isinstance(found, Continued) else found
+
+    def release(self) -> None:
+        """Release the memory of the large body."""
+        assert self.large is not None
+        self.large.close()
+        self.large = None
+
+
+class _LargeBody:
+    """A buffer that grows, and returns its memory to the system; malloc would keep that of a Python object."""
+
+    def __init__(self, bodies: LargeBodies, begin: bytes) -> None:
+        self._bodies = bodies
+        self._map = mmap.mmap(-1, 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._size = 0
+        self.add(begin)
+
+    def add(self, chunk: bytes) -> None:
+        """Add bytes; raises `ApiError` if all bodies have too many together."""
+        self._bodies.hold(len(chunk), self._size)
+        self._size += len(chunk)
+        if self._size > len(self._map):
+            self._map.resize(2 * max(self._size, len(self._map)))
+        self._map.write(chunk)
+
+    def view(self) -> memoryview:
+        """The body."""
+        return memoryview(self._map)[: self._size]
+
+    def content(self) -> bytes:
+        """A copy of the body."""
+        return self._map[: self._size]
+
+    def close(self) -> None:
+        """Count it no more. Who still reads it, keeps the memory."""
+        self._bodies.num_bytes -= self._size
+
+
+def _make(argument: tuple[ModelConfig, ChatFormats, Sequence[Prepare]]) -> Answer:
+    """Make the sandbox's function. Unpickling the argument has imported the routes."""
+    model, formats, _ = argument
+    processor = InputProcessor.load(model, formats, SizeCheck())
+    _ = processor.tokenizer.max_characters  # not in each fork again
+
+    def answer(question: bytes) -> bytes:
+        stream = io.BytesIO(question)
+        prepare, stored = pickle.load(stream)
+        return pickle.dumps(_prepared(prepare, stream.read(), processor, stored))
+
+    return answer
+
+
+def _prepared(prepare: Prepare, body: bytes, processor: InputProcessor, stored: bytes | None) -> Any:
+    """What a route gets of this body, or `_Raised`, or a response. Errors are those that FastAPI raises too."""
+    try:
+        return asyncio.run(prepare(_parsed(body), processor, stored))
+    except MemoryError:
+        raise
+    except HTTPException as error:
+        return _Raised(error.status_code, error.detail)
+    except Exception as error:
+        response = respond(error)
+        if response.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
+            traceback.print_exc()
+        return response
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except json.JSONDecodeError as error:
+        problem = {"type": "json_invalid", "loc": ("body", error.pos), "msg": error.msg, "ctx": {"error": error.msg}}
+        raise RequestValidationError([problem]) from None
+    except (ValueError, RecursionError):
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "There was an error parsing the body") from None

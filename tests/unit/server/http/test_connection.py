@@ -1,0 +1,166 @@
+"""Slow clients, and those that open many connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quire.engine.config.engine_config import EngineConfig
+from quire.server.http import connection
+from tests.fakes.api_server import Server, run_server
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = json.dumps({"prompt": "hello", "max_tokens": 2}).encode()
+SOON: Any = {"client_header_timeout": 0.2, "client_body_timeout": 0.2}
+
+
+async def connect(server: Server) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", int(server.url.rpartition(":")[2]))
+
+
+async def rest(reader: asyncio.StreamReader) -> tuple[int, str]:
+    """Status and message of what comes until the connection is closed; 0 if nothing comes."""
+    head, _, body = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
+    return (int(head.split()[1]), json.loads(body)["error"]["message"]) if head else (0, "")
+
+
+@pytest.mark.parametrize("begin", [b"", b"\r\n", b"P", HEAD])
+async def test_headers_that_do_not_come(config: EngineConfig, core_mode: Callable[[str], None], begin: bytes) -> None:
+    async with run_server(config, **SOON) as server:
+        reader, writer = await connect(server)
+        writer.write(begin)
+        assert await rest(reader) == (408, "no request within 0.2 seconds")
+        writer.close()
+
+
+async def test_headers_that_do_not_come_after_a_request(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    async with run_server(config, **SOON) as server:
+        for begin in (b"\r\n", HEAD):
+            reader, writer = await connect(server)
+            writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            await asyncio.sleep(0.3)  # longer than the limit: an idle connection is another matter
+            writer.write(begin)
+            assert b"408" in await asyncio.wait_for(reader.read(), 60)
+            writer.close()
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 99\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
+async def test_a_body_that_does_not_come(config: EngineConfig, core_mode: Callable[[str], None], length: bytes) -> None:
+    async with run_server(config, **SOON) as server:
+        reader, writer = await connect(server)
+        writer.write(HEAD + length)
+        assert await rest(reader) == (408, "the body arrives too slowly")
+        writer.close()
+        assert server.frontend.client.num_open == 0
+
+
+async def test_a_body_that_goes_on_has_time(
+    config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_BODY_RATE", 1)
+    async with run_server(config, **SOON) as server:
+        reader, writer = await connect(server)
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY))
+        for at in range(0, len(BODY), 8):
+            writer.write(BODY[at : at + 8])
+            await asyncio.sleep(0.1)
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+
+async def test_answers_have_time(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    async with run_server(config, **SOON) as server:
+        reader, writer = await connect(server)
+        long = json.dumps({"prompt": "a<hang>", "max_tokens": 2}).encode()
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(long) + long)
+        await asyncio.sleep(0.5)
+        assert not reader.at_eof()
+        assert server.frontend.client.num_open == 1
+        writer.close()
+        while server.frontend.client.num_open:
+            await asyncio.sleep(0.01)
+
+
+async def test_pipelined_requests(server: Server) -> None:
+    reader, writer = await connect(server)
+    writer.write((HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY) * 3)
+    for _ in range(3):
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"200 OK" in head
+        await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+    writer.close()
+
+
+async def test_endless_headers(server: Server) -> None:
+    reader, writer = await connect(server)
+    begin = b"GET / HTTP/1.1\r\nX: "
+    writer.write(begin + b"a" * (connection.MAX_HEADER_BYTES + 1 - len(begin)))
+    assert (await rest(reader))[0] == 431
+    writer.close()
+
+
+async def test_the_connections_of_a_client_are_limited(
+    config: EngineConfig, core_mode: Callable[[str], None], caplog: pytest.LogCaptureFixture, log: None
+) -> None:
+    async with run_server(config, max_connections_per_client=2) as server:
+        held = [await connect(server) for _ in range(2)]
+        for reader, writer in held:
+            writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        for _ in range(3):
+            reader, writer = await connect(server)
+            assert (await rest(reader))[0] == 429
+            writer.close()
+        assert [record.getMessage() for record in caplog.records if record.name == connection.__name__] == [
+            "127.0.0.1 has 2 connections (--max-connections-per-client); further ones are refused"
+        ]
+        held[0][1].close()
+        await held[0][1].wait_closed()
+        while (await server.http.get("/version")).status_code == 429:
+            await asyncio.sleep(0.01)
+        held[1][1].close()
+
+
+async def test_some_descriptors_are_left(
+    config: EngineConfig,
+    core_mode: Callable[[str], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    log: None,
+) -> None:
+    monkeypatch.setattr(connection, "_RESERVE", resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    async with run_server(config, wait=False) as server:
+        for _ in range(2):
+            reader, writer = await connect(server)
+            assert (await rest(reader))[0] == 503
+            writer.close()
+        (warning,) = [record.getMessage() for record in caplog.records if record.name == connection.__name__]
+        assert "file descriptors are in use; raise the limit (ulimit -n)" in warning
+
+
+async def test_upgrades_and_broken_requests_are_not_logged(
+    server: Server, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], log: None
+) -> None:
+    for request in (
+        b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n",
+        b"nonsense\r\n\r\n",
+    ):
+        reader, writer = await connect(server)
+        writer.write(request)
+        assert await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+    assert not [record for record in caplog.records if "uvicorn" in record.name]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages of quire reach caplog."""
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
