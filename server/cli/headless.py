@@ -34,24 +34,38 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
     print(plan_text(config), flush=True)
     fetch_weights(options, config)
     stop = threading.Event()
+    membership: DPMember | None = None
+
+    def on_signal(number: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(130)
+        stop.set()
+        if membership is None:
+            raise KeyboardInterrupt  # nothing else ends the wait for the leader
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: os._exit(130) if stop.is_set() else stop.set())
-    if (problem := run_replicas(config, server, stop)) is None:
-        return 0
-    print(f"quire: error: {problem}", file=sys.stderr)
-    return 1
+        signal.signal(number, on_signal)
+    while True:
+        try:
+            membership = DPMember(config, is_headless=True)
+        except KeyboardInterrupt:
+            logger.info("shutting down")
+            return 0
+        problem = run_replicas(config, server, membership, stop)
+        if problem is None:
+            return 0
+        if membership.ended is None or not server.restart or config.parallel.is_coupled:
+            print(f"quire: error: {problem}", file=sys.stderr)
+            return 1
+        logger.error("%s; joining it again (--no-restart: exit instead)", problem)
+        membership = None
 
 
-def run_replicas(config: EngineConfig, server: ServerOptions, stop: threading.Event) -> str | None:
+def run_replicas(
+    config: EngineConfig, server: ServerOptions, membership: DPMember, stop: threading.Event
+) -> str | None:
     """Run this host's replicas until `stop` is set or the API exits. Returns what went wrong, if anything did."""
-    membership = DPMember(config, is_headless=True)
-    manager = EngineManager(
-        config,
-        name="",
-        log_level=server.log_level,
-        hosts=membership,
-        policy=server.restart_policy,
-    )
+    manager = EngineManager(config, name="", log_level=server.log_level, hosts=membership, policy=server.restart_policy)
 
     def report(state: EngineState) -> None:
         match state:

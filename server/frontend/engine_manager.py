@@ -110,7 +110,7 @@ class _Core(SupervisedProcess):
     """The engine core of one replica."""
 
     def __init__(self, manager: EngineManager, replica: int) -> None:
-        super().__init__(f"the engine core of replica {replica}" if manager.has_several else "the engine core")
+        super().__init__("the engine core")
         self.replica = replica
         self.incarnation = 0
         self.up_at = 0.0

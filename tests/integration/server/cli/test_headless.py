@@ -92,16 +92,13 @@ class Running:
 
 
 @pytest.fixture
-def run(
-    cores: SimpleQueue[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[EngineConfig, Any], Running]]:
+def run(cores: SimpleQueue[tuple[int, int]]) -> Iterator[Callable[[EngineConfig, Any], Running]]:
     with ExitStack() as stack, ThreadPoolExecutor(4) as pool:
 
         def begin(config: EngineConfig, membership: Any) -> Running:
             stop = threading.Event()
             stack.callback(stop.set)
-            monkeypatch.setattr(headless, "DPMember", lambda *_, **__: membership)
-            return Running(stop, pool.submit(headless.run_replicas, config, ServerOptions(), stop))
+            return Running(stop, pool.submit(headless.run_replicas, config, ServerOptions(), membership, stop))
 
         try:
             yield begin
@@ -122,7 +119,7 @@ def test_a_replica_that_dies_is_reported_and_restarted(
     first = dict(cores.get(timeout=20) for _ in range(2))
     up = [alone.reported.get(timeout=20) for _ in range(2)]
     os.kill(first[1], signal.SIGKILL)
-    assert alone.reported.get(timeout=20) == (1, "the engine core of replica 1 was killed by SIGKILL")
+    assert alone.reported.get(timeout=20) == (1, "the engine core was killed by SIGKILL")
     replica, process = cores.get(timeout=20)
     assert replica == 1
     assert process != first[1]
@@ -180,7 +177,7 @@ def test_coupled_replicas_end_together(
     first = dict(cores.get(timeout=20) for _ in range(2))
     wait_for(lambda: "replica 0 is ready" in caplog.text)
     os.kill(first[0], signal.SIGKILL)
-    reason = "replica 0: the engine core of replica 0 was killed by SIGKILL"
+    reason = "replica 0: the engine core was killed by SIGKILL"
     assert running.result.result(30) == reason
 
 
