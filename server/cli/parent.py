@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.engine import process
@@ -102,6 +103,9 @@ class Server:
         self._seconds = seconds
         self._signals: list[int] = []
         """Those that have arrived."""
+        self._wake: Callable[[], None] = lambda: None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
         self._manager = EngineManager(
             config,
             name=names[0],
@@ -112,6 +116,7 @@ class Server:
         )
         self._api_processes = [_ApiProcess(self, index) for index in range(options.api_server_count)]
         self._manager.on_change = self._on_engine_state
+        self._wake = lambda: self._manager.supervisor.call(self._check_signals)
         for each in self._api_processes:
             self._manager.supervisor.add(each)
 
@@ -130,8 +135,6 @@ class Server:
 
     def run(self) -> int:
         """Serve until a signal arrives (0), the engine has failed (1), or the configuration proves wrong (2)."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
         try:
             self._manager.run(lambda: self._is_started or self._is_over)
             if not self._is_over:
@@ -181,7 +184,7 @@ class Server:
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._signals.append(number)
-        self._manager.supervisor.call(self._end_at_once if len(self._signals) > 1 else lambda: None)
+        self._wake()
         if len(self._signals) > 2:
             os._exit(130)  # the other processes end with this one
 
@@ -192,10 +195,12 @@ class Server:
             seconds = 0.0 if self._signals[0] == signal.SIGINT else DRAIN_SECONDS
         self._stop_api_processes(Drain(seconds), seconds + _EXIT_SECONDS)
 
-    def _end_at_once(self) -> None:
-        for each in self._api_processes:
-            each.send(Shutdown())
-        self._manager.supervisor.hurry(_QUICK_EXIT_SECONDS)
+    def _check_signals(self) -> None:
+        """End at once after a second signal."""
+        if len(self._signals) > 1:
+            for each in self._api_processes:
+                each.send(Shutdown())
+            self._manager.supervisor.hurry(_QUICK_EXIT_SECONDS)
 
     def _stop_api_processes(self, message: Drain | Shutdown, seconds: float) -> None:
         self._manager.supervisor.stop(self._api_processes, message, seconds)
