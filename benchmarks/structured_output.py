@@ -31,7 +31,7 @@ from quire.engine.config.engine_config import EngineConfig
 from quire.engine.config.options import DEMO_MODEL, EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.executor import factory
-from quire.engine.executor.base import Executor, StepFuture
+from quire.engine.executor.base import STEP_TIMEOUT, Executor, StepFuture
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.sampling_params import SamplingParams, StructuredOutputs
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -87,7 +87,7 @@ def run(
     while done < steps:
         plan = scheduler.schedule()
         if plan is not None:
-            in_flight.append((plan, executor.submit(plan)))
+            in_flight.append((plan, executor.submit(plan, STEP_TIMEOUT)))
         if plan is None or len(in_flight) == config.scheduler.depth:
             plan, pending = in_flight.popleft()
             news = scheduler.update(plan, pending.result())
@@ -101,7 +101,7 @@ def run(
     for request_id in list(scheduler.requests):
         scheduler.abort(request_id)
     last = scheduler.heartbeat()  # the ranks free the slots
-    in_flight.append((last, executor.submit(last)))
+    in_flight.append((last, executor.submit(last, STEP_TIMEOUT)))
     for plan, pending in in_flight:
         scheduler.update(plan, pending.result())
     free, bound = REQUESTS - constrained, constrained

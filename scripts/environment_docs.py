@@ -61,6 +61,7 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "OMP_NUM_THREADS": "Threads of a rank. Default: the cores of the host divided by the ranks on it.",
             "OMP_WAIT_POLICY": "Quire sets it to `passive` if it is not set, so that idle threads do not use CPU time.",
             "OPENBLAS_NUM_THREADS": "Quire sets it to `1` for the helper process that checks structured outputs.",
+            "TOKENIZERS_PARALLELISM": "Quire sets it to `false` for the helper process that processes large bodies.",
         },
     ),
     "GPUs": (
@@ -105,7 +106,7 @@ OTHERS = {
 }
 """Variables that only other programs and the scripts read."""
 
-NOT_VARIABLES = {"SC_CLK_TCK", "PCI_BUS_ID", "PATH", "PYTHONPATH"}
+NOT_VARIABLES = {"SC_CLK_TCK", "PCI_BUS_ID", "PATH", "PYTHONPATH", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"}
 """Other names that stand in files which use the environment."""
 _NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+")
 _OURS = re.compile(r"(QUIRE|AIP|VLLM)_[A-Z0-9_]+")

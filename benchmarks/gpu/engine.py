@@ -11,7 +11,7 @@ from typing import Any
 from quire.engine.config.options import EngineOptions
 from quire.engine.config.resolve import resolve
 from quire.engine.executor import factory
-from quire.engine.executor.base import StepFuture
+from quire.engine.executor.base import STEP_TIMEOUT, StepFuture
 from quire.engine.protocol.engine_core import EngineCoreRequest
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.scheduler_output import SchedulerOutput
@@ -60,7 +60,7 @@ class Engine:
         while in_flight or self.scheduler.has_requests:
             plan = self.scheduler.schedule()
             if plan is not None:
-                in_flight.append((plan, self.executor.submit(plan)))
+                in_flight.append((plan, self.executor.submit(plan, STEP_TIMEOUT)))
             if in_flight and (len(in_flight) == depth or plan is None):
                 done, pending = in_flight.popleft()
                 news = self.scheduler.update(done, pending.result())

@@ -128,6 +128,6 @@ def test_only_ranks_with_a_gpu_each_use_nccl(
 ) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: asked.append(backend))
-    links = connect(replace(grid(1, 2), device="cuda", devices=devices), 0, "tcp://", FIRST)
+    links = connect(replace(grid(1, 2), device="cuda", devices=devices), 0, "file:///rendezvous", FIRST)
     assert asked == ["gloo" if through is CPU else "nccl"]
     assert links.pipeline._transfer_device == through

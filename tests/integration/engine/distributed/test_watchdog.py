@@ -73,7 +73,7 @@ def broadcast(links: ParallelState) -> None:
 
 
 def receive_from_next(links: ParallelState) -> None:
-    links.pipeline._previous = 1
+    links.pipeline.stage, links.pipeline._previous = 1, 1
     links.pipeline.receive((2, 8), torch.float32)
 
 
