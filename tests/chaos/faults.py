@@ -18,10 +18,8 @@ from typing import TypeVar
 import psutil
 
 from tests.chaos.load import Load
-from tests.chaos.system import System
+from tests.chaos.system import MEMORY_GROUPS, System
 
-_MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
-"""Of cgroup version 1."""
 _WAIT_SECONDS = 120.0
 _HELD_SECONDS = (0.5, 3.0)
 """How long something stays full, stopped or cut."""
@@ -205,47 +203,27 @@ def _connect(address: tuple[str, int]) -> socket.socket:
 
 
 def _exhaust_memory(attack: Attack) -> None:
-    """Limit the memory of all processes to a little more than they use, and use it up: the kernel kills one of them."""
-    group = _MEMORY_GROUPS / f"chaos-{os.getpid()}"
-    group.mkdir()
-    members = attack.system.processes()
-    apis = attack.system.processes("quire-api")
-    try:
-        (group / "memory.move_charge_at_immigrate").write_text("3")
-        for each in members:
-            with contextlib.suppress(OSError):
-                (group / "cgroup.procs").write_text(str(each.pid))
-        used = int((group / "memory.usage_in_bytes").read_text())
-        (group / "memory.limit_in_bytes").write_text(str(used + _FREE_BYTES))
-        with _eater(group):
-            dead = _until(lambda: [each for each in members if not _is_alive(each)], "the kernel has killed none")
-        attack.told = f"{len(dead)} killed"
-    finally:
-        (group / "memory.limit_in_bytes").write_text("-1")
-        for number in (group / "cgroup.procs").read_text().split():
-            with contextlib.suppress(OSError):
-                (_MEMORY_GROUPS / "cgroup.procs").write_text(number)
-        _until(lambda: not (group / "cgroup.procs").read_text(), "the memory group does not become empty")
-        group.rmdir()
-    if not all(map(_is_alive, apis)):  # whose connections these were is not known any more
-        attack.load.cut_ports |= {record.port for record in attack.load.open}
-
-
-@contextlib.contextmanager
-def _eater(group: Path) -> Iterator[None]:
-    """A process in the group that takes more memory than is left, and is not killed for it."""
-    code = f"import sys, time; sys.stdin.readline(); taken = bytearray({2 * _FREE_BYTES}); time.sleep(600)"
+    """Let the server use up a limit of its memory: the kernel kills a process, which is a core or a rank."""
+    group = attack.system.memory_group
+    assert group is not None
+    has_ranks = bool(attack.system.processes("quire-rank"))
+    victim = attack.victim(attack.rng.choice(["quire-core", "quire-rank" if has_ranks else "quire-core"]))
+    Path(f"/proc/{victim.pid}/oom_score_adj").write_text("1000")
+    used = int((group / "memory.usage_in_bytes").read_text())
+    (group / "memory.limit_in_bytes").write_text(str(used + _FREE_BYTES))
+    code = f"import sys, time; sys.stdin.readline(); taken = b'x' * {2 * _FREE_BYTES}; time.sleep(600)"
     eater = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, text=True)
     try:
-        Path(f"/proc/{eater.pid}/oom_score_adj").write_text("-1000")
         (group / "cgroup.procs").write_text(str(eater.pid))
         assert eater.stdin is not None
         with eater.stdin:
             eater.stdin.write("\n")
-        yield
+        _until(lambda: not _is_alive(victim), f"the kernel has not killed process {victim.pid}")
     finally:
         eater.kill()
         eater.wait()
+        (group / "memory.limit_in_bytes").write_text("-1")
+    attack.told = f"pid {victim.pid}"
 
 
 # --- the network between two hosts --------------------------------------------------------------------------------
@@ -321,9 +299,9 @@ def applicable(system: System) -> tuple[list[str], list[str]]:
     left_out = set() if "-tp" in flags else set(_OF_RANKS)
     left_out |= set() if "-dp" in flags else _OF_REPLICAS
     left_out |= {"memory"} if system.hosts else _OF_HOSTS
-    if "memory" not in left_out and not os.access(_MEMORY_GROUPS / "cgroup.procs", os.W_OK):
+    if "memory" not in left_out and system.memory_group is None:
         left_out.add("memory")
-        missing.append(f"memory: {_MEMORY_GROUPS} is no memory controller of cgroup version 1 that may be written")
+        missing.append(f"memory: there is no memory controller of cgroup version 1 at {MEMORY_GROUPS}")
     return [name for name in FAULTS if name not in left_out], missing
 
 

@@ -112,7 +112,7 @@ def run(
                 for number, (name, fault_seed) in enumerate(schedule(chosen, seed)):
                     if number >= faults if faults is not None else time.monotonic() > until:
                         break
-                    _wait(load, attacked, lambda goal=(number + 1) * every: len(load.records) >= goal)  # type: ignore[misc]
+                    _wait(load, attacked, lambda goal=len(load.records) + every: len(load.records) >= goal)  # type: ignore[misc]
                     _inject(name, Attack(attacked, load, random.Random(fault_seed)), report, told)
                 told("parent killed")
                 load.cut_all()
@@ -122,7 +122,7 @@ def run(
             told("started again")
             attacked.start()
             _drain(attacked, load.again(attacked.address, seed=seed + 1), every, report, told)
-        except (TimeoutError, AssertionError) as problem:
+        except (OSError, AssertionError) as problem:
             report.problems.append(f"{type(problem).__name__}: {problem}")
         finally:
             attacked.close()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,9 @@ _EXIT_SECONDS = 60.0
 _MARK = "QUIRE_CHAOS"
 """Environment variable of all processes of a server."""
 _TMP_MIB, _SHM_MIB = 16, 256
-_OWN_SHM = 'mount --bind "$1" /dev/shm && shift && exec "$@"'
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+"""Of cgroup version 1."""
+_PREPARE = 'echo $$ > "$1"; mount --bind "$2" /dev/shm && shift 2 && exec "$@"'
 _INIT = """
 import contextlib, os, subprocess, sys
 code = subprocess.call(sys.argv[1:])
@@ -84,8 +87,12 @@ _COMMON = (
 class System:
     """A running server. `start` may be called again when its processes have ended."""
 
-    def __init__(self, layout: Layout, model: Path, folder: Path, hosts: tuple[Host, Host] | None) -> None:
+    def __init__(
+        self, layout: Layout, model: Path, folder: Path, hosts: tuple[Host, Host] | None, memory_group: Path | None
+    ) -> None:
         self.layout = layout
+        self.memory_group = memory_group
+        """The control group of all processes, where this machine can limit memory."""
         self.tmp, self.shm = folder / "tmp", folder / "shm"
         self.hosts = hosts
         self.address = "", 0
@@ -150,7 +157,8 @@ class System:
 
     def _command(self, *flags: str) -> list[str]:
         command = quire("serve", str(self._model), *self.layout.flags, *_COMMON, *flags, "--port", "0")
-        return ["sh", "-c", _OWN_SHM, "sh", str(self.shm), *command]
+        group = "/dev/null" if self.memory_group is None else str(self.memory_group / "cgroup.procs")
+        return ["sh", "-c", _PREPARE, "sh", group, str(self.shm), *command]
 
     # --- processes ----------------------------------------------------------------------------------------------
 
@@ -232,9 +240,27 @@ def system(layout: Layout) -> Iterator[System]:
             stack.callback(subprocess.check_call, ["umount", "--lazy", folder / name])
         model = _write_experts(folder / "model") if layout.has_experts else DEMO_MODEL
         hosts = stack.enter_context(two_hosts()) if layout.is_on_two_hosts else None
-        started = System(layout, model, folder, hosts)
+        started = System(layout, model, folder, hosts, stack.enter_context(_memory_group(folder.name)))
         stack.callback(started.close)
         yield started
+
+
+@contextlib.contextmanager
+def _memory_group(name: str) -> Iterator[Path | None]:
+    if not os.access(MEMORY_GROUPS / "cgroup.procs", os.W_OK):
+        yield None
+        return
+    group = MEMORY_GROUPS / name
+    group.mkdir()
+    try:
+        yield group
+    finally:
+        for _ in range(100):  # the kernel needs a moment after the last process has ended
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                time.sleep(0.05)
 
 
 def _write_experts(folder: Path) -> Path:
