@@ -112,7 +112,7 @@ def run(
                 for number, (name, fault_seed) in enumerate(schedule(chosen, seed)):
                     if number >= faults if faults is not None else time.monotonic() > until:
                         break
-                    _wait(load, attacked, lambda goal=len(load.records) + every: len(load.records) >= goal)  # type: ignore[misc]
+                    _wait_for_answers(load, attacked, every)
                     _inject(name, Attack(attacked, load, random.Random(fault_seed)), report, told)
                 told("parent killed")
                 load.cut_all()
@@ -148,13 +148,19 @@ def _inject(name: str, attack: Attack, report: Report, told: Callable[[str], Non
 def _drain(attacked: System, load: Load, every: int, report: Report, told: Callable[[str], None]) -> None:
     """Send SIGTERM to a server under load: what is running goes on to its end."""
     with load.running():
-        _wait(load, attacked, lambda: len(load.records) >= every)
+        _wait_for_answers(load, attacked, every)
         told("SIGTERM")
         load.may_refuse = True
         attacked.parent.terminate()
         _expect_exit(attacked, (0,), report)
     report.records += load.records
     report.leftovers += attacked.leftovers()
+
+
+def _wait_for_answers(load: Load, attacked: System, count: int) -> None:
+    """Wait until so many more requests have ended."""
+    goal = len(load.records) + count
+    _wait(load, attacked, lambda: len(load.records) >= goal)
 
 
 def _expect_exit(attacked: System, codes: tuple[int, ...], report: Report) -> None:

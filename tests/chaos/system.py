@@ -240,7 +240,8 @@ def system(layout: Layout) -> Iterator[System]:
             stack.callback(subprocess.check_call, ["umount", "--lazy", folder / name])
         model = _write_experts(folder / "model") if layout.has_experts else DEMO_MODEL
         hosts = stack.enter_context(two_hosts()) if layout.is_on_two_hosts else None
-        started = System(layout, model, folder, hosts, stack.enter_context(_memory_group(folder.name)))
+        group = None if hosts else stack.enter_context(_memory_group(folder.name))  # hosts do not see the groups
+        started = System(layout, model, folder, hosts, group)
         stack.callback(started.close)
         yield started
 
