@@ -19,7 +19,7 @@ import uvloop
 
 from quire.engine import log, process
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.supervision import Drain, Failed, Ready, Shutdown
+from quire.engine.protocol.supervision import Drain, Failed, Ready, ReplicaUp, Shutdown
 from quire.engine.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.server.cli.parent import ApiProcessArgs
 from quire.server.config import ServerOptions
@@ -75,11 +75,13 @@ class ApiProcess:
             formats=ChatFormats.of(options),
             max_queue=options.queue_limit,
         )
-        for state in args.states:
+        # Those that are up last: the client is ready with the first of them after which none is unknown.
+        for state in sorted(args.states, key=lambda state: isinstance(state, ReplicaUp)):
             self._frontend.client.update(state)
         self._http = http_server(self._frontend, options, args.names)
         self._listener = socket.socket(fileno=args.listener)
         self._stopping: asyncio.Task[None] | None = None
+        self._is_restart = bool(args.states)
 
     async def run(self) -> int:
         """Serve until the supervisor ends it; returns the exit code."""
@@ -87,6 +89,9 @@ class ApiProcess:
         self._loop.add_reader(self._connection, self._receive)
         starting = asyncio.create_task(self._report_ready())
         try:
+            if self._is_restart:  # clients wait in the listener's queue meanwhile, instead of being rejected
+                with contextlib.suppress(ConfigError):
+                    await self._frontend.loaded()
             await self._http.serve([self._listener])
             return 1 if starting.done() and starting.result() is not None else 0
         finally:

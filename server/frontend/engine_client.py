@@ -189,7 +189,7 @@ class EngineClient:
         """Raise `EngineUnavailable` if no request can be accepted now."""
         if self._failed.done():
             raise self._failed.result()
-        if not self._ready.done():
+        if self._is_loading:
             raise EngineUnavailable("the model is still loading")
 
     @property
@@ -328,9 +328,14 @@ class EngineClient:
     # --- death and return of replicas -------------------------------------------------------------------------
 
     @property
+    def _is_loading(self) -> bool:
+        """Whether a replica has never been up. One that is restarting has been, before this process started maybe."""
+        return any(replica.state == "loading" for replica in self._replicas.values())
+
+    @property
     def is_up(self) -> bool:
         """Whether a replica is up."""
-        return not self._failed.done() and self._ready.done() and bool(self._live_replicas())
+        return not self._failed.done() and not self._is_loading and bool(self._live_replicas())
 
     def update(self, state: EngineState) -> None:
         """Handle a change that the supervisor reports. Unknown replicas are ignored."""
@@ -355,7 +360,7 @@ class EngineClient:
             self._metrics.take(replica.number, up.stats)
         if self._router is not None:
             self._router.on_replica_ready(replica.number)
-        if not self._ready.done() and not any(other.state == "loading" for other in self._replicas.values()):
+        if not self._ready.done() and not self._is_loading:
             self._ready.set_result(up)
         waiting = [
             (i, each) for i, each in self._running.items() if each.replica is None and i not in self._suspects[1:]

@@ -121,9 +121,13 @@ class Frontend:
 
         Raises `ConfigError` for errors of the tokenizer and `EngineUnavailable` for errors of the engine.
         """
-        await asyncio.shield(self._loading)
+        await self.loaded()
         ready = await self.client.ready()
         return self._seconds | ready.seconds
+
+    async def loaded(self) -> None:
+        """Wait until the tokenizer is loaded; raises `ConfigError` for errors of the tokenizer."""
+        await asyncio.shield(self._loading)
 
     @property
     def input_processor(self) -> InputProcessor:

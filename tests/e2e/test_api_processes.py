@@ -41,5 +41,12 @@ def test_they_answer_alike_count_together_and_end_together() -> None:
                 assert set(pool.map(lambda _, name=name: metric(server, name), range(16))) == {value}
         assert sibling.cpu_times().user > before
         assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        expected = asyncio.run(answers(server))
+        killed = [server.named(name) for name in ("quire-api-0", "quire-api-1")]
+        for process in killed:
+            process.kill()
+        assert not psutil.wait_procs(killed, timeout=30)[1]
+        assert asyncio.run(answers(server)) == expected  # clients wait until one is back, without errors
+        family = server.family()
         server.process.kill()
         assert not psutil.wait_procs(family, timeout=30)[1]

@@ -392,6 +392,27 @@ async def test_messages_that_cannot_be_decoded_are_dropped(tmp_path: Path, caplo
     assert "dropped a message to this API process that could not be decoded" in caplog.text
 
 
+async def test_a_new_api_process_accepts_requests_while_the_engine_restarts(tmp_path: Path) -> None:
+    """It has died together with the engine core, which has been up before."""
+    ends = endpoints(tmp_path, 1)
+    client = EngineClient(ends, Metrics("m"))
+    core = Script(0, ends)
+    try:
+        with pytest.raises(EngineUnavailable, match="still loading"):
+            client.submit([("early", [1], LONG)])
+        client.update(ReplicaLost(0, "killed", returns=True))
+        stream = client.submit([("a", [1], LONG)])
+        assert not client.is_up
+        client.update(ReplicaUp(0, core.incarnation))
+        await core.hear(Join)
+        assert (await core.hear(EngineCoreRequest)).request_id == "a"
+        core.tell(EngineCoreOutput("a", [2], finish_reason="stop"))
+        assert (await whole(stream)).token_ids == [2]
+    finally:
+        await client.close()
+        core.close()
+
+
 async def test_replicas_of_other_api_hosts_are_ignored(tmp_path: Path) -> None:
     """An API process behind an external load balancer has some of the replicas only."""
     ends = endpoints(tmp_path, 2)

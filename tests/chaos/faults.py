@@ -1,0 +1,313 @@
+"""What is done to a server while it serves. Each fault is over, but for its consequences, when its function returns."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from tests.chaos.load import Load
+from tests.chaos.system import MEMORY_GROUPS, System
+
+_WAIT_SECONDS = 120.0
+_HELD_SECONDS = (0.5, 3.0)
+"""How long something stays full, stopped or cut."""
+_PAUSE_SECONDS = (0.2, 1.5)
+"""Of SIGSTOP to SIGCONT: well below --watchdog-seconds."""
+_FREE_DESCRIPTORS = 6
+_FREE_BYTES = 64 << 20
+
+
+T = TypeVar("T")
+
+
+@dataclass
+class Attack:
+    """What a fault may use. Its random choices repeat with its seed."""
+
+    system: System
+    load: Load
+    rng: random.Random
+    told: str = ""
+    """What was done, for the report."""
+
+    def victim(self, kind: str) -> psutil.Process:
+        """A process of this kind, once there are any."""
+        return self.rng.choice(_until(lambda: self.system.processes(kind), f"there is no {kind}"))
+
+    def kill(self, victim: psutil.Process) -> None:
+        """Kill a process, and note whose connections that cuts."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.stop(victim)
+            victim.kill()
+
+    def stop(self, victim: psutil.Process, *, is_for_good: bool = True) -> None:
+        """Stop a process. Of one that is not to go on, note whose connections that cuts."""
+        victim.suspend()
+        _until(lambda: victim.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE), "it does not stop")
+        if is_for_good:
+            self.load.cut_ports |= _client_ports(victim)
+
+    def hold(self) -> None:
+        """Wait for some time."""
+        time.sleep(self.rng.uniform(*_HELD_SECONDS))
+
+
+def _until(look: Callable[[], T], problem: str) -> T:
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(problem)
+        time.sleep(0.05)
+    return found
+
+
+def _client_ports(process: psutil.Process) -> set[int]:
+    """The remote ports of a process's connections, in its own network namespace."""
+    inodes = set()
+    for link in Path(f"/proc/{process.pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if found := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link)):
+                inodes.add(found[1])
+    rows = (line.split() for line in Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:])
+    return {int(row[2].rpartition(":")[2], 16) for row in rows if row[9] in inodes}
+
+
+# --- processes ----------------------------------------------------------------------------------------------------
+
+
+def _kill(kind: str) -> Callable[[Attack], None]:
+    def fault(attack: Attack) -> None:
+        attack.kill(victim := attack.victim(kind))
+        attack.told = f"pid {victim.pid}"
+
+    return fault
+
+
+def _stop(kind: str) -> Callable[[Attack], None]:
+    """Stop a process until the watchdog has killed it."""
+
+    def fault(attack: Attack) -> None:
+        attack.stop(victim := attack.victim(kind))
+        _until(lambda: not _is_alive(victim), f"the watchdog has not killed process {victim.pid}")
+
+    return fault
+
+
+def _pause(kind: str) -> Callable[[Attack], None]:
+    def fault(attack: Attack) -> None:
+        attack.stop(victim := attack.victim(kind), is_for_good=False)
+        seconds = attack.rng.uniform(*_PAUSE_SECONDS)
+        time.sleep(seconds)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.resume()
+        attack.told = f"{seconds:.1f} s"
+
+    return fault
+
+
+def _kill_twice(kind: str) -> Callable[[Attack], None]:
+    """Kill a process, and the next one while it starts."""
+
+    def fault(attack: Attack) -> None:
+        before = {each.pid for each in attack.system.processes(kind)}
+        attack.kill(attack.victim(kind))
+        fresh = _until(lambda: [p for p in attack.system.processes(kind) if p.pid not in before], "no new process")
+        time.sleep(attack.rng.uniform(0.0, 2.0))
+        attack.kill(fresh[0])
+
+    return fault
+
+
+def _kill_all(*kinds: str) -> Callable[[Attack], None]:
+    """Kill all processes of these kinds at once."""
+
+    def fault(attack: Attack) -> None:
+        victims = [each for kind in kinds for each in attack.system.processes(kind)]
+        for victim in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                attack.stop(victim)
+        for victim in victims:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill()
+
+    return fault
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+# --- what runs out ------------------------------------------------------------------------------------------------
+
+
+def _fill(folder: Callable[[System], Path], kind: str) -> Callable[[Attack], None]:
+    """Fill a file system, and kill a process while it is full."""
+
+    def fault(attack: Attack) -> None:
+        filling = folder(attack.system) / "filling"
+        try:
+            with contextlib.suppress(OSError), filling.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(1 << 20))
+            attack.kill(attack.victim(kind))
+            attack.hold()
+        finally:
+            filling.unlink()
+
+    return fault
+
+
+def _exhaust_descriptors(attack: Attack) -> None:
+    """Leave the API processes hardly any descriptors, connect more often than that, and kill a core.
+
+    libuv closes further connections at once. What runs goes on.
+    """
+    processes = [(each, each.rlimit(psutil.RLIMIT_NOFILE)) for each in attack.system.processes("quire-api")]
+    idle: list[socket.socket] = []
+    attack.load.may_refuse = True
+    try:
+        for each, (_, hard) in processes:
+            highest = max(int(path.name) for path in Path(f"/proc/{each.pid}/fd").iterdir())
+            each.rlimit(psutil.RLIMIT_NOFILE, (highest + _FREE_DESCRIPTORS, hard))
+        with attack.load.inside():
+            idle += [_connect(attack.system.address) for _ in range(4 * _FREE_DESCRIPTORS * len(processes))]
+        attack.hold()
+        attack.kill(attack.victim("quire-core"))
+        attack.hold()
+    finally:
+        for connection in idle:
+            connection.close()
+        for each, limits in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.rlimit(psutil.RLIMIT_NOFILE, limits)
+        attack.load.may_refuse = False
+
+
+def _connect(address: tuple[str, int]) -> socket.socket:
+    connection = socket.socket()
+    connection.setblocking(False)
+    connection.connect_ex(address)
+    return connection
+
+
+def _exhaust_memory(attack: Attack) -> None:
+    """Let the server use up a limit of its memory: the kernel kills a process, which is a core or a rank."""
+    group = attack.system.memory_group
+    assert group is not None
+    has_ranks = bool(attack.system.processes("quire-rank"))
+    victim = attack.victim(attack.rng.choice(["quire-core", "quire-rank" if has_ranks else "quire-core"]))
+    Path(f"/proc/{victim.pid}/oom_score_adj").write_text("1000")
+    used = int((group / "memory.usage_in_bytes").read_text())
+    (group / "memory.limit_in_bytes").write_text(str(used + _FREE_BYTES))
+    code = f"import sys, time; sys.stdin.readline(); taken = b'x' * {2 * _FREE_BYTES}; time.sleep(600)"
+    eater = subprocess.Popen([sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, text=True)
+    try:
+        (group / "cgroup.procs").write_text(str(eater.pid))
+        assert eater.stdin is not None
+        with eater.stdin:
+            eater.stdin.write("\n")
+        _until(lambda: not _is_alive(victim), f"the kernel has not killed process {victim.pid}")
+    finally:
+        eater.kill()
+        eater.wait()
+        (group / "memory.limit_in_bytes").write_text("-1")
+    attack.told = f"pid {victim.pid}"
+
+
+# --- the network between two hosts --------------------------------------------------------------------------------
+
+
+def _cut(shortest: float, longest: float) -> Callable[[Attack], None]:
+    """Unplug the cable for some time."""
+
+    def fault(attack: Attack) -> None:
+        assert attack.system.hosts is not None
+        other, seconds = attack.system.hosts[1], attack.rng.uniform(shortest, longest)
+        other.set_link(False)
+        try:
+            time.sleep(seconds)
+        finally:
+            other.set_link(True)
+        attack.told = f"{seconds:.1f} s"
+
+    return fault
+
+
+def _slow_down(attack: Attack) -> None:
+    """Let packets wait: a cable that carries little."""
+    assert attack.system.hosts is not None
+    queue = ["dev", "eth0", "root", "tbf", "rate", "256kbit", "burst", "8kbit", "latency", "1s"]
+    for host in attack.system.hosts:
+        subprocess.run(["tc", "-n", host.name, "qdisc", "add", *queue], check=True)
+    try:
+        attack.hold()
+    finally:
+        for host in attack.system.hosts:
+            subprocess.run(["tc", "-n", host.name, "qdisc", "del", "dev", "eth0", "root"], check=True)
+
+
+def _lose_host(attack: Attack) -> None:
+    """Kill everything on the second host at once."""
+    attack.system.kill_other()
+
+
+FAULTS: dict[str, Callable[[Attack], None]] = {
+    "kill core": _kill("quire-core"),
+    "stop core": _stop("quire-core"),
+    "pause core": _pause("quire-core"),
+    "kill api": _kill("quire-api"),
+    "stop api": _stop("quire-api"),
+    "pause api": _pause("quire-api"),
+    "kill core twice": _kill_twice("quire-core"),
+    "kill api twice": _kill_twice("quire-api"),
+    "kill core and api": _kill_all("quire-core", "quire-api"),
+    "pause parent": _pause("parent"),
+    "full disk": _fill(lambda system: system.tmp, "quire-core"),
+    "descriptors": _exhaust_descriptors,
+    "memory": _exhaust_memory,
+    "kill rank": _kill("quire-rank"),
+    "stop rank": _stop("quire-rank"),
+    "pause rank": _pause("quire-rank"),
+    "kill fork server": _kill("fork-server"),
+    "full shm": _fill(lambda system: system.shm, "quire-rank"),
+    "kill cores": _kill_all("quire-core"),
+    "cut": _cut(0.3, 3.0),
+    "long cut": _cut(6.0, 9.0),
+    "slow cable": _slow_down,
+    "lose host": _lose_host,
+}
+_OF_RANKS = {"kill rank", "stop rank", "pause rank", "kill fork server", "full shm"}
+_OF_REPLICAS = {"kill cores"}
+_OF_HOSTS = {"cut", "long cut", "slow cable", "lose host"}
+
+
+def applicable(system: System) -> tuple[list[str], list[str]]:
+    """The faults that a layout can have, and those that this machine cannot make, with the reason."""
+    flags, missing = system.layout.flags, []
+    left_out = set() if "-tp" in flags else set(_OF_RANKS)
+    left_out |= set() if "-dp" in flags else _OF_REPLICAS
+    left_out |= {"memory"} if system.hosts else _OF_HOSTS
+    if "memory" not in left_out and system.memory_group is None:
+        left_out.add("memory")
+        missing.append(f"memory: there is no memory controller of cgroup version 1 at {MEMORY_GROUPS}")
+    return [name for name in FAULTS if name not in left_out], missing
+
+
+def schedule(names: Sequence[str], seed: int) -> Iterator[tuple[str, int]]:
+    """Yield faults without end, each with a seed of its own: all of them in a random order, then in another one."""
+    rng = random.Random(seed)
+    while True:
+        for name in rng.sample(names, len(names)):
+            yield name, rng.randrange(1 << 30)

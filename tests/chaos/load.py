@@ -1,0 +1,247 @@
+"""Clients of every kind, and what became of their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tests.chaos.answers import Answer
+from tests.chaos.client import Broken, Pace, Refused, events
+from tests.fakes.namespaces import Host
+
+End = Literal["right", "wrong", "duplicated", "lost", "cut", "hung", "refused"]
+
+HUNG_SECONDS = 180.0
+"""A request without an end for so long hangs: more than a few restarts on a slow machine take."""
+_SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 24},
+        "sizes": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 6},
+        "kind": {"enum": ["first", "second"]},
+    },
+    "required": ["name", "sizes", "kind"],
+    "additionalProperties": False,
+}
+_TOOL = {"type": "function", "function": {"name": "look_up", "parameters": _SCHEMA}}
+_PROMPTS = ("Quire is", "A pipeline of stages", "Tensor parallelism", "The KV cache", "Which flag", "One two three")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request, and how its client behaves."""
+
+    name: str
+    path: str
+    body: dict[str, Any]
+    pace: Pace = field(default_factory=Pace)
+    leaves_after: int | None = None
+    """Chunks after which the client leaves."""
+
+
+def requests(*, embeds: bool) -> list[Request]:
+    """The requests of the mixed load: of a model that generates text, or of one that embeds it."""
+    if embeds:
+        texts = [" ".join(_PROMPTS[i:] * (i + 1)) for i in range(len(_PROMPTS))]
+        return [
+            Request(f"embeddings of {count}", "/v1/embeddings", {"model": "quire-demo", "input": texts[:count]})
+            for count in range(1, len(texts) + 1)
+        ]
+    greedy, sampled = {"temperature": 0}, {"temperature": 1.0, "top_p": 0.95, "seed": 7}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    made: list[Request] = []
+
+    def add(name: str, body: dict[str, Any], max_tokens: int = 96, **client: Any) -> None:
+        number = len(made)
+        is_chat = "chat" in name
+        said = f"{_PROMPTS[number % len(_PROMPTS)]} ({number})"
+        prompt = {"messages": [{"role": "user", "content": said}]} if is_chat else {"prompt": said}
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        content = {"model": "quire-demo", "max_tokens": max_tokens, "return_token_ids": True, **prompt, **body}
+        made.append(Request(name, path, content, **client))
+
+    for how, sampling in (("greedy", greedy), ("sampled", sampled)):
+        long = {**sampling, "ignore_eos": True}
+        add(f"{how} stream", {**streamed, **long}, 200)
+        add(f"{how} stream, short", {**streamed, **sampling}, 24)
+        add(f"{how} chat stream", {**streamed, **sampling})
+        add(f"{how} completion", long)
+        add(f"{how} chat", sampling)
+        add(f"{how} logprobs stream", {**streamed, **long, "logprobs": 3})
+        add(f"{how} chat logprobs", {**sampling, "logprobs": True, "top_logprobs": 2})
+        add(f"{how} slow reader", {**streamed, **long}, 150, pace=Pace(2048, 0.05))
+        add(f"{how} stream, left", {**streamed, **long}, 150, leaves_after=20)
+        add(
+            f"{how} completion, penalties", {**long, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.01}
+        )
+        add(f"{how} stream, stop", {**streamed, **long, "stop": ["the", "."], "min_tokens": 20})
+        add(f"{how} chat schema", {**sampling, "response_format": _format()}, 120)
+        add(f"{how} chat schema stream", {**streamed, **sampling, "response_format": _format()}, 120)
+        add(f"{how} chat tools stream", {**streamed, **sampling, "tools": [_TOOL], "tool_choice": "required"}, 120)
+        add(f"{how} chat tools", {**sampling, "tools": [_TOOL], "tool_choice": "required"}, 120)
+    add("n stream", {**streamed, **sampled, "n": 4, "ignore_eos": True}, 64)
+    add("n chat", {**sampled, "n": 3, "logprobs": True}, 64)
+    add("prompt logprobs", {**greedy, "prompt": "The KV cache holds keys and values. " * 12, "prompt_logprobs": 2}, 32)
+    add("long prompt", {**greedy, "prompt": "Tokens of a long prompt are computed in chunks. " * 40}, 32)
+    add("long prompt stream", {**streamed, **sampled, "prompt": "Chunks of a long prompt are shared. " * 40}, 64)
+    return made
+
+
+def _format() -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "thing", "schema": _SCHEMA, "strict": True}}
+
+
+@dataclass(eq=False)
+class Record:
+    """What has become of a request. Times are those of `time.monotonic`."""
+
+    request: Request
+    answer: Answer = field(default_factory=Answer)
+    port: int = 0
+    started: float = field(default_factory=time.monotonic)
+    heard: list[float] = field(default_factory=list)
+    """When it got tokens."""
+    num_tokens: list[int] = field(default_factory=list)
+    """How many it had then."""
+    may_be_refused: bool = False
+    end: End | None = None
+    detail: str = ""
+    ended: float = 0.0
+
+    def longest_pause(self, since: float = 0.0) -> float:
+        """The longest time between two tokens since then, in seconds; 0 if the client itself pauses."""
+        if self.request.pace.pause:
+            return 0.0
+        pairs = zip(self.heard, self.heard[1:], strict=False)
+        return max((later - max(earlier, since) for earlier, later in pairs), default=0.0)
+
+
+async def send(address: tuple[str, int], record: Record) -> bool:
+    """Send a request and read its answer; returns whether the client stayed to the end."""
+    request, num_chunks = record.request, 0
+
+    def on_connect(port: int) -> None:
+        record.port = port
+
+    async with contextlib.aclosing(events(address, request.path, request.body, request.pace, on_connect)) as payloads:
+        async for payload in payloads:
+            record.answer.add(payload)
+            if not record.num_tokens or record.answer.num_tokens > record.num_tokens[-1]:
+                record.heard.append(time.monotonic())
+                record.num_tokens.append(record.answer.num_tokens)
+            num_chunks += 1
+            if num_chunks == request.leaves_after:
+                return False
+    return True
+
+
+class Load:
+    """Clients that send one request after the other, until `finish`."""
+
+    def __init__(
+        self, address: tuple[str, int], catalogue: Sequence[Request], *, clients: int, seed: int, host: Host | None
+    ) -> None:
+        """Connect to `address` as seen from `host` (None: this one)."""
+        self.records: list[Record] = []
+        """Of requests that have ended."""
+        self.open: set[Record] = set()
+        self.cut_ports: set[int] = set()
+        """Local ports of clients whose API process was killed."""
+        self._address, self._catalogue, self._clients, self._seed, self._host = address, catalogue, clients, seed, host
+        self.expected: dict[str, Answer] = {}
+        """The undisturbed answers by the names of the requests."""
+        self.may_refuse = False
+        """Whether the server may close new connections now, or answer 503."""
+        self._is_over = self._is_dead = False
+        self._thread = threading.Thread(target=self._run_thread, name="load")
+
+    def measure(self) -> None:
+        """Learn the undisturbed answers: each request once without company."""
+
+        async def ask() -> None:
+            for request in self._catalogue:
+                record = Record(replace(request, leaves_after=None))
+                await send(self._address, record)
+                self.expected[request.name] = record.answer
+
+        with self.inside():
+            asyncio.run(ask())
+
+    def again(self, address: tuple[str, int], *, seed: int) -> Load:
+        """Return the same load for another server of this layout."""
+        load = Load(address, self._catalogue, clients=self._clients, seed=seed, host=self._host)
+        load.expected = self.expected
+        return load
+
+    def cut_all(self) -> None:
+        """Expect every connection to break from now on."""
+        self.may_refuse = self._is_dead = True
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Clients are at work meanwhile."""
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self.finish()
+
+    def finish(self) -> None:
+        """Return when no request is open any more. No new ones are sent."""
+        self._is_over = True
+        self._thread.join()
+
+    def inside(self) -> AbstractContextManager[None]:
+        """Sockets that this thread opens meanwhile are where the clients are."""
+        return nullcontext() if self._host is None else self._host.inside()
+
+    def _run_thread(self) -> None:
+        with self.inside():
+            asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for number in range(self._clients):
+                group.create_task(self._client(random.Random(self._seed * 1000 + number)))
+
+    async def _client(self, rng: random.Random) -> None:
+        while not self._is_over:
+            record = Record(rng.choice(self._catalogue), may_be_refused=self.may_refuse)
+            self.open.add(record)
+            record.end = await self._end_of(record)
+            record.ended = time.monotonic()
+            self.open.remove(record)
+            self.records.append(record)
+            if record.end == "refused":
+                await asyncio.sleep(0.2)
+
+    async def _end_of(self, record: Record) -> End:
+        try:
+            async with asyncio.timeout(HUNG_SECONDS):
+                is_whole = await send(self._address, record)
+        except TimeoutError:
+            record.detail = f"no end after {HUNG_SECONDS:g} s and {record.answer.num_tokens} tokens"
+            return "hung"
+        except Refused as refusal:
+            record.detail = str(refusal)
+            return "refused" if record.may_be_refused or self.may_refuse else "lost"
+        except Broken as error:
+            record.detail = str(error)
+            if record.may_be_refused and not record.num_tokens:
+                return "refused"
+            verdict = record.answer.verdict(self.expected[record.request.name], is_whole=False)
+            if verdict != "right":
+                return verdict
+            return "cut" if self._is_dead or record.port in self.cut_ports else "lost"
+        expected = self.expected[record.request.name]
+        verdict = record.answer.verdict(expected, is_whole=is_whole)
+        if verdict != "right":
+            record.detail = f"got {record.answer}\nexpected {expected}"
+        return verdict

@@ -1,0 +1,275 @@
+"""The servers that are attacked: their layouts, processes, and what they leave behind.
+
+Each has a temporary folder and a /dev/shm of its own, small file systems, so that what is found there is the server's,
+and a full disk is that of nobody else. Its processes are known by a variable in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from quire.engine.config.options import DEMO_MODEL
+from tests.e2e.serving import quire
+from tests.fakes.families import CASES, SIZES, write_model
+from tests.fakes.namespaces import Command, Host, two_hosts
+
+START_SECONDS = 180.0
+_EXIT_SECONDS = 60.0
+_MARK = "QUIRE_CHAOS"
+"""Environment variable of all processes of a server."""
+_TMP_MIB, _SHM_MIB = 16, 256
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+"""Of cgroup version 1."""
+_PREPARE = 'echo $$ > "$1"; mount --bind "$2" /dev/shm && shift 2 && exec "$@"'
+_INIT = """
+import contextlib, os, subprocess, sys
+code = subprocess.call(sys.argv[1:])
+with contextlib.suppress(ChildProcessError):
+    while True:
+        os.wait()
+sys.exit(code if code >= 0 else 128 - code)
+"""
+"""A host's first process, with which all others end, is none of the server's; it stays until they have ended."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flags of a server, and what can be attacked there."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    has_experts: bool = False
+    is_on_two_hosts: bool = False
+    embeds: bool = False
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("one"),
+        Layout("dp2", ("-dp", "2")),
+        Layout("dp2-api2", ("-dp", "2", "--api-server-count", "2")),
+        Layout("tp2-pp2", ("-tp", "2", "-pp", "2")),
+        Layout("dp2-tp2-ep", ("-dp", "2", "-tp", "2", "--enable-expert-parallel"), has_experts=True),
+        Layout("hosts", ("-dp", "2", "-dpl", "1"), is_on_two_hosts=True),
+        Layout("embeddings", ("--runner", "pooling", "-dp", "2"), embeds=True),
+    )
+}
+_COMMON = (
+    *("--watchdog-seconds", "3", "--max-restarts", "100000", "--shutdown-timeout", "120"),
+    *(
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "1024",
+        "--max-num-seqs",
+        "32",
+        "--kv-cache-memory-bytes",
+        str(24 << 20),
+    ),
+    *("--served-model-name", "quire-demo"),
+)
+
+
+class System:
+    """A running server. `start` may be called again when its processes have ended."""
+
+    def __init__(
+        self, layout: Layout, model: Path, folder: Path, hosts: tuple[Host, Host] | None, memory_group: Path | None
+    ) -> None:
+        self.layout = layout
+        self.memory_group = memory_group
+        """The control group of all processes, where this machine can limit memory."""
+        self.tmp, self.shm = folder / "tmp", folder / "shm"
+        self.hosts = hosts
+        self.address = "", 0
+        self.text = ""
+        """What ended servers have printed."""
+        self._model = model
+        self._api: Command | None = None
+        self._other: Command | None = None
+        """The second host's."""
+        self._is_ending = False
+
+    @property
+    def host(self) -> Host | None:
+        """Where the API is."""
+        return self.hosts[0] if self.hosts else None
+
+    @property
+    def api(self) -> Command:
+        """The command with the API."""
+        assert self._api is not None
+        return self._api
+
+    def start(self) -> None:
+        """Start the server and wait until it serves; raises `AssertionError` with its output if it does not."""
+        self._is_ending = False
+        if self.hosts:
+            address = self.hosts[0].address
+            where = ("--data-parallel-address", address, "--host", address)
+            self._api = self._start_on(self.hosts[0], *where)
+            self._keep_other(self.hosts[1], address)
+        else:
+            environment = {**os.environ, **self._environment}
+            process = subprocess.Popen(
+                ["unshare", "--mount", *self._command()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment,
+            )
+            self._api = Command(process, self.layout.flags)
+        found = self._api.wait_for(r"serving .* on http://(\S+):(\d+)", START_SECONDS)
+        self.address = found[1], int(found[2])
+
+    def _start_on(self, host: Host, *flags: str) -> Command:
+        return host.start(sys.executable, "-S", "-c", _INIT, *self._command(*flags), **self._environment)
+
+    def _keep_other(self, host: Host, address: str) -> None:
+        """Run the second host's command, again whenever it ends, as a service manager does."""
+        flags = ("-dpr", "1", "--headless", "--data-parallel-address", address)
+
+        def keep() -> None:
+            while not self._is_ending:
+                self._other = self._start_on(host, *flags)
+                self._other.process.wait()
+
+        threading.Thread(target=keep, daemon=True).start()
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return {_MARK: str(self.tmp), "TMPDIR": str(self.tmp), "OMP_NUM_THREADS": "1"}
+
+    def _command(self, *flags: str) -> list[str]:
+        command = quire("serve", str(self._model), *self.layout.flags, *_COMMON, *flags, "--port", "0")
+        group = "/dev/null" if self.memory_group is None else str(self.memory_group / "cgroup.procs")
+        return ["sh", "-c", _PREPARE, "sh", group, str(self.shm), *command]
+
+    # --- processes ----------------------------------------------------------------------------------------------
+
+    def processes(self, prefix: str = "") -> list[psutil.Process]:
+        """Its living processes with such names, or all, in a fixed order."""
+        found = []
+        for each in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if each.environ().get(_MARK) == str(self.tmp) and _name(each).startswith(prefix):
+                    found.append(each)
+        return sorted(found, key=lambda each: (_name(each), each.pid))
+
+    @property
+    def parent(self) -> psutil.Process:
+        """The parent process of the server with the API."""
+        (found,) = (each for each in self.processes("parent") if "--headless" not in each.cmdline())
+        return found
+
+    def kill_other(self) -> None:
+        """Kill everything on the second host at once; its command is run again."""
+        assert self._other is not None
+        self._other.kill_all()
+
+    def expect_exit(self) -> int:
+        """Wait until the server with the API has exited, the other host's with it; returns the exit code."""
+        self._is_ending = True
+        try:
+            return self.api.wait(_EXIT_SECONDS + 120)
+        finally:
+            if self._other is not None:
+                self._other.wait(_EXIT_SECONDS)
+
+    def leftovers(self) -> list[str]:
+        """What is still there after the server has exited: processes (after some time), files, shared memory."""
+        left = [f"process {_name(each)}" for each in psutil.wait_procs(self.processes(), _EXIT_SECONDS)[1]]
+        left += [f"/dev/shm/{path.name}" for path in self.shm.iterdir()]
+        left += [f"$TMPDIR/{path.relative_to(self.tmp)}" for path in self.tmp.iterdir()]
+        self._join()
+        return left
+
+    def close(self) -> None:
+        """End everything."""
+        self._is_ending = True
+        for each in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        self._join()
+
+    def _join(self) -> None:
+        """Keep what the server has printed. Hosts end their commands themselves."""
+        if self._api is None:
+            return
+        if not self.hosts:
+            self._api.join()
+        self.text += self._api.text
+        self._api = None
+
+
+def _name(process: psutil.Process) -> str:
+    """quire-core-0, quire-rank-1, …; and two that have no such names: parent, fork-server."""
+    name, line = process.name(), " ".join(process.cmdline())
+    if "multiprocessing.forkserver" in line and not name.startswith("quire-"):
+        return "fork-server"
+    is_command = "quire.server.cli.main" in line and "-P" in line
+    return "parent" if is_command and name in ("quire-api", "quire-replicas", "quire") else name
+
+
+@contextlib.contextmanager
+def system(layout: Layout) -> Iterator[System]:
+    """A server of this layout that has not been started; all of it is gone afterwards. Only root may do this."""
+    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # the path must be short, for Unix sockets
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder)
+        for name, size in (("tmp", _TMP_MIB), ("shm", _SHM_MIB)):
+            (folder / name).mkdir()
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", f"size={size}m,mode=1777", "chaos", folder / name], check=True
+            )
+            stack.callback(subprocess.check_call, ["umount", "--lazy", folder / name])
+        model = _write_experts(folder / "model") if layout.has_experts else DEMO_MODEL
+        hosts = stack.enter_context(two_hosts()) if layout.is_on_two_hosts else None
+        group = None if hosts else stack.enter_context(_memory_group(folder.name))  # hosts do not see the groups
+        started = System(layout, model, folder, hosts, group)
+        stack.callback(started.close)
+        yield started
+
+
+@contextlib.contextmanager
+def _memory_group(name: str) -> Iterator[Path | None]:
+    if not os.access(MEMORY_GROUPS / "cgroup.procs", os.W_OK):
+        yield None
+        return
+    group = MEMORY_GROUPS / name
+    group.mkdir()
+    try:
+        yield group
+    finally:
+        for _ in range(100):  # the kernel needs a moment after the last process has ended
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                time.sleep(0.05)
+
+
+def _write_experts(folder: Path) -> Path:
+    """A small random mixture of experts, with the demo model's tokenizer."""
+    architecture, changes = CASES["Mixtral"]
+    vocabulary = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
+    sizes = {"num_local_experts": 8, "vocab_size": vocabulary, "max_position_embeddings": 1024, "sliding_window": None}
+    write_model(architecture, SIZES | changes | sizes, folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(DEMO_MODEL / name, folder)
+    return folder

@@ -1,0 +1,28 @@
+"""Parts of servers are killed, stopped and starved, and no client notices more than a pause.
+
+A failure is repeated by the same layout and seed, by hand with `scripts/chaos`, where other seeds and longer runs are.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.run import run, table
+from tests.chaos.system import LAYOUTS
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("layout", "faults"),
+    [
+        ("one", ["stop core", "kill core twice", "kill core and api", "full disk"]),
+        ("dp2-api2", ["kill cores", "stop api", "pause core", "kill api twice", "descriptors", "pause parent"]),
+    ],
+)
+def test_clients_notice_only_a_pause(layout: str, faults: list[str]) -> None:
+    report = run(LAYOUTS[layout], seed=1, faults=len(faults), only=faults, every=15)
+    print(table([report]))
+    assert not report.failures
+    assert sorted(report.faults) == sorted(faults)
+    assert report.ends["right"] > 15 * len(faults)
