@@ -11,12 +11,14 @@ from starlette.types import Receive, Scope, Send
 
 from quire.server.anthropic import messages
 from quire.server.config import ServerOptions, names
+from quire.server.frontend.fair_share import FairShare
 from quire.server.http import errors, sagemaker_vertex, status
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.middleware import (
     MIB,
     ApiKeyMiddleware,
+    FairShareMiddleware,
     LimitsMiddleware,
     RequestIdMiddleware,
     RootPathMiddleware,
@@ -76,7 +78,11 @@ class _App(FastAPI):
 def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> None:
     """Add the middleware. The last one added is the outermost."""
     app.add_middleware(LimitsMiddleware, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
-    if (keys := ApiKeys.load(options)) is not None:
+    keys = ApiKeys.load(options)
+    if options.fair_share != "off":
+        fair_share = FairShare(options.fair_share, options.share_weights)
+        app.add_middleware(FairShareMiddleware, fair_share=fair_share, keys=keys)
+    if keys is not None:
         open_paths = open_paths | {options.root_path + path for path in open_paths}
         app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=frozenset(open_paths))
     if options.allowed_origins is not None:
