@@ -20,13 +20,15 @@ class Share:
     waiting: list[tuple[tuple[int, int], Request]] = field(default_factory=list)
     """Heap by `Request.order`; also contains requests that ended while waiting."""
     num_running: int = 0
+    load: float = 0.0
+    """`num_running` divided by the weight."""
     served: float = 0.0
     """Virtual time: tokens of scheduled prompts divided by the weight, without credit for times without prompts."""
 
-    @property
-    def load(self) -> float:
-        """Running requests divided by the weight."""
-        return self.num_running / self.weight
+    def count_running(self, change: int) -> None:
+        """Count requests that start to run, or stop."""
+        self.num_running += change
+        self.load = self.num_running / self.weight
 
 
 @dataclass(slots=True, eq=False)

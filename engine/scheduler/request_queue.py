@@ -7,8 +7,12 @@ import itertools
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Sequence
+from operator import attrgetter
 
 from quire.engine.scheduler.request import Request, Share
+
+_SERVED = attrgetter("served")
+_LOAD_AND_SERVED = attrgetter("load", "served")
 
 
 def order(request: Request) -> tuple[int, int]:
@@ -56,7 +60,9 @@ class RequestQueue:
     def share(self, key: bytes, weight: float) -> Share:
         """Return the share of a new request."""
         share = self._shares.get(key) or Share(key, weight)
-        share.weight = weight
+        if share.weight != weight:
+            share.weight = weight
+            share.count_running(0)
         return share
 
     def add(self, request: Request) -> None:
@@ -80,8 +86,11 @@ class RequestQueue:
             return None
         share, *others = [share for share in self._shares.values() if share.num_waiting]
         if others:
-            part = num_places / sum(share.weight for share in self._shares.values())
-            share = min((share, *others), key=lambda each: (each.load if each.load >= part else -1.0, each.served))
+            part = num_places / sum([share.weight for share in self._shares.values()])
+            if below := [share for share in (share, *others) if share.load < part]:
+                share = min(below, key=_SERVED)
+            else:
+                share = min((share, *others), key=_LOAD_AND_SERVED)
         while share.waiting[0][1].finish_reason is not None:
             heapq.heappop(share.waiting)
         return share.waiting[0][1]
@@ -125,5 +134,6 @@ class RequestQueue:
         for key, share in self._shares.items():
             assert (share.num_waiting, share.num_running) == (num_waiting[key], num_running[key])
             assert share.num_requests == share.num_waiting + share.num_running
+            assert share.load == share.num_running / share.weight
         assert all(request.share is self._shares[request.share.key] for request in (*waiting, *running))
         return waiting

@@ -162,7 +162,7 @@ class Scheduler:
         discard(self.prefilling, request)
         self.structured_output.remove(request)
         self._end_decode(request)
-        request.share.num_running -= 1
+        request.share.count_running(-1)
         self.kv.free(self.kv.without_freed(request.block_ids))
         self._freed_slots.append(request.slot)
         self._free_slots.append(request.slot)
@@ -438,7 +438,7 @@ class Scheduler:
         request.block_ids = cached
         request.num_published = len(cached)
         request.slot = self._free_slots.pop()
-        request.share.num_running += 1
+        request.share.count_running(1)
         insert(self.running, request)
         insert(self.prefilling, request)
         if request.num_cached_tokens is None:
@@ -471,9 +471,12 @@ class Scheduler:
 
         So each preemption makes the loads more equal, and none is undone by another.
         """
-        if (self._free_slots and not self._is_blocked) or (request := self._first_waiting()) is None:
+        if self._free_slots and not self._is_blocked:
             return
-        share = max(self.waiting.shares, key=_load_without_newest)
+        shares = [share for share in self.waiting.shares if share.num_running > 1]
+        if not shares or (request := self._first_waiting()) is None:
+            return
+        share = max(shares, key=_load_without_newest)
         if _load_without_newest(share) <= request.share.load:
             return
         if not self._free_slots or self._cached_blocks(request) is None:
