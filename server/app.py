@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope, Send
 
 from quire.server.anthropic import messages
 from quire.server.config import ServerOptions, names
-from quire.server.frontend.fair_share import FairShare
 from quire.server.http import errors, sagemaker_vertex, status
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.large_bodies import BodyRoute
@@ -80,8 +79,7 @@ def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> No
     app.add_middleware(LimitsMiddleware, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
     keys = ApiKeys.load(options)
     if options.fair_share != "off":
-        fair_share = FairShare(options.fair_share, options.share_weights)
-        app.add_middleware(FairShareMiddleware, fair_share=fair_share, keys=keys)
+        app.add_middleware(FairShareMiddleware, by=options.fair_share, weights=options.share_weights, keys=keys)
     if keys is not None:
         open_paths = open_paths | {options.root_path + path for path in open_paths}
         app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=frozenset(open_paths))

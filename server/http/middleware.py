@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import uuid
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -76,11 +76,13 @@ class ApiKeyMiddleware:
 
 
 class FairShareMiddleware:
-    """Assigns requests to the shares of their clients."""
+    """Assigns requests to the shares of their clients. `by` and `weights` are those of `FairShare`; the weights of
+    `keys` are their own.
+    """
 
-    def __init__(self, app: ASGIApp, fair_share: FairShare, keys: ApiKeys | None) -> None:
+    def __init__(self, app: ASGIApp, by: str, weights: Mapping[str, float], keys: ApiKeys | None) -> None:
         self._app = app
-        self._fair_share = fair_share
+        self._fair_share = FairShare(by, weights)
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,7 +16,7 @@ from quire.engine.protocol.errors import ConfigError
 from quire.engine.protocol.stats import EngineStats
 from quire.server.config import ServerOptions
 from quire.server.frontend.engine_client import EngineClient
-from quire.server.frontend.fair_share import SHARE, FairShare
+from quire.server.frontend.fair_share import SHARE
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.middleware import FairShareMiddleware
 from tests.fakes.api_server import Server, run_server
@@ -97,12 +97,23 @@ async def test_shares_of_addresses() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         found.append(SHARE.get().key)
 
-    middleware = FairShareMiddleware(app, FairShare("address", {}), None)
+    middleware = FairShareMiddleware(app, "address", {}, None)
     groups = [["1.2.3.4", "::ffff:1.2.3.4"], ["1.2.3.5"], ["2001:db8::1", "2001:db8::ffff:1"], ["2001:db8:0:1::1"]]
     for address in itertools.chain(*groups):
         await middleware({"type": "http", "headers": [], "client": (address, 1)}, None, None)  # type: ignore[arg-type]
     assert [found[0] == found[1], found[3] == found[4]] == [True, True]
     assert len(set(found)) == 4
+
+
+async def test_the_address_behind_a_proxy(
+    config: EngineConfig, core_mode: Callable[[str], None], shares: list[tuple[bytes, float]]
+) -> None:
+    async with run_server(config, fair_share="address", fair_share_weights=("1.2.3.4=3",)) as server:
+        for address in (None, "1.2.3.4", "1.2.3.5"):
+            server.http.headers.update({} if address is None else {"X-Forwarded-For": address})
+            await complete(server)
+    assert len(set(shares)) == 3
+    assert [weight for _, weight in shares] == [1.0, 3.0, 1.0]
 
 
 async def test_a_flood_does_not_fill_the_queue_for_others(
