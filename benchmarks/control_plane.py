@@ -1,6 +1,6 @@
 """Microseconds of Python per step, with a model that costs nothing: scheduler, plan, update, messages.
 
-.venv/bin/python benchmarks/control_plane.py [--json]
+.venv/bin/python benchmarks/control_plane.py [--shares 500] [--json]
 
 Requests decode endlessly in the real Scheduler; a stand-in answers every plan with one token per row. `step` is one
 iteration of the core's loop: schedule + encode (the plan, as sent to the workers) + update. A separate thread encodes
@@ -88,18 +88,20 @@ def config(requests: int, length: int) -> EngineConfig:
     )
 
 
-def measure(requests: int, steps: int) -> dict[str, float]:
-    """Median microseconds of each part of a step with this many requests decoding."""
+def measure(requests: int, steps: int, shares: int) -> dict[str, float]:
+    """Median microseconds of each part of a step with this many requests decoding, and one of each share waiting."""
     length = PROMPT + BLOCK + steps * 2
     scheduler = Scheduler(config(requests, length))
     states = InputBatch(requests, length, BLOCK)
     encode = msgspec.msgpack.Encoder().encode
     decode = msgspec.msgpack.Decoder(SchedulerOutput).decode
-    for index in range(requests):
+    for index in range(requests + shares):
         # Prompts of different lengths, so that about one decode in 16 needs a new block in each step.
         prompt = [3 + (index * 31 + place) % 1000 for place in range(PROMPT + index % BLOCK)]
         request_id = f"chatcmpl-{index:032x}-0"
-        scheduler.add(EngineCoreRequest(0, request_id, prompt, SamplingParams(max_tokens=None, temperature=0.0)))
+        params = SamplingParams(max_tokens=None, temperature=0.0)
+        share = b"%d" % (index % shares) if shares else b""
+        scheduler.add(EngineCoreRequest(0, request_id, prompt, params, share=share))
     parts: dict[str, list[float]] = {name: [] for name in (*PARTS, "step", "worker")}
     in_flight: deque[SchedulerOutput] = deque()
     clock = time.perf_counter
@@ -147,10 +149,11 @@ def measure(requests: int, steps: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="steps per number of requests")
+    parser.add_argument("--shares", type=int, default=0, help="fair sharing between this many clients")
     parser.add_argument("--json", action="store_true", help="figures such as step_us_256 instead of a table")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    results = {size: measure(size, options.steps) for size in SIZES}
+    results = {size: measure(size, options.steps, options.shares) for size in SIZES}
     if options.json:
         flat = {
             f"{name}_us_{size}": round(value, 1) for size, parts in results.items() for name, value in parts.items()

@@ -17,6 +17,7 @@ from quire.server.http.large_bodies import BodyRoute
 from quire.server.http.middleware import (
     MIB,
     ApiKeyMiddleware,
+    FairShareMiddleware,
     LimitsMiddleware,
     RequestIdMiddleware,
     RootPathMiddleware,
@@ -76,7 +77,10 @@ class _App(FastAPI):
 def _add_front(app: FastAPI, options: ServerOptions, open_paths: set[str]) -> None:
     """Add the middleware. The last one added is the outermost."""
     app.add_middleware(LimitsMiddleware, max_body=int(options.max_body_mib * MIB), timeout=options.request_timeout)
-    if (keys := ApiKeys.load(options)) is not None:
+    keys = ApiKeys.load(options)
+    if options.fair_share != "off":
+        app.add_middleware(FairShareMiddleware, by=options.fair_share, weights=options.share_weights, keys=keys)
+    if keys is not None:
         open_paths = open_paths | {options.root_path + path for path in open_paths}
         app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=frozenset(open_paths))
     if options.allowed_origins is not None:

@@ -96,8 +96,19 @@ class ServerOptions(ModelOptions):
     )
     api_key_file: str | None = flag(
         None,
-        "file with additional API keys, one per line (# starts a comment); changes take effect immediately",
+        "file with additional API keys, one per line (# starts a comment), each with its weight for --fair-share, "
+        "such as weight=2, if that is not 1; changes take effect immediately",
         metavar="FILE",
+    )
+    fair_share: Literal["off", "key", "user", "address"] = flag(
+        "off",
+        "what identifies clients that share the engine fairly: their API key, the `user` of the request, or their "
+        "address; off: first come, first served (see docs/guides/deployment.md)",
+    )
+    fair_share_weights: tuple[str, ...] | None = flag(
+        None,
+        "with --fair-share user or address, weights other than 1; those of API keys are in --api-key-file",
+        metavar="NAME=WEIGHT",
     )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "lowest level of log messages to show")
 
@@ -150,6 +161,17 @@ class ServerOptions(ModelOptions):
         return None if self.max_queue == "unlimited" else self.max_queue
 
     @property
+    def share_weights(self) -> dict[str, float]:
+        """`fair_share_weights` by name. Raises `ConfigError`."""
+        weights = {}
+        for given in self.fair_share_weights or ():
+            name, _, text = given.rpartition("=")
+            if not name or (weight := read_weight(text)) is None:
+                raise ConfigError(f"--fair-share-weights {given}: expected NAME=WEIGHT with a weight {WEIGHT_RANGE}")
+            weights[name] = weight
+        return weights
+
+    @property
     def restart_policy(self) -> RestartPolicy:
         return RestartPolicy(self.restart, self.max_restarts)
 
@@ -172,6 +194,8 @@ class ServerOptions(ModelOptions):
                 raise ConfigError("--served-model-name is empty; omit it to use the name of the model")
             if twice := [name for name, count in Counter(self.served_model_name).items() if count > 1]:
                 raise ConfigError(f"--served-model-name {twice[0]} is given twice")
+        if self.share_weights and self.fair_share not in ("user", "address"):
+            raise ConfigError("--fair-share-weights requires --fair-share user or address")
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ConfigError(f"--root-path {self.root_path}: expected a path such as /llm, or nothing")
         if self.api_key is not None and not all(self.api_key):
@@ -217,6 +241,18 @@ class ServerOptions(ModelOptions):
                 context.load_verify_locations(self.ssl_ca_certs)
             except OSError as error:
                 raise ConfigError(f"--ssl-ca-certs {self.ssl_ca_certs}: {_reason(error)}") from None
+
+
+WEIGHT_RANGE = "from 0.01 to 100"
+
+
+def read_weight(text: str) -> float | None:
+    """Read the weight of a share; returns None if it is not a number in `WEIGHT_RANGE`."""
+    try:
+        weight = float(text)
+    except ValueError:
+        return None
+    return weight if 0.01 <= weight <= 100 else None
 
 
 def names(given: tuple[str, ...] | None) -> list[str]:

@@ -29,6 +29,10 @@ class EngineCoreRequest(msgspec.Struct, tag=True, array_like=True):
     """Requests share cached prefixes only with requests of the same salt."""
     output_token_ids: list[int] = []
     """Output tokens sent by another replica before it died: generation continues after them without sending them."""
+    share: bytes = b""
+    """Requests of different shares are scheduled fairly. Without fair sharing, all are of one share."""
+    weight: float = 1.0
+    """Of the share; the newest request's counts."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True):

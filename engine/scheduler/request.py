@@ -9,6 +9,29 @@ from quire.engine.scheduler.grammar import Grammar
 
 
 @dataclass(slots=True, eq=False)
+class Share:
+    """The requests of one share (`EngineCoreRequest.share`), and what it has received."""
+
+    key: bytes
+    weight: float
+    num_requests: int = 0
+    """Unfinished requests."""
+    num_waiting: int = 0
+    waiting: list[tuple[tuple[int, int], Request]] = field(default_factory=list)
+    """Heap by `Request.order`; also contains requests that ended while waiting."""
+    num_running: int = 0
+    load: float = 0.0
+    """`num_running` divided by the weight."""
+    served: float = 0.0
+    """Virtual time: tokens of scheduled prompts divided by the weight, without credit for times without prompts."""
+
+    def count_running(self, change: int) -> None:
+        """Count requests that start to run, or stop."""
+        self.num_running += change
+        self.load = self.num_running / self.weight
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """The known tokens of a request, and how many of them are computed.
 
@@ -26,6 +49,7 @@ class Request:
     """Length of prompt and output together at which the request finishes."""
     stops: frozenset[int]
     """Tokens that finish the request."""
+    share: Share
     is_plain: bool = False
     """Outputs are plain tokens: the first output has been sent, and there are no log-probabilities and no grammar."""
     num_computed_tokens: int = 0

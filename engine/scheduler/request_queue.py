@@ -1,11 +1,18 @@
-"""Request order: sorted lists for running requests, and a heap for waiting ones."""
+"""Request order: sorted lists for running requests, and a queue for waiting ones."""
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Collection, Sequence
+from operator import attrgetter
 
-from quire.engine.scheduler.request import Request
+from quire.engine.scheduler.request import Request, Share
+
+_SERVED = attrgetter("served")
+_LOAD_AND_SERVED = attrgetter("load", "served")
 
 
 def order(request: Request) -> tuple[int, int]:
@@ -27,42 +34,106 @@ def discard(queue: list[Request], request: Request) -> bool:
 
 
 class RequestQueue:
-    """Requests waiting for admission. A request that ends while waiting is removed from the heap lazily."""
+    """Requests waiting for admission, by share. A request that ends while waiting is removed from its heap lazily.
+
+    Two things are shared: places in the running batch, and the prompt tokens of a step. Among shares with less than
+    their part of the places, the least served is first: start-time fair queueing (Goyal et al., 1996) of prompt tokens.
+    Then follow the others, the one with the lowest load first: weighted max-min fairness of places. Inside a share,
+    requests are sorted by `Request.order`.
+    """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], Request]] = []
+        self._shares: dict[bytes, Share] = {}
+        """Those with unfinished requests."""
         self._count = 0
+        self._virtual_time = 0.0
+        """The highest `Share.served` at which a share was served: where one starts that had no waiting requests."""
 
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def shares(self) -> Collection[Share]:
+        """The shares with unfinished requests, running ones included."""
+        return self._shares.values()
+
+    def share(self, key: bytes, weight: float) -> Share:
+        """Return the share of a new request."""
+        share = self._shares.get(key) or Share(key, weight)
+        if share.weight != weight:
+            share.weight = weight
+            share.count_running(0)
+        return share
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        self._shares[request.share.key] = request.share
+        request.share.num_requests += 1
+        self.push(request)
+
     def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (request.order, request))
+        """Queue a new or preempted request."""
+        share = request.share
+        if not share.num_waiting:
+            share.served = max(share.served, self._virtual_time)
+        heapq.heappush(share.waiting, (request.order, request))
+        share.num_waiting += 1
         self._count += 1
 
-    def peek(self) -> Request | None:
-        while self._heap and self._heap[0][1].finish_reason is not None:
-            heapq.heappop(self._heap)
-        return self._heap[0][1] if self._heap else None
+    def peek(self, num_places: int) -> Request | None:
+        """Return the next request to admit, if the shares divide `num_places` places among them."""
+        if not self._count:
+            return None
+        share, *others = [share for share in self._shares.values() if share.num_waiting]
+        if others:
+            part = num_places / sum([share.weight for share in self._shares.values()])
+            if below := [share for share in (share, *others) if share.load < part]:
+                share = min(below, key=_SERVED)
+            else:
+                share = min((share, *others), key=_LOAD_AND_SERVED)
+        while share.waiting[0][1].finish_reason is not None:
+            heapq.heappop(share.waiting)
+        return share.waiting[0][1]
 
-    def pop(self) -> None:
-        """Remove the request that `peek` returns."""
-        heapq.heappop(self._heap)
+    def pop(self, request: Request) -> None:
+        """Remove the request that `peek` has returned."""
+        heapq.heappop(request.share.waiting)
+        request.share.num_waiting -= 1
         self._count -= 1
 
-    def discard_one(self) -> None:
-        """Count one waiting request as ended."""
-        self._count -= 1
-        if len(self._heap) > 2 * self._count + 64:
-            self._heap = [entry for entry in self._heap if entry[1].finish_reason is None]
-            heapq.heapify(self._heap)
+    def serve(self, request: Request, count: int) -> None:
+        """Count scheduled prompt tokens."""
+        share = request.share
+        self._virtual_time = max(self._virtual_time, share.served)
+        share.served += count / share.weight
+
+    def finish(self, request: Request) -> None:
+        """Forget a request that has ended, running or waiting."""
+        share = request.share
+        share.num_requests -= 1
+        if not share.num_requests:
+            del self._shares[share.key]
+        if request.slot is None:
+            share.num_waiting -= 1
+            self._count -= 1
+            if len(share.waiting) > 2 * share.num_waiting + 64:
+                share.waiting = [entry for entry in share.waiting if entry[1].finish_reason is None]
+                heapq.heapify(share.waiting)
 
     def pending(self, limit: int) -> int:
         """Pending tokens of approximately the first `limit` requests."""
-        return sum(request.num_pending_tokens for _, request in self._heap[:limit] if request.finish_reason is None)
+        first = itertools.islice(itertools.chain.from_iterable(share.waiting for share in self.shares), limit)
+        return sum(request.num_pending_tokens for _, request in first if request.finish_reason is None)
 
-    def check_integrity(self) -> list[Request]:
-        """Assert that the count is right; returns the waiting requests."""
-        waiting = [request for _, request in self._heap if request.finish_reason is None]
+    def check_integrity(self, running: Sequence[Request]) -> list[Request]:
+        """Assert that the counts are right; returns the waiting requests."""
+        waiting = [r for share in self.shares for _, r in share.waiting if r.finish_reason is None]
         assert self._count == len(waiting)
+        num_waiting, num_running = (Counter(request.share.key for request in each) for each in (waiting, running))
+        assert self._shares.keys() == num_waiting.keys() | num_running.keys()
+        for key, share in self._shares.items():
+            assert (share.num_waiting, share.num_running) == (num_waiting[key], num_running[key])
+            assert share.num_requests == share.num_waiting + share.num_running
+            assert share.load == share.num_running / share.weight
+        assert all(request.share is self._shares[request.share.key] for request in (*waiting, *running))
         return waiting

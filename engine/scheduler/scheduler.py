@@ -18,7 +18,9 @@ pipeline stages, one plan per stage is in flight, and a decode waits for its tok
 from __future__ import annotations
 
 import time
-from itertools import repeat
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import repeat, takewhile
 
 from quire.engine.config.engine_config import EngineConfig
 from quire.engine.protocol.engine_core import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -28,7 +30,7 @@ from quire.engine.protocol.scheduler_output import CachedRequestData, NewRequest
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.scheduler.grammar import Grammar, GrammarCompiler
 from quire.engine.scheduler.kv_cache_manager import KVCacheManager, extend_hashes
-from quire.engine.scheduler.request import Request
+from quire.engine.scheduler.request import Request, Share
 from quire.engine.scheduler.request_queue import RequestQueue, discard, insert, order
 from quire.engine.scheduler.structured_output import StructuredOutputManager
 from quire.engine.scheduler.token_budget import TokenBudget
@@ -75,6 +77,8 @@ class Scheduler:
         self._next_clears_failure = False
         """The next plan is the first one that the workers run after a failure."""
         self._tokens_in_flight = 0
+        self._is_blocked = False
+        """The next request was not admitted for lack of free blocks."""
         self._next_victim: Request | None = None
         """Left out of the current plan, so that it can be preempted when its result has arrived."""
         self._window_moved: list[Request] = []
@@ -116,6 +120,7 @@ class Scheduler:
             token_ids=prompt + output,
             max_tokens=self.max_model_len if limit is None else min(self.max_model_len, len(prompt) + limit),
             stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids),
+            share=self.waiting.share(core_request.share, core_request.weight),
             num_scored_tokens=len(prompt) - 1 if output and params.prompt_logprobs is not None else 0,
             grammar=grammar,
         )
@@ -125,7 +130,7 @@ class Scheduler:
             return end
         self._num_added += 1
         self.requests[core_request.request_id] = request
-        self.waiting.push(request)
+        self.waiting.add(request)
         return None
 
     def abort(self, request_id: str) -> tuple[Request, EngineCoreOutput] | None:
@@ -145,9 +150,8 @@ class Scheduler:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
         del self.requests[request.request_id]
-        if request.slot is None:
-            self.waiting.discard_one()
-        else:
+        self.waiting.finish(request)
+        if request.slot is not None:
             self._remove_from_workers(request)
 
     def _remove_from_workers(self, request: Request) -> None:
@@ -158,6 +162,7 @@ class Scheduler:
         discard(self.prefilling, request)
         self.structured_output.remove(request)
         self._end_decode(request)
+        request.share.count_running(-1)
         self.kv.free(self.kv.without_freed(request.block_ids))
         self._freed_slots.append(request.slot)
         self._free_slots.append(request.slot)
@@ -170,9 +175,12 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Return the next plan, or None if nothing can run until a plan in flight has finished."""
         plan = SchedulerOutput(step=self._step, freed_slots=[], new=[], scheduled=[])
+        self._next_victim = None
+        is_shared = len(self.waiting.shares) > 1
+        if is_shared:
+            self._preempt_for_share()
         max_rows, tokens_left = self.token_budget.share(self.running, self.waiting, self._tokens_in_flight)
         preemptions = self.stats.preemptions
-        self._next_victim = None
         while self._window_moved:
             self._free_out_of_window(self._window_moved.pop())
 
@@ -189,20 +197,14 @@ class Scheduler:
             is_latency_bound=bool(self.decoding or self.structured_output),
         )
         tokens_left = min(tokens_left, limit)
-        tokens_left = self._schedule_chunks(plan, rows, self.prefilling, max_rows, tokens_left)
-
-        # After a preemption nothing is admitted: the preempted request would be admitted and preempted again.
-        while (
-            len(rows) < max_rows and tokens_left and self.stats.preemptions == preemptions and self._next_victim is None
-        ):
-            admitted = self._admit(tokens_left)
-            if admitted is None:
-                break
-            request, count = admitted
-            plan.new.append(self._new_request_data(request))
-            self._schedule_chunk(plan, request, count, self._blocks_needed(request, count))
-            rows.append(request)
-            tokens_left -= count
+        chunks: Sequence[Request] = self.prefilling
+        if is_shared and chunks:
+            chunks = sorted(chunks, key=lambda request: request.share.served)
+            first = self._first_waiting()
+            if first is not None and first.share.served < chunks[0].share.served:
+                tokens_left = self._admit(plan, rows, max_rows, tokens_left, preemptions, at_most=1)
+        tokens_left = self._schedule_chunks(plan, rows, chunks, max_rows, tokens_left)
+        self._admit(plan, rows, max_rows, tokens_left, preemptions)
 
         if rows:
             self.token_budget.on_scheduled(plan, rows, num_decodes, context)
@@ -270,7 +272,7 @@ class Scheduler:
         )
 
     def _schedule_chunks(
-        self, plan: SchedulerOutput, rows: list[Request], queue: list[Request], max_rows: int, tokens_left: int
+        self, plan: SchedulerOutput, rows: list[Request], queue: Sequence[Request], max_rows: int, tokens_left: int
     ) -> int:
         """Schedule the requests of `queue` that fit; returns the tokens left in the budget."""
         for request in queue[:]:
@@ -291,6 +293,7 @@ class Scheduler:
         """Add a row of pending tokens. After its last chunk a request becomes a decode, or sends its grammar mask."""
         assert request.slot is not None
         new_blocks = self._advance(request, count, needed)
+        self.waiting.serve(request, count)
         plan.scheduled.append(CachedRequestData(request.slot, count, request.unsent_to_workers, new_blocks))
         if self.kv.windows:
             self._window_moved.append(request)
@@ -371,14 +374,45 @@ class Scheduler:
                     kv.publish(block, request.hashes[index], step)
             request.num_published = full
 
-    def _admit(self, tokens_left: int) -> tuple[Request, int] | None:
-        """Give the first waiting request a slot and its cached prefix; returns it and the size of its first chunk.
+    def _first_waiting(self) -> Request | None:
+        """Return the waiting request to admit next."""
+        # If blocks are scarce, nobody knows for how many requests they suffice: the lowest load goes first.
+        return self.waiting.peek(0 if self._is_blocked else self.config.max_num_seqs)
+
+    def _admit(
+        self,
+        plan: SchedulerOutput,
+        rows: list[Request],
+        max_rows: int,
+        tokens_left: int,
+        preemptions: int,
+        at_most: int | None = None,
+    ) -> int:
+        """Admit waiting requests, and schedule their first chunks; returns the tokens left in the budget.
+
+        After a preemption in this plan (`preemptions`: the number before it) nothing is admitted: the preempted request
+        would be admitted and preempted again.
+        """
+        for _ in repeat(None) if at_most is None else range(at_most):
+            if len(rows) == max_rows or not tokens_left or not self._free_slots:
+                break
+            if self.stats.preemptions != preemptions or self._next_victim is not None:
+                break
+            request = self._first_waiting()
+            if request is None or not self._start(request, tokens_left):
+                break
+            count = self._chunk(request, tokens_left)
+            plan.new.append(self._new_request_data(request))
+            self._schedule_chunk(plan, request, count, self._blocks_needed(request, count))
+            rows.append(request)
+            tokens_left -= count
+        return tokens_left
+
+    def _cached_blocks(self, request: Request) -> list[int] | None:
+        """Return the blocks of a waiting request's cached prefix, or None if it cannot be admitted now.
 
         It is admitted only if blocks for all its known tokens are free, so that it is not preempted at once.
         """
-        request = self.waiting.peek()
-        if request is None or not self._free_slots:
-            return None
         kv = self.kv
         if kv.enable_prefix_caching:
             extend_hashes(
@@ -386,20 +420,25 @@ class Scheduler:
             )
         # At least one token is computed, because the logits of the last token are not cached.
         cached = kv.match(request.hashes[: kv.num_full_blocks(request.num_reusable_tokens)])
-        without_freed = kv.without_freed(cached)
         needed = kv.max_blocks_needed(len(request.token_ids), self.config.max_num_batched_tokens, cached)
-        if not kv.can_allocate(needed, cached_blocks=without_freed):
-            return None
+        self._is_blocked = not kv.can_allocate(needed, cached_blocks=kv.without_freed(cached))
+        return None if self._is_blocked else cached
+
+    def _start(self, request: Request, tokens_left: int) -> bool:
+        """Give a waiting request a slot and its cached prefix; returns False if it cannot be admitted now."""
+        cached, kv = self._cached_blocks(request), self.kv
+        if cached is None:
+            return False
         request.num_computed_tokens = kv.num_tokens_in(len(cached))
-        count = self._chunk(request, tokens_left)
-        if not count:
+        if not self._chunk(request, tokens_left):
             request.num_computed_tokens = 0
-            return None
-        self.waiting.pop()
-        kv.touch(without_freed)
+            return False
+        self.waiting.pop(request)
+        kv.touch(kv.without_freed(cached))
         request.block_ids = cached
         request.num_published = len(cached)
         request.slot = self._free_slots.pop()
+        request.share.count_running(1)
         insert(self.running, request)
         insert(self.prefilling, request)
         if request.num_cached_tokens is None:
@@ -407,7 +446,7 @@ class Scheduler:
             self.stats.prefix_queried_tokens += request.num_prompt_tokens
             self.stats.prefix_hit_tokens += request.num_cached_tokens
             self.stats.prompt_tokens += request.num_prompt_tokens
-        return request, count
+        return True
 
     def _new_request_data(self, request: Request) -> NewRequestData:
         assert request.slot is not None
@@ -423,23 +462,59 @@ class Scheduler:
         )
 
     def _preempt_lower_priority(self, request: Request) -> bool:
-        """Preempt the lowest-priority request after this one that is not in flight; returns whether there was one.
+        """Preempt the lowest-priority request after this one that is not in flight; returns whether there was one."""
+        return self._preempt(takewhile(lambda victim: victim is not request, reversed(self._by_place())))
+
+    def _preempt_for_share(self) -> None:
+        """Preempt the newest request of the most loaded share, if the next request finds no place and its share has a
+        lower load even with it.
+
+        So each preemption makes the loads more equal, and none is undone by another.
+        """
+        if self._free_slots and not self._is_blocked:
+            return
+        shares = [share for share in self.waiting.shares if share.num_running > 1]
+        if not shares or (request := self._first_waiting()) is None:
+            return
+        share = max(shares, key=_load_without_newest)
+        if _load_without_newest(share) <= request.share.load:
+            return
+        if not self._free_slots or self._cached_blocks(request) is None:
+            self._preempt(victim for victim in reversed(self.running) if victim.share is share)
+
+    def _by_place(self) -> list[Request]:
+        """Return the running requests, the first one to preempt last.
+
+        A request's place is the number of requests of its share before it, divided by the weight.
+        """
+        if len(self.waiting.shares) <= 1:
+            return self.running
+        seen: Counter[bytes] = Counter()
+        places: list[tuple[float, tuple[int, int], Request]] = []
+        for request in self.running:
+            share = request.share
+            places.append((seen[share.key] / share.weight, request.order, request))
+            seen[share.key] += 1
+        return [request for _, _, request in sorted(places)]
+
+    def _preempt(self, candidates: Iterable[Request]) -> bool:
+        """Preempt the first of these requests that is not in flight; returns whether there was one.
 
         The preempted request is queued again and recomputes its tokens, mostly from the prefix cache; its output does
-        not change. If all candidates are in flight, the last one is not scheduled again, so that it can be preempted
+        not change. If all candidates are in flight, the first one is not scheduled again, so that it can be preempted
         when its result has arrived.
         """
-        for victim in reversed(self.running):
-            if victim is request:
-                break
+        first = None
+        for victim in candidates:
             if victim.last_step <= self._last_finished_step:
                 self._remove_from_workers(victim)
                 self.waiting.push(victim)
                 self.stats.preemptions += 1
                 return True
-        if self.running[-1] is not request:
-            self._next_victim = self.running[-1]
-            self._next_victim.decode_until = 0
+            first = first or victim
+        if first is not None:
+            self._next_victim = first
+            first.decode_until = 0
         return False
 
     # --- results ----------------------------------------------------------------------------------------------
@@ -571,7 +646,7 @@ class Scheduler:
         """Assert that requests, slots, blocks and queues agree. Called by tests after every step."""
         self.kv.check_integrity(self.kv.without_freed(request.block_ids) for request in self.running)
         self.structured_output.check_integrity(self._last_finished_step)
-        waiting = self.waiting.check_integrity()
+        waiting = self.waiting.check_integrity(self.running)
         assert {id(r) for r in (*self.running, *waiting)} == {id(r) for r in self.requests.values()}
         slots = [request.slot for request in self.running] + self._free_slots
         assert sorted(slots, key=lambda s: -1 if s is None else s) == list(range(self.config.max_num_seqs))
@@ -589,3 +664,7 @@ class Scheduler:
             assert max(request.num_computed_tokens + 1, len(request.token_ids)) <= request.max_tokens
         assert all(r.num_scored_tokens < r.num_prompt_tokens for r in self.requests.values())
         assert all(r.slot is None and not r.block_ids and not r.num_computed_tokens for r in waiting)
+
+
+def _load_without_newest(share: Share) -> float:
+    return (share.num_running - 1) / share.weight

@@ -225,6 +225,11 @@ class CountTokensRequest(ProcessedBody, LenientModel):
     def _sampling(self) -> dict[str, Any]:
         return {}
 
+    @property
+    def user_name(self) -> object:
+        metadata = (self.model_extra or {}).get("metadata")
+        return metadata.get("user_id") if isinstance(metadata, dict) else None
+
     async def process_here(self, admit: Callable[[], InputProcessor]) -> GenerationInput:
         thinking = None if self.thinking is None else {"enabled": True, "disabled": False}.get(self.thinking.type)
         chat, places = self.as_chat(), [place for place, _ in self._conversation()]

@@ -31,6 +31,7 @@ from quire.engine.protocol.engine_core import (
 from quire.engine.protocol.sampling_params import SamplingParams
 from quire.engine.protocol.stats import EngineStats
 from quire.engine.protocol.supervision import EngineFailed, EngineState, ReplicaLost, ReplicaUp
+from quire.server.frontend.fair_share import SHARE, Share
 from quire.server.frontend.metrics import Metrics
 from quire.server.frontend.output_stream import DEADLINE, EngineUnavailable, OutputStream
 from quire.server.frontend.router import Router
@@ -149,6 +150,8 @@ class EngineClient:
         self._max_queue = max_queue
         self._metrics = metrics
         self._running: dict[str, _RunningRequest] = {}
+        self._num_waiting: Counter[Share] = Counter()
+        """Requests without output, with fair sharing."""
         self._suspects: list[str] = []
         """Requests that may have caused deaths; they run one at a time, the first one now."""
         self._probes: dict[tuple[int, int], asyncio.Future[None]] = {}
@@ -206,6 +209,8 @@ class EngineClient:
 
         Each API process counts its own open requests, and takes those of the others from the stats that the engine last
         sent to any of them. So several processes may accept more requests between two steps than one would.
+
+        With fair sharing, a share may always have its part of the queue, also if others have filled it.
         """
         self.check()
         if self._max_queue is None or not self._running:
@@ -214,7 +219,12 @@ class EngineClient:
         # The second sum includes other processes' requests.
         num_open = max(len(self._running), sum(each.running + each.waiting for each in stats))
         num_waiting = num_open - sum(each.running if each.waiting else self._max_num_seqs for each in stats)
-        if num_waiting >= self._max_queue:
+        if num_waiting < self._max_queue:
+            return
+        share = SHARE.get()
+        weights = dict([*self._num_waiting, share])
+        part = self._max_queue * share.weight / sum(weights.values()) if share.key else 0.0
+        if self._num_waiting[share] >= part:
             raise QueueFull(f"{max(0, num_waiting)} requests are waiting already, the maximum is {self._max_queue}")
 
     async def probe(self) -> None:
@@ -262,9 +272,20 @@ class EngineClient:
         """
         self.admit()
         stream = OutputStream(self.abort, [request_id for request_id, _, _ in requests])
-        now = time.monotonic()
+        now, share = time.monotonic(), SHARE.get()
+        if share.key:
+            self._num_waiting[share] += len(requests)
         for request_id, prompt_ids, params in requests:
-            submit = EngineCoreRequest(self.index, request_id, prompt_ids, params, priority, cache_salt)
+            submit = EngineCoreRequest(
+                self.index,
+                request_id,
+                prompt_ids,
+                params,
+                priority,
+                cache_salt,
+                share=share.key,
+                weight=share.weight,
+            )
             running = self._running[request_id] = _RunningRequest(stream, now, submit)
             self._place(running, submit)
         if (deadline := DEADLINE.get()) is not None:
@@ -292,12 +313,22 @@ class EngineClient:
             self._send(AbortRequests(ids), replica)
 
     def _on_finished(self, request_id: str, running: _RunningRequest, reason: FinishReason) -> None:
-        """Update router and metrics for a request that has left `_running`."""
+        """Update router, queue and metrics for a request that has left `_running`."""
+        if running.last_output is None:
+            self._on_started(running)
         self._metrics.finished(reason, time.monotonic() - running.arrived)
         if self._router is not None:
             self._router.on_finished(request_id, running.delivered)
         if request_id in self._suspects:
             self._clear_suspect(request_id)
+
+    def _on_started(self, running: _RunningRequest) -> None:
+        """Count a request as waiting no more."""
+        if running.submit.share:
+            share = Share(running.submit.share, running.submit.weight)
+            self._num_waiting[share] -= 1
+            if not self._num_waiting[share]:
+                del self._num_waiting[share]
 
     def fail(self, reason: str) -> None:
         """Fail all open requests, abort them in the engine, and accept no new ones."""
@@ -312,6 +343,7 @@ class EngineClient:
             self._metrics.finished("error", now - running.arrived)
             running.stream.fail(failure)
         self._running.clear()
+        self._num_waiting.clear()
         self._suspects.clear()
 
     async def close(self) -> None:
@@ -512,6 +544,7 @@ class EngineClient:
             if output.token_ids:
                 if running.last_output is None:
                     self._metrics.time_to_first_token.observe(now - running.arrived)
+                    self._on_started(running)
                 else:
                     self._metrics.inter_token_latency.observe(now - running.last_output)
                 running.last_output = now

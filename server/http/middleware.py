@@ -6,11 +6,13 @@ For a chunk of a stream, all of it costs one comparison.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import uuid
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.frontend.fair_share import FairShare
 from quire.server.frontend.output_stream import DEADLINE, Deadline
 from quire.server.http.api_keys import ApiKeys
 from quire.server.http.errors import ApiError, respond
@@ -73,6 +75,27 @@ class ApiKeyMiddleware:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in self._open
 
 
+class FairShareMiddleware:
+    """Assigns requests to the shares of their clients. `by` and `weights` are those of `FairShare`; the weights of
+    `keys` are their own.
+    """
+
+    def __init__(self, app: ASGIApp, by: str, weights: Mapping[str, float], keys: ApiKeys | None) -> None:
+        self._app = app
+        self._fair_share = FairShare(by, weights)
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._fair_share.by == "key" and self._keys is not None:
+            key = _key(scope)
+            self._fair_share.enter(key.decode("latin-1"), self._keys.weight(key))
+        elif self._fair_share.by == "address" and scope.get("client"):
+            self._fair_share.enter(_network(scope["client"][0]))
+        else:  # the body has the user; who has none, shares with the others without
+            self._fair_share.enter("")
+        await self._app(scope, receive, send)
+
+
 class LimitsMiddleware:
     """Limits the size of a body in bytes, and the duration of a request in seconds (None: no limit).
 
@@ -126,6 +149,19 @@ def _has(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bool:
 
 def _header(scope: Scope, name: bytes) -> bytes:
     return next((value for header, value in scope["headers"] if header == name), b"")
+
+
+def _network(address: str) -> str:
+    """The address of a client. Those of IPv6 are cut to 64 bits: a client has all that begin with them."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 4:
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((int(parsed) >> 64 << 64, 64)))
 
 
 def _key(scope: Scope) -> bytes:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from quire.engine.protocol.errors import InvalidParameter
 from quire.engine.protocol.sampling_params import MAX_N, MAX_STOP_STRINGS, SamplingParams, StructuredOutputs
+from quire.server.frontend.fair_share import enter_user
 from quire.server.frontend.input_processor import InputProcessor
 from quire.server.frontend.inputs import Processed, RequestOptions
 from quire.server.http.response import StreamUsage
@@ -111,12 +112,20 @@ class ProcessedBody(BaseModel):
     max_items: ClassVar[Mapping[str, int]] = {}
     """The maximum length of lists, which is checked before anything else in a large body."""
     _processed: Processed | None = PrivateAttr(None)
+    _user_name: object = PrivateAttr(None)
+    """`user_name` of a processed body, if it is small."""
+
+    @property
+    def user_name(self) -> object:
+        """Who the user is, according to the request; for fair sharing."""
+        return getattr(self, "user", None)
 
     async def process(self, admit: Callable[[], InputProcessor]) -> Any:
         """Return what the route needs of the input processor.
 
         `admit` is `Frontend.admit`. It is called when the request is known to be supported, before it is rendered.
         """
+        enter_user(self._user_name if self._processed is not None else self.user_name)
         if self._processed is None:
             return await self.process_here(admit)
         with renamed_params(self.names):
@@ -156,6 +165,7 @@ class ProcessedBody(BaseModel):
         kept = {name: value for name in type(self).model_fields if _is_small(value := getattr(self, name))}
         body = self.model_construct(**kept)
         body._processed = processed
+        body._user_name = user if _is_small(user := self.user_name) else None
         return body
 
 

@@ -34,19 +34,19 @@ FLAGS = """
 --api-server-count --attention-backend --block-size --chat-template --client-body-timeout --client-header-timeout
 --cluster-timeout-seconds --cluster-token --cluster-token-file --config --cuda-graph-sizes --data-parallel-address
 --data-parallel-rpc-port --data-parallel-size --data-parallel-size-local --data-parallel-start-rank
---dbo-token-threshold --device --disable-custom-all-reduce --distributed-executor-backend
---distributed-timeout-seconds --dtype --enable-chunked-prefill --enable-dbo --enable-eplb --enable-expert-parallel
---enable-prefix-caching --enforce-eager --eplb-step-interval --expert-placement-strategy --gpu-memory-utilization
---headless --help --host --itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format --log-level
---master-addr --master-port --max-body-mib --max-connections-per-client --max-logprobs --max-model-len
+--dbo-token-threshold --device --disable-custom-all-reduce --distributed-executor-backend --distributed-timeout-seconds
+--dtype --enable-chunked-prefill --enable-dbo --enable-eplb --enable-expert-parallel --enable-prefix-caching
+--enforce-eager --eplb-step-interval --expert-placement-strategy --fair-share --fair-share-weights
+--gpu-memory-utilization --headless --help --host --itl-target-ms --kv-cache-dtype --kv-cache-memory-bytes --load-format
+--log-level --master-addr --master-port --max-body-mib --max-connections-per-client --max-logprobs --max-model-len
 --max-num-batched-tokens --max-num-seqs --max-queue --max-restarts --model-impl --nnodes --no-allow-credentials
---no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-dbo --no-enable-eplb
---no-enable-expert-parallel --no-enable-prefix-caching --no-enforce-eager --no-headless --no-restart
---no-trust-remote-code --no-trust-request-chat-template --node-rank --num-redundant-experts --pipeline-layer-partition
---pipeline-parallel-size --port --quantization --reasoning-parser --request-timeout --restart --revision --root-path
---runner --scheduling-policy --seed --served-model-name --shutdown-timeout --ssl-ca-certs --ssl-cert-reqs
---ssl-certfile --ssl-keyfile --tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser
---trust-remote-code --trust-request-chat-template --uds --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -tp
+--no-disable-custom-all-reduce --no-enable-chunked-prefill --no-enable-dbo --no-enable-eplb --no-enable-expert-parallel
+--no-enable-prefix-caching --no-enforce-eager --no-headless --no-restart --no-trust-remote-code
+--no-trust-request-chat-template --node-rank --num-redundant-experts --pipeline-layer-partition --pipeline-parallel-size
+--port --quantization --reasoning-parser --request-timeout --restart --revision --root-path --runner --scheduling-policy
+--seed --served-model-name --shutdown-timeout --ssl-ca-certs --ssl-cert-reqs --ssl-certfile --ssl-keyfile
+--tensor-parallel-size --timeout-keep-alive --tokenizer --tool-call-parser --trust-remote-code
+--trust-request-chat-template --uds --watchdog-seconds -asc -dp -dpa -dpl -dpp -dpr -h -pp -q -tp
 """
 
 RUN = """

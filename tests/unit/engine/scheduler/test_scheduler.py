@@ -48,10 +48,12 @@ class Engine:
         priority: int = 0,
         cache_salt: bytes = b"",
         reported: Sequence[int] = (),
+        share: bytes = b"",
+        weight: float = 1.0,
         **params: Any,
     ) -> None:
         submit = EngineCoreRequest(
-            0, request_id, prompt, SamplingParams(**params), priority, cache_salt, list(reported)
+            0, request_id, prompt, SamplingParams(**params), priority, cache_salt, list(reported), share, weight
         )
         self.outputs[request_id] = []
         outputs = submit.params.structured_outputs
@@ -401,7 +403,8 @@ def test_requests_that_were_aborted_while_waiting_are_forgotten() -> None:
     for index in range(1000):
         engine.add(str(index), [1], max_tokens=5)
         engine.abort(str(index))
-    assert len(engine.scheduler.waiting._heap) < 100
+    (share,) = engine.scheduler.waiting.shares
+    assert len(share.waiting) < 100
     engine.run()
 
 
