@@ -51,9 +51,18 @@ class Process(Protocol):
 
     def kill(self) -> None: ...
 
+    def kill_group(self) -> None:
+        """Kill the processes that it has left behind."""
+
 
 class _Popen(subprocess.Popen[bytes]):
+    """A process that leads a group."""
+
     connection: Connection[bytes, bytes]
+
+    def kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def start_process(
@@ -272,6 +281,7 @@ class Supervisor:
         if not each.process.connection.closed:
             self._selector.unregister(each.process.connection)
             each.process.connection.close()
+        each.process.kill_group()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         self._exit(each, each.failure or Failed(f"{each.name} {how}"))
 

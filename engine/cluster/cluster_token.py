@@ -52,16 +52,23 @@ def with_cluster_token(options: EngineOptions, *, is_headless: bool = False) -> 
 
 
 def other_command(options: EngineOptions, arguments: Sequence[str]) -> str:
-    """Return the command line that starts another host than the first, whose command line is `arguments`."""
+    """Return the command line that starts another host than the first, whose command line is `arguments`. It has no
+    secrets.
+    """
     of_this_host = ["--node-rank"] if options.nnodes > 1 else ["--data-parallel-start-rank", "-dpr"]
+    num_values = {**dict.fromkeys([*of_this_host, "--cluster-token"], 1), "--api-key": len(arguments)}
     kept, program = [], os.path.basename(arguments[0])
-    following = iter(arguments[1:])
-    for argument in following:
-        name, equals, _ = argument.partition("=")
-        if name not in of_this_host:
+    num_dropped = 0
+    for argument in arguments[1:]:
+        if argument.startswith("-"):
+            name, equals, _ = argument.partition("=")
+            num_dropped = 0 if equals else num_values.get(name, 0)
+            if name in num_values:
+                continue
+        if num_dropped:
+            num_dropped -= 1
+        else:
             kept.append(argument)
-        elif not equals:
-            next(following, None)
     if options.nnodes > 1:
         kept += ["--node-rank", "1" if options.nnodes == 2 else "R", "--headless"]
     else:

@@ -41,6 +41,8 @@ _REASON_TIMEOUT = 10.0
 """Seconds for which a node whose ranks have failed waits for node 0 to send the cause."""
 _REPORT_TIMEOUT = 5.0
 """Seconds for which a node that cannot start tries to report it to node 0."""
+_REJOIN_SECONDS = 1.0
+"""Interval at which a node tries to join again."""
 _PROGRESS_SECONDS = 1.0
 
 logger = logging.getLogger("quire.engine.executor.nodes")
@@ -248,11 +250,15 @@ def serve_node(
     except ConfigError as error:
         _report_error(options, str(error))
         raise
+    deadline = 0.0
     while True:
         try:
             node = Node(config, log_level)
         except LinkEnded as rejection:
-            raise ConfigError(rejection.reason) from None
+            if time.monotonic() >= deadline:
+                raise ConfigError(rejection.reason) from None
+            time.sleep(_REJOIN_SECONDS)  # node 0 has not noticed the loss yet, or its engine is still ending
+            continue
         with contextlib.closing(node):
             reason = node.run()
         if not reason:
@@ -262,6 +268,7 @@ def serve_node(
         if not may_rejoin:
             return 1
         logger.info("joining node 0 again (--no-restart: exit instead)")
+        deadline = time.monotonic() + config.parallel.timeout
 
 
 class Node:

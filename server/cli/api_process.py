@@ -19,7 +19,7 @@ import uvloop
 
 from quire.engine import log, process
 from quire.engine.protocol.errors import ConfigError
-from quire.engine.protocol.supervision import Drain, Failed, Ready, ReplicaUp, Shutdown
+from quire.engine.protocol.supervision import Drain, Failed, Ready, Shutdown
 from quire.engine.supervisor import HEARTBEAT_SECONDS, SupervisorConnection
 from quire.server.cli.parent import ApiProcessArgs
 from quire.server.config import ServerOptions
@@ -75,44 +75,44 @@ class ApiProcess:
             formats=ChatFormats.of(options),
             max_queue=options.queue_limit,
         )
-        # Those that are up last: the client is ready with the first of them after which none is unknown.
-        for state in sorted(args.states, key=lambda state: isinstance(state, ReplicaUp)):
+        for state in args.states:
             self._frontend.client.update(state)
         self._http = http_server(self._frontend, options, args.names)
         self._listener = socket.socket(fileno=args.listener)
         self._stopping: asyncio.Task[None] | None = None
         self._is_restart = bool(args.states)
+        self._failure: Exception | None = None
+        """Why requests can never be served."""
 
-    async def run(self) -> int:
-        """Serve until the supervisor ends it; returns the exit code."""
+    async def run(self) -> None:
+        """Serve until the supervisor ends it; raises `ConfigError` and others if requests can never be served."""
         self._beat()
         self._loop.add_reader(self._connection, self._receive)
         starting = asyncio.create_task(self._report_ready())
         try:
             if self._is_restart:  # clients wait in the listener's queue meanwhile, instead of being rejected
-                with contextlib.suppress(ConfigError):
+                with contextlib.suppress(Exception):  # see `_report_ready`
                     await self._frontend.loaded()
             await self._http.serve([self._listener])
-            return 1 if starting.done() and starting.result() is not None else 0
+            if self._failure is not None:
+                raise self._failure
         finally:
             starting.cancel()
             self._loop.remove_reader(self._connection)
             await self._frontend.close()
 
-    async def _report_ready(self) -> ConfigError | None:
-        """Report that requests can be served, or why they never will."""
+    async def _report_ready(self) -> None:
+        """Report that requests can be served; end `run` if they never can."""
         try:
             seconds = await self._frontend.ready()
         except EngineUnavailable:
-            return None  # the supervisor knows why
-        except ConfigError as error:
-            self._connection.send(Failed(str(error), user_error=True))
-            self._http.should_exit = True
-            return error
+            return  # the supervisor knows why
+        except Exception as error:
+            self._failure, self._http.should_exit = error, True
+            return
         gc.collect()
         gc.freeze()
         self._connection.send(Ready(seconds))
-        return None
 
     def _beat(self) -> None:
         self._connection.beat()
@@ -152,7 +152,16 @@ class ApiProcess:
 
 
 async def _serve(args: ApiProcessArgs, connection: SupervisorConnection) -> int:
-    return await ApiProcess(args, connection).run()
+    try:
+        await ApiProcess(args, connection).run()
+    except ConfigError as error:
+        connection.send(Failed(str(error), user_error=True))
+        return 2
+    except Exception as error:
+        logger.exception("the API process failed")
+        connection.send(Failed(f"the API process failed: {type(error).__name__}: {error}"))
+        return 1
+    return 0
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 from quire.engine import process
 from quire.engine.config.engine_config import EngineConfig
@@ -18,6 +19,9 @@ from quire.engine.protocol.supervision import EngineState, ReplicaLost, ReplicaU
 from quire.server.config import ServerOptions
 from quire.server.frontend.dp_coordinator import DPMember, ReplicaDied
 from quire.server.frontend.engine_manager import EngineManager
+
+_REJOIN_SECONDS = 1.0
+"""Interval at which a host that was lost tries to join again."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +49,15 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
+    deadline = 0.0
     while True:
         try:
             membership = DPMember(config, is_headless=True)
+        except ConfigError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_REJOIN_SECONDS)  # the leader has not noticed the loss yet
+            continue
         except KeyboardInterrupt:
             logger.info("shutting down")
             return 0
@@ -58,7 +68,7 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
             print(f"quire: error: {problem}", file=sys.stderr)
             return 1
         logger.error("%s; joining it again (--no-restart: exit instead)", problem)
-        membership = None
+        membership, deadline = None, time.monotonic() + config.parallel.timeout
 
 
 def run_replicas(

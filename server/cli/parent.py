@@ -77,11 +77,12 @@ class _ApiProcess(SupervisedProcess):
 
     def on_exit(self, failure: Failed) -> float | None:
         self._num_failed_starts += not self.is_ready
-        if failure.user_error or self._num_failed_starts > _MAX_FAILED_STARTS:
+        is_hopeless = failure.user_error or self._num_failed_starts > _MAX_FAILED_STARTS
+        if is_hopeless and not self._server.is_serving:
             self._server.failure = self._server.failure or failure
             return None
         logger.error("%s; its connections are lost; restarting it", failure.reason)
-        return min(2.0**self._num_failed_starts - 1.0, _RESTART_SECONDS)
+        return min(2.0 ** min(self._num_failed_starts, _MAX_FAILED_STARTS) - 1.0, _RESTART_SECONDS)
 
 
 class Server:
@@ -161,6 +162,11 @@ class Server:
             reason, is_user_error = self._manager.failure.reason, self._manager.is_user_error
         print(f"quire: error: {reason}", file=sys.stderr)
         return 2 if is_user_error else 1
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether an API process serves."""
+        return any(each.is_ready and each.process is not None for each in self._api_processes)
 
     @property
     def _is_started(self) -> bool:

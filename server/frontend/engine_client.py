@@ -160,6 +160,7 @@ class EngineClient:
         self._decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
         self._ready: asyncio.Future[ReplicaUp] = self.loop.create_future()
         self._failed: asyncio.Future[EngineUnavailable] = self.loop.create_future()
+        self._last_up: ReplicaUp | None = None
         self._context = zmq.Context()
         self._security = Security(self._context, token)
         self._dropped = Dropped("dropped a message to this API process that could not be decoded")
@@ -244,6 +245,8 @@ class EngineClient:
                 return
             waiting.add(self._failed)
         self.check()
+        if not self._live_replicas():
+            raise EngineUnavailable("the engine is restarting")
         raise EngineUnavailable(f"the engine has not answered for {PROBE_SECONDS:g} seconds")
 
     async def _probe(self, replica: _Replica) -> bool:
@@ -392,8 +395,8 @@ class EngineClient:
             self._metrics.take(replica.number, up.stats)
         if self._router is not None:
             self._router.on_replica_ready(replica.number)
-        if not self._ready.done() and not self._is_loading:
-            self._ready.set_result(up)
+        self._last_up = up
+        self._update_ready()
         waiting = [
             (i, each) for i, each in self._running.items() if each.replica is None and i not in self._suspects[1:]
         ]
@@ -402,12 +405,18 @@ class EngineClient:
         if waiting:
             logger.info("%s is up; %d requests go on", self._subject(replica.number), len(waiting))
 
+    def _update_ready(self) -> None:
+        """Become ready when a replica has been up and none is still loading for the first time."""
+        if not self._ready.done() and not self._is_loading and self._last_up is not None:
+            self._ready.set_result(self._last_up)
+
     def _on_lost(self, replica: _Replica, lost: ReplicaLost) -> None:
         """Resume the requests of a dead replica on others, or when a replica is back."""
         if replica.state == "dead" or self._failed.done():
             return
         replica.state = "restarting" if lost.returns else "dead"
         replica.close()
+        self._update_ready()
         for (number, _), answer in self._probes.items():
             if number == replica.number:
                 answer.cancel()
@@ -429,8 +438,10 @@ class EngineClient:
         A request whose replicas have died `MAX_DEATHS` times in a row, while it hardly made progress, is a suspect. If
         it is the only one, it is the cause. Several suspects run one at a time from now on.
         """
-        for request_id, running in moved.items():
+        for place, (request_id, running) in enumerate(moved.items()):
             running.replica = None
+            if running.last_output is None and place >= self._max_num_seqs:
+                continue  # it has not run yet
             running.num_deaths += 1
             if running.num_deaths >= MAX_DEATHS and request_id not in self._suspects:
                 self._suspects.append(request_id)

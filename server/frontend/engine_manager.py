@@ -39,6 +39,7 @@ RESTART_SECONDS = (0.1, 60.0)
 """Delay from the death of a replica to its restart: the first delay, and the longest one if it dies repeatedly."""
 RESTART_WINDOW = 600.0
 """See `RestartPolicy.max_restarts`, in seconds."""
+_MAX_DOUBLINGS = 16
 _MIN_UP_SECONDS = 10.0
 """A replica that dies sooner is restarted later each time."""
 SHUTDOWN_SECONDS = 10.0
@@ -46,7 +47,7 @@ _MAX_FOLDER_BYTES = 60
 """In bytes. The path of a Unix socket inside must be shorter than 108 bytes (unix(7)), also that of a core's fork
 server.
 """
-_PREFIX, _LOCK = "quire-", "lock"
+_PREFIX, _LOCK = "quire-", "server.lock"
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +82,10 @@ class RuntimeFolder:
             raise ConfigError(
                 f"the path in TMPDIR is too long for Unix sockets: {os.path.dirname(self.path)}; set a shorter one"
             )
-        lock = os.open(f"{self.path}/{_LOCK}", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+        # Locked before it has its name, so that no other process takes the folder for an unused one.
+        lock = os.open(f"{self.path}/new.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(f"{self.path}/new.lock", f"{self.path}/{_LOCK}")
         for other in Path(self.path).parent.glob(f"{_PREFIX}*/{_LOCK}"):
             if other.parent != Path(self.path):
                 _remove_unused(other)
@@ -248,7 +251,7 @@ class EngineManager:
         logger.error("%s; %s", reason, "restarting it" if returns else "it is not restarted (--no-restart)")
         self.on_state(ReplicaLost(core.replica, failure.reason, returns))
         least, most = RESTART_SECONDS
-        delay = min(most, least * 2**core.num_quick_deaths)
+        delay = min(most, least * 2 ** min(core.num_quick_deaths, _MAX_DOUBLINGS))
         return None if not returns else self._restart_group(delay) if is_coupled else delay
 
     def _restart_group(self, delay: float) -> float | None:
@@ -258,6 +261,7 @@ class EngineManager:
         """
         running = [core for core in self._cores if core.process is not None]
         for core in running:
+            core.send(Shutdown())
             core.kill_at = min(core.kill_at, time.monotonic() + SHUTDOWN_SECONDS)
         if running:
             return None
@@ -296,6 +300,8 @@ class EngineManager:
 
         def is_over() -> bool:
             timeout = self._config.parallel.timeout
+            if any(core.process is not None for core in self._cores):  # it is being started: its end will be noticed
+                self._lost_since = self._lost_since and time.monotonic()
             if self._lost_since is not None and self.states and time.monotonic() - self._lost_since > timeout:
                 self.on_state(EngineFailed(f"no replica has been up for {timeout:g} s"))
             return until()

@@ -87,6 +87,8 @@ class Frontend:
             loop.call_soon_threadsafe(update, state)
 
         manager.on_change = on_change
+        if manager.failure is not None:
+            frontend.client.update(manager.failure)
         manager.run_in_thread()
         return frontend
 

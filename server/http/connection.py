@@ -150,13 +150,11 @@ class HttpProtocol(HttpToolsProtocol):
         if self._phase == "headers":
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"no request within {self._limits.header_seconds:g} seconds")
             return
-        if self.flow.read_paused:  # it is the server that is slow
-            self._begun, self._num_bytes = now, 0
-        end = self._begun + self._limits.body_seconds + self._num_bytes / _BODY_RATE
-        if now >= end:
+        if not self.flow.read_paused and self._num_bytes < _BODY_RATE * (now - self._begun):
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the body arrives too slowly")
-        else:
-            self._timer = self.loop.call_at(end, self._on_time)
+        else:  # or it is the server that is slow
+            self._begun, self._num_bytes = now, 0
+            self._timer = self.loop.call_later(self._limits.body_seconds, self._on_time)
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         """Close the connection, with an error unless a response has begun."""

@@ -78,7 +78,8 @@ class LargeBodies:
 
     def takes(self, body: bytes) -> bool:
         """Return whether to process a small body elsewhere, because it may contain a chat template."""
-        return self._templates and (b"chat_template" in body or b"\\u" in body)  # an escape may hide the name
+        # An escape may hide the name, and so may UTF-16.
+        return self._templates and any(mark in body for mark in (b"chat_template", b"\\u", b"\0"))
 
     async def process(self, prepare: Prepare, body: bytes | memoryview, stored: bytes | None = None) -> Any:
         """Return what `prepare` returns; raises `HTTPException`, and `Answered` with a complete response."""

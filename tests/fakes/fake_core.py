@@ -75,6 +75,9 @@ class CoreThread(threading.Thread):
     def kill(self) -> None:
         self._killed.set()
 
+    def kill_group(self) -> None:
+        """It has started nothing."""
+
 
 def start(args: CoreArgs, folder: str, mode: str = "") -> CoreThread:
     """In place of `quire.engine.core.launch.start_core`: in a thread."""

@@ -20,6 +20,7 @@ class FakeProcess:
     def __init__(self) -> None:
         self.connection, self.theirs = Pipe()
         self.code: int | None = None
+        self.is_group_killed = False
         self.on_poll: Callable[[], None] = lambda: None
         """Called while the process runs, as often as the supervisor looks."""
 
@@ -30,6 +31,9 @@ class FakeProcess:
 
     def kill(self) -> None:
         self.exit(-signal.SIGKILL)
+
+    def kill_group(self) -> None:
+        self.is_group_killed = True
 
     def exit(self, code: int) -> None:
         self.code = code
@@ -115,6 +119,7 @@ def test_a_process_that_dies_is_reported_and_started_again(supervisor: Superviso
     core.current.exit(-signal.SIGKILL)
     steps(supervisor)
     assert core.exits == [Failed("the engine core was killed by SIGKILL")]
+    assert core.current.is_group_killed
     pass_time(supervisor, clock, 1)
     assert len(core.started) == 1
     pass_time(supervisor, clock, 2)

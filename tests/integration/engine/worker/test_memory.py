@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def many(folder: Path, **options: Any) -> EngineConfig:
     """So many requests at once that the memory is what limits the cache."""
-    most = 1 << 8
+    most = 32 if "kv_cache_memory_bytes" in options else 1 << 13
     return resolve(
         EngineOptions(
             model=str(folder),

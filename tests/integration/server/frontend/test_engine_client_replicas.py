@@ -303,8 +303,8 @@ async def test_a_request_that_kills_its_replicas_is_given_up(tmp_path: Path, tok
         assert (await core.hear(EngineCoreRequest)).request_id == "next"
 
 
-async def test_the_company_of_a_request_that_kills_is_spared(tmp_path: Path) -> None:
-    async with scripted(tmp_path, 1) as engine:
+async def test_requests_that_ran_beside_the_one_that_kills_go_on(tmp_path: Path) -> None:
+    async with scripted(tmp_path, 1, max_num_seqs=8) as engine:
         (core,) = engine.cores
         streams = {name: engine.submit(name, [1]) for name in ("good", "poison", "also good")}
         for _ in range(2):
@@ -322,6 +322,30 @@ async def test_the_company_of_a_request_that_kills_is_spared(tmp_path: Path) -> 
         assert "3 times" in str((await whole(streams["poison"])).error)
         names = {(await core.hear(EngineCoreRequest)).request_id for _ in range(3)}
         assert names == {"good", "also good", "new"}
+
+
+async def test_requests_that_have_not_run_yet_are_not_suspected(tmp_path: Path) -> None:
+    async with scripted(tmp_path, 1, max_num_seqs=1) as engine:
+        (core,) = engine.cores
+        streams = [engine.submit(name, [1]) for name in ("poison", "waiting")]
+        for _ in range(2):
+            for _ in streams:
+                await core.hear(EngineCoreRequest)
+            await kill(engine, core)
+        assert "2 times" in str((await whole(streams[0])).error)
+        assert (await core.hear(EngineCoreRequest)).request_id == "waiting"
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+async def test_an_api_process_that_starts_while_a_replica_is_lost_is_ready(tmp_path: Path, lost: int) -> None:
+    client = EngineClient(endpoints(tmp_path, 2), Metrics("m", replicas=range(2)), replicas=range(2))
+    try:
+        for number in range(2):
+            client.update(ReplicaLost(number, "gone", returns=False) if number == lost else ReplicaUp(number, 1))
+        assert (await client.ready()).replica == 1 - lost
+        assert client.is_up
+    finally:
+        await client.close()
 
 
 async def test_a_stream_outlives_any_number_of_deaths(tmp_path: Path) -> None:

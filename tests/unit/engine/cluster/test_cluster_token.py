@@ -111,6 +111,9 @@ def test_the_command_of_many_hosts_leaves_the_number_open() -> None:
     options = EngineOptions(nnodes=4, pipeline_parallel_size=4)
     command = other_command(options, ["quire", "serve", "my model", "--node-rank=0", "--nnodes", "4"])
     assert command == "quire serve 'my model' --nnodes 4 --node-rank R --headless"
+    secret = ["--api-key", "sk-1", "sk-2", "--nnodes", "4", "--cluster-token=abc", "--node-rank", "0", "model"]
+    command = other_command(options, ["quire", "serve", *secret])
+    assert command == "quire serve --nnodes 4 model --node-rank R --headless"
 
 
 def test_no_secret_is_shown() -> None:

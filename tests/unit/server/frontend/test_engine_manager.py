@@ -204,6 +204,7 @@ def test_the_engine_fails_if_no_replica_comes_back(engine: Make, monkeypatch: py
     one.manager.replicas = (1,)
     one.manager.metrics = Metrics("m", replicas=(0, 1))
     one.manager._config = replace(one.manager._config, parallel=replace(one.manager._config.parallel, timeout=0.05))
+    one.manager._cores.clear()  # this host has none
     one.manager.replica_up(ReplicaUp(1, 7))
     one.manager.replica_died(1, "the host is gone")
     one.run(lambda: one.manager.failure is not None)
@@ -220,7 +221,7 @@ def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 def test_a_folder_is_removed_by_its_owner_or_by_the_next(temporary: Path) -> None:
     stale, foreign = temporary / "quire-stale", temporary / "quire-notes"
     stale.mkdir()
-    (stale / "lock").touch()
+    (stale / "server.lock").touch()
     (stale / "requests-0").touch()
     foreign.mkdir()  # not made by a server: it has no lock
     first = RuntimeFolder()
@@ -229,7 +230,7 @@ def test_a_folder_is_removed_by_its_owner_or_by_the_next(temporary: Path) -> Non
     first.remove()
     assert not Path(first.path).exists()
     path = Path(second.path)
-    with (path / "lock").open() as lock, pytest.raises(BlockingIOError):
+    with (path / "server.lock").open() as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     del second
     assert not path.exists()
