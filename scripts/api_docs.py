@@ -91,7 +91,7 @@ def _object(schema: Schema, shown: list[str]) -> Iterator[str]:
     rows = (_row(name, field, name in required, shown) for name, field in properties)
     yield table(("parameter", "type", "default", ""), rows)
     if harmless := schema.get("x-harmless"):
-        yield f"Accepted, without effect: {', '.join(map(code, harmless))}.\n"
+        yield f"Accepted, without effect on the answer: {', '.join(map(code, harmless))}.\n"
     if refused := schema.get("x-refused"):
         yield (
             "Not supported. Rejected by name, except with a value shown in parentheses, which has no effect: "

@@ -62,7 +62,7 @@ class EmbeddingRequest(ProcessedBody, LenientModel):
     dimensions: Annotated[Int64, Field(ge=1)] | None = None
     """Return only the first numbers of each vector; for models with a Matryoshka representation."""
     user: str | None = None
-    """No effect."""
+    """Who the client is, with `--fair-share user`."""
     normalize: bool | None = None
     """vLLM extension: whether to normalize vectors to length 1. Default: as the model declares."""
     use_activation: bool | None = None
