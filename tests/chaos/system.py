@@ -64,7 +64,7 @@ LAYOUTS = {
         Layout("dp2-api2", ("-dp", "2", "--api-server-count", "2")),
         Layout("tp2-pp2", ("-tp", "2", "-pp", "2")),
         Layout("dp2-tp2-ep", ("-dp", "2", "-tp", "2", "--enable-expert-parallel"), has_experts=True),
-        Layout("hosts", ("-dp", "2", "-dpl", "1"), is_on_two_hosts=True),
+        Layout("hosts", ("-dp", "2", "-dpl", "1", "--cluster-timeout-seconds", "5"), is_on_two_hosts=True),
         Layout("embeddings", ("--runner", "pooling", "-dp", "2"), embeds=True),
     )
 }
@@ -153,7 +153,12 @@ class System:
 
     @property
     def _environment(self) -> dict[str, str]:
-        return {_MARK: str(self.tmp), "TMPDIR": str(self.tmp), "OMP_NUM_THREADS": "1"}
+        return {
+            _MARK: str(self.tmp),
+            "QUIRE_CLUSTER_TOKEN": "a token for tests only",
+            "TMPDIR": str(self.tmp),
+            "OMP_NUM_THREADS": "1",
+        }
 
     def _command(self, *flags: str) -> list[str]:
         command = quire("serve", str(self._model), *self.layout.flags, *_COMMON, *flags, "--port", "0")
@@ -174,7 +179,7 @@ class System:
     @property
     def parent(self) -> psutil.Process:
         """The parent process of the server with the API."""
-        (found,) = (each for each in self.processes("parent") if "--headless" not in each.cmdline())
+        (found,) = self.processes("quire-serve")
         return found
 
     def kill_other(self) -> None:
@@ -183,11 +188,13 @@ class System:
         self._other.kill_all()
 
     def expect_exit(self) -> int:
-        """Wait until the server with the API has exited, the other host's with it; returns the exit code."""
+        """Wait until the server with the API has exited, then end the other host's; returns the exit code."""
         self._is_ending = True
         try:
             return self.api.wait(_EXIT_SECONDS + 120)
         finally:
+            for each in self.processes("quire-replicas"):  # it would wait for the API to come back
+                each.terminate()
             if self._other is not None:
                 self._other.wait(_EXIT_SECONDS)
 
@@ -218,12 +225,10 @@ class System:
 
 
 def _name(process: psutil.Process) -> str:
-    """quire-core-0, quire-rank-1, …; and two that have no such names: parent, fork-server."""
-    name, line = process.name(), " ".join(process.cmdline())
-    if "multiprocessing.forkserver" in line and not name.startswith("quire-"):
-        return "fork-server"
-    is_command = "quire.server.cli.main" in line and "-P" in line
-    return "parent" if is_command and name in ("quire-api", "quire-replicas", "quire") else name
+    """quire-serve, quire-core-0, quire-rank-1, …; and fork-server, which has no such name."""
+    name = process.name()
+    is_fork_server = not name.startswith("quire-") and "multiprocessing.forkserver" in " ".join(process.cmdline())
+    return "fork-server" if is_fork_server else name
 
 
 @contextlib.contextmanager
