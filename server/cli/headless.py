@@ -45,20 +45,21 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    while True:
-        try:
+    try:
+        while not stop.is_set():  # a signal may also arrive while the replicas of a lost leader end
             membership = DPMember(config, is_headless=True)
-        except KeyboardInterrupt:
-            logger.info("shutting down")
-            return 0
-        problem = run_replicas(config, server, membership, stop)
-        if problem is None:
-            return 0
-        if membership.ended is None or not server.restart or config.parallel.is_coupled:
-            print(f"quire: error: {problem}", file=sys.stderr)
-            return 1
-        logger.error("%s; joining it again (--no-restart: exit instead)", problem)
-        membership = None
+            problem = run_replicas(config, server, membership, stop)
+            if problem is None:
+                return 0
+            if membership.ended is None or not server.restart or config.parallel.is_coupled:
+                print(f"quire: error: {problem}", file=sys.stderr)
+                return 1
+            logger.error("%s; joining it again (--no-restart: exit instead)", problem)
+            membership = None
+    except KeyboardInterrupt:
+        pass
+    logger.info("shutting down")
+    return 0
 
 
 def run_replicas(
