@@ -172,9 +172,9 @@ class System:
         found = []
         for each in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if each.environ().get(_MARK) == str(self.tmp) and _name(each).startswith(prefix):
-                    found.append(each)
-        return sorted(found, key=lambda each: (_name(each), each.pid))
+                if each.environ().get(_MARK) == str(self.tmp) and (name := _name(each)).startswith(prefix):
+                    found.append((name, each.pid, each))
+        return [each for _, _, each in sorted(found)]
 
     @property
     def parent(self) -> psutil.Process:
@@ -200,7 +200,7 @@ class System:
 
     def leftovers(self) -> list[str]:
         """What is still there after the server has exited: processes (after some time), files, shared memory."""
-        left = [f"process {_name(each)}" for each in psutil.wait_procs(self.processes(), _EXIT_SECONDS)[1]]
+        left = [f"process {each.pid}" for each in psutil.wait_procs(self.processes(), _EXIT_SECONDS)[1]]
         left += [f"/dev/shm/{path.name}" for path in self.shm.iterdir()]
         left += [f"$TMPDIR/{path.relative_to(self.tmp)}" for path in self.tmp.iterdir()]
         self._join()
