@@ -50,25 +50,27 @@ def serve_replicas(options: EngineOptions, server: ServerOptions) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
     deadline = 0.0
-    while True:
-        try:
-            membership = DPMember(config, is_headless=True)
-        except ConfigError:
-            if time.monotonic() >= deadline:
-                raise
-            time.sleep(_REJOIN_SECONDS)  # the leader has not noticed the loss yet
-            continue
-        except KeyboardInterrupt:
-            logger.info("shutting down")
-            return 0
-        problem = run_replicas(config, server, membership, stop)
-        if problem is None:
-            return 0
-        if membership.ended is None or not server.restart or config.parallel.is_coupled:
-            print(f"quire: error: {problem}", file=sys.stderr)
-            return 1
-        logger.error("%s; joining it again (--no-restart: exit instead)", problem)
-        membership, deadline = None, time.monotonic() + config.parallel.timeout
+    try:
+        while not stop.is_set():  # a signal may also arrive while the replicas of a lost leader end
+            try:
+                membership = DPMember(config, is_headless=True)
+            except ConfigError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_REJOIN_SECONDS)  # the leader has not noticed the loss yet
+                continue
+            problem = run_replicas(config, server, membership, stop)
+            if problem is None:
+                return 0
+            if membership.ended is None or not server.restart or config.parallel.is_coupled:
+                print(f"quire: error: {problem}", file=sys.stderr)
+                return 1
+            logger.error("%s; joining it again (--no-restart: exit instead)", problem)
+            membership, deadline = None, time.monotonic() + config.parallel.timeout
+    except KeyboardInterrupt:
+        pass
+    logger.info("shutting down")
+    return 0
 
 
 def run_replicas(

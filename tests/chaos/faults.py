@@ -273,7 +273,7 @@ FAULTS: dict[str, Callable[[Attack], None]] = {
     "kill core twice": _kill_twice("quire-core"),
     "kill api twice": _kill_twice("quire-api"),
     "kill core and api": _kill_all("quire-core", "quire-api"),
-    "pause parent": _pause("parent"),
+    "pause parent": _pause("quire-serve"),
     "full disk": _fill(lambda system: system.tmp, "quire-core"),
     "descriptors": _exhaust_descriptors,
     "memory": _exhaust_memory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -122,7 +123,7 @@ def run(
             told("started again")
             attacked.start()
             _drain(attacked, load.again(attacked.address, seed=seed + 1), every, report, told)
-        except (OSError, AssertionError) as problem:
+        except (OSError, AssertionError, subprocess.TimeoutExpired) as problem:
             report.problems.append(f"{type(problem).__name__}: {problem}")
         finally:
             attacked.close()

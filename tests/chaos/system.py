@@ -64,7 +64,7 @@ LAYOUTS = {
         Layout("dp2-api2", ("-dp", "2", "--api-server-count", "2")),
         Layout("tp2-pp2", ("-tp", "2", "-pp", "2")),
         Layout("dp2-tp2-ep", ("-dp", "2", "-tp", "2", "--enable-expert-parallel"), has_experts=True),
-        Layout("hosts", ("-dp", "2", "-dpl", "1"), is_on_two_hosts=True),
+        Layout("hosts", ("-dp", "2", "-dpl", "1", "--cluster-timeout-seconds", "5"), is_on_two_hosts=True),
         Layout("embeddings", ("--runner", "pooling", "-dp", "2"), embeds=True),
     )
 }
@@ -153,7 +153,12 @@ class System:
 
     @property
     def _environment(self) -> dict[str, str]:
-        return {_MARK: str(self.tmp), "TMPDIR": str(self.tmp), "OMP_NUM_THREADS": "1"}
+        return {
+            _MARK: str(self.tmp),
+            "QUIRE_CLUSTER_TOKEN": "a token for tests only",
+            "TMPDIR": str(self.tmp),
+            "OMP_NUM_THREADS": "1",
+        }
 
     def _command(self, *flags: str) -> list[str]:
         command = quire("serve", str(self._model), *self.layout.flags, *_COMMON, *flags, "--port", "0")
@@ -167,14 +172,14 @@ class System:
         found = []
         for each in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if each.environ().get(_MARK) == str(self.tmp) and _name(each).startswith(prefix):
-                    found.append(each)
-        return sorted(found, key=lambda each: (_name(each), each.pid))
+                if each.environ().get(_MARK) == str(self.tmp) and (name := _name(each)).startswith(prefix):
+                    found.append((name, each.pid, each))
+        return [each for _, _, each in sorted(found)]
 
     @property
     def parent(self) -> psutil.Process:
         """The parent process of the server with the API."""
-        (found,) = (each for each in self.processes("parent") if "--headless" not in each.cmdline())
+        (found,) = self.processes("quire-serve")
         return found
 
     def kill_other(self) -> None:
@@ -183,17 +188,19 @@ class System:
         self._other.kill_all()
 
     def expect_exit(self) -> int:
-        """Wait until the server with the API has exited, the other host's with it; returns the exit code."""
+        """Wait until the server with the API has exited, then end the other host's; returns the exit code."""
         self._is_ending = True
         try:
             return self.api.wait(_EXIT_SECONDS + 120)
         finally:
+            for each in self.processes("quire-replicas"):  # it would wait for the API to come back
+                each.terminate()
             if self._other is not None:
                 self._other.wait(_EXIT_SECONDS)
 
     def leftovers(self) -> list[str]:
         """What is still there after the server has exited: processes (after some time), files, shared memory."""
-        left = [f"process {_name(each)}" for each in psutil.wait_procs(self.processes(), _EXIT_SECONDS)[1]]
+        left = [f"process {each.pid}" for each in psutil.wait_procs(self.processes(), _EXIT_SECONDS)[1]]
         left += [f"/dev/shm/{path.name}" for path in self.shm.iterdir()]
         left += [f"$TMPDIR/{path.relative_to(self.tmp)}" for path in self.tmp.iterdir()]
         self._join()
@@ -218,12 +225,10 @@ class System:
 
 
 def _name(process: psutil.Process) -> str:
-    """quire-core-0, quire-rank-1, …; and two that have no such names: parent, fork-server."""
-    name, line = process.name(), " ".join(process.cmdline())
-    if "multiprocessing.forkserver" in line and not name.startswith("quire-"):
-        return "fork-server"
-    is_command = "quire.server.cli.main" in line and "-P" in line
-    return "parent" if is_command and name in ("quire-api", "quire-replicas", "quire") else name
+    """quire-serve, quire-core-0, quire-rank-1, …; and fork-server, which has no such name."""
+    name = process.name()
+    is_fork_server = not name.startswith("quire-") and "multiprocessing.forkserver" in " ".join(process.cmdline())
+    return "fork-server" if is_fork_server else name
 
 
 @contextlib.contextmanager

@@ -226,3 +226,29 @@ def test_a_headless_host_must_say_which_it_is(model_folder: Path, capsys: pytest
     assert "--headless: say which replicas this host has (--data-parallel-start-rank" in capsys.readouterr().err
     with pytest.raises(ConfigError):
         headless.serve_replicas(EngineOptions(), cast(Any, None))
+
+
+def test_a_signal_while_the_replicas_of_a_lost_leader_end_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is joined after it, which could be waited for without end."""
+    joined: list[Alone] = []
+
+    def join(config: EngineConfig, *, is_headless: bool) -> Alone:
+        assert not joined
+        joined.append(Alone(Path()))
+        joined[0].ended = LinkEnded("the host with the API was lost")
+        return joined[0]
+
+    def run(*arguments: object) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "the host with the API was lost"
+
+    monkeypatch.setattr(headless, "DPMember", join)
+    monkeypatch.setattr(headless, "run_replicas", run)
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        options = EngineOptions(data_parallel_size=2, data_parallel_start_rank=1)
+        assert headless.serve_replicas(options, ServerOptions()) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    assert len(joined) == 1
