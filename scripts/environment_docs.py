@@ -60,8 +60,8 @@ SECTIONS: dict[str, tuple[str, dict[str, str]]] = {
             "XDG_CACHE_HOME": "Parent folder of the kernel cache. Default: `~/.cache`.",
             "OMP_NUM_THREADS": "Threads of a rank. Default: the cores of the host divided by the ranks on it.",
             "OMP_WAIT_POLICY": "Quire sets it to `passive` if it is not set, so that idle threads do not use CPU time.",
-            "OPENBLAS_NUM_THREADS": "Quire sets it to `1` for the helper process that checks structured outputs.",
-            "TOKENIZERS_PARALLELISM": "Quire sets it to `false` for the helper process that processes large bodies.",
+            "OPENBLAS_NUM_THREADS": "Quire sets it to `1` for the helper processes, which are forked.",
+            "TOKENIZERS_PARALLELISM": "Quire sets it to `false` for the helper processes.",
         },
     ),
     "GPUs": (

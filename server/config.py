@@ -126,7 +126,7 @@ class ServerOptions(ModelOptions):
         20.0, "time limit for the headers of a request, and for the first request of a connection", metavar="SECONDS"
     )
     client_body_timeout: float = flag(
-        60.0, "time limit for the body of a request, plus one second for each KiB received", metavar="SECONDS"
+        60.0, "time in which a request body must end or progress by 1 KiB per second", metavar="SECONDS"
     )
     timeout_keep_alive: int = flag(
         75, "time after which an idle connection is closed; longer than that of load balancers", metavar="SECONDS"

@@ -21,7 +21,7 @@ Layouts, and what each of them uses of it:
 - `--nnodes N` (`executor/nodes.py`): the core on node 0 leads at --master-addr, --master-port; nodes 1 to N - 1 join,
   which the user starts with `--headless`. Start message: `NodeStart`. Then plans one way; results, `WorkerReady`,
   `NodeProgress` and `WorkerFailed` the other. Hidden states use torch.distributed. If a rank or a node dies, the core
-  ends, and every node with it, with the same reason.
+  ends, and every node's ranks with it, with the same reason. The nodes then join the core's successor.
 - Ray (`cluster/ray_launcher.py`): as `--nnodes`, except that the core's host is node 0 without ranks, the leader's port
   is any free one, and Ray starts the nodes' processes and reports their exit (`Leader.fail`).
 - Replicas on several hosts (`server/frontend/dp_coordinator.py`): the host with the API leads at

@@ -60,9 +60,9 @@ class EngineOptions:
     )
     cluster_token: str | None = flag(
         None,
-        "secret of at least 16 characters that all hosts share: it authenticates and encrypts their connections "
-        "(default: QUIRE_CLUSTER_TOKEN; without any, the first host makes one and prints the others' command). "
-        "Command lines are visible to all users of a host: the variable and --cluster-token-file are not",
+        "secret of at least 16 characters that all hosts share: it authenticates and encrypts their connections. "
+        "Command lines are visible to all users of a host: QUIRE_CLUSTER_TOKEN and --cluster-token-file are not "
+        "(default: the variable; without any, the first host makes one and prints the others' command)",
         metavar="TOKEN",
         is_secret=True,
     )

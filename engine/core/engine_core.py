@@ -109,10 +109,6 @@ class EngineCoreIO:
         for replica in self.peers:
             self._outbox.put((self._endpoints.requests[replica], message))
 
-    def broadcast(self, message: ToServer) -> None:
-        for client in range(self.num_clients):
-            self.send(client, message)
-
     def close(self) -> None:
         """Send all queued messages, then stop."""
         self._outbox.put(None)

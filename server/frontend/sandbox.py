@@ -208,7 +208,7 @@ def main() -> None:
     try:
         os.nice(pickle.load(sys.stdin.buffer))  # first, as the next line imports much
         make, argument, seconds, memory = pickle.load(sys.stdin.buffer)
-    except EOFError:  # who asks has died
+    except EOFError:  # the asking process has died
         return
     answer: Answer = make(argument)
     gc.collect()

@@ -1,6 +1,6 @@
 """HTTP connections: time limits for headers and bodies, and limits on headers, connections and descriptors.
 
-uvicorn itself waits for a request for ever once its first byte has arrived.
+uvicorn itself waits for a request forever once its first byte has arrived.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class _LargeBody:
         return self._map[: self._size]
 
     def close(self) -> None:
-        """Count it no more. Who still reads it, keeps the memory."""
+        """Stop counting it. Its memory is freed when the last reader has dropped it."""
         self._bodies.num_bytes -= self._size
 
 
