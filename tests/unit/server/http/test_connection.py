@@ -61,6 +61,15 @@ async def test_a_body_that_does_not_come(config: EngineConfig, core_mode: Callab
         assert server.frontend.client.num_open == 0
 
 
+async def test_a_body_that_stops_is_not_waited_for(config: EngineConfig, core_mode: Callable[[str], None]) -> None:
+    """However much of it has come before."""
+    async with run_server(config, **SOON) as server:
+        reader, writer = await connect(server)
+        writer.write(HEAD + b"Content-Length: 99999999\r\n\r\n" + bytes(1 << 20))
+        assert await rest(reader) == (408, "the body arrives too slowly")
+        writer.close()
+
+
 async def test_a_body_that_goes_on_has_time(
     config: EngineConfig, core_mode: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,7 +161,8 @@ async def test_templates_of_requests_are_rendered_elsewhere(
         )
         hidden = json.dumps(body).replace("chat_template", "chat\\u005ftemplate").encode()
         assert (await post(server, CHAT, hidden))[0] == 200
-        assert len(elsewhere) == 2
+        assert (await post(server, CHAT, json.dumps(body).encode("utf-16")))[0] == 200
+        assert len(elsewhere) == 3
 
 
 async def test_the_bytes_of_all_bodies_are_limited(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
