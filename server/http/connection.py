@@ -158,8 +158,10 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         """Close the connection, with an error unless a response has begun."""
+        is_answered = self._phase == "body" and self.cycle is not None and self.cycle.response_started
+        is_answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
         self._end_phase()
-        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+        if not (is_answered or is_answering):
             body = msgspec.json.encode(error_object(text, "invalid_request_error"))
             head = f"HTTP/1.1 {status} {status.phrase}\r\nContent-Type: application/json\r\n"
             self.transport.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body)
