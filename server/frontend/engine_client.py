@@ -40,6 +40,8 @@ PROBE_SECONDS = 30.0
 """Timeout of a probe. A step can take long, especially on a CPU."""
 MAX_DEATHS = 2
 """Deaths of its replicas after which a request is suspected to be their cause."""
+_SAME_MOMENT_SECONDS = 1.0
+"""Replicas that die within this time count as one death: no engine restarts so soon."""
 _CLEARING_TOKENS = 16
 """New tokens of a request without a death, after which earlier deaths do not count."""
 SHUTTING_DOWN = "the server is shutting down"
@@ -75,6 +77,8 @@ class _RunningRequest:
     """The value of the first output, repeated with the output of the replica that resumed the request."""
     num_deaths: int = 0
     """Deaths of its replicas in a row, with fewer than `_CLEARING_TOKENS` new tokens in between."""
+    died_at: float = 0.0
+    """When the last of them died."""
     num_resumed: int = 0
     """Tokens delivered when it was last resumed."""
 
@@ -438,10 +442,14 @@ class EngineClient:
         A request whose replicas have died `MAX_DEATHS` times in a row, while it hardly made progress, is a suspect. If
         it is the only one, it is the cause. Several suspects run one at a time from now on.
         """
+        now = time.monotonic()
         for place, (request_id, running) in enumerate(moved.items()):
             running.replica = None
             if running.last_output is None and place >= self._max_num_seqs:
                 continue  # it has not run yet
+            if now - running.died_at < _SAME_MOMENT_SECONDS:
+                continue  # it was sent to a replica that was dying, too
+            running.died_at = now
             running.num_deaths += 1
             if running.num_deaths >= MAX_DEATHS and request_id not in self._suspects:
                 self._suspects.append(request_id)

@@ -287,7 +287,7 @@ def test_a_line_that_kills_the_engine_gets_an_error_and_the_others_go_on(model_f
         "dies": 500,
         "c": 200,
     }
-    assert "the engine died 2 times while it ran this request" in found["dies"]["body"]["error"]["message"]
+    assert "times while it ran this request, which is given up" in found["dies"]["body"]["error"]["message"]
 
 
 def test_what_cannot_begin_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -48,6 +48,12 @@ def endpoints(folder: Path, replicas: int, clients: int = 1) -> Endpoints:
     )
 
 
+@pytest.fixture(autouse=True)
+def _instant_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores that the test plays are back at once."""
+    monkeypatch.setattr("quire.server.frontend.engine_client._SAME_MOMENT_SECONDS", 0.0)
+
+
 async def until(condition: Callable[[], Any]) -> None:
     """A hanging test, if it never comes true."""
     while not condition():
@@ -322,6 +328,20 @@ async def test_requests_that_ran_beside_the_one_that_kills_go_on(tmp_path: Path)
         assert "3 times" in str((await whole(streams["poison"])).error)
         names = {(await core.hear(EngineCoreRequest)).request_id for _ in range(3)}
         assert names == {"good", "also good", "new"}
+
+
+async def test_replicas_that_die_together_make_no_request_suspect(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.server.frontend.engine_client._SAME_MOMENT_SECONDS", 60.0)
+    async with scripted(tmp_path) as engine:
+        engine.submit("a", [1])
+        first = await engine.of("a")
+        other = engine.cores[1 - first.replica]
+        await engine.lost(first, "rank 0 was killed", returns=True)
+        await other.hear(EngineCoreRequest)
+        await kill(engine, other)
+        assert (await other.hear(EngineCoreRequest)).request_id == "a"
 
 
 async def test_requests_that_have_not_run_yet_are_not_suspected(tmp_path: Path) -> None:
