@@ -180,7 +180,7 @@ def test_stages_on_two_nodes_answer_as_one_process(cluster: Cluster) -> None:
     assert names == {HEAD: ["quire-rank-0", "quire-rank-1"], "10.77.0.2": ["quire-rank-2", "quire-rank-3"]}
     assert ask(URL, cluster.hosts[0]) == expected
     processes = cluster.ours() | api.family()
-    api.named("quire-api").terminate()
+    api.named("quire-serve").terminate()
     assert api.wait(STOPPED_SECONDS) == 0
     assert_gone(processes)
 
@@ -268,7 +268,7 @@ def test_auto_stays_on_one_host_where_that_is_enough(cluster: Cluster) -> None:
     api = cluster.serve(*SHAPE, "-tp", "2")
     api.wait_for("serving .* on http")
     api.wait_for(r"= 2 ranks \(mp\)", 0)
-    api.named("quire-api").terminate()
+    api.named("quire-serve").terminate()
     assert api.wait(STOPPED_SECONDS) == 0
 
 
@@ -295,10 +295,30 @@ def mended(cluster: Cluster) -> Iterator[Cluster]:
     cluster.start_second()
 
 
-@pytest.mark.parametrize("problem", [kill_actor, unplug, kill_node])
-def test_a_node_that_is_lost_is_named_and_all_end(mended: Cluster, problem: Callable[[Cluster], None]) -> None:
-    cluster = mended
+def test_streams_go_on_when_an_actor_is_placed_again(cluster: Cluster) -> None:
     api = cluster.serve_when_free(*SHAPE, *GRID, *RAY)
+    body = {"prompt": "Quire", "max_tokens": 300, "ignore_eos": True, "temperature": 0.0}
+
+    def text(lines: Iterator[str]) -> str:
+        return "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {"))
+
+    with cluster.hosts[0].inside(), httpx.Client(base_url=URL, timeout=300) as client:
+        expected = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            lines = stream.iter_lines()
+            begun = text(iter([next(lines)]))
+            kill_actor(cluster)
+            assert begun + text(lines) == expected
+    api.named("quire-serve").terminate()
+    assert api.wait(60) == 0
+
+
+@pytest.mark.parametrize("problem", [kill_actor, unplug, kill_node])
+def test_without_restarts_a_node_that_is_lost_is_named_and_all_end(
+    mended: Cluster, problem: Callable[[Cluster], None]
+) -> None:
+    cluster = mended
+    api = cluster.serve_when_free(*SHAPE, *GRID, *RAY, "--no-restart")
     processes = cluster.ours() | api.family()
     with cluster.hosts[0].inside(), openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(
