@@ -295,7 +295,8 @@ def mended(cluster: Cluster) -> Iterator[Cluster]:
     cluster.start_second()
 
 
-def test_streams_go_on_when_an_actor_is_placed_again(cluster: Cluster) -> None:
+def test_streams_go_on_when_an_actor_is_placed_again(mended: Cluster) -> None:
+    cluster = mended
     api = cluster.serve_when_free(*SHAPE, *GRID, *RAY)
     body = {"prompt": "Quire", "max_tokens": 300, "ignore_eos": True, "temperature": 0.0}
 
