@@ -127,8 +127,7 @@ def weights(
         claimed = changed if isinstance(changed, int) else len(written)
         text(WEIGHTS, struct.pack("<Q", claimed) + written + data)(folder)
 
-    code = 1 if is_late else 2
-    return BadConfiguration(f"weights: {what}", message, arguments, edit, code=code, is_early=not is_late)
+    return BadConfiguration(f"weights: {what}", message, arguments, edit, is_early=not is_late)
 
 
 def rename(old: str, new: str) -> Callable[[Header, bytearray], None]:
@@ -256,9 +255,7 @@ CASES = [
     environment("OMP_NUM_THREADS=-3", "OMP_NUM_THREADS", "-3", "-tp", "2"),
     environment("QUIRE_CPU_ISA=sse", "QUIRE_CPU_ISA", "sse"),
     environment("QUIRE_API_KEY", "QUIRE_API_KEY", " , "),
-    replace(
-        environment("QUIRE_HOST_IP=junk", "QUIRE_HOST_IP", "junk", "--nnodes", "2", "-tp", "2"), code=1, is_early=False
-    ),
+    replace(environment("QUIRE_HOST_IP=junk", "QUIRE_HOST_IP", "junk", "--nnodes", "2", "-tp", "2"), is_early=False),
     # The model folder
     BadConfiguration("MODEL is a file", "no such model folder", model="config.json"),
     BadConfiguration("MODEL does not exist", "no such model folder", model="nowhere"),
